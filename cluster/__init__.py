@@ -1,0 +1,1 @@
+"""The composition root: configuration, gateway, global scheduler, Ray Serve application, command line."""

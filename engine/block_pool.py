@@ -1,0 +1,179 @@
+"""Who owns which block of one memory tier.
+
+Physical blocks are layer-agnostic: a block holds `block_size` tokens of K and V of one layer group, and the pool
+neither knows nor cares which group that is. Holders get a `BlockLease`; they give it back exactly once. The pool knows
+nothing of tensors, sequences or transports, and does no I/O.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+class OutOfBlocksError(Exception):
+    """The tier has fewer available blocks than were asked for; nothing was taken."""
+
+
+@dataclass(eq=False, slots=True)
+class BlockLease:
+    """The right to use some blocks. Only the pool that issued it changes it."""
+
+    epoch: int
+    lease_id: int
+    blocks: list[int] = field(default_factory=list)
+    released: bool = False
+
+
+BlockKey = tuple[bytes, int]
+"""(chained hash of the tokens up to the block's end, layer group)"""
+
+
+class BlockPool:
+    """Free list, reference counts, generations and prefix keys of one tier's blocks.
+
+    A block is in exactly one state: *free*; *held* by one or more leases; or *cached*: held by none, but found by its
+    prefix key until it is taken for something else, least recently used first.
+
+    `generation(block)` grows each time a block is taken for new content, so a reference to old content can be told.
+    """
+
+    def __init__(self, num_blocks: int, *, epoch: int | None = None) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least one block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        # An epoch names one life of one pool; a reference that survives its process's death is told by it.
+        self.epoch = secrets.randbits(62) if epoch is None else epoch
+        self._free = deque(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._generations = [0] * num_blocks
+        self._key_of: dict[int, BlockKey] = {}
+        self._block_of: dict[BlockKey, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._leases: dict[int, BlockLease] = {}
+        self._next_lease_id = 1
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that a lease could get now: free ones and cached ones that nobody holds."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_available
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def lease(self, num_blocks: int = 0) -> BlockLease:
+        """Open a lease holding `num_blocks` new blocks. Raises OutOfBlocksError and takes nothing if they lack."""
+        lease = BlockLease(self.epoch, self._next_lease_id)
+        self._next_lease_id += 1
+        self._leases[lease.lease_id] = lease
+        try:
+            self.extend(lease, num_blocks)
+        except OutOfBlocksError:
+            self.release(lease)
+            raise
+        return lease
+
+    def extend(self, lease: BlockLease, num_blocks: int) -> list[int]:
+        """Add `num_blocks` new blocks to the lease and return them. All or nothing."""
+        self._require_live(lease)
+        if num_blocks > self.num_available:
+            raise OutOfBlocksError(f"{num_blocks} blocks wanted, {self.num_available} of {self.num_blocks} available")
+        taken = [self._take() for _ in range(num_blocks)]
+        for block in taken:
+            self._references[block] = 1
+            self._generations[block] += 1
+        lease.blocks.extend(taken)
+        return taken
+
+    def find(self, key: BlockKey) -> int | None:
+        """The block that holds the content named by `key`, or None. Takes nothing: `adopt` it at once."""
+        return self._block_of.get(key)
+
+    def adopt(self, lease: BlockLease, blocks: Iterable[int]) -> None:
+        """Let the lease share blocks that `find` returned. Their content may be read, never written."""
+        self._require_live(lease)
+        for block in blocks:
+            if self._references[block] == 0:
+                if block not in self._cached:
+                    raise ValueError(f"block {block} is free: only a block that find() returned can be adopted")
+                del self._cached[block]
+            self._references[block] += 1
+            lease.blocks.append(block)
+
+    def publish(self, lease: BlockLease, block: int, key: BlockKey) -> None:
+        """Make a full, computed block of the lease findable. A key that is already known keeps its first block."""
+        self._require_live(lease)
+        if self._references[block] == 0:
+            raise ValueError(f"block {block} is held by no lease; publish before releasing")
+        if key in self._block_of or block in self._key_of:
+            return
+        self._block_of[key] = block
+        self._key_of[block] = key
+
+    def release(self, lease: BlockLease) -> None:
+        """Give the lease back. A second release raises: it would free blocks that may be someone else's by now."""
+        self._require_live(lease)
+        lease.released = True
+        del self._leases[lease.lease_id]
+        # In reverse, so that the tail of a prefix is evicted before its head.
+        for block in reversed(lease.blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+        lease.blocks.clear()
+
+    def generation(self, block: int) -> int:
+        return self._generations[block]
+
+    def drop_cached(self) -> None:
+        """Forget all cached content that nobody holds."""
+        while self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget_key(block)
+            self._free.append(block)
+
+    def check(self) -> None:
+        """Raise AssertionError unless free + cached + held is every block once and counts agree with the leases."""
+        counted = [0] * self.num_blocks
+        for lease in self._leases.values():
+            assert not lease.released, f"lease {lease.lease_id} is released but listed"
+            for block in lease.blocks:
+                counted[block] += 1
+        assert counted == self._references, "reference counts differ from what the leases hold"
+        held = {block for block, count in enumerate(counted) if count}
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is on the free list twice"
+        assert not (held & free or held & cached or free & cached), "a block is in two states"
+        assert len(held) + len(free) + len(cached) == self.num_blocks, "a block is in no state"
+        assert {b: k for k, b in self._block_of.items()} == self._key_of, "prefix keys and blocks disagree"
+        assert cached <= self._key_of.keys(), "a cached block has no key"
+        assert not (free & self._key_of.keys()), "a free block still has a key"
+
+    def check_idle(self) -> None:
+        """`check()`, and nothing may be held: for the moments when no sequence exists."""
+        self.check()
+        assert not self._leases, f"{len(self._leases)} leases are still open: {sorted(self._leases)[:8]}"
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.popleft()
+        block, _ = self._cached.popitem(last=False)
+        self._forget_key(block)
+        return block
+
+    def _forget_key(self, block: int) -> None:
+        del self._block_of[self._key_of.pop(block)]
+
+    def _require_live(self, lease: BlockLease) -> None:
+        if lease.released or self._leases.get(lease.lease_id) is not lease:
+            raise ValueError(f"lease {lease.lease_id} is not open in this pool: it was released or is another pool's")

@@ -1,0 +1,135 @@
+"""One sequence: its tokens, how far its KV is computed, and the blocks that hold it.
+
+Written by the worker scheduler that holds it; runner and sampler only read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.block_pool import BlockLease
+from engine.sampling_params import SamplingParams
+
+
+class BlockTable:
+    """The blocks of one sequence, `[layer_groups, num_columns]`: column j holds tokens [j·block_size, (j+1)·block_size).
+
+    Grows by columns. `view` is what the runner reads.
+    """
+
+    __slots__ = ("_blocks", "num_columns")
+
+    def __init__(self, num_layer_groups: int) -> None:
+        self._blocks: npt.NDArray[np.int32] = np.empty((num_layer_groups, 8), dtype=np.int32)
+        self.num_columns = 0
+
+    @property
+    def num_layer_groups(self) -> int:
+        return int(self._blocks.shape[0])
+
+    @property
+    def view(self) -> npt.NDArray[np.int32]:
+        """[layer_groups, num_columns]"""
+        return self._blocks[:, : self.num_columns]
+
+    def append(self, columns: npt.NDArray[np.int32]) -> None:
+        """Append `[layer_groups, n]` block ids."""
+        needed = self.num_columns + columns.shape[1]
+        capacity = self._blocks.shape[1]
+        if needed > capacity:
+            grown = np.empty((self.num_layer_groups, max(needed, 2 * capacity)), dtype=np.int32)
+            grown[:, : self.num_columns] = self.view
+            self._blocks = grown
+        self._blocks[:, self.num_columns : needed] = columns
+        self.num_columns = needed
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sequence:
+    """A request as an engine sees it.
+
+    `output_token_ids` includes tokens that an earlier attempt on another worker emitted; they count for penalties and
+    for `max_tokens`, and their KV is computed like the prompt's.
+    """
+
+    request_id: str
+    attempt: int
+    params: SamplingParams
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    cache_salt: str = ""
+    lease: BlockLease | None = None
+    block_table: BlockTable | None = None
+    num_computed: int = 0  # tokens whose KV is in the blocks
+    num_cached: int = 0  # of the prompt's, tokens found in the prefix cache (or known computed elsewhere)
+    num_published: int = 0  # leading full blocks already made findable in the prefix cache
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids at positions [start, stop) of prompt and output taken together."""
+        num_prompt = len(self.prompt_token_ids)
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position: the chosen token's and the best alternatives', best first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute the KV of `num_tokens` tokens of `seq` from position `seq.num_computed` on in this step.
+
+    When that reaches the sequence's last token, the step also samples its next one.
+    """
+
+    seq: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        return self.seq.num_computed + self.num_tokens == self.seq.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one call of the runner computes."""
+
+    items: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Aligned with `StepPlan.items`."""
+
+    sampled: list[SampledToken | None]  # None where the item does not sample
+    # For sequences that asked for prompt logprobs: those of tokens [num_computed + 1, num_computed + num_tokens + 1)
+    # that are prompt tokens, i.e. the model's opinion of each next prompt token.
+    prompt_logprobs: list[list[TokenLogprobs] | None]

@@ -1,0 +1,1 @@
+"""Moving KV blocks between processes: hand-off protocol, wire format, transports. Knows no Ray, no HTTP, no policy."""

@@ -1,0 +1,408 @@
+"""Every message that crosses between Legato's processes, and its encoding.
+
+A message is a frozen dataclass; on the wire it is the msgpack array `[tag, {field: value}]`. Decoding validates types
+and ranges (pydantic) and refuses unknown tags and fields, so a malformed frame raises `MalformedMessageError` and
+nothing else. Messages hold plain data only; behaviour lives in the state machines that take them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal
+
+import msgpack
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from engine.sampling_params import SamplingParams
+
+PROTOCOL_VERSION: Final = 1
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Digest = Annotated[int, Field(ge=0, lt=2**64)]
+Role = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+
+class MalformedMessageError(ValueError):
+    """The bytes are no message of this protocol version."""
+
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+# --- what messages are made of ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """One sequence to generate. `output_token_ids` were already emitted by earlier attempts."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    attempt: Count
+    prompt_token_ids: list[Count]
+    params: SamplingParams
+    output_token_ids: list[Count] = field(default_factory=list)
+    cache_salt: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a process listens. Two endpoints with the same `node_id` share memory."""
+
+    __pydantic_config__ = _STRICT
+    host: str
+    port: Annotated[int, Field(ge=0, le=65535)]
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """A reference to a reservation that tells when it has become stale.
+
+    `epoch` names one life of the receiving pool, `lease` the blocks, `generation` the attempt they are promised to:
+    a newer attempt on the same lease makes all references of the older one void.
+    """
+
+    __pydantic_config__ = _STRICT
+    epoch: Count
+    lease: Count
+    generation: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """The one object that crosses the hand-off: where the KV of a request goes, and the right to send it there."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    fence: Fence
+    endpoint: Endpoint  # of the decode worker's KV listener
+    worker_id: str
+    num_tokens: Count  # whose KV the reservation has room for
+    ttl_s: float  # the reservation lapses when nothing is heard of it for so long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """The `index`-th output token of a request (counted over all attempts)."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    attempt: Count
+    index: Count
+    token_id: Count
+    finish_reason: FinishReason | None = None
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+    num_cached_tokens: Count | None = None  # only on an attempt's first token
+    # only on an attempt's first token, where asked for: (logprob, top) of each prompt token after the first
+    prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureEvent:
+    """This attempt of the request ends without finishing; the gateway decides what follows."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    attempt: Count
+    reason: str
+    retryable: bool
+
+
+# --- gateway <-> worker ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Gateway to decode: lease room for this request. Repeated with a newer attempt it renews the ticket."""
+
+    __pydantic_config__ = _STRICT
+    request: RequestSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    __pydantic_config__ = _STRICT
+    attempt: Count
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Nothing was done for the request. `retry_after_s` is when it would probably fit; None: never on this worker."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    attempt: Count
+    reason: str
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Gateway to prefill (with the ticket of the decode worker), or to decode (without: do all of it yourself)."""
+
+    __pydantic_config__ = _STRICT
+    request: RequestSpec
+    ticket: Ticket | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Forget every attempt of the request up to this one. Always safe, also for unknown requests."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    attempt: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFrame:
+    """Worker to gateway: what one step brought for all requests of that gateway."""
+
+    __pydantic_config__ = _STRICT
+    tokens: list[TokenEvent]
+    failures: list[FailureEvent] = field(default_factory=list)
+
+
+# --- prefill <-> decode ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabHeader:
+    """Announces the KV of `num_tokens` tokens of one layer, `[2, num_tokens, num_kv_heads, head_dim]`, K before V.
+
+    `digest` is of the payload's bytes as they lie in the slab.
+    """
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    fence: Fence
+    layer: Count
+    token_start: Count
+    num_tokens: Count
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """All KV has been announced; decode may go on from here once it has verified it.
+
+    `layer_digests[l]` is the sum modulo 2^64 of the digests of layer l's slabs. Sampling is counter-based, so the
+    sampler's state is the tokens themselves: the request as reserved, plus `first_token`.
+    """
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    fence: Fence
+    num_tokens: Count
+    layer_digests: list[Digest]
+    first_token: Count
+    first_token_index: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Decode to prefill: every layer arrived whole; the source blocks are no longer needed."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """Decode to prefill: this hand-off is over, and why."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    fence: Fence
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Prefill to decode: nothing more will come for this fence."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    fence: Fence
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepAlive:
+    """Prefill to decode: these hand-offs are still being worked on; renews their reservations."""
+
+    __pydantic_config__ = _STRICT
+    fences: list[tuple[str, Fence]]  # (request_id, fence)
+
+
+# --- workers and gateways <-> global scheduler -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What never changes in a worker's life."""
+
+    __pydantic_config__ = _STRICT
+    worker_id: str
+    role: Role
+    endpoint: Endpoint
+    pid: Count
+    model: str
+    compatibility: str
+    max_model_len: Count
+    num_blocks: Count
+    block_size: Count
+    layer_groups: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSnapshot:
+    """What changes. `sequence_number` grows with each snapshot of a worker."""
+
+    __pydantic_config__ = _STRICT
+    worker_id: str
+    sequence_number: Count
+    draining: bool
+    num_running: Count
+    num_waiting: Count
+    queued_prefill_tokens: Count  # uncomputed tokens of everything accepted
+    blocks_available: Count
+    num_leases: Count
+    prefill_tokens_per_s: float  # measured; 0 until known
+    decode_step_s: float  # measured; 0 until known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    __pydantic_config__ = _STRICT
+    info: WorkerInfo
+    snapshot: WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    __pydantic_config__ = _STRICT
+    snapshot: WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Gateway to scheduler: where should this attempt run?"""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    attempt: Count
+    num_tokens: Count
+    max_new_tokens: Count
+    exclude: list[str] = field(default_factory=list)  # worker ids that just failed this request
+    prefer_decode: str | None = None  # holds a reservation of an earlier attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """`prefill` None: the decode worker does all of it."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    attempt: Count
+    prefill: str | None
+    decode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplaceable:
+    """No worker can take it now. `retry_after_s` None: none ever could (the sentence says why)."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+    attempt: Count
+    reason: str
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Gateway to scheduler: the request left the cluster; forget its reservations of work."""
+
+    __pydantic_config__ = _STRICT
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Scheduler to gateways: all live workers with their newest snapshots. Sent on change and periodically."""
+
+    __pydantic_config__ = _STRICT
+    workers: list[tuple[WorkerInfo, WorkerSnapshot]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Either way on any connection: I am alive. Nothing is answered."""
+
+    __pydantic_config__ = _STRICT
+
+
+Message = (
+    Reserve
+    | Reserved
+    | Refused
+    | Start
+    | Cancel
+    | StepFrame
+    | SlabHeader
+    | Commit
+    | Verified
+    | Rejected
+    | Abort
+    | KeepAlive
+    | Register
+    | Heartbeat
+    | Place
+    | Placement
+    | Unplaceable
+    | Ended
+    | Replicas
+    | Ping
+)
+
+_ADAPTERS: Final[dict[str, TypeAdapter[Any]]] = {kind.__name__: TypeAdapter(kind) for kind in Message.__args__}
+
+
+def encode(message: Message) -> bytes:
+    """The message as msgpack bytes."""
+    tag = type(message).__name__
+    packed: bytes = msgpack.packb([tag, _ADAPTERS[tag].dump_python(message)])
+    return packed
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """The message in `data`. Raises MalformedMessageError for anything that is not exactly one message."""
+    try:
+        frame = msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise MalformedMessageError(f"not msgpack: {error}") from error
+    if not (isinstance(frame, list) and len(frame) == 2 and isinstance(frame[0], str)):
+        raise MalformedMessageError("a message is an array of a tag and a map")
+    tag, fields = frame
+    adapter = _ADAPTERS.get(tag)
+    if adapter is None:
+        raise MalformedMessageError(f"unknown message {tag[:40]!r}: the peer speaks another protocol version")
+    if not isinstance(fields, dict):
+        raise MalformedMessageError(f"the fields of {tag} must be a map")
+    try:
+        message: Message = adapter.validate_python(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MalformedMessageError(f"{tag}.{where}: {first['msg']}") from error
+    return message

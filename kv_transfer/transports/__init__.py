@@ -1,0 +1,1 @@
+"""Ways for KV bytes to get from one process to another, behind the protocol in `base`."""

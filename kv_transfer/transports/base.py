@@ -1,0 +1,105 @@
+"""The narrow protocol behind which KV bytes travel from one process to another.
+
+A `Transport` meets peers; a `Link` is one authenticated, compatible pair of them. The sender fills slabs that it owns;
+the receiver reads what it was handed and says when it is done. Nobody writes another process's KV memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.messages import Endpoint, Message
+
+
+class TransportError(Exception):
+    """Base of what a transport raises.
+
+    TransportError
+    ├── LinkClosedError        the peer or the network went away, or close() was called; says which
+    └── PeerRefusedError       the handshake failed: wrong secret, other model, dtype, layout or protocol version
+    """
+
+
+class LinkClosedError(TransportError):
+    pass
+
+
+class PeerRefusedError(TransportError):
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who a process is to its peers.
+
+    `compatibility` spells out what both ends must agree on (see `kv_transfer.compatibility`): compared in the
+    handshake, after the mutual challenge on `secret` and before any other message.
+    """
+
+    worker_id: str
+    node_id: str
+    secret: bytes
+    compatibility: dict[str, str]
+
+
+class Slab(Protocol):
+    """A buffer of the sender's. Fill `view`, then pass it to `Link.send`, which takes it over; or `discard` it."""
+
+    @property
+    def view(self) -> memoryview: ...  # writable, exactly as long as acquired
+
+    def discard(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Delivery:
+    """A received message and, where it announced a slab, its bytes.
+
+    `payload` is read-only and valid until `release()`, which must be called exactly once for a delivery with a payload
+    and lets the sender reuse the slab.
+    """
+
+    message: Message
+    payload: memoryview | None
+    release: Callable[[], None]
+
+
+class Link(Protocol):
+    """One connection. Messages of one link arrive at most once; those with slabs may overtake others."""
+
+    @property
+    def peer_id(self) -> str: ...
+
+    async def acquire(self, num_bytes: int) -> Slab:
+        """A slab to fill, once one is free. Raises LinkClosedError; ValueError above the slab size limit."""
+        ...
+
+    async def send(self, message: Message, slab: Slab | None = None) -> None:
+        """Queue a message; returns when the link has taken it (back-pressure). Raises LinkClosedError."""
+        ...
+
+    async def receive(self) -> Delivery:
+        """The next delivery. Raises LinkClosedError with the reason once the link is down and drained."""
+        ...
+
+    async def close(self, reason: str) -> None:
+        """Close both directions; idempotent. Slabs in flight return to their pool."""
+        ...
+
+
+class Transport(Protocol):
+    """Listens and connects. One object serves both roles of one process."""
+
+    async def listen(self, serve: Callable[[Link], Awaitable[None]]) -> Endpoint:
+        """Accept peers on an ephemeral port; run `serve` for each, and close the link when it returns."""
+        ...
+
+    async def connect(self, endpoint: Endpoint, *, timeout_s: float) -> Link:
+        """Meet a peer. Raises PeerRefusedError with a sentence, LinkClosedError, or TimeoutError."""
+        ...
+
+    async def close(self) -> None:
+        """Stop listening, close every link, free all slabs."""
+        ...
