@@ -1,0 +1,98 @@
+"""Loading a configuration: from a YAML file or a mapping, with errors that name the setting and say what to do.
+
+Accepts Legato's own tree, or a Serve config file whose application's `args` hold it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from cluster.settings import LegatoConfig
+
+__all__ = ["ConfigError", "LegatoConfig", "load_config"]
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message has one line per problem."""
+
+
+def load_config(source: str | Path | Mapping[str, Any]) -> LegatoConfig:
+    """The configuration in a file or a mapping. Raises ConfigError."""
+    if isinstance(source, Mapping):
+        return _validated(source, "the configuration")
+    return _validated(_args_of(_read(Path(source)), str(source)), str(source))
+
+
+def _read(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Give the path of a YAML file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+
+
+def _args_of(document: Any, name: str) -> Mapping[str, Any]:
+    """Legato's tree inside a Serve config file; anything else is taken for the tree itself."""
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{name} must hold a mapping of settings, not a {type(document).__name__}.")
+    if "applications" not in document:
+        return document
+    applications = document["applications"]
+    if not isinstance(applications, Sequence) or len(applications) != 1 or not isinstance(applications[0], Mapping):
+        raise ConfigError(f"{name}: `applications` must be a list of exactly one application, Legato.")
+    args = applications[0].get("args") or {}
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{name}: `applications[0].args` must be a mapping of settings.")
+    return args
+
+
+def _validated(tree: Mapping[str, Any], name: str) -> LegatoConfig:
+    try:
+        return LegatoConfig.model_validate(dict(tree))
+    except ValidationError as error:
+        problems = [_sentence(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems)) from error
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{path} is no setting; {_advice(detail['loc'])}"
+    if detail["type"] == "missing":
+        return f"{path} is missing; it has no default, so give it a value"
+    if detail["type"] == "value_error":
+        message = detail["msg"].removeprefix("Value error, ")
+        return f"{path}: {message}" if path else message
+    value = "not shown here" if path == "secret" else repr(detail["input"])
+    return f"{path}: {detail['msg'][0].lower()}{detail['msg'][1:]}, but it is {value}"
+
+
+def _advice(path: tuple[int | str, ...]) -> str:
+    """The setting that was probably meant, or those there are."""
+    names = list(_fields_at(path[:-1]))
+    close = difflib.get_close_matches(str(path[-1]), names, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+
+
+def _fields_at(path: tuple[int | str, ...]) -> Iterator[str]:
+    node: type[BaseModel] = LegatoConfig
+    for part in path:
+        node = next(iter(submodels(node.model_fields[str(part)].annotation)))
+    yield from node.model_fields
+
+
+def submodels(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The settings classes in a field's type: itself, or the members of `X | None`."""
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            yield candidate

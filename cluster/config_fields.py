@@ -1,0 +1,73 @@
+"""Types of single settings: sizes that people write as "2GiB", and KV memory as a size or as a number of blocks.
+
+Knows how to read and print them, not where they are used.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+_UNITS: Final = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)\s*")
+_BLOCKS: Final = re.compile(r"\s*(\d+)\s*blocks?\s*")
+
+
+def parse_size(value: object) -> int:
+    """Bytes in `value`, an int or a text such as "64MiB". Raises ValueError with the accepted forms."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"{value!r} is no size; write bytes as a number, or a text such as 512MiB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact text for a size."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if num_bytes and num_bytes % _UNITS[unit] == 0:
+            return f"{num_bytes // _UNITS[unit]}{unit}"
+    return str(num_bytes)
+
+
+SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvMemory:
+    """How large one worker's KV cache is: exactly one of the two is set."""
+
+    num_bytes: int | None = None
+    num_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.num_bytes is None) == (self.num_blocks is None):
+            raise ValueError("give the KV memory either in bytes or in blocks")
+        if (self.num_bytes or self.num_blocks or 0) < 1:
+            raise ValueError("the KV memory must be larger than nothing; write for example 2GiB, or 4096 blocks")
+
+    @classmethod
+    def parse(cls, value: object) -> KvMemory:
+        """From bytes, a text such as "2GiB", or "4096 blocks"."""
+        if isinstance(value, KvMemory):
+            return value
+        if isinstance(value, str) and (match := _BLOCKS.fullmatch(value)):
+            return cls(num_blocks=int(match[1]))
+        try:
+            return cls(num_bytes=parse_size(value))
+        except ValueError as error:
+            raise ValueError(f"{error} (or a number of blocks, such as 4096 blocks)") from error
+
+    def __str__(self) -> str:
+        return f"{self.num_blocks} blocks" if self.num_bytes is None else format_size(self.num_bytes)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )

@@ -1,0 +1,108 @@
+"""Everything that can go wrong with a request, in OpenAI's shape.
+
+    ApiError
+    ├── InvalidRequestError            400  the client's mistake; says what to change
+    │   ├── NotFoundError              404  no such model or URL
+    │   ├── BodyTooLargeError          413
+    │   └── BodyTimeoutError           408  the body did not arrive in time
+    └── GenerationError                     what a `Generator` may raise
+        ├── RequestTooLargeError       400  no worker of this cluster could ever hold it
+        ├── OverloadedError            429  not now; `Retry-After` says when
+        ├── UnavailableError           503  no worker is ready
+        ├── DeadlineError              504  the request's deadline passed
+        └── FailedError                500  every attempt failed
+
+Knows HTTP status codes, nothing of FastAPI, workers or Ray.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+
+class ApiError(Exception):
+    """Base class. `message` is a full sentence for the client, `param` the field it speaks of."""
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+    default_code: ClassVar[str | None] = None
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.default_code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that OpenAI's clients parse."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """`Retry-After` in whole seconds, rounded up, where a time is known."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+class InvalidRequestError(ApiError):
+    status = 400
+    kind = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class NotFoundError(InvalidRequestError):
+    status = 404
+    default_code = "not_found"
+
+
+class BodyTooLargeError(InvalidRequestError):
+    status = 413
+    default_code = "body_too_large"
+
+
+class BodyTimeoutError(InvalidRequestError):
+    status = 408
+    default_code = "body_timeout"
+
+
+class GenerationError(ApiError):
+    """Base class of what ends the generation of a sequence without a finish reason."""
+
+
+class RequestTooLargeError(GenerationError):
+    status = 400
+    kind = "invalid_request_error"
+    default_code = "request_too_large"
+
+
+class OverloadedError(GenerationError):
+    status = 429
+    kind = "rate_limit_error"
+    default_code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
+class UnavailableError(GenerationError):
+    status = 503
+    kind = "service_unavailable_error"
+    default_code = "unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
+class DeadlineError(GenerationError):
+    status = 504
+    kind = "timeout_error"
+    default_code = "deadline_exceeded"
+
+
+class FailedError(GenerationError):
+    status = 500
+    default_code = "generation_failed"

@@ -1,0 +1,48 @@
+"""What the HTTP side needs of the cluster: one object that turns a request into tokens.
+
+The orchestrator implements `Generator`; tests of the HTTP side implement it with scripted tokens. Knows nothing of
+HTTP, placement or workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from kv_transfer.messages import RequestSpec, TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingLimits:
+    """What the live workers can do together."""
+
+    max_model_len: int  # prompt and output tokens of one sequence
+    ready: bool  # a request sent now could be served
+    reason: str = ""  # a sentence, where not ready
+
+
+class TokenStream(Protocol):
+    """The tokens of one sequence. Any async generator of TokenEvents is one."""
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> TokenEvent: ...
+
+    async def aclose(self) -> None:
+        """Cancel the sequence on every worker and free what it holds. Idempotent; nothing to do after the end."""
+        ...
+
+
+class Generator(Protocol):
+    """Generates sequences somewhere in the cluster, surviving the deaths of workers."""
+
+    def generate(self, request: RequestSpec) -> TokenStream:
+        """The tokens of one sequence: each index once, in order, ending after the event with a `finish_reason`.
+
+        Iterating raises a subclass of `cluster.errors.GenerationError` when the sequence cannot be finished.
+        """
+        ...
+
+    def limits(self) -> ServingLimits | None:
+        """None while no worker has registered yet, so that nothing is known."""
+        ...

@@ -1,0 +1,223 @@
+"""Legato's configuration: one frozen tree, checked once when it is loaded and never written back.
+
+The tree is what `args` of the application in a Serve config file holds (see `ray_configs/`); `cluster.config` loads it. Knows what is plausible
+in itself; what depends on the model or the machine (does the context fit the KV memory?) is checked when a worker
+starts. `docs/operations.md` has a table of every setting, which a test compares with this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from cluster.config_fields import KvMemory, SizeBytes
+
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+class Settings(BaseModel):
+    """A node of the tree: frozen, refuses unknown fields and does not convert types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+
+class ModelSettings(Settings):
+    ref: str = Field(
+        "smollm2-135m-instruct",
+        min_length=1,
+        description="Built-in model name, local Hugging Face folder, or hub id.",
+    )
+    served_name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name that clients use; empty: `ref`, or the last part of it where it is a path.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Type of weights, activations and KV; `auto`: the checkpoint's own."
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="Longest prompt plus output in tokens; empty: what the model was made for and the KV memory holds.",
+    )
+
+    @property
+    def name(self) -> str:
+        """What clients write into `model`."""
+        if self.served_name is not None:
+            return self.served_name
+        is_path = self.ref.startswith((".", "/", "~"))
+        return PurePath(self.ref).name if is_path else self.ref
+
+
+class KvPoolSettings(Settings):
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    memory: KvMemory = Field(
+        KvMemory(num_bytes=2**30),
+        description="KV cache of one worker: bytes, a text such as 2GiB, or a number of blocks such as 4096 blocks.",
+    )
+
+
+class KvSettings(Settings):
+    layers_per_group: int | None = Field(
+        None, ge=1, description="Layers that share a block; empty: all layers in one group."
+    )
+    prefix_cache: bool = Field(True, description="Reuse the KV of prompts that begin alike.")
+    prefill: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each prefill worker.")
+    decode: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each decode worker.")
+
+
+class AutoscalingSettings(Settings):
+    min_replicas: int = Field(1, ge=0, description="Never fewer workers than this.")
+    max_replicas: int = Field(ge=1, description="Never more workers than this.")
+    target_per_replica: float = Field(
+        gt=0,
+        description="Load that one worker should carry: for prefill waiting prompt tokens, for decode sequences.",
+    )
+    look_back_s: float = Field(5.0, gt=0, description="The load is averaged over this long.")
+    upscale_delay_s: float = Field(2.0, ge=0, description="Load must be high for this long before workers are added.")
+    downscale_delay_s: float = Field(60.0, ge=0, description="Load must be low for this long before workers end.")
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; "
+                "lower the first or raise the second"
+            )
+        return self
+
+
+class PoolSettings(Settings):
+    """What both pools of workers have."""
+
+    num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray sets aside for each worker.")
+    num_gpus: float = Field(
+        0.0, ge=0, description="GPUs that Ray sets aside for each worker; 0: it computes on the CPU."
+    )
+    threads: int = Field(1, ge=1, description="Compute threads of each worker on a CPU.")
+    max_waiting: int = Field(256, ge=1, description="Sequences that may wait in one worker; it refuses more.")
+    autoscaling: AutoscalingSettings | None = Field(
+        None, description="Let the number of workers follow the load; `replicas` is then the number at start."
+    )
+
+
+class PrefillSettings(PoolSettings):
+    replicas: int = Field(1, ge=0, description="Prefill workers; 0: the decode workers do both (colocated).")
+    chunk_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step, over all sequences.")
+
+
+class DecodeSettings(PoolSettings):
+    replicas: int = Field(1, ge=1, description="Decode workers.")
+    max_num_seqs: int = Field(64, ge=1, description="Sequences that one decode step may hold.")
+    chunk_tokens: int = Field(256, ge=1, description="Prompt tokens a decode worker computes itself in one step.")
+    reserve_wait_s: float = Field(
+        5.0, ge=0, description="How long a reservation may wait for free KV blocks before it is refused."
+    )
+
+
+class TransferSettings(Settings):
+    transport: Literal["auto", "shm", "tcp"] = Field(
+        "auto", description="How KV moves; `auto`: shared memory on one node, TCP between nodes."
+    )
+    slab_bytes: SizeBytes = Field(8 * 2**20, description="Size of one slab: the most KV that is sent as one piece.")
+    num_slabs: int = Field(8, ge=2, description="Slabs of each link; two is the least that lets copying overlap.")
+    num_connections: int = Field(2, ge=1, le=16, description="TCP connections of one link, for large slabs.")
+    lease_ttl_s: float = Field(10.0, gt=0, description="A reservation lapses when nothing is heard of it for so long.")
+    verify: bool = Field(True, description="Digest every layer at both ends; a mismatch fails the hand-off.")
+
+
+class GatewaySettings(Settings):
+    replicas: int = Field(1, ge=1, description="Gateway replicas.")
+    num_cpus: float = Field(0.5, ge=0, description="CPUs that Ray sets aside for each gateway.")
+    max_body_bytes: SizeBytes = Field(4 * 2**20, description="Largest request body; more is answered with 413.")
+    body_timeout_s: float = Field(30.0, gt=0, description="A request body must have arrived within this time.")
+    request_deadline_s: float = Field(600.0, gt=0, description="A request that takes longer ends with 504.")
+    max_concurrent: int = Field(
+        512, ge=1, description="Sequences (choices) in flight in one gateway; more are answered with 429."
+    )
+    retries: int = Field(3, ge=0, description="How often a sequence is placed again after a worker failed.")
+
+
+class SchedulerSettings(Settings):
+    num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray sets aside for the global scheduler.")
+    heartbeat_s: float = Field(0.5, gt=0, description="Workers report this often.")
+    stale_after_s: float = Field(3.0, gt=0, description="A worker silent for so long gets no new work.")
+    local_prefill_below_tokens: int = Field(
+        64, ge=0, description="Prompts shorter than this are prefilled by the decode worker itself; 0: none."
+    )
+    max_queued_tokens: int = Field(
+        131_072, ge=1, description="Waiting prompt tokens per worker; more requests are answered with 429."
+    )
+
+    @model_validator(mode="after")
+    def _check_patience(self) -> Self:
+        if self.stale_after_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"stale_after_s is {self.stale_after_s} with a heartbeat every {self.heartbeat_s} s; "
+                "make it at least twice heartbeat_s, or one late report takes a worker out"
+            )
+        return self
+
+
+class LegatoConfig(Settings):
+    """The whole configuration."""
+
+    model: ModelSettings = Field(ModelSettings(), description="What is served.")
+    kv: KvSettings = Field(KvSettings(), description="KV cache.")
+    prefill: PrefillSettings = Field(PrefillSettings(), description="The pool that computes prompts.")
+    decode: DecodeSettings = Field(DecodeSettings(), description="The pool that generates tokens.")
+    transfer: TransferSettings = Field(TransferSettings(), description="Moving KV from prefill to decode.")
+    gateway: GatewaySettings = Field(GatewaySettings(), description="HTTP.")
+    scheduler: SchedulerSettings = Field(SchedulerSettings(), description="Placement of requests.")
+    secret: SecretStr | None = Field(
+        None,
+        min_length=16,
+        description="Cluster secret by which processes know each other; empty: `LEGATO_SECRET`, or drawn at start.",
+    )
+    log_level: LogLevel = Field("INFO", description="Least severe messages that are logged.")
+
+    @property
+    def colocated(self) -> bool:
+        """One pool does both prefill and decode."""
+        return self.prefill.replicas == 0 and self.prefill.autoscaling is None
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> Self:
+        pools: Mapping[str, PrefillSettings | DecodeSettings] = {"prefill": self.prefill, "decode": self.decode}
+        for name, pool in pools.items():
+            scaling = pool.autoscaling
+            if scaling is not None and not scaling.min_replicas <= pool.replicas <= scaling.max_replicas:
+                raise ValueError(
+                    f"{name}.replicas is {pool.replicas}, outside {name}.autoscaling "
+                    f"({scaling.min_replicas} to {scaling.max_replicas}); it is the number at start, so keep it within"
+                )
+        if self.decode.autoscaling is not None and self.decode.autoscaling.min_replicas == 0:
+            raise ValueError("decode.autoscaling.min_replicas is 0; without a decode worker nothing is served: use 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        sizes = (self.kv.prefill.block_size, self.kv.decode.block_size)
+        if not self.colocated and max(sizes) % min(sizes):
+            raise ValueError(
+                f"kv.prefill.block_size is {sizes[0]} and kv.decode.block_size {sizes[1]}; "
+                "make one a multiple of the other so that block borders meet"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_local_prefill(self) -> Self:
+        if (
+            self.model.max_model_len is not None
+            and self.scheduler.local_prefill_below_tokens > self.model.max_model_len
+        ):
+            raise ValueError(
+                f"scheduler.local_prefill_below_tokens is {self.scheduler.local_prefill_below_tokens}, beyond "
+                f"model.max_model_len ({self.model.max_model_len}), so no prompt would ever be handed over; lower it, "
+                "or say so with prefill.replicas: 0"
+            )
+        return self
