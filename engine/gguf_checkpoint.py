@@ -1,0 +1,191 @@
+"""A GGUF file becomes a Hugging Face checkpoint folder in bfloat16.
+
+Knows how two architectures lie in a GGUF file (Llama and Gemma 3) and undoes what llama.cpp's converter did to them:
+quantised blocks, permuted query and key rows, norm weights with one added. Knows nothing of downloads and caches; it
+reads one file and writes one folder. Tokenizers are in `engine.gguf_tokenizer`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from engine.gguf_tokenizer import write_tokenizer
+
+Array = npt.NDArray[np.float32]
+Metadata = dict[str, Any]
+
+_TENSOR_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_PROGRESS_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What is particular to one architecture: its config, its norms' names, and how to restore a tensor's values."""
+
+    config: Callable[[Metadata], dict[str, Any]]
+    norm_names: dict[str, str]
+    restore: Callable[[str, Array, Metadata], Array]
+
+
+def convert_gguf(gguf_file: Path, folder: Path, *, progress: Callable[[str], None]) -> None:
+    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files into `folder`.
+
+    Raises ValueError for an architecture other than Llama and Gemma 3.
+    """
+    reader = gguf.GGUFReader(gguf_file)
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    name = metadata["general.architecture"]
+    architecture = _ARCHITECTURES.get(name)
+    if architecture is None:
+        raise ValueError(f"{gguf_file.name} holds a model of architecture {name!r}; known are {list(_ARCHITECTURES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict(_tensors(reader, architecture, metadata, progress))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_configs(folder, architecture, metadata, tied="lm_head.weight" not in tensors)
+    write_tokenizer(metadata, folder)
+
+
+def _tensors(
+    reader: Any, architecture: Architecture, metadata: Metadata, progress: Callable[[str], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    num_tensors = len(reader.tensors)
+    step = max(1, num_tensors // _PROGRESS_STEPS)
+    for index, tensor in enumerate(reader.tensors, start=1):
+        values = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        restored = np.require(architecture.restore(tensor.name, values, metadata), requirements=["C", "W"])
+        yield hugging_face_name(tensor.name, architecture.norm_names), torch.from_numpy(restored).to(torch.bfloat16)
+        if index % step == 0:
+            progress(f"  {index} of {num_tensors} tensors converted")
+
+
+def hugging_face_name(name: str, norm_names: dict[str, str]) -> str:
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`. Raises ValueError for an unknown tensor."""
+    stem, _, kind = name.rpartition(".")
+    prefix = ""
+    if stem.startswith("blk."):
+        _, layer, stem = stem.split(".", 2)
+        prefix = f"model.layers.{layer}."
+    known = norm_names.get(stem) or _TENSOR_NAMES.get(stem)
+    if known is None:
+        raise ValueError(f"tensor {name!r} of the GGUF file has no place in a checkpoint of this architecture")
+    return f"{prefix}{known}.{kind}"
+
+
+def _write_configs(folder: Path, architecture: Architecture, metadata: Metadata, *, tied: bool) -> None:
+    special = {
+        f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    config = AutoConfig.for_model(
+        **architecture.config(metadata), **special, tie_word_embeddings=tied, dtype="bfloat16", use_cache=True
+    )
+    config.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+
+
+def _common_config(metadata: Metadata, prefix: str) -> dict[str, Any]:
+    return {
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "hidden_size": metadata[f"{prefix}.embedding_length"],
+        "intermediate_size": metadata[f"{prefix}.feed_forward_length"],
+        "num_hidden_layers": metadata[f"{prefix}.block_count"],
+        "num_attention_heads": metadata[f"{prefix}.attention.head_count"],
+        "num_key_value_heads": metadata[f"{prefix}.attention.head_count_kv"],
+        "max_position_embeddings": metadata[f"{prefix}.context_length"],
+        "rms_norm_eps": _shortest_float(metadata[f"{prefix}.attention.layer_norm_rms_epsilon"]),
+    }
+
+
+def _shortest_float(value: float) -> float:
+    """GGUF holds floats in 32 bits: 1e-5 reads as 9.999999747378752e-06. Gives the decimal that was meant."""
+    return float(str(np.float32(value)))
+
+
+def _llama_config(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "head_dim": metadata["llama.rope.dimension_count"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
+        **_common_config(metadata, "llama"),
+    }
+
+
+def _restore_llama(name: str, values: Array, metadata: Metadata) -> Array:
+    """llama.cpp rotates neighbouring rows of a head, Hugging Face the two halves; so query and key rows are permuted.
+
+    values: [heads * head_dim, hidden]
+    """
+    heads_key = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(name.split(".")[-2])
+    if heads_key is None:
+        return values
+    num_heads = metadata[f"llama.attention.{heads_key}"]
+    rows, columns = values.shape
+    return values.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
+    """The GGUF file leaves out what all Gemma 3 share: five sliding layers, then a full one, and the sliding theta."""
+    return {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": metadata["gemma3.attention.key_length"],
+        "query_pre_attn_scalar": metadata["gemma3.attention.key_length"],
+        "sliding_window": metadata["gemma3.attention.sliding_window"],
+        "layer_types": [
+            "full_attention" if layer % 6 == 5 else "sliding_attention"
+            for layer in range(metadata["gemma3.block_count"])
+        ],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": metadata["gemma3.rope.freq_base"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        **_common_config(metadata, "gemma3"),
+    }
+
+
+def _restore_gemma3(name: str, values: Array, metadata: Metadata) -> Array:
+    """Gemma scales by `1 + weight`; llama.cpp stores the sum."""
+    return values - 1 if name.endswith("norm.weight") else values
+
+
+_ARCHITECTURES = {
+    "llama": Architecture(
+        config=_llama_config, norm_names={"ffn_norm": "post_attention_layernorm"}, restore=_restore_llama
+    ),
+    "gemma3": Architecture(
+        config=_gemma3_config,
+        norm_names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        restore=_restore_gemma3,
+    ),
+}
