@@ -14,6 +14,10 @@ from engine.block_pool import BlockLease
 from engine.sampling_params import SamplingParams
 
 
+SequenceKey = tuple[str, int]
+"""(request id, attempt): a later attempt of a request is another sequence."""
+
+
 class BlockTable:
     """The blocks of one sequence, `[layer_groups, num_columns]`: column j holds tokens [j·block_size, (j+1)·block_size).
 
@@ -60,12 +64,22 @@ class Sequence:
     params: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
+    num_prior_output: int = 0  # of the output tokens, those that earlier attempts emitted
     cache_salt: str = ""
     lease: BlockLease | None = None
     block_table: BlockTable | None = None
     num_computed: int = 0  # tokens whose KV is in the blocks
     num_cached: int = 0  # of the prompt's, tokens found in the prefix cache (or known computed elsewhere)
     num_published: int = 0  # leading full blocks already made findable in the prefix cache
+
+    @property
+    def key(self) -> SequenceKey:
+        return self.request_id, self.attempt
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They are reported with the first output token, so a sequence that has one needs them no more."""
+        return self.params.prompt_logprobs is not None and not self.output_token_ids
 
     @property
     def num_tokens(self) -> int:

@@ -8,19 +8,29 @@ nothing else. Messages hold plain data only; behaviour lives in the state machin
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgpack
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 PROTOCOL_VERSION: Final = 1
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Digest = Annotated[int, Field(ge=0, lt=2**64)]
+# Strict, because by default pydantic takes "5", 5.0 and true for the integer 5; and finite, because a NaN passes through
+# every comparison that a scheduler might guard itself with.
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Digest = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Text = Annotated[str, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0.0)]
 Role = Literal["prefill", "decode"]
-FinishReason = Literal["stop", "length"]
+
+_Item = TypeVar("_Item")
+# Stops at the first bad item: a megabyte of bad items must not cost a gigabyte of error reports.
+Items = Annotated[list[_Item], Field(fail_fast=True)]
 
 
 class MalformedMessageError(ValueError):
@@ -38,12 +48,12 @@ class RequestSpec:
     """One sequence to generate. `output_token_ids` were already emitted by earlier attempts."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     attempt: Count
-    prompt_token_ids: list[Count]
+    prompt_token_ids: Items[TokenId]
     params: SamplingParams
-    output_token_ids: list[Count] = field(default_factory=list)
-    cache_salt: str = ""
+    output_token_ids: Items[TokenId] = field(default_factory=list)
+    cache_salt: Text = ""
 
     @property
     def num_tokens(self) -> int:
@@ -55,9 +65,9 @@ class Endpoint:
     """Where a process listens. Two endpoints with the same `node_id` share memory."""
 
     __pydantic_config__ = _STRICT
-    host: str
-    port: Annotated[int, Field(ge=0, le=65535)]
-    node_id: str
+    host: Text
+    port: Annotated[int, Field(strict=True, ge=0, le=65535)]
+    node_id: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +89,12 @@ class Ticket:
     """The one object that crosses the hand-off: where the KV of a request goes, and the right to send it there."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     fence: Fence
     endpoint: Endpoint  # of the decode worker's KV listener
-    worker_id: str
+    worker_id: Text
     num_tokens: Count  # whose KV the reservation has room for
-    ttl_s: float  # the reservation lapses when nothing is heard of it for so long
+    ttl_s: NonNegative  # the reservation lapses when nothing is heard of it for so long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,16 +102,16 @@ class TokenEvent:
     """The `index`-th output token of a request (counted over all attempts)."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     attempt: Count
     index: Count
-    token_id: Count
+    token_id: TokenId
     finish_reason: FinishReason | None = None
-    logprob: float | None = None
-    top_logprobs: list[tuple[int, float]] | None = None
+    logprob: Real | None = None
+    top_logprobs: Items[tuple[TokenId, Real]] | None = None
     num_cached_tokens: Count | None = None  # only on an attempt's first token
     # only on an attempt's first token, where asked for: (logprob, top) of each prompt token after the first
-    prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] | None = None
+    prompt_logprobs: Items[tuple[Real, Items[tuple[TokenId, Real]]]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +119,10 @@ class FailureEvent:
     """This attempt of the request ends without finishing; the gateway decides what follows."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     attempt: Count
-    reason: str
-    retryable: bool
+    reason: Text
+    retryable: Flag
 
 
 # --- gateway <-> worker ----------------------------------------------------------------------------------------------
@@ -138,10 +148,10 @@ class Refused:
     """Nothing was done for the request. `retry_after_s` is when it would probably fit; None: never on this worker."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     attempt: Count
-    reason: str
-    retry_after_s: float | None
+    reason: Text
+    retry_after_s: NonNegative | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +168,7 @@ class Cancel:
     """Forget every attempt of the request up to this one. Always safe, also for unknown requests."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     attempt: Count
 
 
@@ -167,8 +177,8 @@ class StepFrame:
     """Worker to gateway: what one step brought for all requests of that gateway."""
 
     __pydantic_config__ = _STRICT
-    tokens: list[TokenEvent]
-    failures: list[FailureEvent] = field(default_factory=list)
+    tokens: Items[TokenEvent]
+    failures: Items[FailureEvent] = field(default_factory=list)
 
 
 # --- prefill <-> decode ----------------------------------------------------------------------------------------------
@@ -182,7 +192,7 @@ class SlabHeader:
     """
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     fence: Fence
     layer: Count
     token_start: Count
@@ -199,11 +209,11 @@ class Commit:
     """
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     fence: Fence
     num_tokens: Count
-    layer_digests: list[Digest]
-    first_token: Count
+    layer_digests: Items[Digest]
+    first_token: TokenId
     first_token_index: Count
 
 
@@ -212,7 +222,7 @@ class Verified:
     """Decode to prefill: every layer arrived whole; the source blocks are no longer needed."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     fence: Fence
 
 
@@ -221,9 +231,9 @@ class Rejected:
     """Decode to prefill: this hand-off is over, and why."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     fence: Fence
-    reason: str
+    reason: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,9 +241,9 @@ class Abort:
     """Prefill to decode: nothing more will come for this fence."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     fence: Fence
-    reason: str
+    reason: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +251,7 @@ class KeepAlive:
     """Prefill to decode: these hand-offs are still being worked on; renews their reservations."""
 
     __pydantic_config__ = _STRICT
-    fences: list[tuple[str, Fence]]  # (request_id, fence)
+    fences: Items[tuple[Text, Fence]]  # (request_id, fence)
 
 
 # --- workers and gateways <-> global scheduler -----------------------------------------------------------------------
@@ -252,12 +262,12 @@ class WorkerInfo:
     """What never changes in a worker's life."""
 
     __pydantic_config__ = _STRICT
-    worker_id: str
+    worker_id: Text
     role: Role
     endpoint: Endpoint
     pid: Count
-    model: str
-    compatibility: str
+    model: Text
+    compatibility: Text
     max_model_len: Count
     num_blocks: Count
     block_size: Count
@@ -269,16 +279,16 @@ class WorkerSnapshot:
     """What changes. `sequence_number` grows with each snapshot of a worker."""
 
     __pydantic_config__ = _STRICT
-    worker_id: str
+    worker_id: Text
     sequence_number: Count
-    draining: bool
+    draining: Flag
     num_running: Count
     num_waiting: Count
     queued_prefill_tokens: Count  # uncomputed tokens of everything accepted
     blocks_available: Count
     num_leases: Count
-    prefill_tokens_per_s: float  # measured; 0 until known
-    decode_step_s: float  # measured; 0 until known
+    prefill_tokens_per_s: NonNegative  # measured; 0 until known
+    decode_step_s: NonNegative  # measured; 0 until known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,12 +309,12 @@ class Place:
     """Gateway to scheduler: where should this attempt run?"""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     attempt: Count
     num_tokens: Count
     max_new_tokens: Count
-    exclude: list[str] = field(default_factory=list)  # worker ids that just failed this request
-    prefer_decode: str | None = None  # holds a reservation of an earlier attempt
+    exclude: Items[Text] = field(default_factory=list)  # worker ids that just failed this request
+    prefer_decode: Text | None = None  # holds a reservation of an earlier attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,10 +322,10 @@ class Placement:
     """`prefill` None: the decode worker does all of it."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     attempt: Count
-    prefill: str | None
-    decode: str
+    prefill: Text | None
+    decode: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,10 +333,10 @@ class Unplaceable:
     """No worker can take it now. `retry_after_s` None: none ever could (the sentence says why)."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
     attempt: Count
-    reason: str
-    retry_after_s: float | None
+    reason: Text
+    retry_after_s: NonNegative | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +344,7 @@ class Ended:
     """Gateway to scheduler: the request left the cluster; forget its reservations of work."""
 
     __pydantic_config__ = _STRICT
-    request_id: str
+    request_id: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +352,7 @@ class Replicas:
     """Scheduler to gateways: all live workers with their newest snapshots. Sent on change and periodically."""
 
     __pydantic_config__ = _STRICT
-    workers: list[tuple[WorkerInfo, WorkerSnapshot]]
+    workers: Items[tuple[WorkerInfo, WorkerSnapshot]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,9 +398,10 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes | memoryview) -> Message:
     """The message in `data`. Raises MalformedMessageError for anything that is not exactly one message."""
     try:
-        frame = msgpack.unpackb(data, strict_map_key=False)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise MalformedMessageError(f"not msgpack: {error}") from error
+        # Integer keys are allowed for `logit_bias`, whose size is the largest that a map may have.
+        frame = msgpack.unpackb(data, strict_map_key=False, max_map_len=MAX_LOGIT_BIAS)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MalformedMessageError(f"not msgpack: {error or 'nested too deeply'}") from error
     if not (isinstance(frame, list) and len(frame) == 2 and isinstance(frame[0], str)):
         raise MalformedMessageError("a message is an array of a tag and a map")
     tag, fields = frame
@@ -404,5 +415,5 @@ def decode(data: bytes | memoryview) -> Message:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise MalformedMessageError(f"{tag}.{where}: {first['msg']}") from error
+        raise MalformedMessageError(f"{tag}.{where[:100]}: {first['msg'][:200]}") from error
     return message

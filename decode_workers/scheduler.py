@@ -1,0 +1,255 @@
+"""What a decode worker computes in its next step: continuous batching with reservations, local prefill, preemption.
+
+A pure class: driven by calls, does no I/O, knows no clock. Every step advances all running sequences by one token; what
+the token budget leaves goes to sequences that must be computed here (placed locally, or preempted), in chunks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.allocation import BlockAllocator
+from engine.sequence import SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
+from engine.stopping import FinishReason, finish_reason
+
+
+class DecodeState(Enum):
+    RESERVED = "has blocks for its prompt; the KV is on its way from a prefill worker"
+    WAITING = "has no blocks; to be computed here, from the first token or from where a prefix hit ends"
+    PREFILLING = "has its blocks; chunks are being computed here"
+    RUNNING = "all KV but the newest token's is here; one more token each step"
+
+
+@dataclass(slots=True)
+class _Entry:
+    seq: Sequence
+    state: DecodeState
+    doomed: bool = False  # to be dropped when the step in flight is over
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """A token that a step brought. The sequence is gone from the scheduler when `finish` is set."""
+
+    seq: Sequence
+    index: int
+    token: SampledToken
+    finish: FinishReason | None
+    prompt_logprobs: list[TokenLogprobs] | None
+
+
+class DecodeScheduler:
+    """Owns the sequences of one decode worker from reservation to their last token.
+
+    The caller alternates `plan()` and `finish_step()`; everything else may come at any moment in between. Blocks that
+    the step in flight touches are never released before it is over.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_num_seqs: int,
+        token_budget: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._allocator = allocator
+        self._max_num_seqs = max_num_seqs
+        self._token_budget = token_budget
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._entries: dict[SequenceKey, _Entry] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._prefilling: list[Sequence] = []
+        self._running: list[Sequence] = []  # oldest first: preemption takes from the end
+        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
+        self._in_flight: set[SequenceKey] = set()
+        self.num_preemptions = 0
+
+    def __contains__(self, key: SequenceKey) -> bool:
+        return key in self._entries
+
+    @property
+    def num_running(self) -> int:
+        return len(self._entries) - len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return sum(seq.num_uncomputed for seq in (*self._waiting, *self._prefilling))
+
+    def sequence(self, key: SequenceKey) -> Sequence | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry.seq
+
+    def state(self, key: SequenceKey) -> DecodeState | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry.state
+
+    def can_reserve(self, num_tokens: int) -> bool:
+        """Whether a hand-over of `num_tokens` tokens fits now, with room for its first decode step.
+
+        Not while a preempted sequence waits for blocks: newcomers would starve it.
+        """
+        return not self._waiting and len(self._entries) < self._max_num_seqs and self._has_headroom(num_tokens + 1)
+
+    def reserve(self, seq: Sequence) -> None:
+        """Lease landing blocks for all tokens of `seq` and its next one. Ask `can_reserve` first."""
+        self._allocator.open(seq, use_cache=False)
+        grown = self._allocator.grow(seq, seq.num_tokens + 1)
+        assert grown, "reserve() without can_reserve()"
+        self._entries[seq.key] = _Entry(seq, DecodeState.RESERVED)
+
+    def renew(self, key: SequenceKey, seq: Sequence) -> bool:
+        """A newer attempt takes over the reservation with its blocks. False if it needs more than there are."""
+        entry = self._entries[key]
+        assert entry.state is DecodeState.RESERVED, f"cannot renew a sequence that is {entry.state.name}"
+        if not self._allocator.grow(entry.seq, seq.num_tokens + 1):
+            return False
+        seq.lease, seq.block_table = entry.seq.lease, entry.seq.block_table
+        entry.seq.lease = entry.seq.block_table = None
+        del self._entries[key]
+        self._entries[seq.key] = _Entry(seq, DecodeState.RESERVED)
+        return True
+
+    def admit(self, key: SequenceKey, first_token: int) -> None:
+        """The reserved sequence's KV is here and verified: decode from `first_token` on."""
+        entry = self._entries[key]
+        assert entry.state is DecodeState.RESERVED, f"cannot admit a sequence that is {entry.state.name}"
+        seq = entry.seq
+        seq.num_computed = seq.num_tokens
+        self._allocator.publish(seq)
+        seq.output_token_ids.append(first_token)
+        entry.state = DecodeState.RUNNING
+        self._running.append(seq)
+
+    def add(self, seq: Sequence) -> None:
+        """A sequence to compute entirely here."""
+        assert seq.key not in self._entries, f"request {seq.request_id} is here already"
+        self._entries[seq.key] = _Entry(seq, DecodeState.WAITING)
+        self._waiting.append(seq)
+
+    def abandon_step(self) -> None:
+        """The step in flight failed: nothing of it counts."""
+        for key in self._end_step():
+            self._remove(self._entries[key])
+
+    def drop(self, key: SequenceKey) -> None:
+        """Forget a sequence and free its blocks, at once or when the step in flight is over. Unknown ids are fine."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        if key in self._in_flight:
+            entry.doomed = True
+        else:
+            self._remove(entry)
+
+    def plan(self) -> StepPlan:
+        """The next step: every running sequence's next token, then chunks of what must be computed here."""
+        items = [ScheduledSequence(seq, 1) for seq in self._make_room()]
+        budget = self._token_budget - len(items)
+        self._start_waiting(budget)
+        for seq in self._prefilling:
+            num_tokens = min(budget, seq.num_uncomputed)
+            if num_tokens <= 0:
+                break
+            items.append(ScheduledSequence(seq, num_tokens))
+            budget -= num_tokens
+        self._in_flight = {item.seq.key for item in items}
+        return StepPlan(tuple(items))
+
+    def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
+        """Take a step's results in; finished sequences leave and their blocks are free."""
+        emissions = []
+        doomed = self._end_step()
+        for item, sampled, logprobs in zip(plan.items, output.sampled, output.prompt_logprobs, strict=True):
+            entry = self._entries[item.seq.key]
+            if item.seq.key in doomed:
+                self._remove(entry)
+                continue
+            item.seq.num_computed += item.num_tokens
+            self._allocator.publish(item.seq)
+            if logprobs and item.seq.wants_prompt_logprobs:
+                self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
+            if sampled is not None:
+                emissions.append(self._emit(entry, sampled))
+        return emissions
+
+    def _end_step(self) -> set[SequenceKey]:
+        doomed = {key for key in self._in_flight if self._entries[key].doomed}
+        self._in_flight = set()
+        return doomed
+
+    def _emit(self, entry: _Entry, sampled: SampledToken) -> Emission:
+        seq = entry.seq
+        if entry.state is DecodeState.PREFILLING:
+            entry.state = DecodeState.RUNNING
+            self._prefilling.remove(seq)
+            self._running.append(seq)
+        seq.output_token_ids.append(sampled.token_id)
+        finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
+        prompt_logprobs = self._prompt_logprobs.pop(seq.key, None)
+        if finish is not None:
+            self._remove(entry)
+        return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, prompt_logprobs)
+
+    def _has_headroom(self, num_tokens: int) -> bool:
+        """Whether a newcomer fits beside one more column for everyone who runs, so that it preempts nobody at once."""
+        available = self._allocator.pool.num_available - len(self._running) * self._allocator.layer_groups
+        return self._allocator.num_blocks_for(num_tokens) <= available
+
+    def _make_room(self) -> list[Sequence]:
+        """The running sequences that can take their next token; preempts the youngest until the others can."""
+        ready: list[Sequence] = []
+        candidates = deque(self._running)
+        while candidates:
+            seq = candidates.popleft()
+            while not self._allocator.grow(seq, seq.num_tokens):
+                victim = candidates.pop() if candidates else seq
+                self._preempt(victim)
+                if victim is seq:
+                    break
+            else:
+                ready.append(seq)
+        return ready
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take the blocks back; the tokens stay, and their KV will be computed again (from a prefix hit, if any)."""
+        self.num_preemptions += 1
+        self._running.remove(seq)
+        self._allocator.release(seq)
+        self._entries[seq.key].state = DecodeState.WAITING
+        self._waiting.appendleft(seq)
+
+    def _start_waiting(self, budget: int) -> None:
+        planned = sum(seq.num_uncomputed for seq in self._prefilling)
+        while self._waiting and planned < budget and self.num_running < self._max_num_seqs:
+            seq = self._waiting[0]
+            if not self._has_headroom(seq.num_tokens):
+                break
+            self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs)
+            grown = self._allocator.grow(seq, seq.num_tokens)
+            assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
+            self._waiting.popleft()
+            self._entries[seq.key].state = DecodeState.PREFILLING
+            self._prefilling.append(seq)
+            planned += seq.num_uncomputed
+
+    def _remove(self, entry: _Entry) -> None:
+        seq = entry.seq
+        del self._entries[seq.key]
+        self._prompt_logprobs.pop(seq.key, None)
+        if entry.state is DecodeState.WAITING:
+            self._waiting.remove(seq)
+            return
+        if entry.state is DecodeState.PREFILLING:
+            self._prefilling.remove(seq)
+        if entry.state is DecodeState.RUNNING:
+            self._running.remove(seq)
+        self._allocator.release(seq)

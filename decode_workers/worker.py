@@ -1,0 +1,320 @@
+"""A decode worker as plain Python: reserves, receives KV, verifies, and streams tokens.
+
+Composition of the scheduler (what runs), the step loop (when), the receiver (KV in) and the gateway port (requests in,
+tokens out). It can also compute a request entirely by itself. Knows nothing of Ray or of prefill workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from decode_workers.scheduler import DecodeScheduler, DecodeState
+from engine.allocation import BlockAllocator
+from engine.loading import LoadedModel
+from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
+from engine.step_loop import StepLoop
+from kv_transfer.deadline_timer import DeadlineTimer
+from kv_transfer.requests import sequence_of, token_event
+from kv_transfer.loop_thread import LoopThread
+from kv_transfer.messages import (
+    Cancel,
+    Endpoint,
+    Message,
+    RequestSpec,
+    Reserve,
+    Reserved,
+    Start,
+    WorkerInfo,
+    WorkerSnapshot,
+)
+from kv_transfer.receiving import KvReceiver
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeWorkerConfig:
+    """`token_budget` bounds a step's decodes and local prefill chunks together.
+
+    A reservation that does not fit waits up to `reserve_wait_s` for room; one whose prefill is not heard of for
+    `lease_ttl_s` lapses.
+    """
+
+    host: str = "127.0.0.1"
+    max_num_seqs: int = 64
+    token_budget: int = 512
+    max_waiting: int = 256
+    reserve_wait_s: float = 10.0
+    lease_ttl_s: float = 30.0
+    heartbeat_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingReserve:
+    gateway: GatewayId
+    request: RequestSpec
+    deadline: float
+
+
+class DecodeWorker:
+    """Accepts `Reserve` (KV will come) and `Start` (compute it here); answers with tokens, `Refused`, or a failure."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: DecodeWorkerConfig,
+        identity: Identity,
+        transport: Transport,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._identity = identity
+        self._transport = transport
+        self._locate_scheduler = locate_scheduler
+        allocator = BlockAllocator(
+            model.block_pool, layer_groups=model.layout.num_layer_groups, block_size=model.layout.block_size
+        )
+        self._scheduler = DecodeScheduler(
+            allocator,
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.token_budget,
+            max_model_len=model.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+        )
+        self._gateway_of: dict[SequenceKey, GatewayId] = {}
+        self._key_of_lease: dict[int, SequenceKey] = {}
+        self._pending: deque[_PendingReserve] = deque()
+        self._num_snapshots = 0
+        self._draining = False
+
+    async def start(self) -> None:
+        """Listen, register, run. Returns when the worker can take requests."""
+        self._thread = LoopThread("kv")
+        self._pending_timer = DeadlineTimer(self._try_pending)
+        self._receiver = KvReceiver(
+            self._model.kv_cache,
+            self._transport,
+            self._thread,
+            row_of=self._row_of,
+            on_admit=self._on_admit,
+            on_release=self._on_lease_ended,
+            on_failed=self._on_handoff_failed,
+        )
+        await self._receiver.start(
+            epoch=self._model.block_pool.epoch, worker_id=self._identity.worker_id, ttl_s=self._config.lease_ttl_s
+        )
+        self._steps = StepLoop(
+            self._model.runner, plan=self._scheduler.plan, finish=self._finish, failed=self._step_failed
+        )
+        self._port = GatewayPort(self._identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
+        endpoint = await self._port.start(self._config.host)
+        self.info: WorkerInfo = worker_info(self._model, self._identity, "decode", endpoint)
+        self._registration = Registration(
+            self._identity,
+            self.info,
+            locate_scheduler=self._locate_scheduler,
+            snapshot=self.snapshot,
+            period_s=self._config.heartbeat_s,
+        )
+        self._steps.start()
+        self._registration.start()
+
+    @property
+    def healthy(self) -> bool:
+        return self._steps.healthy
+
+    def snapshot(self) -> WorkerSnapshot:
+        self._num_snapshots += 1
+        return WorkerSnapshot(
+            worker_id=self._identity.worker_id,
+            sequence_number=self._num_snapshots,
+            draining=self._draining,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting + len(self._pending),
+            queued_prefill_tokens=self._scheduler.num_uncomputed_tokens,
+            blocks_available=self._model.block_pool.num_available,
+            num_leases=self._model.block_pool.num_leases,
+            prefill_tokens_per_s=self._steps.rates.prefill_tokens_per_s,
+            decode_step_s=self._steps.rates.decode_step_s,
+        )
+
+    async def stop(self) -> None:
+        """Leave at once: what is unfinished fails over to other workers."""
+        await self._registration.stop()
+        await self._port.close("the decode worker stops")
+        await self._steps.stop()
+        self._receiver.stop()
+        self._pending_timer.stop()
+        await self._thread.run(self._transport.close())
+        self._thread.stop()
+
+    # --- requests in ---
+
+    def _on_message(self, gateway: GatewayId, message: Message) -> None:
+        match message:
+            case Reserve(request=request):
+                if self._acceptable(gateway, request):
+                    self._reserve(gateway, request)
+            case Start(request=request, ticket=None):
+                if self._acceptable(gateway, request):
+                    self._start_local(gateway, request)
+            case Cancel(request_id=request_id, attempt=attempt):
+                self._cancel(request_id, attempt)
+            case _:
+                logger.warning("a gateway sent %s, which a decode worker has no use for", type(message).__name__)
+
+    def _acceptable(self, gateway: GatewayId, request: RequestSpec) -> bool:
+        if request.num_tokens >= self.info.max_model_len:
+            reason = f"{request.num_tokens} tokens leave no room in {self.info.max_model_len}"
+            self._port.refuse(gateway, request, reason, None)
+            return False
+        if self._draining or len(self._pending) + self._scheduler.num_waiting >= self._config.max_waiting:
+            self._port.refuse(gateway, request, "the decode queue is full", self._config.reserve_wait_s)
+            return False
+        return True
+
+    def _reserve(self, gateway: GatewayId, request: RequestSpec) -> None:
+        """Renew what an older attempt reserved, else reserve anew, else wait for room."""
+        if self._renew(gateway, request):
+            return
+        self._cancel(request.request_id, request.attempt)
+        if self._pending or not self._scheduler.can_reserve(request.num_tokens):
+            deadline = time.monotonic() + self._config.reserve_wait_s
+            self._pending.append(_PendingReserve(gateway, request, deadline))
+            self._try_pending()
+        else:
+            self._grant(gateway, request)
+
+    def _renew(self, gateway: GatewayId, request: RequestSpec) -> bool:
+        if not self._receiver.holds(request.request_id):
+            return False
+        older = next(key for key in self._gateway_of if key[0] == request.request_id)
+        if older[1] >= request.attempt:
+            return True  # a repetition: it has been answered
+        seq = sequence_of(request)
+        if self._scheduler.state(older) is not DecodeState.RESERVED or not self._scheduler.renew(older, seq):
+            return False
+        assert seq.lease is not None
+        del self._gateway_of[older]
+        self._gateway_of[seq.key] = gateway
+        self._key_of_lease[seq.lease.lease_id] = seq.key
+        ticket = self._receiver.renew(request)
+        self._port.post(gateway, Reserved(attempt=request.attempt, ticket=ticket))
+        return True
+
+    def _grant(self, gateway: GatewayId, request: RequestSpec) -> None:
+        seq = sequence_of(request)
+        self._scheduler.reserve(seq)
+        assert seq.lease is not None
+        self._gateway_of[seq.key] = gateway
+        self._key_of_lease[seq.lease.lease_id] = seq.key
+        ticket = self._receiver.reserve(request, seq.lease.lease_id)
+        self._port.post(gateway, Reserved(attempt=request.attempt, ticket=ticket))
+
+    def _try_pending(self) -> None:
+        """Grant waiting reservations in order while they fit; refuse those whose time is up."""
+        now = time.monotonic()
+        while self._pending:
+            head = self._pending[0]
+            if self._scheduler.can_reserve(head.request.num_tokens):
+                self._pending.popleft()
+                self._grant(head.gateway, head.request)
+            elif head.deadline <= now:
+                self._pending.popleft()
+                reason = f"no room for its KV within {self._config.reserve_wait_s:g} s"
+                self._port.refuse(head.gateway, head.request, reason, self._config.reserve_wait_s)
+            else:
+                break
+        self._pending_timer.arm(self._pending[0].deadline if self._pending else None)
+
+    def _start_local(self, gateway: GatewayId, request: RequestSpec) -> None:
+        self._cancel(request.request_id, request.attempt)
+        seq = sequence_of(request)
+        self._gateway_of[seq.key] = gateway
+        self._scheduler.add(seq)
+        self._steps.wake()
+
+    def _on_gateway_lost(self, gateway: GatewayId) -> None:
+        for request_id, attempt in [key for key, owner in self._gateway_of.items() if owner == gateway]:
+            self._cancel(request_id, attempt)
+        self._pending = deque(pending for pending in self._pending if pending.gateway != gateway)
+
+    def _cancel(self, request_id: str, attempt: int) -> None:
+        """End every attempt up to this one, whatever state it is in."""
+        self._pending = deque(
+            p for p in self._pending if not (p.request.request_id == request_id and p.request.attempt <= attempt)
+        )
+        for key in [key for key in self._gateway_of if key[0] == request_id and key[1] <= attempt]:
+            del self._gateway_of[key]
+            if self._scheduler.state(key) is DecodeState.RESERVED:
+                self._receiver.cancel(*key)  # the lease follows once no copy is in flight
+            else:
+                self._scheduler.drop(key)
+        self._try_pending()
+
+    # --- hand-offs ---
+
+    def _row_of(self, lease_id: int, layer: int) -> npt.NDArray[np.int32]:
+        seq = self._scheduler.sequence(self._key_of_lease[lease_id])
+        assert seq is not None
+        assert seq.block_table is not None
+        row: npt.NDArray[np.int32] = seq.block_table.view[layer // self._model.layout.layers_per_group]
+        return row
+
+    def _on_admit(self, request_id: str, attempt: int, first_token: int) -> None:
+        key = (request_id, attempt)
+        seq = self._scheduler.sequence(key)
+        assert seq is not None
+        assert seq.lease is not None
+        del self._key_of_lease[seq.lease.lease_id]  # no copy will ask for it any more
+        self._scheduler.admit(key, first_token)
+        self._steps.wake()
+
+    def _on_lease_ended(self, lease_id: int) -> None:
+        self._scheduler.drop(self._key_of_lease.pop(lease_id))
+        self._try_pending()
+
+    def _on_handoff_failed(self, request_id: str, attempt: int, reason: str, retryable: bool) -> None:
+        gateway = self._gateway_of.pop((request_id, attempt), None)
+        if gateway is not None:
+            self._port.fail(gateway, (request_id, attempt), reason, retryable=retryable)
+
+    # --- steps ---
+
+    def _finish(self, plan: StepPlan, output: StepOutput) -> None:
+        for emission in self._scheduler.finish_step(plan, output):
+            seq = emission.seq
+            first = emission.index == seq.num_prior_output
+            event = token_event(
+                seq,
+                emission.index,
+                emission.token,
+                emission.finish,
+                num_cached_tokens=seq.num_cached if first else None,
+                prompt_logprobs=emission.prompt_logprobs,
+            )
+            gateway = self._gateway_of.get(seq.key)
+            if gateway is not None:
+                self._port.emit(gateway, event)
+            if emission.finish is not None:
+                self._gateway_of.pop(seq.key, None)
+        self._port.flush()
+        self._try_pending()
+
+    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        self._scheduler.abandon_step()
+        for item in plan.items:
+            self._on_handoff_failed(*item.seq.key, f"the decode step failed: {error}", True)
+            self._scheduler.drop(item.seq.key)
+        self._try_pending()

@@ -1,0 +1,113 @@
+"""The worker's heartbeat: plan a step, compute it in a thread of its own, take its results in, for ever.
+
+Plans and results are handled on the event loop, so that schedulers and pools have one thread and no locks; only
+`runner.execute` runs elsewhere. Knows nothing of what a plan is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from engine.sequence import StepOutput, StepPlan
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_FAILURES = 3
+
+
+class Runner(Protocol):
+    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput: ...
+
+
+class StepRates:
+    """Smoothed speed of steps: prompt tokens per second, and seconds per step that only decodes. 0 until known."""
+
+    def __init__(self, smoothing: float = 0.2) -> None:
+        self._smoothing = smoothing
+        self.prefill_tokens_per_s = 0.0
+        self.decode_step_s = 0.0
+
+    def record(self, plan: StepPlan, duration_s: float) -> None:
+        if plan.num_tokens > 4 * len(plan.items):
+            self.prefill_tokens_per_s = self._smooth(self.prefill_tokens_per_s, plan.num_tokens / duration_s)
+        elif plan.num_tokens == len(plan.items):
+            self.decode_step_s = self._smooth(self.decode_step_s, duration_s)
+
+    def _smooth(self, old: float, new: float) -> float:
+        return new if old == 0.0 else old + self._smoothing * (new - old)
+
+
+class StepLoop:
+    """Runs steps while there is something to do; sleeps until `wake()` otherwise.
+
+    `plan` may return an empty plan. `on_layer(plan, layer)` is called in the compute thread. An exception of the runner
+    goes to `failed` with the plan it hit; after MAX_CONSECUTIVE_FAILURES in a row the loop counts as unhealthy.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        plan: Callable[[], StepPlan],
+        finish: Callable[[StepPlan, StepOutput], None],
+        failed: Callable[[StepPlan, Exception], None],
+        on_layer: Callable[[StepPlan, int], None] | None = None,
+    ) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._finish = finish
+        self._failed = failed
+        self._on_layer = on_layer
+        self._wake = asyncio.Event()
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._num_failures = 0
+        self._task: asyncio.Task[None] | None = None
+        self.rates = StepRates()
+
+    @property
+    def healthy(self) -> bool:
+        alive = self._task is not None and not self._task.done()
+        return alive and self._num_failures < MAX_CONSECUTIVE_FAILURES
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="step-loop")
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """End after the step in flight."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self._compute.shutdown)
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            plan = self._plan()
+            if plan.items:
+                await self._step(plan)
+            else:
+                await self._wake.wait()
+
+    async def _step(self, plan: StepPlan) -> None:
+        on_layer = self._on_layer
+        started = time.perf_counter()
+        try:
+            output = await asyncio.get_running_loop().run_in_executor(
+                self._compute, self._runner.execute, plan, None if on_layer is None else lambda la: on_layer(plan, la)
+            )
+        except Exception as error:  # the boundary of the compute thread: one bad step must not end the worker
+            logger.exception("a step of %d sequences failed", len(plan.items))
+            self._num_failures += 1
+            self._failed(plan, error)
+            return
+        self._num_failures = 0
+        self.rates.record(plan, time.perf_counter() - started)
+        self._finish(plan, output)

@@ -1,0 +1,190 @@
+"""The receiving end of hand-offs, at work: runs `HandoffReceiver`'s actions against real links and a real KV cache.
+
+The state machine lives on the worker's main loop; receiving, copying and digesting happen on the KV thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv_cache import KVCache
+from kv_transfer.copying import land_slab
+from kv_transfer.deadline_timer import DeadlineTimer
+from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
+from kv_transfer.handoff_receiver import HandoffReceiver
+from kv_transfer.loop_thread import LoopThread
+from kv_transfer.messages import (
+    Abort,
+    Commit,
+    Endpoint,
+    KeepAlive,
+    Message,
+    RequestSpec,
+    SlabHeader,
+    Ticket,
+)
+from kv_transfer.transports.base import Delivery, Link, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+
+class KvReceiver:
+    """Receives sequences into leased blocks. All public methods belong to the main loop.
+
+    `row_of(lease_id, layer)`: the block-table row to copy that layer into.
+    `on_admit(request_id, attempt, first_token)`: KV verified; the lease is the scheduler's again.
+    `on_release(lease_id)`: the reservation ended otherwise; called once, never together with `on_admit`.
+    `on_failed(request_id, attempt, reason, retryable)`: why, for the gateway.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        transport: Transport,
+        thread: LoopThread,
+        *,
+        row_of: Callable[[int, int], npt.NDArray[np.int32]],
+        on_admit: Callable[[str, int, int], None],
+        on_release: Callable[[int], None],
+        on_failed: Callable[[str, int, str, bool], None],
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._transport = transport
+        self._thread = thread
+        self._row_of = row_of
+        self._on_admit = on_admit
+        self._on_release = on_release
+        self._on_failed = on_failed
+        self._loop = asyncio.get_running_loop()
+        self._timer = DeadlineTimer(self._on_deadline)
+        self._machine: HandoffReceiver
+        # Touched on the KV thread only.
+        self._links: dict[str, Link] = {}
+        self._deliveries: dict[int, Delivery] = {}
+        self._delivery_ids = itertools.count(1)
+        self._link_numbers = itertools.count(1)
+
+    async def start(self, *, epoch: int, worker_id: str, ttl_s: float) -> Endpoint:
+        endpoint = await self._thread.run(self._transport.listen(self._serve_link))
+        self._machine = HandoffReceiver(
+            epoch=epoch,
+            num_layers=self._kv_cache.layout.num_layers,
+            worker_id=worker_id,
+            endpoint=endpoint,
+            ttl_s=ttl_s,
+        )
+        return endpoint
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a reservation of this request waits for its KV."""
+        return self._machine.holds(request_id)
+
+    def reserve(self, request: RequestSpec, lease_id: int) -> Ticket:
+        ticket = self._machine.reserve(request, lease_id, now=time.monotonic())
+        self._do([])
+        return ticket
+
+    def renew(self, request: RequestSpec) -> Ticket:
+        """A newer attempt on the same lease: references of the older one are void from now on."""
+        ticket, actions = self._machine.renew(request, now=time.monotonic())
+        self._do(actions)
+        return ticket
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self._do(self._machine.cancel(request_id, attempt, now=time.monotonic()))
+
+    def stop(self) -> None:
+        self._timer.stop()
+
+    def _on_deadline(self) -> None:
+        self._do(self._machine.tick(time.monotonic()))
+
+    def _on_message(self, link_id: str, message: Message, delivery_id: int | None) -> None:
+        assert isinstance(message, SlabHeader | Commit | Abort | KeepAlive)
+        self._do(self._machine.on_message(link_id, message, now=time.monotonic(), delivery_id=delivery_id))
+
+    def _on_copied(self, delivery_id: int, digest: int) -> None:
+        self._do(self._machine.on_copied(delivery_id, digest, now=time.monotonic()))
+
+    def _on_link_lost(self, link_id: str) -> None:
+        self._do(self._machine.on_link_lost(link_id, now=time.monotonic()))
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Copy():
+                    row = self._row_of(action.lease_id, action.header.layer)
+                    self._thread.call(self._land, action.delivery_id, action.header, row)
+                case Drop():
+                    self._thread.call(self._drop, action.delivery_id)
+                case Send():
+                    self._thread.submit(self._send(action.peer_id, action.message))
+                case Admit():
+                    request, commit = action.request, action.commit
+                    self._on_admit(request.request_id, request.attempt, commit.first_token)
+                case ReleaseLease():
+                    self._on_release(action.lease_id)
+                case Fail():
+                    self._on_failed(action.request_id, action.attempt, action.reason, action.retryable)
+        self._timer.arm(self._machine.next_deadline())
+
+    # --- on the KV thread ---
+
+    def _report(self, function: Callable[..., None], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    async def _serve_link(self, link: Link) -> None:
+        # A peer that comes back has a new name, so that the loss of its old link does not count against the new one.
+        link_id = f"{link.peer_id}/{next(self._link_numbers)}"
+        self._links[link_id] = link
+        try:
+            while True:
+                self._accept(link_id, await link.receive())
+        except TransportError as error:
+            logger.info("KV link %s is down: %s", link_id, error)
+        finally:
+            del self._links[link_id]
+            self._report(self._on_link_lost, link_id)
+
+    def _accept(self, link_id: str, delivery: Delivery) -> None:
+        message = delivery.message
+        if not isinstance(message, SlabHeader | Commit | Abort | KeepAlive):
+            delivery.release()
+            raise TransportError(f"{type(message).__name__} has no place on a KV link")
+        delivery_id = None
+        if delivery.payload is not None:
+            delivery_id = next(self._delivery_ids)
+            self._deliveries[delivery_id] = delivery
+        self._report(self._on_message, link_id, message, delivery_id)
+
+    def _land(self, delivery_id: int, header: SlabHeader, row: npt.NDArray[np.int32]) -> None:
+        delivery = self._deliveries.pop(delivery_id)
+        assert delivery.payload is not None
+        if len(delivery.payload) == header.num_tokens * self._kv_cache.layout.bytes_per_token_layer:
+            digest = land_slab(
+                self._kv_cache, row, header.layer, header.token_start, header.num_tokens, delivery.payload
+            )
+        else:
+            digest = header.digest ^ 1  # the bytes cannot be what the header says: fail verification, touch nothing
+        delivery.release()
+        self._report(self._on_copied, delivery_id, digest)
+
+    def _drop(self, delivery_id: int) -> None:
+        self._deliveries.pop(delivery_id).release()
+
+    async def _send(self, link_id: str, message: Message) -> None:
+        link = self._links.get(link_id)
+        if link is None:
+            return
+        try:
+            await link.send(message)
+        except TransportError as error:
+            logger.info("could not answer on KV link %s: %s", link_id, error)

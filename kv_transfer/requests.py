@@ -1,0 +1,43 @@
+"""Between what crosses the wire and what the engine holds: requests to sequences, sampled tokens to events."""
+
+from __future__ import annotations
+
+from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from kv_transfer.messages import FinishReason, RequestSpec, TokenEvent
+
+
+def sequence_of(request: RequestSpec) -> Sequence:
+    """A new sequence for this attempt of the request; owns its list of output tokens."""
+    return Sequence(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        params=request.params,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=list(request.output_token_ids),
+        num_prior_output=len(request.output_token_ids),
+        cache_salt=request.cache_salt,
+    )
+
+
+def token_event(
+    seq: Sequence,
+    index: int,
+    token: SampledToken,
+    finish: FinishReason | None,
+    *,
+    num_cached_tokens: int | None,
+    prompt_logprobs: list[TokenLogprobs] | None,
+) -> TokenEvent:
+    """The `index`-th output token of `seq` as the gateway sees it."""
+    chosen = token.logprobs
+    return TokenEvent(
+        request_id=seq.request_id,
+        attempt=seq.attempt,
+        index=index,
+        token_id=token.token_id,
+        finish_reason=finish,
+        logprob=None if chosen is None else chosen.logprob,
+        top_logprobs=None if chosen is None else chosen.top,
+        num_cached_tokens=num_cached_tokens,
+        prompt_logprobs=None if prompt_logprobs is None else [(p.logprob, p.top) for p in prompt_logprobs],
+    )

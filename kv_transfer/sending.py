@@ -1,0 +1,226 @@
+"""The sending end of hand-offs, at work: runs `HandoffSender`'s actions against real links and a real KV cache.
+
+The state machine lives on the worker's main loop. Gathering, digesting and sending happen on the KV thread, in order per
+peer, so that compute and tokens do not wait for bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv_cache import KVCache
+from engine.sequence import Sequence, SequenceKey
+from kv_transfer.copying import fill_slab
+from kv_transfer.deadline_timer import DeadlineTimer
+from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SendSlab
+from kv_transfer.handoff_sender import HandoffSender
+from kv_transfer.loop_thread import LoopThread
+from kv_transfer.messages import Endpoint, Message, SlabHeader, Ticket
+from kv_transfer.transports.base import Link, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _SlabJob:
+    action: SendSlab
+    group_row: npt.NDArray[np.int32]
+
+
+class _Peer:
+    """One decode worker, on the KV thread: connects when there is something to send, sends in order, reads answers.
+
+    Reports to the owner through callbacks that hop to the main loop. Ends at the first failure, having reported every
+    job it had accepted as failed; the owner then makes a new one.
+    """
+
+    def __init__(self, owner: KvSender, worker_id: str, endpoint: Endpoint) -> None:
+        self.worker_id = worker_id
+        self._owner = owner
+        self._endpoint = endpoint
+        self._jobs: asyncio.Queue[_SlabJob | Message] = asyncio.Queue()
+        self._ended = False
+
+    def enqueue(self, job: _SlabJob | Message) -> None:
+        if self._ended:
+            self._report_failed(job)
+        else:
+            self._jobs.put_nowait(job)
+
+    async def run(self) -> None:
+        reason = "the sender stops"
+        try:
+            link = await self._owner.transport.connect(self._endpoint, timeout_s=CONNECT_TIMEOUT_S)
+            reader = asyncio.create_task(self._read(link))
+            writer = asyncio.create_task(self._write(link))
+            done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+            reason = str(next(iter(done)).exception())
+            await link.close(reason)
+        except (TransportError, OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+        finally:
+            self._ended = True
+            while not self._jobs.empty():
+                self._report_failed(self._jobs.get_nowait())
+            self._owner.report(self._owner.on_peer_lost, self, reason)
+
+    async def _read(self, link: Link) -> None:
+        while True:
+            delivery = await link.receive()
+            delivery.release()
+            self._owner.report(self._owner.on_peer_message, self, delivery.message)
+
+    async def _write(self, link: Link) -> None:
+        while True:
+            job = await self._jobs.get()
+            if isinstance(job, _SlabJob):
+                await self._send_slab(link, job)
+            else:
+                await link.send(job)
+
+    async def _send_slab(self, link: Link, job: _SlabJob) -> None:
+        action = job.action
+        try:
+            slab = await link.acquire(action.num_tokens * self._owner.kv_cache.layout.bytes_per_token_layer)
+            digest = fill_slab(
+                self._owner.kv_cache, job.group_row, action.layer, action.token_start, action.num_tokens, slab.view
+            )
+            header = SlabHeader(
+                request_id=action.request_id,
+                fence=action.fence,
+                layer=action.layer,
+                token_start=action.token_start,
+                num_tokens=action.num_tokens,
+                digest=digest,
+            )
+            await link.send(header, slab)
+        except BaseException:
+            self._report_failed(job)
+            raise
+        self._owner.report(self._owner.on_slab_sent, action, digest)
+
+    def _report_failed(self, job: _SlabJob | Message) -> None:
+        if isinstance(job, _SlabJob):
+            self._owner.report(self._owner.on_slab_failed, job.action)
+
+
+class KvSender:
+    """Hands computed sequences over. All methods belong to the main loop.
+
+    `on_release(key)`: the sequence's blocks are no longer read and may be freed; called once per `begin`.
+    `on_failed(key, reason, retryable)`: the hand-off came to nothing; `on_release` still follows or went before.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        transport: Transport,
+        thread: LoopThread,
+        *,
+        max_slab_bytes: int,
+        on_release: Callable[[SequenceKey], None],
+        on_failed: Callable[[SequenceKey, str, bool], None],
+    ) -> None:
+        self.kv_cache = kv_cache
+        self.transport = transport
+        self._thread = thread
+        self._machine = HandoffSender()
+        self._max_slab_tokens = max(1, max_slab_bytes // kv_cache.layout.bytes_per_token_layer)
+        self._on_release = on_release
+        self._on_failed = on_failed
+        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._endpoints: dict[str, Endpoint] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer = DeadlineTimer(self._on_deadline)
+
+    @property
+    def num_handing_over(self) -> int:
+        return len(self._sequences)
+
+    def begin(self, ticket: Ticket, seq: Sequence) -> None:
+        self._sequences[seq.key] = seq
+        self._endpoints[ticket.worker_id] = ticket.endpoint
+        num_layers = self.kv_cache.layout.num_layers
+        self._do(self._machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=time.monotonic()))
+
+    def layer_ready(self, key: SequenceKey, layer: int, token_start: int, num_tokens: int) -> None:
+        """The KV of tokens [token_start, token_start + num_tokens) of `layer` stands in the cache."""
+        if key not in self._sequences:
+            return
+        for start in range(token_start, token_start + num_tokens, self._max_slab_tokens):
+            count = min(self._max_slab_tokens, token_start + num_tokens - start)
+            self._do(self._machine.on_layer_ready(*key, layer, start, count, now=time.monotonic()))
+
+    def first_token(self, key: SequenceKey, token_id: int, index: int) -> None:
+        self._do(self._machine.on_first_token(*key, token_id, index, now=time.monotonic()))
+
+    def cancel(self, key: SequenceKey, reason: str) -> None:
+        """End the hand-off; harmless if there is none."""
+        self._do(self._machine.cancel(*key, reason, now=time.monotonic()))
+
+    def stop(self) -> None:
+        self._timer.stop()
+
+    # Called on the KV thread; the function then runs on the main loop.
+    def report(self, function: Callable[..., None], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def on_slab_sent(self, action: SendSlab, digest: int) -> None:
+        key = (action.request_id, action.fence.generation)
+        self._do(self._machine.on_slab_sent(*key, action.layer, action.token_start, digest, now=time.monotonic()))
+
+    def on_slab_failed(self, action: SendSlab) -> None:
+        key = (action.request_id, action.fence.generation)
+        self._do(self._machine.on_slab_failed(*key, action.layer, action.token_start, now=time.monotonic()))
+
+    def on_peer_message(self, peer: _Peer, message: Message) -> None:
+        if self._peers.get(peer.worker_id) is peer:
+            self._do(self._machine.on_message(peer.worker_id, message, now=time.monotonic()))
+
+    def on_peer_lost(self, peer: _Peer, reason: str) -> None:
+        logger.info("link to decode worker %s is down: %s", peer.worker_id, reason)
+        if self._peers.get(peer.worker_id) is peer:
+            del self._peers[peer.worker_id]
+            self._do(self._machine.on_link_lost(peer.worker_id, now=time.monotonic()))
+
+    def _on_deadline(self) -> None:
+        self._do(self._machine.tick(time.monotonic()))
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendSlab():
+                    seq = self._sequences[action.request_id, action.fence.generation]
+                    assert seq.block_table is not None
+                    row = seq.block_table.view[action.layer // self.kv_cache.layout.layers_per_group]
+                    self._enqueue(action.worker_id, _SlabJob(action, row))
+                case Send():
+                    self._enqueue(action.peer_id, action.message)
+                case ReleaseSource():
+                    key = (action.request_id, action.attempt)
+                    del self._sequences[key]
+                    self._on_release(key)
+                case Fail():
+                    self._on_failed((action.request_id, action.attempt), action.reason, action.retryable)
+        self._timer.arm(self._machine.next_deadline())
+
+    def _enqueue(self, worker_id: str, job: _SlabJob | Message) -> None:
+        peer = self._peers.get(worker_id)
+        if peer is None:
+            peer = self._peers[worker_id] = _Peer(self, worker_id, self._endpoints[worker_id])
+            self._thread.submit(peer.run())
+        self._thread.call(peer.enqueue, job)

@@ -1,0 +1,180 @@
+"""Where a worker meets gateways and the global scheduler.
+
+Gateways connect and send requests; the worker answers with at most one `StepFrame` per step and gateway. The worker
+itself connects to the scheduler, registers, and reports its snapshot. Knows nothing of what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from engine.loading import LoadedModel
+from engine.sequence import SequenceKey
+from kv_transfer.compatibility import fingerprint
+from kv_transfer.connection import Connection, Server, connect, serve
+from kv_transfer.messages import (
+    Endpoint,
+    FailureEvent,
+    Heartbeat,
+    Message,
+    Refused,
+    Register,
+    RequestSpec,
+    Role,
+    StepFrame,
+    TokenEvent,
+    WorkerInfo,
+    WorkerSnapshot,
+)
+from kv_transfer.transports.base import Identity, TransportError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+RETRY_S = 0.5
+
+GatewayId = int
+
+
+def worker_info(model: LoadedModel, identity: Identity, role: Role, endpoint: Endpoint) -> WorkerInfo:
+    """What a worker tells the scheduler about itself once."""
+    return WorkerInfo(
+        worker_id=identity.worker_id,
+        role=role,
+        endpoint=endpoint,
+        pid=os.getpid(),
+        model=model.name,
+        compatibility=fingerprint(identity.compatibility),
+        max_model_len=model.max_model_len,
+        num_blocks=model.block_pool.num_blocks,
+        block_size=model.layout.block_size,
+        layer_groups=model.layout.num_layer_groups,
+    )
+
+
+class GatewayPort:
+    """Listens for gateways and keeps what a step brought until `flush()` sends it, one frame per gateway.
+
+    `on_message(gateway, message)` gets what gateways send, `on_lost(gateway)` is called once when one is gone: its
+    requests have no reader any more.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        on_message: Callable[[GatewayId, Message], None],
+        on_lost: Callable[[GatewayId], None],
+    ) -> None:
+        self._identity = identity
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._connections: dict[GatewayId, Connection] = {}
+        self._next_id = 1
+        self._tokens: defaultdict[GatewayId, list[TokenEvent]] = defaultdict(list)
+        self._failures: defaultdict[GatewayId, list[FailureEvent]] = defaultdict(list)
+        self._server: Server | None = None
+
+    async def start(self, host: str) -> Endpoint:
+        self._server = await serve(host, self._identity, self._serve_gateway)
+        return self._server.endpoint
+
+    def post(self, gateway: GatewayId, message: Message) -> None:
+        """Send at once. A gateway that is gone has no use for it."""
+        connection = self._connections.get(gateway)
+        if connection is not None:
+            connection.post(message)
+
+    def refuse(self, gateway: GatewayId, request: RequestSpec, reason: str, retry_after_s: float | None) -> None:
+        """Nothing was or will be done for this attempt. `retry_after_s` None: it never could be."""
+        self.post(
+            gateway,
+            Refused(request_id=request.request_id, attempt=request.attempt, reason=reason, retry_after_s=retry_after_s),
+        )
+
+    def fail(self, gateway: GatewayId, key: SequenceKey, reason: str, *, retryable: bool) -> None:
+        """This attempt ends here; goes out at once, after what the last step brought."""
+        self.emit(gateway, FailureEvent(request_id=key[0], attempt=key[1], reason=reason, retryable=retryable))
+        self.flush()
+
+    def emit(self, gateway: GatewayId, event: TokenEvent | FailureEvent) -> None:
+        if isinstance(event, TokenEvent):
+            self._tokens[gateway].append(event)
+        else:
+            self._failures[gateway].append(event)
+
+    def flush(self) -> None:
+        for gateway in self._tokens.keys() | self._failures.keys():
+            frame = StepFrame(tokens=self._tokens.pop(gateway, []), failures=self._failures.pop(gateway, []))
+            self.post(gateway, frame)
+
+    async def close(self, reason: str) -> None:
+        if self._server is not None:
+            await self._server.close(reason)
+
+    async def _serve_gateway(self, connection: Connection) -> None:
+        gateway = self._next_id
+        self._next_id += 1
+        self._connections[gateway] = connection
+        try:
+            while True:
+                message, _ = await connection.receive()
+                self._on_message(gateway, message)
+        except TransportError as error:
+            logger.info("gateway %s left: %s", connection.peer.worker_id, error)
+        finally:
+            del self._connections[gateway]
+            self._tokens.pop(gateway, None)
+            self._failures.pop(gateway, None)
+            self._on_lost(gateway)
+
+
+class Registration:
+    """Keeps a worker known to the global scheduler: connects, registers, reports; again whenever that breaks."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        info: WorkerInfo,
+        *,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        snapshot: Callable[[], WorkerSnapshot],
+        period_s: float,
+    ) -> None:
+        self._identity = identity
+        self._info = info
+        self._locate_scheduler = locate_scheduler
+        self._snapshot = snapshot
+        self._period_s = period_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="registration")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._report_while_connected()
+            except (TransportError, OSError, TimeoutError) as error:
+                logger.info("the scheduler cannot be reached, trying again: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _report_while_connected(self) -> None:
+        endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
+        connection = await connect(endpoint, self._identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
+        try:
+            await connection.send(Register(info=self._info, snapshot=self._snapshot()))
+            while True:
+                await asyncio.sleep(self._period_s)
+                await connection.send(Heartbeat(snapshot=self._snapshot()))
+        finally:
+            connection.close("the worker stops reporting")

@@ -1,0 +1,242 @@
+"""A prefill worker as plain Python: computes prompts in chunks and hands their KV over while it computes.
+
+Composition of the scheduler (what runs), the step loop (when), the sender (KV out) and the gateway port (requests in,
+first tokens out). Knows nothing of Ray or of decode workers beyond the tickets they issue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from engine.allocation import BlockAllocator
+from engine.loading import LoadedModel
+from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
+from engine.step_loop import StepLoop
+from engine.stopping import finish_reason
+from kv_transfer.requests import sequence_of, token_event
+from kv_transfer.loop_thread import LoopThread
+from kv_transfer.messages import (
+    Cancel,
+    Endpoint,
+    Message,
+    RequestSpec,
+    Start,
+    Ticket,
+    WorkerInfo,
+    WorkerSnapshot,
+)
+from kv_transfer.sending import KvSender
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
+from prefill_workers.scheduler import PrefillScheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillWorkerConfig:
+    """`chunk_tokens` is the token budget of one step; `max_slab_bytes` the most KV announced at a time."""
+
+    host: str = "127.0.0.1"
+    chunk_tokens: int = 512
+    max_waiting: int = 256
+    max_slab_bytes: int = 4 * 2**20
+    heartbeat_s: float = 0.5
+
+
+class PrefillWorker:
+    """Accepts `Start` with a ticket; answers with the first token, or `Refused`, or a failure."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: PrefillWorkerConfig,
+        identity: Identity,
+        transport: Transport,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._identity = identity
+        self._transport = transport
+        self._locate_scheduler = locate_scheduler
+        self._allocator = BlockAllocator(
+            model.block_pool, layer_groups=model.layout.num_layer_groups, block_size=model.layout.block_size
+        )
+        self._scheduler = PrefillScheduler(
+            self._allocator, token_budget=config.chunk_tokens, max_waiting=config.max_waiting
+        )
+        self._gateway_of: dict[SequenceKey, GatewayId] = {}
+        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
+        self._num_snapshots = 0
+        self._draining = False
+
+    async def start(self) -> None:
+        """Listen, register, run. Returns when the worker can take requests."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = LoopThread("kv")
+        self._sender = KvSender(
+            self._model.kv_cache,
+            self._transport,
+            self._thread,
+            max_slab_bytes=self._config.max_slab_bytes,
+            on_release=self._on_release,
+            on_failed=self._fail,
+        )
+        self._steps = StepLoop(
+            self._model.runner, plan=self._plan, finish=self._finish, failed=self._step_failed, on_layer=self._on_layer
+        )
+        self._port = GatewayPort(self._identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
+        endpoint = await self._port.start(self._config.host)
+        self.info = worker_info(self._model, self._identity, "prefill", endpoint)
+        self._registration = Registration(
+            self._identity,
+            self.info,
+            locate_scheduler=self._locate_scheduler,
+            snapshot=self.snapshot,
+            period_s=self._config.heartbeat_s,
+        )
+        self._steps.start()
+        self._registration.start()
+
+    @property
+    def healthy(self) -> bool:
+        return self._steps.healthy
+
+    def snapshot(self) -> WorkerSnapshot:
+        self._num_snapshots += 1
+        return WorkerSnapshot(
+            worker_id=self._identity.worker_id,
+            sequence_number=self._num_snapshots,
+            draining=self._draining,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            queued_prefill_tokens=self._scheduler.num_uncomputed_tokens,
+            blocks_available=self._model.block_pool.num_available,
+            num_leases=self._model.block_pool.num_leases,
+            prefill_tokens_per_s=self._steps.rates.prefill_tokens_per_s,
+            decode_step_s=0.0,
+        )
+
+    async def stop(self) -> None:
+        """Leave at once: what is unfinished fails over to other workers."""
+        await self._registration.stop()
+        await self._port.close("the prefill worker stops")
+        await self._steps.stop()
+        self._sender.stop()
+        await self._thread.run(self._transport.close())
+        self._thread.stop()
+
+    # --- requests in ---
+
+    def _on_message(self, gateway: GatewayId, message: Message) -> None:
+        match message:
+            case Start(request=request, ticket=Ticket() as ticket):
+                self._accept(gateway, request, ticket)
+            case Start(request=request):
+                self._port.refuse(gateway, request, "a prefill worker needs the ticket of a decode worker", None)
+            case Cancel(request_id=request_id, attempt=attempt):
+                self._cancel([k for k in self._gateway_of if k[0] == request_id and k[1] <= attempt], "cancelled")
+            case _:
+                logger.warning("a gateway sent %s, which a prefill worker has no use for", type(message).__name__)
+
+    def _accept(self, gateway: GatewayId, request: RequestSpec, ticket: Ticket) -> None:
+        key = (request.request_id, request.attempt)
+        if key in self._gateway_of:
+            return  # a repetition: the first one is being worked on
+        if request.num_tokens > self.info.max_model_len:
+            self._port.refuse(gateway, request, f"{request.num_tokens} tokens exceed {self.info.max_model_len}", None)
+            return
+        if self._draining or not self._scheduler.can_add():
+            self._port.refuse(gateway, request, "the prefill queue is full", self._queue_s())
+            return
+        seq = sequence_of(request)
+        self._gateway_of[key] = gateway
+        self._scheduler.add(seq)
+        self._sender.begin(ticket, seq)
+        self._steps.wake()
+
+    def _queue_s(self) -> float:
+        """Predicted seconds until what is queued now will be computed."""
+        return self._scheduler.num_uncomputed_tokens / max(self._steps.rates.prefill_tokens_per_s, 1.0)
+
+    def _on_gateway_lost(self, gateway: GatewayId) -> None:
+        self._cancel([key for key, owner in self._gateway_of.items() if owner == gateway], "its gateway is gone")
+
+    def _cancel(self, keys: list[SequenceKey], reason: str) -> None:
+        for key in keys:
+            del self._gateway_of[key]
+            self._sender.cancel(key, reason)
+
+    # --- steps ---
+
+    def _plan(self) -> StepPlan:
+        plan, admitted = self._scheduler.plan()
+        for seq in admitted:
+            if seq.num_cached:
+                self._announce_hit(seq)
+        return plan
+
+    def _announce_hit(self, seq: Sequence) -> None:
+        """What the prefix cache holds goes out before anything is computed."""
+        for layer in range(self._model.layout.num_layers):
+            self._sender.layer_ready(seq.key, layer, 0, seq.num_cached)
+
+    def _on_layer(self, plan: StepPlan, layer: int) -> None:
+        """In the compute thread: `num_computed` cannot change while the step is in flight, later it will."""
+        ready = [(item.seq.key, item.seq.num_computed, item.num_tokens) for item in plan.items]
+        self._loop.call_soon_threadsafe(self._layer_ready, layer, ready)
+
+    def _layer_ready(self, layer: int, ready: list[tuple[SequenceKey, int, int]]) -> None:
+        for key, start, num_tokens in ready:
+            self._sender.layer_ready(key, layer, start, num_tokens)
+
+    def _finish(self, plan: StepPlan, output: StepOutput) -> None:
+        for item, logprobs in zip(plan.items, output.prompt_logprobs, strict=True):
+            if logprobs and item.seq.wants_prompt_logprobs and item.seq.key in self._gateway_of:
+                self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
+        for seq, sampled in self._scheduler.finish_step(plan, output):
+            if seq.key in self._gateway_of:
+                self._first_token(seq, sampled)
+        self._port.flush()
+
+    def _first_token(self, seq: Sequence, sampled: SampledToken) -> None:
+        index = len(seq.output_token_ids)
+        seq.output_token_ids.append(sampled.token_id)
+        finish = finish_reason(seq, self._model.eos_token_ids, self.info.max_model_len)
+        event = token_event(
+            seq,
+            index,
+            sampled,
+            finish,
+            num_cached_tokens=seq.num_cached,
+            prompt_logprobs=self._prompt_logprobs.pop(seq.key, None),
+        )
+        self._port.emit(self._gateway_of[seq.key], event)
+        if finish is None:
+            self._sender.first_token(seq.key, sampled.token_id, index)
+        else:
+            del self._gateway_of[seq.key]
+            self._sender.cancel(seq.key, "the request ended with its first token")
+
+    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        self._scheduler.abandon_step()
+        for item in plan.items:
+            self._fail(item.seq.key, f"the prefill step failed: {error}", True)
+            self._sender.cancel(item.seq.key, "the prefill step failed")
+
+    # --- ends ---
+
+    def _on_release(self, key: SequenceKey) -> None:
+        self._gateway_of.pop(key, None)
+        self._prompt_logprobs.pop(key, None)
+        self._scheduler.release(key)
+        self._steps.wake()
+
+    def _fail(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        gateway = self._gateway_of.pop(key, None)
+        if gateway is not None:
+            self._port.fail(gateway, key, reason, retryable=retryable)
