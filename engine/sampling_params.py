@@ -6,8 +6,20 @@ Knows nothing of tensors or of HTTP: the gateway builds it from a request, the w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Final
 
-MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
+from pydantic import Strict
+
+MAX_LOGPROBS: Final = 20  # OpenAI's limit on `top_logprobs`
+MAX_LOGIT_BIAS: Final = 1024  # entries; OpenAI's limit is 300
+GREEDY_BELOW: Final = 1e-5  # a lower temperature could not be told from greedy, and would overflow float32
+
+_MAX_INT: Final = 2**31 - 1  # token ids and counts are 32 bits wide in the engine
+
+# Where these are read from the wire, "5" or true must not pass for 5. Construction itself does not look at types.
+Int = Annotated[int, Strict()]
+Real = Annotated[float, Strict()]
+Flag = Annotated[bool, Strict()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,50 +29,75 @@ class SamplingParams:
     `seed` together with a token's position fixes all randomness (see `engine.philox`), so that a sequence continues
     identically in another batch, after a preemption, or on another worker.
 
-    Raises ValueError with advice on any value outside its range.
+    Raises ValueError with advice on any value outside its range, NaN included.
     """
 
-    max_tokens: int
-    seed: int
-    temperature: float = 1.0  # 0 means greedy
-    top_k: int = 0  # 0 means off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # None: no logprobs; n: the chosen token's and the n best
-    prompt_logprobs: int | None = None  # the same for each prompt token after the first (completions' `echo`)
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: Int
+    seed: Int
+    temperature: Real = 1.0  # 0 means greedy
+    top_k: Int = 0  # 0 means off
+    top_p: Real = 1.0
+    min_p: Real = 0.0
+    repetition_penalty: Real = 1.0
+    presence_penalty: Real = 0.0
+    frequency_penalty: Real = 0.0
+    logit_bias: dict[Int, Real] = field(default_factory=dict)
+    logprobs: Int | None = None  # None: no logprobs; n: the chosen token's and the n best
+    prompt_logprobs: Int | None = None  # the same for each prompt token after the first (completions' `echo`)
+    min_tokens: Int = 0
+    ignore_eos: Flag = False
+    stop_token_ids: tuple[Int, ...] = ()
 
     def __post_init__(self) -> None:
-        checks = (
-            (self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1"),
-            (0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in [0, 2**63)"),
-            (0.0 <= self.temperature <= 2.0, f"temperature is {self.temperature}; it must lie in [0, 2]"),
-            (self.top_k >= 0, f"top_k is {self.top_k}; use a positive number, or 0 to turn it off"),
-            (0.0 < self.top_p <= 1.0, f"top_p is {self.top_p}; it must lie in (0, 1]"),
-            (0.0 <= self.min_p <= 1.0, f"min_p is {self.min_p}; it must lie in [0, 1]"),
-            (0.0 < self.repetition_penalty <= 10.0, "repetition_penalty must lie in (0, 10]"),
-            (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty must lie in [-2, 2]"),
-            (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty must lie in [-2, 2]"),
-            (all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "logit_bias values must lie in [-100, 100]"),
-            (all(t >= 0 for t in self.logit_bias), "logit_bias keys must be token ids, 0 or larger"),
-            (0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS} logprobs can be returned"),
-            (0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS} logprobs can be returned"),
-            (0 <= self.min_tokens <= self.max_tokens, "min_tokens must lie between 0 and max_tokens"),
-        )
-        for holds, advice in checks:
-            if not holds:
-                raise ValueError(advice)
+        self._check_ranges()
+        self._check_penalties()
+        self._check_token_ids()
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}")
+
+    def _check_ranges(self) -> None:
+        _require_within("max_tokens", self.max_tokens, 1, _MAX_INT)
+        _require_within("min_tokens", self.min_tokens, 0, _MAX_INT)
+        _require_within("seed", self.seed, 0, 2**63 - 1)
+        _require_within("temperature", self.temperature, 0.0, 2.0, advice="; 0 means greedy")
+        _require_within("top_k", self.top_k, 0, _MAX_INT, advice="; 0 turns it off")
+        _require_within("min_p", self.min_p, 0.0, 1.0)
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1], and 1 turns it off")
+        for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if number is not None:
+                _require_within(name, number, 0, MAX_LOGPROBS)
+
+    def _check_penalties(self) -> None:
+        _require_within("repetition_penalty", self.repetition_penalty, 0.01, 10.0, advice="; 1 turns it off")
+        _require_within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+
+    def _check_token_ids(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias names {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are possible")
+        for token_id, bias in self.logit_bias.items():
+            _require_within("a token id in logit_bias", token_id, 0, _MAX_INT)
+            _require_within(f"the logit_bias of token {token_id}", bias, -100.0, 100.0)
+        for token_id in self.stop_token_ids:
+            _require_within("a token id in stop_token_ids", token_id, 0, _MAX_INT)
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raises ValueError if a token id lies outside a model's vocabulary, of which this object knows nothing."""
+        for name, ids in (("logit_bias", tuple(self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
+            unknown = [token_id for token_id in ids if token_id >= vocab_size]
+            if unknown:
+                raise ValueError(f"{name} names token {unknown[0]}; this model's ids lie in [0, {vocab_size})")
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _require_within(name: str, value: float, low: float, high: float, *, advice: str = "") -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}]{advice}")

@@ -17,8 +17,8 @@ from engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 PROTOCOL_VERSION: Final = 1
 
-# Strict, because by default pydantic takes "5", 5.0 and true for the integer 5; and finite, because a NaN passes through
-# every comparison that a scheduler might guard itself with.
+# Strict, because by default pydantic takes "5", 5.0 and true for integers; and finite, because a NaN passes through every
+# comparison that a scheduler might guard itself with.
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Digest = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
@@ -401,7 +401,7 @@ def decode(data: bytes | memoryview) -> Message:
         # Integer keys are allowed for `logit_bias`, whose size is the largest that a map may have.
         frame = msgpack.unpackb(data, strict_map_key=False, max_map_len=MAX_LOGIT_BIAS)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise MalformedMessageError(f"not msgpack: {error or 'nested too deeply'}") from error
+        raise MalformedMessageError(f"not msgpack: {str(error) or 'nested too deeply'}") from error
     if not (isinstance(frame, list) and len(frame) == 2 and isinstance(frame[0], str)):
         raise MalformedMessageError("a message is an array of a tag and a map")
     tag, fields = frame
