@@ -14,11 +14,12 @@ import msgpack
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from engine.stopping import FinishReason
 
 PROTOCOL_VERSION: Final = 1
 
-# Strict, because by default pydantic takes "5", 5.0 and true for integers; and finite, because a NaN passes through every
-# comparison that a scheduler might guard itself with.
+# Strict, because by default pydantic takes "5", 5.0 and true for integers; and finite, because a NaN passes through
+# every comparison that a scheduler might guard itself with.
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Digest = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
@@ -362,6 +363,44 @@ class Ping:
     __pydantic_config__ = _STRICT
 
 
+# --- inside connections and transports ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """Either way on any connection, its last message: why this end closes it."""
+
+    __pydantic_config__ = _STRICT
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentOffer:
+    """Shared memory: this segment of process `pid`, open there as descriptor `fd`, will hold the slabs that follow."""
+
+    __pydantic_config__ = _STRICT
+    pid: Count
+    fd: Count
+    name: Text
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentAnswer:
+    """Shared memory: the offered segment is mapped; or `refusal` says why it could not be."""
+
+    __pydantic_config__ = _STRICT
+    refusal: Text | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabsFreed:
+    """Shared memory: the receiver is done with these slabs of the sender's segment."""
+
+    __pydantic_config__ = _STRICT
+    slabs: Items[Count]
+
+
 Message = (
     Reserve
     | Reserved
@@ -383,6 +422,10 @@ Message = (
     | Ended
     | Replicas
     | Ping
+    | Goodbye
+    | SegmentOffer
+    | SegmentAnswer
+    | SlabsFreed
 )
 
 _ADAPTERS: Final[dict[str, TypeAdapter[Any]]] = {kind.__name__: TypeAdapter(kind) for kind in Message.__args__}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
-from kv_transfer.messages import FinishReason, RequestSpec, TokenEvent
+from engine.stopping import FinishReason
+from kv_transfer.messages import RequestSpec, TokenEvent
 
 
 def sequence_of(request: RequestSpec) -> Sequence:
