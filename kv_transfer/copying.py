@@ -1,0 +1,63 @@
+"""Between KV blocks and slabs: gather and digest on the way out, scatter and digest on the way in.
+
+A slab holds one layer's tokens as `[2, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they come from,
+so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Knows nothing of
+peers, hand-offs or who may write where.
+
+Shapes: n tokens, H = num_kv_heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.kv_cache import KVCache
+from kv_transfer.digest import slab_digest
+
+
+def fill_slab(
+    kv_cache: KVCache, group_row: npt.NDArray[np.int32], layer: int, start: int, count: int, view: memoryview
+) -> int:
+    """Gather tokens [start, start + count) of a layer into a slab and return the digest of the slab's bytes.
+
+    `group_row` is the block-table row of the layer's group. Raises ValueError if the slab has another size.
+    """
+    slab_2nHD = _as_slab(kv_cache, count, view)
+    kv_cache.read_layer(layer, group_row, start, count, slab_2nHD)
+    return slab_digest(view)
+
+
+def land_slab(
+    kv_cache: KVCache, group_row: npt.NDArray[np.int32], layer: int, start: int, count: int, payload: memoryview
+) -> int:
+    """Copy a slab into the blocks of `group_row` and return the digest of what stands in those blocks afterwards.
+
+    The digest is of bytes read back from the destination, so whatever went wrong on the way, a payload that changed
+    while it was read included, shows. Raises ValueError, having written nothing, if the payload has another size.
+    """
+    kv_cache.write_layer(layer, group_row, start, _as_slab(kv_cache, count, payload))
+    landed_2nHD = torch.empty(_slab_shape(kv_cache, count), dtype=kv_cache.layout.dtype)
+    kv_cache.read_layer(layer, group_row, start, count, landed_2nHD)
+    return slab_digest(landed_2nHD.view(torch.uint8).numpy().data)
+
+
+def _slab_shape(kv_cache: KVCache, count: int) -> tuple[int, int, int, int]:
+    return 2, count, kv_cache.layout.num_kv_heads, kv_cache.layout.head_dim
+
+
+def _as_slab(kv_cache: KVCache, count: int, view: memoryview) -> torch.Tensor:
+    """The buffer as a [2, n, H, D] tensor, without a copy; the caller keeps `view` alive while it uses the tensor."""
+    expected = count * kv_cache.layout.bytes_per_token_layer
+    if view.nbytes != expected:
+        raise ValueError(
+            f"a slab of {count} tokens of one layer has {expected} bytes, but the buffer has {view.nbytes}:"
+            " header and payload do not belong together"
+        )
+    # By address, since torch has no read-only tensors and warns about each read-only buffer; a payload is only read.
+    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    raw = (ctypes.c_uint8 * expected).from_address(address)
+    return torch.frombuffer(raw, dtype=kv_cache.layout.dtype).view(_slab_shape(kv_cache, count))
