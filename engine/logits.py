@@ -1,0 +1,142 @@
+"""What a request's parameters do to one row of logits, before a token is drawn from it.
+
+In this order, and each a function of the row and the request alone:
+
+1. `logit_bias` is added;
+2. the repetition penalty, of every token in prompt and output (CTRL, arXiv:1909.05858; the sign rule of Hugging Face);
+3. presence and frequency penalties, of output tokens only (OpenAI);
+4. tokens that would end the sequence are banned while it has fewer than `min_tokens`;
+5. `temperature`;
+6. `top_k`, 7. `top_p` of what top-k left, 8. `min_p`: the order of Hugging Face's logits warpers.
+
+6 to 8 each keep the tokens that are at least as likely as some least likely one, so that what survives depends on the
+logits alone: tokens exactly as likely as the last one kept are kept too, whatever their order.
+
+Knows nothing of batches, devices or random numbers. Legend: a `Row` is [vocab_size] float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+Row = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int64]
+
+_RADII = (2.0, 5.0, 10.0)  # below the best logit: where the most likely tokens are looked for, before all are sorted
+
+
+def is_adjusted(seq: Sequence, eos_token_ids: frozenset[int]) -> bool:
+    """Whether steps 1 to 4 change anything for the sequence's next token."""
+    params = seq.params
+    return bool(params.logit_bias) or params.has_penalties or bool(_banned(seq, eos_token_ids))
+
+
+def adjusted(row: Row, seq: Sequence, eos_token_ids: frozenset[int]) -> Row:
+    """Steps 1 to 4 applied to a copy of the row. Ids beyond the vocabulary name no token and change nothing."""
+    params = seq.params
+    changed = row.copy()
+    if params.logit_bias:
+        ids = _within(params.logit_bias, len(row))
+        changed[ids] += np.array([params.logit_bias[token_id] for token_id in ids.tolist()], dtype=np.float32)
+    if params.repetition_penalty != 1.0:
+        _penalise_repetition(changed, seq, params.repetition_penalty)
+    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        _penalise_output(changed, seq)
+    if banned := _banned(seq, eos_token_ids):
+        _ban(changed, banned)
+    return changed
+
+
+def tempered(row: Row, temperature: float) -> Row:
+    """Step 5: logits relative to the best one, so that nothing overflows; the best token's is exactly 0."""
+    relative: Row = row - row.max()
+    if temperature != 1.0:
+        relative /= np.float32(temperature)
+    return relative
+
+
+def survivors(relative: Row, params: SamplingParams) -> TokenIds | None:
+    """Steps 6 to 8: ids of the tokens kept, ascending; never empty. None: all of them."""
+    floor = -math.inf
+    if 0 < params.top_k < len(relative):
+        floor = kth_largest(relative, params.top_k)
+    if params.top_p < 1.0:
+        floor = _nucleus_floor(relative, floor, params.top_p)
+    if params.min_p > 0.0:
+        floor = max(floor, math.log(params.min_p))
+    if floor == -math.inf:
+        return None
+    return np.flatnonzero(relative >= np.float32(floor))
+
+
+def kth_largest(relative: Row, k: int) -> float:
+    """The k-th largest value of a row whose largest is 0; 1 ≤ k ≤ its length."""
+    candidates = _nearest(relative, lambda near: len(near) >= k)
+    return float(np.partition(candidates, len(candidates) - k)[len(candidates) - k])
+
+
+def _nucleus_floor(relative: Row, floor: float, top_p: float) -> float:
+    """The least value kept by top-p among those at or above `floor`.
+
+    A token is kept if those more likely than it have less than `top_p` of the mass.
+    """
+    kept = relative if floor == -math.inf else relative[relative >= np.float32(floor)]
+    wanted = top_p * _mass(kept)
+    candidates = _nearest(kept, lambda near: _mass(near) >= wanted)
+    descending = np.sort(candidates)[::-1]
+    last = int(np.searchsorted(np.cumsum(np.exp(descending), dtype=np.float64), wanted))
+    return float(descending[min(last, len(descending) - 1)])
+
+
+def _nearest(relative: Row, suffices: Callable[[Row], bool]) -> Row:
+    """The values within the smallest of some distances from the best that suffices; all of them where none does."""
+    for radius in _RADII:
+        near = relative[relative >= -radius]
+        if suffices(near):
+            return near
+    return relative
+
+
+def _mass(relative: Row) -> float:
+    return float(np.exp(relative).sum(dtype=np.float64))
+
+
+def _penalise_repetition(row: Row, seq: Sequence, penalty: float) -> None:
+    # A token that occurs twice is read and written twice with the same value: penalised once.
+    ids = _within(seq.tokens(0, seq.num_tokens), len(row))
+    values = row[ids]
+    row[ids] = np.where(values < 0.0, values * np.float32(penalty), values / np.float32(penalty))
+
+
+def _penalise_output(row: Row, seq: Sequence) -> None:
+    ids, counts = np.unique(_within(seq.output_token_ids, len(row)), return_counts=True)
+    penalties = seq.params.presence_penalty + seq.params.frequency_penalty * counts
+    row[ids] -= penalties.astype(np.float32)
+
+
+def _banned(seq: Sequence, eos_token_ids: Iterable[int]) -> list[int]:
+    params = seq.params
+    if len(seq.output_token_ids) >= params.min_tokens:
+        return []
+    return [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+
+
+def _ban(row: Row, token_ids: Collection[int]) -> None:
+    """Make tokens impossible, unless nothing would be left: some token has to be sampled."""
+    ids = _within(token_ids, len(row))
+    spared = row[ids]
+    row[ids] = -np.inf
+    if row.max() == -np.inf:
+        row[ids] = spared
+
+
+def _within(token_ids: Iterable[int], vocab_size: int) -> TokenIds:
+    ids = np.fromiter(token_ids, dtype=np.int64)
+    return ids[ids < vocab_size]
