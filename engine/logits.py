@@ -29,7 +29,12 @@ from engine.sequence import Sequence
 Row = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
 
-_RADII = (2.0, 5.0, 10.0)  # below the best logit: where the most likely tokens are looked for, before all are sorted
+_RADII = (
+    2.0,
+    5.0,
+    10.0,
+    15.0,
+)  # below the best logit: where the most likely tokens are looked for, before all are sorted
 
 
 def is_adjusted(seq: Sequence, eos_token_ids: frozenset[int]) -> bool:

@@ -17,7 +17,6 @@ are closer than that. Knows nothing of logits or parameters.
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import numpy as np
@@ -30,9 +29,6 @@ _WEYL: Final[UInt64s] = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64) 
 _LOW: Final = np.uint64(0xFFFFFFFF)
 _32: Final = np.uint64(32)
 _NUM_ROUNDS: Final = 10
-
-MAX_NOISE: Final = -math.log(-math.log1p(-(2.0**-33))) + 1e-9
-"""No noise exceeds this (u is at most 1 - 2^-33); the margin covers the last digits of any platform's `log`."""
 
 
 def philox4x32(counters: UInt64s, seed: int) -> UInt64s:

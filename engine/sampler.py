@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.logits import Row, TokenIds, adjusted, is_adjusted, kth_largest, survivors, tempered
-from engine.philox import MAX_NOISE, gumbel
+from engine.logits import Row, adjusted, is_adjusted, kth_largest, survivors, tempered
+from engine.philox import gumbel
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 
 MIN_LOGPROB: Final = -9999.0
@@ -99,21 +99,12 @@ def _draw(row: Row, seq: Sequence) -> int:
     params = seq.params
     relative = tempered(row, params.temperature)
     ids = survivors(relative, params)
-    if ids is None:
-        ids = _contenders(relative, params.seed, seq.num_tokens)
-    if len(ids) == 1:
-        return int(ids[0])
     scores = gumbel(params.seed, seq.num_tokens, ids, len(row))
+    if ids is None:
+        scores += relative
+        return int(scores.argmax())
     scores += relative[ids]
     return int(ids[scores.argmax()])
-
-
-def _contenders(relative: Row, seed: int, position: int) -> TokenIds:
-    """Tokens that could win against the best one's score even with the largest noise there is; exact, and often few."""
-    best = int(relative.argmax())
-    score = float(gumbel(seed, position, np.array([best]), len(relative))[0])
-    # The comparison is in float32: the margin keeps its rounding on the safe side.
-    return np.flatnonzero(relative >= np.float32(score - MAX_NOISE - 1e-4))
 
 
 def _top(row: Row, relative: Row, num_top: int) -> list[int]:
