@@ -1,0 +1,131 @@
+"""A bounded pool of equal buffers inside one arena, handed out one owner at a time.
+
+Belongs to one event loop; slabs may be given back from any thread. Does not know whether the arena is private memory or
+shared with another process, nor what travels in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kv_transfer.transports.base import LinkClosedError
+
+MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabConfig:
+    """Per link and direction. Memory is taken from the system only where slabs have been written."""
+
+    slab_bytes: int = 16 * MIB
+    num_slabs: int = 8
+
+    def __post_init__(self) -> None:
+        if self.slab_bytes < 1 or self.num_slabs < 1:
+            raise ValueError(f"slab_bytes={self.slab_bytes} and num_slabs={self.num_slabs} must both be at least 1.")
+
+    @property
+    def stride_bytes(self) -> int:
+        """From one slab's start to the next one's: whole pages, so that no page belongs to two."""
+        return -(-self.slab_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.stride_bytes * self.num_slabs
+
+
+def private_arena(config: SlabConfig) -> memoryview:
+    """Zeroed memory of this process, unmapped when the last view of it is gone."""
+    return memoryview(mmap.mmap(-1, config.arena_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+class PooledSlab:
+    """Slab `index` of a pool, `view` cut to what was asked for."""
+
+    __slots__ = ("_pool", "index", "view")
+
+    def __init__(self, pool: SlabPool, index: int, view: memoryview) -> None:
+        self._pool = pool
+        self.index = index
+        self.view = view
+
+    def belongs_to(self, pool: SlabPool | None) -> bool:
+        return self._pool is pool
+
+    def discard(self) -> None:
+        """Give the buffer back, from any thread; exactly once."""
+        self._pool.give_back(self)
+
+
+class SlabPool:
+    """Owns the slabs of one arena. `on_free` is called on the loop whenever one has come back."""
+
+    def __init__(self, arena: memoryview, config: SlabConfig, on_free: Callable[[], None] | None = None) -> None:
+        self._arena = arena
+        self._config = config
+        self._on_free = on_free
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        # The last one given back is the next one handed out: its memory is in the cache, and mapped.
+        self._free = list(range(config.num_slabs))[::-1]
+        self._held: set[PooledSlab] = set()
+        self._wakeup = asyncio.Event()
+        self._closed_because: str | None = None
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def try_acquire(self, num_bytes: int) -> PooledSlab | None:
+        """A slab if one is free."""
+        self._check(num_bytes)
+        if not self._free:
+            return None
+        index = self._free.pop()
+        start = index * self._config.stride_bytes
+        slab = PooledSlab(self, index, self._arena[start : start + num_bytes])
+        self._held.add(slab)
+        return slab
+
+    async def acquire(self, num_bytes: int) -> PooledSlab:
+        """A slab once one is free. ValueError for a size that no slab has, LinkClosedError once closed."""
+        self._check(num_bytes)
+        while True:
+            if self._closed_because is not None:
+                raise LinkClosedError(self._closed_because)
+            slab = self.try_acquire(num_bytes)
+            if slab is not None:
+                return slab
+            self._wakeup.clear()
+            await self._wakeup.wait()
+
+    def give_back(self, slab: PooledSlab) -> None:
+        if threading.get_ident() == self._thread:
+            self._take_back(slab)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._take_back, slab)
+
+    def close(self, reason: str) -> None:
+        """Nobody gets a slab any more; those who wait are told why. Slabs out there stay valid."""
+        self._closed_because = self._closed_because or reason
+        self._wakeup.set()
+
+    def _take_back(self, slab: PooledSlab) -> None:
+        assert slab in self._held, f"slab {slab.index} was given back twice"
+        self._held.remove(slab)
+        self._free.append(slab.index)
+        self._wakeup.set()
+        if self._on_free is not None:
+            self._on_free()
+
+    def _check(self, num_bytes: int) -> None:
+        if not 1 <= num_bytes <= self._config.slab_bytes:
+            raise ValueError(
+                f"A slab holds 1 to {self._config.slab_bytes} bytes, not {num_bytes}: "
+                "split the tensor or raise the slab size."
+            )
