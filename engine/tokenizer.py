@@ -1,0 +1,216 @@
+"""Text to token ids and back: whole texts, chats, and streams of tokens.
+
+`Tokenizer` wraps the tokenizer of a checkpoint folder. `IncrementalDetokenizer` turns one sequence's tokens into text
+as they come; `StopChecker` looks for stop strings in that text. Knows nothing of models, sequences or HTTP.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from engine.token_spelling import read_spelling
+
+Message = dict[str, Any]
+
+_MAX_CHARACTER_BYTES = 4  # of one character in UTF-8
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder. Reading it takes about a second for a large vocabulary.
+
+    `vocab_size` is the number of ids the tokenizer knows; the model's own may be larger, padded to a round number.
+    `eos_token_ids` are the tokens after which the model has nothing more to say.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError where the folder has no tokenizer of a supported kind."""
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not self._tokenizer.is_fast:
+            raise ValueError(f"{folder} has no tokenizer.json, nor anything that one can be made from")
+        self._backend = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._spell, self.strips_leading_space = read_spelling(json.loads(self._backend.to_str())["decoder"])
+        self._bytes: dict[int, bytes] = {}  # filled as tokens come: spelling all of a large vocabulary takes a while
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = len(self._tokenizer)
+        self.eos_token_ids = _eos_token_ids(folder, self._tokenizer.eos_token_id)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError for text that is no Unicode: half of a surrogate pair."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise ValueError("the text holds half of a surrogate pair, which is no Unicode character") from None
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of the tokens; ids unknown to the tokenizer stand for nothing, invalid UTF-8 for U+FFFD."""
+        kept = (i for i in token_ids if not (skip_special_tokens and i in self.special_token_ids))
+        text = b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+        return text.removeprefix(" ") if self.strips_leading_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text. It need not be valid UTF-8: a character can be spread over tokens."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._backend.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else self._spell(token)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, with U+FFFD for what is only part of a character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """The prompt of a chat. `variables` are handed to the template (`tools`, `enable_thinking`, ...).
+
+        Raises ValueError where the model has no template, or where the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise ValueError(
+                "this model has no chat template: it is a base model, made to continue text; use /v1/completions"
+            )
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        # The template spells out the special tokens, the first one included.
+        return self.encode(prompt, add_special_tokens=False)
+
+
+def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    """What generation_config.json says, or config.json if it says nothing, and the tokenizer's own."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        declared = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if declared is not None:
+            break
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(i for i in (*ids, tokenizer_eos) if i is not None)
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence's output, token by token; each call costs as much as its own token.
+
+    No piece ends inside a character: its first bytes wait for the rest. All pieces together are what
+    `Tokenizer.decode` gives for the output, except that at the border to the prompt nothing is lost: the space that
+    begins the output is kept if the prompt has text, and a character that begins in the prompt is completed.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        tail = self._last_bytes(prompt_token_ids)
+        self._decoder.decode(tail)
+        self._strip_next = tokenizer.strips_leading_space and not tail
+
+    def append(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        if token_id in self._skipped:
+            return ""
+        return self._strip(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+
+    def flush(self) -> str:
+        """After the last token: U+FFFD for a character that never got complete, else nothing."""
+        return self._strip(self._decoder.decode(b"", final=True))
+
+    def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
+        """Enough of the prompt's end to know whether it stops inside a character."""
+        tail = b""
+        for token_id in reversed(token_ids):
+            if len(tail) >= _MAX_CHARACTER_BYTES:
+                break
+            if token_id not in self._skipped:
+                tail = self._tokenizer.token_bytes(token_id) + tail
+        return tail
+
+    def _strip(self, text: str) -> str:
+        if self._strip_next and text:
+            self._strip_next = False
+            return text.removeprefix(" ")
+        return text
+
+
+class StopChecker:
+    """Finds the first of several stop strings in a text that comes in pieces.
+
+    First is the one that ends first, and of those the longest; so how the text is cut into pieces changes nothing.
+    Holds back only what could be the start of a stop string. After a match every further piece is dropped.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        """Raises ValueError for an empty stop string."""
+        if "" in stop:
+            raise ValueError("a stop string must not be empty")
+        self._matchers = [_Matcher(string) for string in stop]
+        self._held = ""
+        self._matched = False
+
+    def append(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to emit now, and whether a stop string was met. It and what follows is cut off."""
+        if self._matched or not self._matchers:
+            return ("" if self._matched else text), self._matched
+        text = self._held + text
+        for index in range(len(self._held), len(text)):
+            length = max(matcher.advance(text[index]) for matcher in self._matchers)
+            if length:
+                self._matched, self._held = True, ""
+                return text[: index + 1 - length], True
+        num_held = max(matcher.num_matched for matcher in self._matchers)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+    def flush(self) -> str:
+        """After the last piece: what was held back and became no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Matcher:
+    """How much of one string the text so far ends with (Knuth, Morris and Pratt, 1977): linear, whatever the string."""
+
+    def __init__(self, string: str) -> None:
+        self._string = string
+        self._fallback = [0] * len(string)  # longest proper prefix that string[:i + 1] ends with
+        self.num_matched = 0
+        for index in range(1, len(string)):
+            self._fallback[index] = self._extend(self._fallback[index - 1], string[index])
+
+    def advance(self, character: str) -> int:
+        """Take one more character of the text. Gives the length of the string if the text now ends with it, else 0."""
+        self.num_matched = self._extend(self.num_matched, character)
+        return self.num_matched if self.num_matched == len(self._string) else 0
+
+    def _extend(self, num_matched: int, character: str) -> int:
+        while num_matched and self._string[num_matched] != character:
+            num_matched = self._fallback[num_matched - 1]
+        return num_matched + (self._string[num_matched] == character)

@@ -1,0 +1,300 @@
+"""Tokenizer, streaming detokenisation and stop strings, on the real vocabularies of SmolLM2 and Gemma 3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from engine.token_spelling import read_spelling
+from engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+
+TEXTS = [
+    "Plain English, with  two spaces and a trailing one ",
+    "naïve façade — “quotes” … ½ €",
+    "日本語のテキスト、한국어 텍스트, العربية, עברית, हिन्दी, ไทย",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷 👍🏽 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𓀀 ꙮ",
+    "def f(x):\n\treturn {x: [1, 22, 333]}  # 0x1F600\r\n\r\n\n",
+    "e\u0301 \u200b\ufeff \ufffd \x00\x07",
+]
+REPLACEMENT = "\ufffd"
+
+# Without control characters and rare planes: SmolLM2's vocabulary lacks some of the bytes they are made of.
+characters = st.sampled_from("".join(TEXTS[:5])) | st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cc"])
+real_text = st.text(alphabet=characters, max_size=60)
+
+# The fixtures hand out immutable tokenizers, and other processes share the machine's cores.
+unhurried = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture(scope="module")
+def gemma3(gemma3_folder: Path) -> Tokenizer:
+    return Tokenizer(gemma3_folder)
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    found: Tokenizer = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama2_like(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny tokenizer of Llama 2's kind: a space goes before every text and is stripped from what is decoded."""
+    folder = tmp_path_factory.mktemp("llama2_like")
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcé", "▁a", "▁b", "▁▁"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [("▁", "a"), ("▁", "b"), ("▁", "▁")]
+    backend = Backend(BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def stream(
+    tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, skip_special_tokens: bool = True
+) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt or [], skip_special_tokens)
+    return [*(detokenizer.append(token_id) for token_id in ids), detokenizer.flush()]
+
+
+def test_smollm2_splits_every_digit(smollm2: Tokenizer) -> None:
+    assert [smollm2.token_text(i) for i in smollm2.encode("2026-11-21")] == list("2026-11-21")
+    pieces = [smollm2.token_text(i) for i in smollm2.encode("x = [1,  2,   33]")]
+    assert pieces == ["x", " =", " [", "1", ",", "  ", "2", ",", "   ", "3", "3", "]"]
+
+
+def test_smollm2_chat_prompt(smollm2: Tokenizer) -> None:
+    ids = smollm2.apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert smollm2.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ids[0] == 1
+    assert smollm2.eos_token_ids == {2}
+    assert smollm2.vocab_size == 49152
+
+
+def test_chat_template_can_continue_the_last_message(smollm2: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, I"}]
+    ids = smollm2.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    assert smollm2.decode(ids, skip_special_tokens=False).endswith("assistant\nHello, I")
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user"}], [{"role": "user", "content": 3}]])
+def test_messages_that_the_template_refuses(smollm2: Tokenizer, messages: list[dict[str, object]]) -> None:
+    with pytest.raises(ValueError, match="template"):
+        smollm2.apply_chat_template(messages)
+
+
+def test_base_model_has_no_chat_template(gemma3: Tokenizer) -> None:
+    assert not gemma3.has_chat_template
+    with pytest.raises(ValueError, match="has no chat template"):
+        gemma3.apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+def test_gemma3_special_tokens(gemma3: Tokenizer) -> None:
+    assert gemma3.encode("Hi")[0] == 2
+    assert gemma3.encode("Hi", add_special_tokens=False) == gemma3.encode("Hi")[1:]
+    assert gemma3.eos_token_ids == {1}
+    assert gemma3.vocab_size == 262144
+    assert [gemma3.token_text(i) for i in gemma3.encode("a  b\n\n\n<start_of_turn>")] == [
+        "<bos>", "a", "  ", "b", "\n\n\n", "<start_of_turn>",
+    ]  # fmt: skip
+
+
+def test_gemma3_spells_unknown_characters_byte_by_byte(gemma3: Tokenizer) -> None:
+    ids = gemma3.encode("\U00013256", add_special_tokens=False)
+    assert [gemma3.token_bytes(i) for i in ids] == [bytes([byte]) for byte in "\U00013256".encode()]
+    assert stream(gemma3, ids) == ["", "", "", "\U00013256", ""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert "".join(stream(tokenizer, tokenizer.encode(text))) == text
+
+
+def test_same_ids_and_text_as_hugging_face(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.params["tokenizer"]
+    theirs = AutoTokenizer.from_pretrained(request.getfixturevalue(f"{name}_folder"))
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@unhurried
+@given(data=st.data(), skip=st.booleans())
+def test_smollm2_decodes_any_ids_like_hugging_face(smollm2: Tokenizer, data: st.DataObject, skip: bool) -> None:
+    ids = data.draw(st.lists(st.integers(0, smollm2.vocab_size - 1), max_size=40))
+    theirs = smollm2._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    assert smollm2.decode(ids, skip) == theirs
+
+
+@unhurried
+@given(data=st.data(), skip=st.booleans())
+def test_streamed_pieces_make_the_decoded_text(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
+    any_id = st.integers(0, tokenizer.vocab_size + 5)
+    single_bytes = st.sampled_from([i for i in range(600) if len(tokenizer.token_bytes(i)) == 1])
+    ids = data.draw(st.lists(st.one_of(any_id, single_bytes), max_size=40))
+    assert "".join(stream(tokenizer, ids, skip_special_tokens=skip)) == tokenizer.decode(ids, skip)
+
+
+def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assume(b"".join(map(tokenizer.token_bytes, ids)) == text.encode())
+    return ids
+
+
+@unhurried
+@given(text=real_text, cut=st.integers(0, 60))
+def test_no_piece_breaks_a_character(tokenizer: Tokenizer, text: str, cut: int) -> None:
+    ids = encode_whole(tokenizer, text)
+    prompt, output = ids[:cut], ids[cut:]
+    pieces = stream(tokenizer, output, prompt, skip_special_tokens=False)
+    assert sum(piece.count(REPLACEMENT) for piece in pieces) <= text.count(REPLACEMENT)
+    # What the prompt leaves open is completed by the output, so together they are the whole text.
+    before = b"".join(tokenizer.token_bytes(i) for i in prompt).decode(errors="ignore")
+    assert before + "".join(pieces) == text
+
+
+@unhurried
+@given(text=real_text)
+def test_pieces_come_as_soon_as_their_characters_are_complete(tokenizer: Tokenizer, text: str) -> None:
+    ids = encode_whole(tokenizer, text)
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    so_far, seen = b"", ""
+    for token_id in ids:
+        so_far += tokenizer.token_bytes(token_id)
+        seen += detokenizer.append(token_id)
+        assert seen == so_far.decode(errors="ignore")
+
+
+def test_special_tokens_are_skipped_or_shown(smollm2: Tokenizer) -> None:
+    ids = [*smollm2.encode("Paris."), 2]
+    assert "".join(stream(smollm2, ids)) == "Paris."
+    assert "".join(stream(smollm2, ids, skip_special_tokens=False)) == "Paris.<|im_end|>"
+
+
+def test_incomplete_character_is_flushed_as_one_replacement(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("👩")
+    assert len(ids) > 1
+    assert stream(smollm2, ids[:-1])[-1] == REPLACEMENT
+
+
+def test_leading_space_is_dropped_only_where_the_text_begins(llama2_like: Path) -> None:
+    tokenizer = Tokenizer(llama2_like)
+    theirs = AutoTokenizer.from_pretrained(llama2_like)
+    ids = tokenizer.encode("a b  é")
+    assert tokenizer.decode(ids) == theirs.decode(ids) == "a b  é"
+    assert "".join(stream(tokenizer, ids)) == "a b  é"
+    assert "".join(stream(tokenizer, ids, prompt=ids)) == " a b  é"
+    assert "".join(stream(tokenizer, ids, prompt=[1])) == "a b  é"
+
+
+def test_eos_ids_come_from_every_place_that_names_one(llama2_like: Path) -> None:
+    (llama2_like / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert Tokenizer(llama2_like).eos_token_ids == {2, 5, 6}
+
+
+def test_added_token_outside_the_byte_alphabet_stands_for_itself() -> None:
+    spell, strips = read_spelling({"type": "ByteLevel"})
+    assert (spell("Ġé"), spell("tool call"), strips) == (b" \xe9", b"tool call", False)
+
+
+def test_unknown_decoder_is_refused() -> None:
+    with pytest.raises(ValueError, match="WordPiece"):
+        read_spelling({"type": "WordPiece"})
+    with pytest.raises(ValueError, match="nothing"):
+        read_spelling(None)
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="surrogate"):
+        tokenizer.encode("broken \ud83d text")
+
+
+def test_ids_beyond_the_vocabulary_stand_for_nothing(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 7) == b""
+
+
+def cut_naively(text: str, stop: list[str]) -> tuple[str, bool]:
+    """The prefix of `text` that ends with a stop string soonest, less the longest such stop string."""
+    for end in range(1, len(text) + 1):
+        found = [string for string in stop if text[:end].endswith(string)]
+        if found:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
+def check(stop: list[str], pieces: list[str]) -> tuple[str, bool, list[int]]:
+    """Everything emitted, whether a stop string was met, and how many characters were held after each piece."""
+    checker = StopChecker(stop)
+    emitted, matched, held, fed = "", False, [], ""
+    for piece in pieces:
+        safe, matched = checker.append(piece)
+        emitted, fed = emitted + safe, fed + piece
+        held.append(len(fed) - len(emitted))
+        if matched:
+            break
+    return emitted + checker.flush(), matched, held
+
+
+few_letters = st.text(alphabet="ab\n", max_size=6)
+
+
+@settings(max_examples=500, deadline=None)
+@given(stop=st.lists(few_letters.filter(bool), max_size=4), pieces=st.lists(few_letters, max_size=12))
+def test_stop_strings_as_if_the_text_came_in_one(stop: list[str], pieces: list[str]) -> None:
+    emitted, matched, held = check(stop, pieces)
+    assert (emitted, matched) == cut_naively("".join(pieces), stop)
+    if not matched:
+        fed = ""
+        for piece, num_held in zip(pieces, held, strict=True):
+            fed += piece
+            beginnings = {string[:size] for string in stop for size in range(1, len(string))}
+            assert num_held == max(
+                (size for size in range(len(fed) + 1) if fed[len(fed) - size :] in beginnings), default=0
+            )
+
+
+def test_text_after_a_stop_string_is_dropped() -> None:
+    checker = StopChecker(["\n\n"])
+    assert checker.append("one\n") == ("one", False)
+    assert checker.append("\ntwo") == ("", True)
+    assert checker.append("three") == ("", True)
+    assert checker.flush() == ""
+
+
+def test_stop_string_across_tokens_and_characters(smollm2: Tokenizer) -> None:
+    detokenizer, checker = IncrementalDetokenizer(smollm2), StopChecker(["👩 end"])
+    emitted = ""
+    for token_id in smollm2.encode("Hello 👧 and 👩 end of it"):
+        safe, matched = checker.append(detokenizer.append(token_id))
+        emitted += safe
+        if matched:
+            break
+    assert emitted == "Hello 👧 and "
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopChecker(["a", ""])
