@@ -2,7 +2,7 @@
 
 Physical blocks are layer-agnostic: a block holds `block_size` tokens of K and V of one layer group, and the pool
 neither knows nor cares which group that is. Holders get a `BlockLease`; they give it back exactly once. The pool knows
-nothing of tensors, sequences or transports, and does no I/O.
+nothing of tensors, sequences or transports, does no I/O, and belongs to one thread.
 """
 
 from __future__ import annotations
@@ -70,21 +70,17 @@ class BlockPool:
 
     def lease(self, num_blocks: int = 0) -> BlockLease:
         """Open a lease holding `num_blocks` new blocks. Raises OutOfBlocksError and takes nothing if they lack."""
+        self._require_available(num_blocks)
         lease = BlockLease(self.epoch, self._next_lease_id)
         self._next_lease_id += 1
         self._leases[lease.lease_id] = lease
-        try:
-            self.extend(lease, num_blocks)
-        except OutOfBlocksError:
-            self.release(lease)
-            raise
+        self.extend(lease, num_blocks)
         return lease
 
     def extend(self, lease: BlockLease, num_blocks: int) -> list[int]:
         """Add `num_blocks` new blocks to the lease and return them. All or nothing."""
         self._require_live(lease)
-        if num_blocks > self.num_available:
-            raise OutOfBlocksError(f"{num_blocks} blocks wanted, {self.num_available} of {self.num_blocks} available")
+        self._require_available(num_blocks)
         taken = [self._take() for _ in range(num_blocks)]
         for block in taken:
             self._references[block] = 1
@@ -97,22 +93,25 @@ class BlockPool:
         return self._block_of.get(key)
 
     def adopt(self, lease: BlockLease, blocks: Iterable[int]) -> None:
-        """Let the lease share blocks that `find` returned. Their content may be read, never written."""
+        """Let the lease share blocks that `find` returned. Their content may be read, never written. All or nothing."""
         self._require_live(lease)
-        for block in blocks:
-            if self._references[block] == 0:
-                if block not in self._cached:
-                    raise ValueError(f"block {block} is free: only a block that find() returned can be adopted")
-                del self._cached[block]
+        adopted = list(blocks)
+        for block in adopted:
+            if block not in self._key_of:
+                raise ValueError(f"block {block} has no key: only a block that find() returned can be adopted")
+        for block in adopted:
+            self._cached.pop(block, None)
             self._references[block] += 1
-            lease.blocks.append(block)
+        lease.blocks.extend(adopted)
 
     def publish(self, lease: BlockLease, block: int, key: BlockKey) -> None:
         """Make a full, computed block of the lease findable. A key that is already known keeps its first block."""
         self._require_live(lease)
         if self._references[block] == 0:
             raise ValueError(f"block {block} is held by no lease; publish before releasing")
-        if key in self._block_of or block in self._key_of:
+        if self._key_of.get(block, key) != key:
+            raise ValueError(f"block {block} is findable by another key already; its content cannot have changed")
+        if key in self._block_of:
             return
         self._block_of[key] = block
         self._key_of[block] = key
@@ -173,6 +172,11 @@ class BlockPool:
 
     def _forget_key(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
+
+    def _require_available(self, num_blocks: int) -> None:
+        assert num_blocks >= 0, f"{num_blocks} blocks wanted"
+        if num_blocks > self.num_available:
+            raise OutOfBlocksError(f"{num_blocks} blocks wanted, {self.num_available} of {self.num_blocks} available")
 
     def _require_live(self, lease: BlockLease) -> None:
         if lease.released or self._leases.get(lease.lease_id) is not lease:
