@@ -1,0 +1,118 @@
+"""One step's tensors: what `StepPlan` says about sequences, said about rows of a packed batch.
+
+Built from numpy arrays with a few operations per sequence and none per token. Knows no model.
+
+Shape legend: T packed tokens, G layer groups, R output rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.sequence import ScheduledSequence, StepPlan
+from kernels.interface import Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Packed rows: first the items of one token, by growing context, then the longer ones."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [G, T] int64, addresses for `KVCache.store`
+    segments: tuple[Segment, ...]  # in packed order
+    output_rows: Tensor  # [R] int64, rows whose final hidden state is wanted: sampling items', then prompt logprobs'
+    sampling_items: tuple[int, ...]  # indices into the plan, one for each of the first output rows
+    prompt_spans: tuple[PromptSpan, ...]  # cover the other output rows in order
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Output rows of one item, each of which is judged by the prompt token that follows it."""
+
+    item: int  # index into the plan
+    next_token_ids: list[int]
+
+
+def build_batch(plan: StepPlan, kv_cache: KVCache) -> Batch:
+    """The batch of a plan with at least one item. The sequences must not change until the step is done."""
+    device = kv_cache.tensor.device
+    order = sorted(range(len(plan.items)), key=lambda index: _packing_key(plan.items[index]))
+    items = [plan.items[index] for index in order]
+    counts = np.array([item.num_tokens for item in items])
+    first_rows = np.cumsum(counts) - counts
+    starts = np.array([item.seq.num_computed for item in items])
+    positions = np.arange(counts.sum()) + np.repeat(starts - first_rows, counts)
+    segments = tuple(map(_segment, items, first_rows.tolist()))
+    rows, sampling_items, spans = _outputs(items, order, first_rows.tolist())
+    return Batch(
+        token_ids=torch.from_numpy(_token_ids(items, len(positions))).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(_slot_mapping(segments, positions, kv_cache)).to(device),
+        segments=segments,
+        output_rows=torch.from_numpy(rows).to(device),
+        sampling_items=sampling_items,
+        prompt_spans=spans,
+    )
+
+
+def _packing_key(item: ScheduledSequence) -> tuple[bool, int]:
+    assert 1 <= item.num_tokens <= item.seq.num_uncomputed, f"{item.num_tokens} tokens of {item.seq.request_id}"
+    return item.num_tokens > 1, item.seq.num_computed + item.num_tokens
+
+
+def _segment(item: ScheduledSequence, first_row: int) -> Segment:
+    assert item.seq.block_table is not None, f"sequence {item.seq.request_id} is scheduled without blocks"
+    return Segment(
+        first_row=first_row,
+        num_queries=item.num_tokens,
+        context_len=item.seq.num_computed + item.num_tokens,
+        block_table=item.seq.block_table.view,
+    )
+
+
+def _token_ids(items: list[ScheduledSequence], num_tokens: int) -> npt.NDArray[np.int64]:
+    pieces = (item.seq.tokens(item.seq.num_computed, item.seq.num_computed + item.num_tokens) for item in items)
+    return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=num_tokens)
+
+
+def _slot_mapping(
+    segments: tuple[Segment, ...], positions: npt.NDArray[np.int64], kv_cache: KVCache
+) -> npt.NDArray[np.int64]:
+    """`[G, T]`"""
+    columns, offsets = np.divmod(positions, kv_cache.layout.block_size)
+    slots = np.empty((kv_cache.layout.num_layer_groups, len(positions)), dtype=np.int64)
+    for segment in segments:
+        rows = slice(segment.first_row, segment.first_row + segment.num_queries)
+        slots[:, rows] = segment.block_table[:, columns[rows]]
+    slots *= kv_cache.slots_per_block
+    slots += offsets
+    return slots
+
+
+def _outputs(
+    items: list[ScheduledSequence], order: list[int], first_rows: list[int]
+) -> tuple[npt.NDArray[np.int64], tuple[int, ...], tuple[PromptSpan, ...]]:
+    """Output rows, the plan's items that sample, and the spans of prompt logprobs."""
+    sampling = [k for k, item in enumerate(items) if item.samples]
+    rows = [np.array([first_rows[k] + items[k].num_tokens - 1 for k in sampling], dtype=np.int64)]
+    spans = []
+    for k, item in enumerate(items):
+        if item.seq.params.prompt_logprobs is None:
+            continue
+        following = item.seq.num_computed + 1
+        next_ids = item.seq.prompt_token_ids[following : following + item.num_tokens]
+        spans.append(PromptSpan(order[k], next_ids))
+        rows.append(np.arange(first_rows[k], first_rows[k] + len(next_ids)))
+    return np.concatenate(rows), tuple(order[k] for k in sampling), tuple(spans)

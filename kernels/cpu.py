@@ -1,0 +1,71 @@
+"""The kernels on a CPU: torch's fused operators, weights packed once for oneDNN.
+
+The numbers in the comments were taken on Zen 4 (AVX-512 BF16) with torch 2.13, one thread, SmolLM2's shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.cpu_attention import plan_attention
+from kernels.interface import Activation, Linear
+from kernels.reference import PlainLinear
+
+__all__ = ["gated_activation", "pack_linear", "plan_attention", "rms_norm", "rotate"]
+
+# The number of rows for which oneDNN chooses the layout. The layouts it chooses for 1, 32 and 256 are equally fast.
+_PACKED_FOR_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight in oneDNN's blocked layout: 2.4x `linear` at one bf16 row, 1.4x at 32, equal at 512."""
+
+    weight: Tensor  # opaque
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+        return out
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    if not _can_pack(weight.dtype):
+        return PlainLinear(weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+    return PackedLinear(packed, bias)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not (torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype == x.dtype:
+        return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+    normed = functional.rms_norm(x.to(weight.dtype), x.shape[-1:], None, eps)
+    return normed.mul_(weight).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    # Swapping the halves by `roll` takes three operators; slicing them apart takes five (6 against 12 us at one row).
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+
+def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(gate).mul_(up)
+    return functional.gelu(gate, approximate="tanh").mul_(up)

@@ -1,0 +1,97 @@
+"""What every device's kernels offer, and how a packed batch and a paged KV cache are described to them.
+
+Knows shapes only: no models, no sequences.
+
+Shape legend: T packed tokens, B rows of one token, S tokens of context, H key/value heads, Q query heads, D head size,
+G layer groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGeometry:
+    """How one layer's KV lies in its rows `[num_rows, block_size * H * D]`.
+
+    The keys of block b are row `b * block_stride`, its values the row after.
+    """
+
+    block_size: int
+    block_stride: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Consecutive tokens of one sequence in a packed batch, and where its KV lies."""
+
+    first_row: int  # in the packed batch
+    num_queries: int
+    context_len: int  # tokens of the sequence up to and including the last query
+    block_table: npt.NDArray[np.int32]  # [G, at least ceil(context_len / block_size)]
+
+
+class Linear(Protocol):
+    """A projection whose weight is laid out for the device once."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, in] -> [T, out]`"""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual + self(x)`, as a new tensor `[T, out]`."""
+        ...
+
+
+class PagedAttention(Protocol):
+    """Causal attention of one step's segments, with all that does not change from layer to layer built once."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
+    ) -> Tensor:
+        """`q [T, Q, D]` over the context in `cache_rows`, which already hold this step's `k`, `v [T, H, D]`.
+
+        Returns `[T, Q, D]`, contiguous. Query head i reads key/value head `i // (Q / H)`.
+        """
+        ...
+
+
+class Kernels(Protocol):
+    """The operators of one device. A module with these functions satisfies it."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """From `weight [out, in]`, `bias [out]`. The caller should drop its reference to `weight`."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / sqrt(mean(x²) + eps) * weight` over the last dimension, in the wider of the two types, as `x`'s type."""
+        ...
+
+    def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+        """Rotary embedding of `x [T, heads, D]` by `cos`, `signed_sin [T, 1, D]` (the sine's first half negated)."""
+        ...
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """`act(gate) * up` of `[T, 2 * width]`, gate before up; returns `[T, width]`."""
+        ...
+
+    def plan_attention(
+        self, segments: Sequence[Segment], geometry: CacheGeometry, *, window: int | None, dtype: torch.dtype
+    ) -> PagedAttention:
+        """Prepare a step. Segments lie in packed order; those of one query come first, by growing `context_len`.
+
+        With a `window`, a token sees itself and the `window - 1` before it.
+        """
+        ...

@@ -1,0 +1,114 @@
+"""Plain-torch twins of every kernel: the definition that the fast ones are tested against. Slow and obvious on purpose.
+
+Shape legend: see `kernels.interface`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.interface import Activation, CacheGeometry, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + self(x)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
+    return PlainLinear(weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.float()).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    c, s = cos[..., :half], signed_sin[..., half:]
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return gate * torch.sigmoid(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """`q [.., Q, T, D]` over `k`, `v [.., H, S, D]` with `bias [.., T, S]` added to the (capped) scores, in float32.
+
+    Soft-capping squeezes scores into (-cap, cap): `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2).
+    """
+    repeats = q.shape[-3] // k.shape[-3]
+    wide_k, wide_v = (t.float().repeat_interleave(repeats, dim=-3) for t in (k, v))
+    scores = q.float() @ wide_k.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias.float()
+    return (torch.softmax(scores, dim=-1) @ wide_v).to(q.dtype)
+
+
+def causal_bias(num_queries: int, first_query: int, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a query may look, else -inf, `[num_queries, num_keys]`; query i stands at key `first_query + i`."""
+    distance = (torch.arange(num_queries) + first_query).unsqueeze(1) - torch.arange(num_keys)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    return torch.zeros(num_queries, num_keys, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceAttention:
+    """Each segment by itself, its context looked up token by token in the cache."""
+
+    segments: tuple[Segment, ...]
+    geometry: CacheGeometry
+    window: int | None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for segment in self.segments:
+            rows = slice(segment.first_row, segment.first_row + segment.num_queries)
+            keys, values = (t.transpose(0, 1) for t in self._context(segment, cache_rows, group))
+            first_query = segment.context_len - segment.num_queries
+            bias = causal_bias(segment.num_queries, first_query, segment.context_len, self.window, torch.float32)
+            queries = q[rows].transpose(0, 1)
+            out[rows] = dense_attention(queries, keys, values, bias.to(q.device), scale, softcap).transpose(0, 1)
+        return out
+
+    def _context(self, segment: Segment, cache_rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the segment's whole context, `[S, H, D]` each."""
+        g = self.geometry
+        slots = cache_rows.view(-1, g.block_size, g.num_kv_heads, g.head_dim)
+        positions = torch.arange(segment.context_len, device=cache_rows.device)
+        table = torch.from_numpy(segment.block_table[group].astype("int64")).to(cache_rows.device)
+        key_rows = table[positions // g.block_size] * g.block_stride
+        return slots[key_rows, positions % g.block_size], slots[key_rows + 1, positions % g.block_size]
+
+
+def plan_attention(
+    segments: Sequence[Segment], geometry: CacheGeometry, *, window: int | None, dtype: torch.dtype
+) -> ReferenceAttention:
+    del dtype  # all is computed in float32
+    return ReferenceAttention(tuple(segments), geometry, window)

@@ -1,0 +1,111 @@
+"""One small, randomly initialised model of each supported family, made and saved by `transformers`: the oracle.
+
+Sizes are chosen to catch mistakes: grouped queries 4:2, an odd vocabulary, heads that are not hidden / num_heads,
+windows shorter than the prompts, layers that differ from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 307
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _llama(**changes: Any) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**_COMMON | changes))
+
+
+def _mistral() -> Any:
+    return MistralForCausalLM(MistralConfig(**_COMMON, sliding_window=9, head_dim=24))
+
+
+def _qwen2(**changes: Any) -> Any:
+    return Qwen2ForCausalLM(Qwen2Config(**_COMMON | changes))
+
+
+def _qwen3() -> Any:
+    return Qwen3ForCausalLM(Qwen3Config(**_COMMON, head_dim=32, rope_parameters=_YARN_ROPE))
+
+
+def _gemma3() -> Any:
+    config = Gemma3TextConfig(
+        **_COMMON,
+        head_dim=32,
+        query_pre_attn_scalar=40,
+        sliding_window=7,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        final_logit_softcapping=3.0,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "llama-tied-biased-llama3": lambda: _llama(
+        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=dict(_LLAMA3_ROPE)
+    ),
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen2-windowed": lambda: _qwen2(use_sliding_window=True, sliding_window=6, max_window_layers=2),
+    "qwen3": _qwen3,
+    "gemma3": _gemma3,
+}
+
+
+def build_oracle(family: str, folder: Path) -> Any:
+    """The `transformers` model of a family in float32; its checkpoint is saved in `folder`."""
+    torch.manual_seed(sum(family.encode()))
+    model = FAMILIES[family]().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # as they are initialised, they do nothing
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder, safe_serialization=True)
+    return model
