@@ -40,7 +40,7 @@ class PrefixHasher:
         self._tail = _hash(salt.encode(), person=b"legato-salt")
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Append tokens, each in [0, 2^32); returns the hashes of the blocks that they completed."""
+        """Append tokens; returns the hashes of the blocks they completed. OverflowError for ids outside [0, 2^32)."""
         encoded = self._rest + np.asarray(token_ids, dtype="<u4").tobytes()
         full = len(encoded) - len(encoded) % self._block_bytes
         first_new = len(self.hashes)
