@@ -71,7 +71,7 @@ def resolve_model(
     if ref in BUILTIN_MODELS:
         return _resolve_builtin(BUILTIN_MODELS[ref], cache_dir or default_cache_dir(), progress, verify)
     folder = Path(ref).expanduser()
-    if folder.is_dir():
+    if ref and folder.is_dir():
         return _require_checkpoint(folder)
     if _HUB_ID.fullmatch(ref):
         return _require_checkpoint(_fetch_from_hub(ref, cache_dir, progress))

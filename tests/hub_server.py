@@ -1,0 +1,66 @@
+"""A Hugging Face hub for one repository on 127.0.0.1, as far as `snapshot_download` needs one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlparse
+
+_COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@contextmanager
+def serve_repository(repository: str, files: dict[str, bytes]) -> Iterator[str]:
+    """The endpoint to give as HF_ENDPOINT; every other repository is unknown there."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = urlparse(self.path).path
+            if path.startswith(f"/api/models/{repository}/tree/"):
+                self._answer(json.dumps(_tree(files)).encode())
+            elif path.startswith(f"/api/models/{repository}"):
+                siblings = [{"rfilename": name} for name in files]
+                self._answer(json.dumps({"id": repository, "sha": _COMMIT, "siblings": siblings}).encode())
+            elif path.startswith(f"/{repository}/resolve/") and path.rpartition("/")[2] in files:
+                self._answer(files[path.rpartition("/")[2]])
+            else:
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RepoNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        do_HEAD = do_GET
+
+        def _answer(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+            self.send_header("X-Repo-Commit", _COMMIT)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Silent: the test looks at what the client made of it."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _tree(files: dict[str, bytes]) -> list[dict[str, Any]]:
+    return [
+        {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+        for name, body in files.items()
+    ]
