@@ -1,8 +1,8 @@
 """Between KV blocks and slabs: gather and digest on the way out, scatter and digest on the way in.
 
-A slab holds one layer's tokens as `[2, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they come from,
-so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Knows nothing of
-peers, hand-offs or who may write where.
+A slab holds one layer's tokens as `[2, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they come
+from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Knows nothing
+of peers, hand-offs or who may write where.
 
 Shapes: n tokens, H = num_kv_heads, D = head_dim.
 """

@@ -88,8 +88,9 @@ class Landing:
         if digest != header.digest:
             stop = header.token_start + header.num_tokens
             raise BrokenHandoffError(
-                f"layer {header.layer}, tokens [{header.token_start}, {stop}): {header.digest:016x} was announced, but what"
-                f" was copied digests to {digest:016x}; the slab was damaged, or reused before it had been read"
+                f"layer {header.layer}, tokens [{header.token_start}, {stop}): digest {header.digest:016x} was"
+                f" announced, but what was copied has {digest:016x}; the slab was damaged, or reused before it"
+                " had been read"
             )
         self.coverage.settle(header.layer, header.num_tokens, digest)
 
