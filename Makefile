@@ -1,0 +1,41 @@
+# Legato from a fresh checkout: `make serve` and `make test` do all the set-up themselves.
+#   make setup PYTHON=python3.12        another interpreter (3.11 to 3.13)
+#   make serve CONFIG=ray_configs/...   another cluster
+
+PYTHON ?= python3
+CONFIG ?= ray_configs/quickstart.yaml
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.legato-installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+.PHONY: setup serve test check bench clean
+
+setup: $(STAMP)
+
+# torch first and alone: resolved together with the rest, a range would pick the newest release with all its CUDA parts.
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Legato needs Python 3.11 to 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make setup PYTHON=python3.12")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP) install torch==2.13.0
+	$(PIP) install -e '.[dev]'
+	touch $@
+
+serve: setup
+	$(BIN)/python -m cluster serve $(CONFIG)
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+# Keeps the virtual environment and the converted models (~/.cache/legato).
+clean:
+	rm -rf build legato.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
