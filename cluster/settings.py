@@ -1,8 +1,9 @@
 """Legato's configuration: one frozen tree, checked once when it is loaded and never written back.
 
-The tree is what `args` of the application in a Serve config file holds (see `ray_configs/`); `cluster.config` loads it. Knows what is plausible
-in itself; what depends on the model or the machine (does the context fit the KV memory?) is checked when a worker
-starts. `docs/operations.md` has a table of every setting, which a test compares with this file.
+The tree is what `args` of the application in a Serve config file holds (see `ray_configs/`); `cluster.config` loads
+it. Knows what is plausible in itself; what depends on the model or the machine (does the context fit the KV memory?)
+is checked when a worker starts. `docs/operations.md` has a table of every setting, which a test compares with this
+file.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class DecodeSettings(PoolSettings):
     max_num_seqs: int = Field(64, ge=1, description="Sequences that one decode step may hold.")
     chunk_tokens: int = Field(256, ge=1, description="Prompt tokens a decode worker computes itself in one step.")
     reserve_wait_s: float = Field(
-        5.0, ge=0, description="How long a reservation may wait for free KV blocks before it is refused."
+        60.0, ge=0, description="How long a reservation may wait for free KV blocks before it is refused."
     )
 
 
@@ -127,7 +128,6 @@ class TransferSettings(Settings):
     num_slabs: int = Field(8, ge=2, description="Slabs of each link; two is the least that lets copying overlap.")
     num_connections: int = Field(2, ge=1, le=16, description="TCP connections of one link, for large slabs.")
     lease_ttl_s: float = Field(10.0, gt=0, description="A reservation lapses when nothing is heard of it for so long.")
-    verify: bool = Field(True, description="Digest every layer at both ends; a mismatch fails the hand-off.")
 
 
 class GatewaySettings(Settings):
@@ -142,12 +142,20 @@ class GatewaySettings(Settings):
     retries: int = Field(3, ge=0, description="How often a sequence is placed again after a worker failed.")
 
 
+class NetworkSettings(Settings):
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address that workers and the scheduler listen on; `node`: each node's own, for several machines.",
+    )
+
+
 class SchedulerSettings(Settings):
     num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray sets aside for the global scheduler.")
     heartbeat_s: float = Field(0.5, gt=0, description="Workers report this often.")
     stale_after_s: float = Field(3.0, gt=0, description="A worker silent for so long gets no new work.")
     local_prefill_below_tokens: int = Field(
-        64, ge=0, description="Prompts shorter than this are prefilled by the decode worker itself; 0: none."
+        0, ge=0, description="Prompts shorter than this are prefilled by the decode worker itself; 0: none."
     )
     max_queued_tokens: int = Field(
         131_072, ge=1, description="Waiting prompt tokens per worker; more requests are answered with 429."
@@ -173,6 +181,7 @@ class LegatoConfig(Settings):
     transfer: TransferSettings = Field(TransferSettings(), description="Moving KV from prefill to decode.")
     gateway: GatewaySettings = Field(GatewaySettings(), description="HTTP.")
     scheduler: SchedulerSettings = Field(SchedulerSettings(), description="Placement of requests.")
+    network: NetworkSettings = Field(NetworkSettings(), description="Between Legato's own processes.")
     secret: SecretStr | None = Field(
         None,
         min_length=16,

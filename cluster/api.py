@@ -1,0 +1,79 @@
+"""What every endpoint of one gateway may use: the generator, the tokenizer, the settings, the metrics.
+
+Knows nothing of HTTP's shapes; owns only the count of sequences in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
+from cluster.generation import Generator, ServingLimits
+from cluster.metrics import Metrics
+from cluster.settings import GatewaySettings
+from engine.tokenizer import Tokenizer
+
+
+class InFlight:
+    """How many sequences this gateway is generating, and no more than it may."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num = 0
+
+    def require_possible(self, num_sequences: int) -> None:
+        """Raises InvalidRequestError when there will never be room for that many at once."""
+        if num_sequences > self._limit:
+            raise InvalidRequestError(
+                f"This request asks for {num_sequences} choices (prompts × n) and the server generates at most "
+                f"{self._limit} at a time. Send fewer prompts, or a smaller n.",
+                param="n",
+            )
+
+    @contextmanager
+    def enter(self, num_sequences: int) -> Iterator[None]:
+        """Hold room for that many. Raises OverloadedError when there is none now."""
+        if self._num + num_sequences > self._limit:
+            raise OverloadedError(
+                f"{self._num} of at most {self._limit} sequences are in flight here. Try again shortly.",
+                retry_after_s=1.0,
+            )
+        self._num += num_sequences
+        try:
+            yield
+        finally:
+            self._num -= num_sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """Handed to every endpoint through `request.app.state.api`."""
+
+    generator: Generator
+    tokenizer: Tokenizer
+    model_name: str
+    settings: GatewaySettings
+    metrics: Metrics
+    in_flight: InFlight
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def require_model(self, name: str) -> None:
+        """Raises NotFoundError unless `name` is the model served here."""
+        if name != self.model_name:
+            raise NotFoundError(
+                f"The model {name[:200]!r} does not exist here. Use {self.model_name!r} (see /v1/models).",
+                param="model",
+                code="model_not_found",
+            )
+
+    def require_limits(self) -> ServingLimits:
+        """What the cluster can do. Raises UnavailableError while no worker is known."""
+        limits = self.generator.limits()
+        if limits is None:
+            raise UnavailableError(
+                "No worker has reported yet, so nothing can be generated. Try again shortly.", retry_after_s=2.0
+            )
+        return limits

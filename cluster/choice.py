@@ -1,0 +1,111 @@
+"""From the token events of one choice to text: detokenised, cut at a stop string, with its log probabilities.
+
+Knows one choice and no API shape. A piece of text is never taken back: what might be the beginning of a stop string
+or of a character waits until it is decided.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.sampling_params import SamplingParams
+from engine.stopping import FinishReason
+from engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from kv_transfer.messages import TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEntry:
+    """The log probabilities of one output token, and where its text begins."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # best first
+    offset: int  # in characters of the choice's generated text
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """What has become certain of a choice since the last time."""
+
+    text: str = ""
+    entries: list[TokenEntry] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.entries or self.finish_reason)
+
+
+class Choice:
+    """One choice as it grows. `append` takes every event in order until `finish_reason` is set.
+
+    The token that ends a choice by itself (end of sequence, or one of `stop_token_ids`) is counted, but is part
+    neither of the text nor of the log probabilities.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams, stop: tuple[str, ...]
+    ) -> None:
+        self._params = params
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
+        self._stop = StopChecker(list(stop)) if stop else None
+        self._waiting: deque[TokenEntry] = deque()  # entries whose text is not out yet
+        self._num_read = 0  # characters that the detokeniser has given
+        self._num_out = 0  # of those, characters given on
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] | None = None
+        self.finish_reason: FinishReason | None = None
+
+    def append(self, event: TokenEvent) -> Delta:
+        """Take the next event."""
+        assert self.finish_reason is None, "tokens after the end"
+        if self.num_tokens == 0:
+            self.num_cached_tokens = event.num_cached_tokens or 0
+            self.prompt_logprobs = event.prompt_logprobs
+        self.num_tokens += 1
+        self.finish_reason = event.finish_reason
+        text, stopped = self._check(self._read(event))
+        if stopped:
+            self.finish_reason = "stop"
+        self._num_out += len(text)
+        return Delta(text=text, entries=self._settled(stopped), finish_reason=self.finish_reason)
+
+    def _read(self, event: TokenEvent) -> str:
+        """The text that the event completes."""
+        if event.finish_reason == "stop":
+            text = self._detokenizer.flush()
+        else:
+            self._note(event)
+            text = self._detokenizer.append(event.token_id)
+            if event.finish_reason is not None:
+                text += self._detokenizer.flush()
+        self._num_read += len(text)
+        return text
+
+    def _note(self, event: TokenEvent) -> None:
+        if self._params.logprobs is None:
+            return
+        assert event.logprob is not None, "a token came without its logprob"
+        top = (event.top_logprobs or [])[: self._params.logprobs]
+        entry = TokenEntry(token_id=event.token_id, logprob=event.logprob, top=top, offset=self._num_read)
+        self._waiting.append(entry)
+
+    def _check(self, text: str) -> tuple[str, bool]:
+        """(text that is certain, whether a stop string was found). Stop strings count from `min_tokens` on."""
+        if self._stop is None or self.num_tokens < self._params.min_tokens:
+            return text, False
+        certain, stopped = self._stop.append(text)
+        if self.finish_reason is not None and not stopped:
+            certain += self._stop.flush()
+        return certain, stopped
+
+    def _settled(self, stopped: bool) -> list[TokenEntry]:
+        """The entries of tokens whose text begins in what is out; at the end all, unless the rest was cut off."""
+        ended = self.finish_reason is not None and not stopped
+        settled: list[TokenEntry] = []
+        while self._waiting and (ended or self._waiting[0].offset < self._num_out):
+            settled.append(self._waiting.popleft())
+        return settled

@@ -1,0 +1,58 @@
+"""`POST /v1/chat/completions`: the route and the shape of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from cluster.api import Api
+from cluster.choice import Delta
+from cluster.http_response import GenerationResponse
+from cluster.logprobs import chat_logprobs
+from cluster.metrics import RequestTimeline
+from cluster.openai_types import ChatBody
+from cluster.prepare import Job, prepare_chat
+from cluster.shapes import ChunkFrame, dumps
+from cluster.streaming import Generation
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(body: ChatBody, request: Request) -> GenerationResponse:
+    timeline = RequestTimeline(endpoint="/v1/chat/completions")
+    api: Api = request.app.state.api
+    job = await prepare_chat(body, api)
+    return GenerationResponse(api, Generation(job, api, timeline), ChatShape(job, api), timeline)
+
+
+class ChatShape:
+    """OpenAI's `chat.completion` and `chat.completion.chunk`."""
+
+    def __init__(self, job: Job, api: Api) -> None:
+        self._tokenizer = api.tokenizer
+        self._frame = ChunkFrame(job, "chat.completion.chunk")
+
+    def opening(self, index: int) -> bytes:
+        return self._frame.chunk(index, b'"delta":{"role":"assistant","content":""}', None, None)
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        content = b'"delta":{"content":%b}' % dumps(delta.text) if delta.text else b'"delta":{}'
+        return self._frame.chunk(index, content, chat_logprobs(delta.entries, self._tokenizer), delta.finish_reason)
+
+    def closing(self, usage: dict[str, object] | None) -> bytes:
+        return self._frame.closing(usage)
+
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, object]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "logprobs": chat_logprobs(delta.entries, self._tokenizer),
+                "finish_reason": delta.finish_reason,
+            }
+            for index, delta in enumerate(deltas)
+        ]
+        return {**self._frame.envelope("chat.completion"), "choices": choices, "usage": usage}

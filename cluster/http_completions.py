@@ -1,0 +1,85 @@
+"""`POST /v1/completions`: the route and the shape of its answers, with the prompt echoed where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from cluster.api import Api
+from cluster.choice import Delta
+from cluster.http_response import GenerationResponse
+from cluster.logprobs import CompletionLogprobs
+from cluster.metrics import RequestTimeline
+from cluster.openai_types import CompletionBody
+from cluster.prepare import Job, TokenPrompt, prepare_completion
+from cluster.shapes import ChunkFrame, dumps
+from cluster.streaming import Generation
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionBody, request: Request) -> GenerationResponse:
+    timeline = RequestTimeline(endpoint="/v1/completions")
+    api: Api = request.app.state.api
+    job = await prepare_completion(body, api)
+    generation = Generation(job, api, timeline)
+    return GenerationResponse(api, generation, CompletionShape(generation, api), timeline)
+
+
+class CompletionShape:
+    """OpenAI's `text_completion`, streamed or not. An echo opens each choice, together with the prompt's logprobs."""
+
+    def __init__(self, generation: Generation, api: Api) -> None:
+        self._tokenizer = api.tokenizer
+        self._generation = generation
+        self._frame = ChunkFrame(generation.job, "text_completion")
+
+    @property
+    def _job(self) -> Job:
+        return self._generation.job
+
+    def _prompt(self, index: int) -> TokenPrompt:
+        return self._job.prompts[index // self._job.num_choices]
+
+    def opening(self, index: int) -> bytes:
+        echo = self._prompt(index).echo
+        if not echo:
+            return b""
+        logprobs = CompletionLogprobs(self._tokenizer)
+        self._add_prompt(logprobs, index)
+        return self._frame.chunk(index, b'"text":' + dumps(echo), logprobs.as_json(), None)
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        logprobs = CompletionLogprobs(self._tokenizer)
+        logprobs.add(delta.entries, len(self._prompt(index).echo))
+        return self._frame.chunk(index, b'"text":' + dumps(delta.text), logprobs.as_json(), delta.finish_reason)
+
+    def closing(self, usage: dict[str, object] | None) -> bytes:
+        return self._frame.closing(usage)
+
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, object]) -> dict[str, Any]:
+        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
+        return {**self._frame.envelope("text_completion"), "choices": choices, "usage": usage}
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        echo = self._prompt(index).echo
+        logprobs = CompletionLogprobs(self._tokenizer)
+        if echo:
+            self._add_prompt(logprobs, index)
+        logprobs.add(delta.entries, len(echo))
+        return {
+            "index": index,
+            "text": echo + delta.text,
+            "logprobs": logprobs.as_json(),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _add_prompt(self, logprobs: CompletionLogprobs, index: int) -> None:
+        if self._job.specs[index].params.prompt_logprobs is None:
+            return
+        known = self._generation.choices[index].prompt_logprobs
+        assert known is not None, "the first token came without the prompt's logprobs"
+        logprobs.add_prompt(self._prompt(index).token_ids, known)

@@ -1,0 +1,84 @@
+"""The endpoints beside generation: models, tokens, health, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from cluster.api import Api
+from cluster.errors import InvalidRequestError
+from cluster.openai_types import DetokenizeBody, TokenizeBody
+from cluster.prepare import chat_token_ids, check_token_ids, text_token_ids
+
+router = APIRouter()
+
+
+def _api(request: Request) -> Api:
+    api: Api = request.app.state.api
+    return api
+
+
+@router.get("/v1/models", response_model=None)
+async def list_models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_model_card(_api(request))]}
+
+
+@router.get("/v1/models/{model:path}", response_model=None)
+async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
+    api = _api(request)
+    api.require_model(model)
+    return _model_card(api)
+
+
+def _model_card(api: Api) -> dict[str, Any]:
+    limits = api.generator.limits()
+    return {
+        "id": api.model_name,
+        "object": "model",
+        "created": api.created,
+        "owned_by": "legato",
+        "max_model_len": None if limits is None else limits.max_model_len,
+    }
+
+
+@router.post("/tokenize", response_model=None)
+async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+    api = _api(request)
+    if body.model is not None:
+        api.require_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+    if body.messages is not None:
+        tokens = await chat_token_ids(body.messages, api)
+    else:
+        tokens = await text_token_ids(body.prompt or "", api, add_special_tokens=body.add_special_tokens)
+    limits = api.generator.limits()
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": None if limits is None else limits.max_model_len}
+
+
+@router.post("/detokenize", response_model=None)
+async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
+    api = _api(request)
+    if body.model is not None:
+        api.require_model(body.model)
+    check_token_ids(body.tokens, api, "tokens")
+    return {"prompt": api.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+@router.get("/health", response_model=None)
+async def health(request: Request) -> JSONResponse:
+    """200 only when a request sent now could be served."""
+    limits = _api(request).generator.limits()
+    if limits is not None and limits.ready:
+        return JSONResponse({"status": "ready"})
+    reason = "No worker has reported yet." if limits is None else limits.reason
+    return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    """This gateway replica's own numbers."""
+    return Response(generate_latest(_api(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,90 @@
+"""Prometheus metrics of one gateway's HTTP side, in a registry of its own.
+
+Everything is updated once per request: a token costs no metric. `registry` is open to others in the same process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_TTFT_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 60)
+_TPOT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
+_E2E_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestTimeline:
+    """When things happened to one request, in seconds of the monotonic clock."""
+
+    endpoint: str
+    arrived_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    outcome: str = "failed"  # unless something better is known at the end
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0  # tokens of the longest choice
+
+    def token(self) -> None:
+        """Tokens have just arrived."""
+        self.last_token_s = time.monotonic()
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s
+
+
+class Metrics:
+    """The metrics of one app."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self._requests = Counter("legato_requests", "Requests by how they ended", ["endpoint", "outcome"], registry=r)
+        self._running = Gauge("legato_requests_running", "Generation requests being answered", registry=r)
+        self._prompt_tokens = Counter("legato_prompt_tokens", "Prompt tokens of answered requests", registry=r)
+        self._cached_tokens = Counter("legato_cached_prompt_tokens", "Of those, found in a prefix cache", registry=r)
+        self._generated_tokens = Counter("legato_generated_tokens", "Tokens generated", registry=r)
+        self._ttft = Histogram(
+            "legato_time_to_first_token_seconds", "From arrival to first token", buckets=_TTFT_S, registry=r
+        )
+        self._tpot = Histogram(
+            "legato_time_per_output_token_seconds",
+            "Mean time between the tokens of a request",
+            buckets=_TPOT_S,
+            registry=r,
+        )
+        self._e2e = Histogram(
+            "legato_request_duration_seconds", "From arrival to the last byte", buckets=_E2E_S, registry=r
+        )
+
+    def count(self, endpoint: str, outcome: str) -> None:
+        """A request that never came to generation ended so."""
+        self._requests.labels(endpoint, outcome).inc()
+
+    @contextmanager
+    def running(self, timeline: RequestTimeline) -> Iterator[None]:
+        """Around the generation of a request; records its timeline at the end, however it ends."""
+        self._running.inc()
+        try:
+            yield
+        finally:
+            self._running.dec()
+            self._record(timeline)
+
+    def _record(self, timeline: RequestTimeline) -> None:
+        self.count(timeline.endpoint, timeline.outcome)
+        self._prompt_tokens.inc(timeline.num_prompt_tokens)
+        self._cached_tokens.inc(timeline.num_cached_tokens)
+        self._generated_tokens.inc(timeline.num_generated_tokens)
+        self._e2e.observe(time.monotonic() - timeline.arrived_s)
+        if timeline.first_token_s is None or timeline.last_token_s is None:
+            return
+        self._ttft.observe(timeline.first_token_s - timeline.arrived_s)
+        if timeline.num_steps > 1:
+            self._tpot.observe((timeline.last_token_s - timeline.first_token_s) / (timeline.num_steps - 1))

@@ -1,0 +1,125 @@
+"""The bodies of requests, as OpenAI's API defines them, plus the sampling fields that open models' servers share.
+
+Unknown fields are refused, so that a typing error never silently changes an answer. What Legato cannot honour yet is
+declared `Unsupported` and refused with a sentence; what makes no difference is `Harmless`. Null means "not given".
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.openai_fields import (
+    Content,
+    Harmless,
+    LogitBias,
+    Prompts,
+    Stop,
+    TextFormat,
+    TextOnly,
+    TokenIds,
+    Unsupported,
+)
+from engine.sampling_params import MAX_LOGPROBS
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Harmless = None
+
+
+class GenerationBody(Body):
+    """What chat and text completions share."""
+
+    model: str
+    n: int | None = Field(None, ge=1, le=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0, le=INT64_MAX)
+    min_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=INT64_MAX)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias = {}
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    stop: Stop = []
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+    user: str | None = None
+    metadata: Harmless = None
+    store: Harmless = None
+    service_tier: Harmless = None
+    safety_identifier: Harmless = None
+    prompt_cache_key: Harmless = None
+    prompt_cache_retention: Harmless = None
+    response_format: TextFormat = None
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = None
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    tool_call_id: Unsupported = None
+    audio: Unsupported = None
+    refusal: Harmless = None
+    annotations: Harmless = None
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`"""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    modalities: TextOnly = None
+    parallel_tool_calls: Harmless = None
+    tool_choice: Unsupported = None
+    tools: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`"""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = None
+    suffix: Unsupported = None
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`"""
+
+    model: str | None = None
+    tokens: TokenIds

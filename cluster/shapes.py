@@ -1,0 +1,77 @@
+"""What both kinds of answers have in common: the pieces that a streamed chunk is put together from.
+
+A chunk costs two byte concatenations and one `json.dumps` of its text; everything that stays the same during a
+request is encoded once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from cluster.choice import Delta
+from cluster.prepare import Job
+
+SYSTEM_FINGERPRINT: Final = "legato"
+DONE: Final = b"data: [DONE]\n\n"
+
+
+class Shape(Protocol):
+    """How one endpoint writes its answers."""
+
+    def opening(self, index: int) -> bytes:
+        """Sent before anything else of choice `index`; may be empty."""
+        ...
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """One server-sent event."""
+        ...
+
+    def closing(self, usage: dict[str, object] | None) -> bytes:
+        """After every choice has ended; `usage` where the client asked for it."""
+        ...
+
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, object]) -> dict[str, Any]:
+        """The answer that is not streamed; `deltas[i]` is all of choice i."""
+        ...
+
+
+def dumps(value: object) -> bytes:
+    """Compact JSON, ASCII only."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+class ChunkFrame:
+    """The parts of a server-sent event around a choice's content."""
+
+    def __init__(self, job: Job, object_name: str) -> None:
+        self._job = job
+        self._object_name = object_name
+        head = dumps(self.envelope(object_name))
+        self._head = b"data: " + head[:-1] + b',"choices":[{"index":'
+        self._tail = b'}],"usage":null}\n\n' if job.include_usage else b"}]}\n\n"
+
+    def envelope(self, object_name: str) -> dict[str, Any]:
+        """The fields that every object of this answer has."""
+        return {
+            "id": self._job.id,
+            "object": object_name,
+            "created": self._job.created,
+            "model": self._job.model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
+
+    def chunk(self, index: int, content: bytes, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
+        """`content` is JSON of a member, such as b'"text":"hello"'."""
+        ending = b',"logprobs":%b,"finish_reason":%b' % (
+            b"null" if logprobs is None else dumps(logprobs),
+            b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
+        )
+        return self._head + b"%d," % index + content + ending + self._tail
+
+    def closing(self, usage: dict[str, object] | None) -> bytes:
+        if usage is None:
+            return DONE
+        last = {**self.envelope(self._object_name), "choices": [], "usage": usage}
+        return b"data: " + dumps(last) + b"\n\n" + DONE

@@ -1,0 +1,83 @@
+"""One request being generated: its choices side by side, read as batches of what has become certain.
+
+Knows the generator and the choices, no API shape and no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from cluster.api import Api
+from cluster.choice import Choice, Delta
+from cluster.fanout import Fanout
+from cluster.metrics import RequestTimeline
+from cluster.prepare import Job
+from kv_transfer.messages import TokenEvent
+
+
+class Generation:
+    """Runs the sequences of a job."""
+
+    def __init__(self, job: Job, api: Api, timeline: RequestTimeline) -> None:
+        self._api = api
+        self._timeline = timeline
+        self.job = job
+        self.choices = [Choice(api.tokenizer, spec.prompt_token_ids, spec.params, job.stop) for spec in job.specs]
+
+    async def batches(self) -> AsyncGenerator[dict[int, Delta], None]:
+        """What has become certain, by choice; several tokens that arrived together are one delta.
+
+        Raises GenerationError. Closing it closes every sequence on every worker.
+        """
+        remaining = len(self.choices)
+        async with Fanout([self._api.generator.generate(spec) for spec in self.job.specs]) as fanout:
+            while remaining:
+                batch: dict[int, Delta] = {}
+                for index, event in await fanout.next():
+                    choice = self.choices[index]
+                    if choice.finish_reason is not None:
+                        continue  # arrived together with, but after, the end of a stop string
+                    delta = self._delta(choice, event)
+                    _merge(batch, index, delta)
+                    if delta.finish_reason is not None:
+                        remaining -= 1
+                        if event.finish_reason is None:
+                            fanout.close(index)
+                self._timeline.token()
+                yield batch
+
+    def _delta(self, choice: Choice, event: TokenEvent) -> Delta:
+        delta = choice.append(event)
+        return Delta(finish_reason="length") if self.job.discard_output else delta
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return 0 if self.job.discard_output else sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_steps(self) -> int:
+        """Tokens of the longest choice."""
+        return max(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in a prefix cache; a prompt with several choices counts once."""
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.job.num_choices])
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's `usage`."""
+        num_prompt, num_generated = self.job.num_prompt_tokens, self.num_generated_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+def _merge(batch: dict[int, Delta], index: int, delta: Delta) -> None:
+    earlier = batch.setdefault(index, delta)
+    if earlier is not delta:
+        earlier.text += delta.text
+        earlier.entries += delta.entries
+        earlier.finish_reason = delta.finish_reason
