@@ -6,8 +6,9 @@ HTTP, placement or workers.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol
 
 from kv_transfer.messages import RequestSpec, TokenEvent
 
@@ -24,11 +25,11 @@ class ServingLimits:
 class TokenStream(Protocol):
     """The tokens of one sequence. Any async generator of TokenEvents is one."""
 
-    def __aiter__(self) -> Self: ...
+    def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
 
-    async def __anext__(self) -> TokenEvent: ...
+    def __anext__(self) -> Coroutine[Any, Any, TokenEvent]: ...
 
-    async def aclose(self) -> None:
+    def aclose(self) -> Coroutine[Any, Any, None]:
         """Cancel the sequence on every worker and free what it holds. Idempotent; nothing to do after the end."""
         ...
 

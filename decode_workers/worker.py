@@ -7,6 +7,7 @@ tokens out). It can also compute a request entirely by itself. Knows nothing of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -19,10 +20,9 @@ import numpy.typing as npt
 from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.allocation import BlockAllocator
 from engine.loading import LoadedModel
-from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
+from engine.sequence import SequenceKey, StepOutput, StepPlan
 from engine.step_loop import StepLoop
 from kv_transfer.deadline_timer import DeadlineTimer
-from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import (
     Cancel,
@@ -36,6 +36,7 @@ from kv_transfer.messages import (
     WorkerSnapshot,
 )
 from kv_transfer.receiving import KvReceiver
+from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
 
@@ -57,6 +58,7 @@ class DecodeWorkerConfig:
     reserve_wait_s: float = 10.0
     lease_ttl_s: float = 30.0
     heartbeat_s: float = 0.5
+    drain_s: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,10 @@ class DecodeWorker:
         self._transport = transport
         self._locate_scheduler = locate_scheduler
         allocator = BlockAllocator(
-            model.block_pool, layer_groups=model.layout.num_layer_groups, block_size=model.layout.block_size
+            model.block_pool,
+            layer_groups=model.layout.num_layer_groups,
+            block_size=model.layout.block_size,
+            prefix_caching=model.prefix_caching,
         )
         self._scheduler = DecodeScheduler(
             allocator,
@@ -97,6 +102,7 @@ class DecodeWorker:
         self._pending: deque[_PendingReserve] = deque()
         self._num_snapshots = 0
         self._draining = False
+        self._drained = asyncio.Event()
 
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
@@ -149,6 +155,13 @@ class DecodeWorker:
             decode_step_s=self._steps.rates.decode_step_s,
         )
 
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new and wait until everything here is done, at most so long."""
+        self._draining = True
+        self._note_if_drained()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._drained.wait(), timeout_s)
+
     async def stop(self) -> None:
         """Leave at once: what is unfinished fails over to other workers."""
         await self._registration.stop()
@@ -186,6 +199,10 @@ class DecodeWorker:
 
     def _reserve(self, gateway: GatewayId, request: RequestSpec) -> None:
         """Renew what an older attempt reserved, else reserve anew, else wait for room."""
+        void = self._receiver.refusal(request)
+        if void is not None:
+            self._port.refuse(gateway, request, void, 0.0)
+            return
         if self._renew(gateway, request):
             return
         self._cancel(request.request_id, request.attempt)
@@ -200,7 +217,7 @@ class DecodeWorker:
         if not self._receiver.holds(request.request_id):
             return False
         older = next(key for key in self._gateway_of if key[0] == request.request_id)
-        if older[1] >= request.attempt:
+        if older[1] == request.attempt:
             return True  # a repetition: it has been answered
         seq = sequence_of(request)
         if self._scheduler.state(older) is not DecodeState.RESERVED or not self._scheduler.renew(older, seq):
@@ -262,6 +279,7 @@ class DecodeWorker:
             else:
                 self._scheduler.drop(key)
         self._try_pending()
+        self._note_if_drained()
 
     # --- hand-offs ---
 
@@ -290,6 +308,10 @@ class DecodeWorker:
         if gateway is not None:
             self._port.fail(gateway, (request_id, attempt), reason, retryable=retryable)
 
+    def _note_if_drained(self) -> None:
+        if self._draining and not self._gateway_of:
+            self._drained.set()
+
     # --- steps ---
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
@@ -311,6 +333,7 @@ class DecodeWorker:
                 self._gateway_of.pop(seq.key, None)
         self._port.flush()
         self._try_pending()
+        self._note_if_drained()
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         self._scheduler.abandon_step()

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-
 from engine.kv_cache import KVCache
+
 from kv_transfer.copying import land_slab
 from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
@@ -86,6 +86,10 @@ class KvReceiver:
         """Whether a reservation of this request waits for its KV."""
         return self._machine.holds(request_id)
 
+    def refusal(self, request: RequestSpec) -> str | None:
+        """Why nothing may be reserved for this attempt any more, or None."""
+        return self._machine.refusal(request)
+
     def reserve(self, request: RequestSpec, lease_id: int) -> Ticket:
         ticket = self._machine.reserve(request, lease_id, now=time.monotonic())
         self._do([])
@@ -112,6 +116,9 @@ class KvReceiver:
 
     def _on_copied(self, delivery_id: int, digest: int) -> None:
         self._do(self._machine.on_copied(delivery_id, digest, now=time.monotonic()))
+
+    def _on_copy_failed(self, delivery_id: int, reason: str) -> None:
+        self._do(self._machine.on_copy_failed(delivery_id, reason, now=time.monotonic()))
 
     def _on_link_lost(self, link_id: str) -> None:
         self._do(self._machine.on_link_lost(link_id, now=time.monotonic()))
@@ -168,14 +175,16 @@ class KvReceiver:
     def _land(self, delivery_id: int, header: SlabHeader, row: npt.NDArray[np.int32]) -> None:
         delivery = self._deliveries.pop(delivery_id)
         assert delivery.payload is not None
-        if len(delivery.payload) == header.num_tokens * self._kv_cache.layout.bytes_per_token_layer:
+        try:
             digest = land_slab(
                 self._kv_cache, row, header.layer, header.token_start, header.num_tokens, delivery.payload
             )
+        except (ValueError, RuntimeError) as error:  # the payload is not of the size that the header says
+            self._report(self._on_copy_failed, delivery_id, str(error))
         else:
-            digest = header.digest ^ 1  # the bytes cannot be what the header says: fail verification, touch nothing
-        delivery.release()
-        self._report(self._on_copied, delivery_id, digest)
+            self._report(self._on_copied, delivery_id, digest)
+        finally:
+            delivery.release()
 
     def _drop(self, delivery_id: int) -> None:
         self._deliveries.pop(delivery_id).release()

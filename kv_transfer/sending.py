@@ -1,7 +1,7 @@
 """The sending end of hand-offs, at work: runs `HandoffSender`'s actions against real links and a real KV cache.
 
-The state machine lives on the worker's main loop. Gathering, digesting and sending happen on the KV thread, in order per
-peer, so that compute and tokens do not wait for bytes.
+The state machine lives on the worker's main loop. Gathering, digesting and sending happen on the KV thread, in order
+per peer, so that compute and tokens do not wait for bytes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
 from engine.kv_cache import KVCache
+
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.copying import fill_slab
 from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff_sender import HandoffSender
 from kv_transfer.loop_thread import LoopThread
-from kv_transfer.messages import Endpoint, Message, SlabHeader, Ticket
+from kv_transfer.messages import Endpoint, Message, Ticket
 from kv_transfer.transports.base import Link, Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _Peer:
 
     def enqueue(self, job: _SlabJob | Message) -> None:
         if self._ended:
-            self._report_failed(job)
+            self._report_failed(job, "the link is down")
         else:
             self._jobs.put_nowait(job)
 
@@ -73,7 +73,7 @@ class _Peer:
         finally:
             self._ended = True
             while not self._jobs.empty():
-                self._report_failed(self._jobs.get_nowait())
+                self._report_failed(self._jobs.get_nowait(), reason)
             self._owner.report(self._owner.on_peer_lost, self, reason)
 
     async def _read(self, link: Link) -> None:
@@ -97,23 +97,15 @@ class _Peer:
             digest = fill_slab(
                 self._owner.kv_cache, job.group_row, action.layer, action.token_start, action.num_tokens, slab.view
             )
-            header = SlabHeader(
-                request_id=action.request_id,
-                fence=action.fence,
-                layer=action.layer,
-                token_start=action.token_start,
-                num_tokens=action.num_tokens,
-                digest=digest,
-            )
-            await link.send(header, slab)
-        except BaseException:
-            self._report_failed(job)
+            await link.send(action.header(digest), slab)
+        except BaseException as error:  # also when cancelled: whatever ends the job must end the read of its blocks
+            self._report_failed(job, str(error))
             raise
         self._owner.report(self._owner.on_slab_sent, action, digest)
 
-    def _report_failed(self, job: _SlabJob | Message) -> None:
+    def _report_failed(self, job: _SlabJob | Message, reason: str) -> None:
         if isinstance(job, _SlabJob):
-            self._owner.report(self._owner.on_slab_failed, job.action)
+            self._owner.report(self._owner.on_slab_failed, job.action, reason)
 
 
 class KvSender:
@@ -180,12 +172,14 @@ class KvSender:
             self._loop.call_soon_threadsafe(function, *args)
 
     def on_slab_sent(self, action: SendSlab, digest: int) -> None:
-        key = (action.request_id, action.fence.generation)
+        key = (action.request_id, action.attempt)
         self._do(self._machine.on_slab_sent(*key, action.layer, action.token_start, digest, now=time.monotonic()))
 
-    def on_slab_failed(self, action: SendSlab) -> None:
-        key = (action.request_id, action.fence.generation)
-        self._do(self._machine.on_slab_failed(*key, action.layer, action.token_start, now=time.monotonic()))
+    def on_slab_failed(self, action: SendSlab, reason: str) -> None:
+        key = (action.request_id, action.attempt)
+        self._do(
+            self._machine.on_slab_failed(*key, action.layer, action.token_start, now=time.monotonic(), reason=reason)
+        )
 
     def on_peer_message(self, peer: _Peer, message: Message) -> None:
         if self._peers.get(peer.worker_id) is peer:
@@ -204,7 +198,7 @@ class KvSender:
         for action in actions:
             match action:
                 case SendSlab():
-                    seq = self._sequences[action.request_id, action.fence.generation]
+                    seq = self._sequences[action.request_id, action.attempt]
                     assert seq.block_table is not None
                     row = seq.block_table.view[action.layer // self.kv_cache.layout.layers_per_group]
                     self._enqueue(action.worker_id, _SlabJob(action, row))

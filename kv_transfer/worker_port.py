@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from engine.loading import LoadedModel
 from engine.sequence import SequenceKey
-from kv_transfer.compatibility import fingerprint
+from kv_transfer.compatibility import describe, fingerprint
 from kv_transfer.connection import Connection, Server, connect, serve
 from kv_transfer.messages import (
     Endpoint,
@@ -38,6 +38,16 @@ CONNECT_TIMEOUT_S = 5.0
 RETRY_S = 0.5
 
 GatewayId = int
+
+
+def worker_identity(model: LoadedModel, *, worker_id: str, node_id: str, secret: bytes) -> Identity:
+    """Who a worker is to its peers; KV moves only between workers whose models and layouts agree."""
+    return Identity(
+        worker_id=worker_id,
+        node_id=node_id,
+        secret=secret,
+        compatibility=describe(model.fingerprint, model.layout),
+    )
 
 
 def worker_info(model: LoadedModel, identity: Identity, role: Role, endpoint: Endpoint) -> WorkerInfo:

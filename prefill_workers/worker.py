@@ -7,6 +7,7 @@ first tokens out). Knows nothing of Ray or of decode workers beyond the tickets 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from engine.loading import LoadedModel
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
 from engine.step_loop import StepLoop
 from engine.stopping import finish_reason
-from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import (
     Cancel,
@@ -25,9 +25,9 @@ from kv_transfer.messages import (
     RequestSpec,
     Start,
     Ticket,
-    WorkerInfo,
     WorkerSnapshot,
 )
+from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.sending import KvSender
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
@@ -45,6 +45,7 @@ class PrefillWorkerConfig:
     max_waiting: int = 256
     max_slab_bytes: int = 4 * 2**20
     heartbeat_s: float = 0.5
+    drain_s: float = 20.0
 
 
 class PrefillWorker:
@@ -64,7 +65,10 @@ class PrefillWorker:
         self._transport = transport
         self._locate_scheduler = locate_scheduler
         self._allocator = BlockAllocator(
-            model.block_pool, layer_groups=model.layout.num_layer_groups, block_size=model.layout.block_size
+            model.block_pool,
+            layer_groups=model.layout.num_layer_groups,
+            block_size=model.layout.block_size,
+            prefix_caching=model.prefix_caching,
         )
         self._scheduler = PrefillScheduler(
             self._allocator, token_budget=config.chunk_tokens, max_waiting=config.max_waiting
@@ -73,6 +77,7 @@ class PrefillWorker:
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
         self._num_snapshots = 0
         self._draining = False
+        self._drained = asyncio.Event()
 
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
@@ -120,6 +125,13 @@ class PrefillWorker:
             prefill_tokens_per_s=self._steps.rates.prefill_tokens_per_s,
             decode_step_s=0.0,
         )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new and wait until everything here is done, at most so long."""
+        self._draining = True
+        self._note_if_drained()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._drained.wait(), timeout_s)
 
     async def stop(self) -> None:
         """Leave at once: what is unfinished fails over to other workers."""
@@ -235,8 +247,13 @@ class PrefillWorker:
         self._prompt_logprobs.pop(key, None)
         self._scheduler.release(key)
         self._steps.wake()
+        self._note_if_drained()
 
     def _fail(self, key: SequenceKey, reason: str, retryable: bool) -> None:
         gateway = self._gateway_of.pop(key, None)
         if gateway is not None:
             self._port.fail(gateway, key, reason, retryable=retryable)
+
+    def _note_if_drained(self) -> None:
+        if self._draining and self._sender.num_handing_over == 0:
+            self._drained.set()

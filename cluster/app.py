@@ -1,0 +1,201 @@
+"""Wires Legato into one Ray Serve application. Decides nothing: every number comes from the configuration.
+
+`serve run ray_configs/<file>.yaml` calls `build` with the file's `args`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
+
+from cluster.api import Api, InFlight
+from cluster.autoscaling import LoadPolicy
+from cluster.config import load_config
+from cluster.http import create_app
+from cluster.metrics import Metrics
+from cluster.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.scheduler import SchedulerPolicy
+from cluster.scheduler_server import SchedulerServer
+from cluster.settings import AutoscalingSettings, LegatoConfig, PoolSettings
+from cluster.translate import (
+    decode_engine,
+    decode_worker,
+    prefill_engine,
+    prefill_worker,
+    transfer_config,
+)
+from decode_workers.deployment import DecodeDeployment
+from engine.model_store import resolve_model
+from engine.tokenizer import Tokenizer
+from kv_transfer.messages import Endpoint
+from kv_transfer.transports.base import Identity
+from prefill_workers.deployment import PrefillDeployment
+
+logger = logging.getLogger(__name__)
+
+# Gateways and workers have their own limits, which answer in OpenAI's shape; Serve's must not get there first.
+UNLIMITED = 1_000_000
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The Serve application for a configuration tree (see `cluster.settings`). Raises ConfigError."""
+    config = load_config(args)
+    logging.basicConfig(level=config.log_level)
+    secret = cluster_secret(config)
+    host = config.network.host
+    scheduler = scheduler_deployment(config).bind(config, secret, host)
+    pools = []
+    if not config.colocated:
+        prefill = pool_deployment(PrefillDeployment, "PrefillWorker", config.prefill, config.prefill.replicas)
+        pools.append(
+            prefill.bind(
+                prefill_engine(config), prefill_worker(config, host), transfer_config(config), secret, scheduler
+            )
+        )
+    decode = pool_deployment(DecodeDeployment, "DecodeWorker", config.decode, config.decode.replicas)
+    pools.append(
+        decode.bind(decode_engine(config), decode_worker(config, host), transfer_config(config), secret, scheduler)
+    )
+    gateway = Gateway.options(  # type: ignore[attr-defined]
+        num_replicas=config.gateway.replicas,
+        max_ongoing_requests=UNLIMITED,
+        ray_actor_options={"num_cpus": config.gateway.num_cpus},
+        graceful_shutdown_timeout_s=20,
+    )
+    application: Application = gateway.bind(config, secret, scheduler, pools)
+    return application
+
+
+def cluster_secret(config: LegatoConfig) -> bytes:
+    """What the processes of this application prove to each other that they belong to it."""
+    if config.secret is not None:
+        return config.secret.get_secret_value().encode()
+    given = os.environ.get("LEGATO_SECRET")
+    return given.encode() if given else secrets.token_bytes(32)
+
+
+def scheduler_deployment(config: LegatoConfig) -> Any:
+    return Scheduler.options(  # type: ignore[attr-defined]
+        num_replicas=1,
+        ray_actor_options={"num_cpus": config.scheduler.num_cpus},
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=2,
+    )
+
+
+def pool_deployment(worker: type, name: str, pool: PoolSettings, replicas: int) -> Any:
+    """The Serve deployment of one pool of workers, with its share of the machine and its scaling."""
+    scaling = pool.autoscaling
+    size: dict[str, Any] = (
+        {"num_replicas": replicas} if scaling is None else {"autoscaling_config": autoscaling_config(scaling, replicas)}
+    )
+    return serve.deployment(worker).options(
+        name=name,
+        **size,
+        max_ongoing_requests=UNLIMITED,
+        ray_actor_options={"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus},
+        health_check_period_s=2,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=30,
+    )
+
+
+def autoscaling_config(scaling: AutoscalingSettings, replicas: int) -> dict[str, Any]:
+    return {
+        "min_replicas": scaling.min_replicas,
+        "initial_replicas": replicas,
+        "max_replicas": scaling.max_replicas,
+        "look_back_period_s": scaling.look_back_s,
+        "upscale_delay_s": scaling.upscale_delay_s,
+        "downscale_delay_s": scaling.downscale_delay_s,
+        "policy": {
+            "policy_function": f"{LoadPolicy.__module__}:{LoadPolicy.__qualname__}",
+            "policy_kwargs": {"target_per_replica": scaling.target_per_replica},
+        },
+    }
+
+
+@serve.deployment(name="GlobalScheduler")
+class Scheduler:
+    """The one global scheduler. Found by its Serve handle, spoken to over its own port."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: LegatoConfig, secret: bytes, host: str
+    ) -> None:
+        logging.basicConfig(level=config.log_level)
+        policy = SchedulerPolicy(
+            max_queued_tokens=config.scheduler.max_queued_tokens,
+            local_prefill_below=config.scheduler.local_prefill_below_tokens,
+            stale_after_s=config.scheduler.stale_after_s,
+        )
+        self._server = SchedulerServer(policy, control_identity("scheduler", secret))
+        await self._server.start(resolve_host(host))
+
+    async def endpoint(self) -> Endpoint:
+        return self._server.endpoint
+
+    async def check_health(self) -> None:
+        if not self._server.healthy:
+            raise RuntimeError("the global scheduler's housekeeping has ended; see its log")
+
+    async def __del__(self) -> None:
+        await self._server.stop()
+
+
+@serve.deployment(name="Gateway")
+@serve.ingress()
+class Gateway:
+    """HTTP in, tokens out. Holds the worker pools' handles only so that they belong to the application."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: LegatoConfig, secret: bytes, scheduler: DeploymentHandle, pools: list[DeploymentHandle]
+    ) -> None:
+        logging.basicConfig(level=config.log_level)
+
+        async def locate_scheduler() -> Endpoint:
+            endpoint: Endpoint = await scheduler.endpoint.remote()
+            return endpoint
+
+        self._config = config
+        self._orchestrator = Orchestrator(
+            control_identity("gateway", secret),
+            OrchestratorConfig(
+                request_deadline_s=config.gateway.request_deadline_s, max_attempts=config.gateway.retries + 1
+            ),
+            locate_scheduler,
+        )
+        self._orchestrator.start()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Called by Serve after the constructor."""
+        config = self._config
+        api = Api(
+            generator=self._orchestrator,
+            tokenizer=Tokenizer(resolve_model(config.model.ref)),
+            model_name=config.model.name,
+            settings=config.gateway,
+            metrics=Metrics(),
+            in_flight=InFlight(config.gateway.max_concurrent),
+        )
+        return create_app(api)
+
+    async def __del__(self) -> None:
+        await self._orchestrator.stop()
+
+
+def control_identity(role: str, secret: bytes) -> Identity:
+    replica = serve.get_replica_context().replica_id.unique_id
+    node_id = ray.get_runtime_context().get_node_id()
+    return Identity(worker_id=f"{role}-{replica}-{os.getpid()}", node_id=node_id, secret=secret, compatibility={})
+
+
+def resolve_host(host: str) -> str:
+    """The address to listen on, on this node: `host`, or this node's own where the configuration says `node`."""
+    return ray.util.get_node_ip_address() if host == "node" else host

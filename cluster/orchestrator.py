@@ -1,0 +1,273 @@
+"""Runs requests on the cluster and makes them survive it: place, reserve, prefill, stream, and again if a worker dies.
+
+Decode reserves before prefill computes. A dead prefill worker costs a new prefill under the same reservation; a dead
+decode worker costs a new placement with prompt and emitted tokens. Either way the client sees one unbroken stream.
+Knows nothing of HTTP, and no block ever crosses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+
+from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.generation import ServingLimits
+from cluster.request_run import FromWorker, RequestRun, RequestState, WorkerLost
+from cluster.scheduler_client import SchedulerClient
+from cluster.worker_links import WorkerLinks
+from kv_transfer.messages import (
+    Cancel,
+    Endpoint,
+    FailureEvent,
+    Message,
+    Placement,
+    Refused,
+    RequestSpec,
+    Reserve,
+    Reserved,
+    Start,
+    StepFrame,
+    TokenEvent,
+    WorkerInfo,
+)
+from kv_transfer.transports.base import Identity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrchestratorConfig:
+    """A decode that has begun and is silent for `stall_s` is taken for hung. `max_attempts` counts the first one."""
+
+    request_deadline_s: float = 600.0
+    stall_s: float = 60.0
+    link_timeout_s: float = 5.0
+    max_attempts: int = 8
+    retry_delay_s: float = 0.25
+
+
+class _AttemptFailedError(Exception):
+    """This attempt is over, the request is not."""
+
+    def __init__(self, reason: str, worker_id: str | None) -> None:
+        super().__init__(reason)
+        self.worker_id = worker_id
+
+
+class Orchestrator:
+    """Implements `cluster.generation.Generator` over real workers."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: OrchestratorConfig,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+    ) -> None:
+        self._config = config
+        self._runs: dict[str, RequestRun] = {}
+        self._links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
+        self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas)
+        self._replicas_changed = asyncio.Event()
+
+    def start(self) -> None:
+        self._scheduler.start()
+
+    async def stop(self) -> None:
+        await self._scheduler.stop()
+        await self._links.stop()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._runs)
+
+    def limits(self) -> ServingLimits | None:
+        """What the connected decode workers hold; None before any worker was heard of."""
+        decodes = [info for info, _ in self._scheduler.workers.values() if info.role == "decode"]
+        if not decodes:
+            return None
+        ready = any(self._links.is_up(info.worker_id) for info in decodes)
+        reason = "" if ready else "no decode worker can be reached"
+        return ServingLimits(max_model_len=max(i.max_model_len for i in decodes), ready=ready, reason=reason)
+
+    async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
+        """The tokens of one sequence, each index once and in order; see `Generator`."""
+        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s)
+        assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
+        self._runs[run.request_id] = run
+        try:
+            while not run.ended:
+                try:
+                    async with contextlib.aclosing(self._attempt(run)) as events:
+                        async for event in events:
+                            yield event
+                except _AttemptFailedError as failure:
+                    await self._prepare_retry(run, failure)
+        except (DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError):
+            run.end(RequestState.FAILED)
+            raise
+        finally:
+            run.end(RequestState.CANCELLED)
+            self._forget(run)
+
+    # --- one attempt ---
+
+    async def _attempt(self, run: RequestRun) -> AsyncGenerator[TokenEvent, None]:
+        placement = await self._place(run)
+        spec = run.spec()
+        if placement.prefill is None:
+            self._post(placement.decode, Start(request=spec, ticket=None))
+        else:
+            run.state = RequestState.RESERVING
+            self._post(placement.decode, Reserve(request=spec))
+            reserved = await self._await_reservation(run)
+            self._post(placement.prefill, Start(request=spec, ticket=reserved.ticket))
+        run.state = RequestState.PREFILLING
+        while not run.ended:
+            source, event = await self._next(run)
+            if isinstance(event, TokenEvent):
+                for ready in run.merge(source, event):
+                    yield ready
+
+    async def _place(self, run: RequestRun) -> Placement:
+        """Ask until there is an answer; only a request that has not started yet is turned away."""
+        held = next((w for w in run.touched - run.excluded if self._is_decode(w) and self._links.is_up(w)), None)
+        while True:
+            try:
+                placement = await self._scheduler.place(run.place_query(prefer_decode=held))
+                break
+            except UnavailableError:
+                if run.attempt == 0:
+                    raise
+                self._replicas_changed.clear()
+                await self._sleep(run, self._config.retry_delay_s, self._replicas_changed)
+        run.placed(placement)
+        needed = {placement.decode} | ({placement.prefill} if placement.prefill else set())
+        if not await self._links.wait_up(needed, self._config.link_timeout_s):
+            missing = next(w for w in needed if not self._links.is_up(w))
+            raise _AttemptFailedError("the worker cannot be reached", missing)
+        return placement
+
+    async def _await_reservation(self, run: RequestRun) -> Reserved:
+        while True:
+            _, event = await self._next(run)
+            if isinstance(event, Reserved) and event.attempt == run.attempt:
+                return event
+
+    async def _next(self, run: RequestRun) -> tuple[str, TokenEvent | Reserved]:
+        """The next event that is good news. Raises what bad news means for the attempt or the request."""
+        while True:
+            event = await self._receive(run)
+            match event:
+                case WorkerLost(worker_id) if run.concerns(worker_id):
+                    raise _AttemptFailedError("the worker is gone", worker_id)
+                case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
+                    if not failure.retryable:
+                        raise FailedError(f"The request failed: {failure.reason}.")
+                    if run.concerns(worker_id):
+                        raise _AttemptFailedError(failure.reason, worker_id)
+                case FromWorker(worker_id, Refused() as refused) if refused.attempt == run.attempt:
+                    self._refused(run, worker_id, refused)
+                case FromWorker(worker_id, TokenEvent() | Reserved() as good):
+                    return worker_id, good
+                case _:
+                    pass  # of an attempt or a worker that is of the past
+
+    async def _receive(self, run: RequestRun) -> WorkerLost | FromWorker:
+        limit = run.deadline
+        if run.state is RequestState.DECODING:
+            limit = min(limit, time.monotonic() + self._config.stall_s)
+        try:
+            return await asyncio.wait_for(run.inbox.get(), limit - time.monotonic())
+        except TimeoutError:
+            if time.monotonic() >= run.deadline:
+                raise DeadlineError(
+                    f"The request was not finished within {self._config.request_deadline_s:g} s. Ask for fewer tokens."
+                ) from None
+            assert run.placement is not None
+            raise _AttemptFailedError("the worker is silent", run.placement.decode) from None
+
+    def _refused(self, run: RequestRun, worker_id: str, refused: Refused) -> None:
+        if refused.retry_after_s is None:
+            raise RequestTooLargeError(f"This request cannot be served: {refused.reason}.")
+        if run.attempt == 0:
+            raise OverloadedError(
+                f"Overloaded: {refused.reason}. Try again later.", retry_after_s=refused.retry_after_s
+            )
+        raise _AttemptFailedError(refused.reason, worker_id)
+
+    async def _prepare_retry(self, run: RequestRun, failure: _AttemptFailedError) -> None:
+        worker_id = failure.worker_id
+        logger.warning("request %s attempt %d failed: %s (%s)", run.request_id, run.attempt, failure, worker_id)
+        if run.attempt + 1 - run.request.attempt >= self._config.max_attempts:
+            raise FailedError(
+                f"The request failed {self._config.max_attempts} times, the last time because: {failure}."
+            )
+        # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
+        for touched in run.touched:
+            if not self._is_decode(touched) or touched == worker_id:
+                self._links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
+        run.next_attempt(worker_id)
+        await self._sleep(run, self._config.retry_delay_s * (run.attempt - run.request.attempt - 1), None)
+
+    async def _sleep(self, run: RequestRun, seconds: float, early: asyncio.Event | None) -> None:
+        """Wait, at most to the deadline, or until the event."""
+        if time.monotonic() + seconds >= run.deadline:
+            raise DeadlineError("No worker could take the request over before its deadline.")
+        if early is None:
+            await asyncio.sleep(seconds)
+            return
+        try:
+            await asyncio.wait_for(early.wait(), seconds)
+        except TimeoutError:
+            return
+
+    def _post(self, worker_id: str, message: Message) -> None:
+        if not self._links.post(worker_id, message):
+            raise _AttemptFailedError("the worker is gone", worker_id)
+
+    def _forget(self, run: RequestRun) -> None:
+        del self._runs[run.request_id]
+        self._scheduler.ended(run.request_id)
+        finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
+        if finished_by_decode and run.attempt == run.request.attempt:
+            return  # every worker let go of it by itself
+        for worker_id in run.touched:
+            self._links.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
+
+    # --- what comes in ---
+
+    def _is_decode(self, worker_id: str) -> bool:
+        worker = self._scheduler.workers.get(worker_id)
+        return worker is not None and worker[0].role == "decode"
+
+    def _on_replicas(self, workers: list[WorkerInfo]) -> None:
+        self._links.update(workers)
+        self._replicas_changed.set()
+
+    def _on_message(self, worker_id: str, message: Message) -> None:
+        match message:
+            case StepFrame(tokens=tokens, failures=failures):
+                for token in tokens:
+                    self._deliver(token.request_id, FromWorker(worker_id, token))
+                for failure in failures:
+                    self._deliver(failure.request_id, FromWorker(worker_id, failure))
+            case Reserved(ticket=ticket):
+                self._deliver(ticket.request_id, FromWorker(worker_id, message))
+            case Refused(request_id=request_id):
+                self._deliver(request_id, FromWorker(worker_id, message))
+            case _:
+                logger.warning("worker %s sent %s to a gateway", worker_id, type(message).__name__)
+
+    def _deliver(self, request_id: str, event: FromWorker) -> None:
+        run = self._runs.get(request_id)
+        if run is not None:
+            run.inbox.put_nowait(event)
+
+    def _on_worker_lost(self, worker_id: str) -> None:
+        for run in self._runs.values():
+            if run.concerns(worker_id):
+                run.inbox.put_nowait(WorkerLost(worker_id))

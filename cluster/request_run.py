@@ -1,0 +1,134 @@
+"""What a gateway remembers of one request: its state, what was emitted, which workers are on it.
+
+Pure bookkeeping: merges the events of prefill, decode and their successors into one stream in which every index appears
+once and in order. Does no I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from kv_transfer.messages import (
+    FailureEvent,
+    Place,
+    Placement,
+    Refused,
+    RequestSpec,
+    Reserved,
+    TokenEvent,
+)
+
+
+class RequestState(Enum):
+    PLACING = "the scheduler is asked where to run it, or workers are awaited"
+    RESERVING = "a decode worker is asked for blocks; nothing is computed yet"
+    PREFILLING = "the prompt is being computed; no token of this attempt has come"
+    DECODING = "tokens come"
+    FINISHED = "the last token has come (terminal)"
+    FAILED = "no attempt could finish it (terminal)"
+    CANCELLED = "the client is gone (terminal)"
+
+
+TERMINAL = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """An event and who it came from."""
+
+    worker_id: str
+    event: TokenEvent | FailureEvent | Reserved | Refused
+
+
+RunEvent = WorkerLost | FromWorker
+
+
+class RequestRun:
+    """One request from arrival to its terminal state."""
+
+    def __init__(self, request: RequestSpec, deadline: float) -> None:
+        self.request = request
+        self.deadline = deadline
+        self.state = RequestState.PLACING
+        self.attempt = request.attempt
+        self.emitted: list[int] = list(request.output_token_ids)
+        self.inbox: asyncio.Queue[RunEvent] = asyncio.Queue()
+        self.placement: Placement | None = None
+        self.touched: set[str] = set()  # workers that may hold something for it
+        self.decode_took_over = False  # decode has emitted in this attempt: prefill's fate matters no more
+        self.excluded: set[str] = set()
+        self._early: dict[int, TokenEvent] = {}  # of this attempt, ahead of the next index
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def ended(self) -> bool:
+        return self.state in TERMINAL
+
+    def end(self, state: RequestState) -> None:
+        """Enter a terminal state; only the first one counts."""
+        if not self.ended:
+            self.state = state
+
+    def spec(self) -> RequestSpec:
+        """The request as this attempt should run it: going on from what was emitted."""
+        return replace(self.request, attempt=self.attempt, output_token_ids=list(self.emitted))
+
+    def place_query(self, *, prefer_decode: str | None) -> Place:
+        num_new = len(self.emitted) - len(self.request.output_token_ids)
+        return Place(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            num_tokens=len(self.request.prompt_token_ids) + len(self.emitted),
+            max_new_tokens=max(1, self.request.params.max_tokens - num_new),
+            exclude=sorted(self.excluded),
+            prefer_decode=prefer_decode,
+        )
+
+    def placed(self, placement: Placement) -> None:
+        self.placement = placement
+        self.touched.add(placement.decode)
+        if placement.prefill is not None:
+            self.touched.add(placement.prefill)
+
+    def concerns(self, worker_id: str) -> bool:
+        """Whether this attempt cannot finish without that worker."""
+        if self.placement is None or self.ended:
+            return False
+        if worker_id == self.placement.decode:
+            return True
+        return worker_id == self.placement.prefill and not self.decode_took_over
+
+    def next_attempt(self, failed_worker: str | None) -> None:
+        """Forget the attempt, keep what was emitted."""
+        self.attempt += 1
+        self.state = RequestState.PLACING
+        self.excluded = set() if failed_worker is None else {failed_worker}
+        self.placement = None
+        self.decode_took_over = False
+        self._early.clear()
+
+    def merge(self, worker_id: str, event: TokenEvent) -> list[TokenEvent]:
+        """The tokens that this event makes ready to go out. Repetitions and older attempts bring none."""
+        if event.attempt != self.attempt or self.ended:
+            return []
+        if self.placement is not None and worker_id == self.placement.decode:
+            self.decode_took_over = True
+        self._early[event.index] = event
+        ready = []
+        while (head := self._early.pop(len(self.emitted), None)) is not None:
+            self.state = RequestState.DECODING
+            self.emitted.append(head.token_id)
+            ready.append(head)
+            if head.finish_reason is not None:
+                self.end(RequestState.FINISHED)
+        return ready

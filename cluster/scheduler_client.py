@@ -1,0 +1,154 @@
+"""A gateway's line to the global scheduler, and what it does when that line is cut.
+
+While the scheduler cannot be reached, placement falls back to the better of two random workers by the last snapshots
+known ("the power of two choices", Mitzenmacher 2001): good enough, and never a reason to turn a request away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+from kv_transfer.connection import Connection, connect
+
+from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
+from kv_transfer.messages import (
+    Ended,
+    Endpoint,
+    Message,
+    Place,
+    Placement,
+    Replicas,
+    Role,
+    Unplaceable,
+    WorkerInfo,
+    WorkerSnapshot,
+)
+from kv_transfer.transports.base import Identity, TransportError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+PLACE_TIMEOUT_S = 2.0
+RETRY_S = 0.5
+
+
+class SchedulerClient:
+    """Places requests and keeps the newest list of workers. `on_replicas` is called with each new list."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        on_replicas: Callable[[list[WorkerInfo]], None],
+    ) -> None:
+        self._identity = identity
+        self._locate_scheduler = locate_scheduler
+        self._on_replicas = on_replicas
+        self._connection: Connection | None = None
+        self._waiting: dict[str, asyncio.Future[Placement | Unplaceable]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self.workers: dict[str, tuple[WorkerInfo, WorkerSnapshot]] = {}
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="scheduler-client")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def place(self, request: Place) -> Placement:
+        """Where to run this attempt. Raises OverloadedError, RequestTooLargeError or UnavailableError."""
+        answer = await self._ask(request)
+        if isinstance(answer, Placement):
+            return answer
+        if answer.retry_after_s is None:
+            raise RequestTooLargeError(
+                f"This request cannot be served: {answer.reason}. Shorten the prompt or max_tokens."
+            )
+        if not self.workers:
+            raise UnavailableError(f"Not ready: {answer.reason}.", retry_after_s=answer.retry_after_s)
+        raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
+
+    def ended(self, request_id: str) -> None:
+        if self._connection is not None:
+            self._connection.post(Ended(request_id=request_id))
+
+    async def _ask(self, request: Place) -> Placement | Unplaceable:
+        connection = self._connection
+        if connection is None:
+            return self._place_alone(request)
+        answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = answer
+        try:
+            connection.post(request)
+            return await asyncio.wait_for(answer, PLACE_TIMEOUT_S)
+        except (TransportError, TimeoutError):
+            return self._place_alone(request)
+        finally:
+            self._waiting.pop(request.request_id, None)
+
+    def _place_alone(self, request: Place) -> Placement | Unplaceable:
+        decode = self._choose("decode", request)
+        if decode is None:
+            return Unplaceable(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                reason="no decode worker is known and the scheduler cannot be reached",
+                retry_after_s=RETRY_S,
+            )
+        prefill = self._choose("prefill", request)
+        return Placement(request_id=request.request_id, attempt=request.attempt, prefill=prefill, decode=decode)
+
+    def _choose(self, role: Role, request: Place) -> str | None:
+        able = [
+            (info, snapshot)
+            for info, snapshot in self.workers.values()
+            if info.role == role and info.worker_id not in request.exclude and info.max_model_len >= request.num_tokens
+        ]
+        if not able:
+            return None
+        pair = random.sample(able, min(2, len(able)))
+        return min(pair, key=lambda worker: _busyness(worker[1]))[0].worker_id
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._listen()
+            except (TransportError, OSError, TimeoutError) as error:
+                logger.info("the scheduler cannot be reached, trying again: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _listen(self) -> None:
+        endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
+        connection = await connect(endpoint, self._identity, purpose="gateway", timeout_s=CONNECT_TIMEOUT_S)
+        self._connection = connection
+        try:
+            while True:
+                message, _ = await connection.receive()
+                self._on_message(message)
+        finally:
+            self._connection = None
+            connection.close("the gateway reconnects")
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(TransportError("the scheduler is gone"))
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Replicas(workers=workers):
+                self.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
+                self._on_replicas([info for info, _ in workers])
+            case Placement(request_id=request_id) | Unplaceable(request_id=request_id):
+                answer = self._waiting.get(request_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+            case _:
+                logger.warning("the scheduler sent %s, which a gateway has no use for", type(message).__name__)
+
+
+def _busyness(snapshot: WorkerSnapshot) -> tuple[int, int]:
+    return snapshot.queued_prefill_tokens, snapshot.num_running + snapshot.num_waiting

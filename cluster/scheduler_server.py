@@ -1,0 +1,109 @@
+"""The global scheduler at work: workers report to it, gateways ask it, over authenticated connections."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from kv_transfer.connection import Connection, Server, serve
+
+from cluster.scheduler import GlobalScheduler, SchedulerPolicy
+from kv_transfer.messages import Ended, Endpoint, Heartbeat, Place, Register
+from kv_transfer.transports.base import Identity, TransportError
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerServer:
+    """Drives one `GlobalScheduler`. A connection's first message tells a worker (`Register`) from a gateway."""
+
+    def __init__(self, policy: SchedulerPolicy, identity: Identity, *, broadcast_period_s: float = 1.0) -> None:
+        self._scheduler = GlobalScheduler(policy)
+        self._identity = identity
+        self._broadcast_period_s = broadcast_period_s
+        self._gateways: set[Connection] = set()
+        self._server: Server | None = None
+        self._housekeeping: asyncio.Task[None] | None = None
+
+    async def start(self, host: str) -> Endpoint:
+        self._server = await serve(host, self._identity, self._serve_peer)
+        self._housekeeping = asyncio.create_task(self._keep_house(), name="scheduler-housekeeping")
+        return self._server.endpoint
+
+    @property
+    def endpoint(self) -> Endpoint:
+        assert self._server is not None, "the scheduler has not been started"
+        return self._server.endpoint
+
+    @property
+    def healthy(self) -> bool:
+        return self._housekeeping is not None and not self._housekeeping.done()
+
+    async def stop(self) -> None:
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+            await asyncio.gather(self._housekeeping, return_exceptions=True)
+        if self._server is not None:
+            await self._server.close("the scheduler stops")
+
+    async def _serve_peer(self, connection: Connection) -> None:
+        try:
+            if connection.peer.purpose == "worker":
+                await self._serve_worker(connection)
+            else:
+                await self._serve_gateway(connection)
+        except TransportError as error:
+            logger.info("%s %s left: %s", connection.peer.purpose, connection.peer.worker_id, error)
+
+    async def _serve_worker(self, connection: Connection) -> None:
+        worker_id = connection.peer.worker_id
+        try:
+            while True:
+                message, _ = await connection.receive()
+                match message:
+                    case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
+                        self._scheduler.register(info, snapshot, time.monotonic())
+                        logger.info("%s worker %s registered (pid %d)", info.role, worker_id, info.pid)
+                        self._broadcast()
+                    case Heartbeat(snapshot=snapshot) if snapshot.worker_id == worker_id:
+                        self._scheduler.heartbeat(snapshot, time.monotonic())
+                    case _:
+                        connection.close(f"{type(message).__name__} is not for {worker_id} to send")
+        finally:
+            if self._scheduler.lost(worker_id):
+                logger.info("worker %s is gone", worker_id)
+                self._broadcast()
+
+    async def _serve_gateway(self, connection: Connection) -> None:
+        self._gateways.add(connection)
+        unfinished: set[str] = set()
+        try:
+            connection.post(self._scheduler.replicas())
+            while True:
+                message, _ = await connection.receive()
+                match message:
+                    case Place(request_id=request_id):
+                        unfinished.add(request_id)
+                        connection.post(self._scheduler.place(message, time.monotonic()))
+                    case Ended(request_id=request_id):
+                        unfinished.discard(request_id)
+                        self._scheduler.ended(request_id)
+                    case _:
+                        connection.close(f"{type(message).__name__} is not for a gateway to send")
+        finally:
+            self._gateways.discard(connection)
+            for request_id in unfinished:
+                self._scheduler.ended(request_id)
+
+    def _broadcast(self) -> None:
+        replicas = self._scheduler.replicas()
+        for gateway in self._gateways:
+            gateway.post(replicas)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(self._broadcast_period_s)
+            for worker_id in self._scheduler.expire(time.monotonic()):
+                logger.warning("worker %s has been silent too long and counts as gone", worker_id)
+            self._broadcast()

@@ -1,0 +1,93 @@
+"""A gateway's connections to workers: one per worker, frames in, requests out, deaths noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kv_transfer.connection import Connection, connect
+
+from kv_transfer.messages import Message, WorkerInfo
+from kv_transfer.transports.base import Identity, TransportError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class WorkerLinks:
+    """Connects to the workers it is told of. `on_message(worker_id, message)`, `on_lost(worker_id)`."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        on_message: Callable[[str, Message], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._identity = identity
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._connections: dict[str, Connection] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Condition()
+
+    def is_up(self, worker_id: str) -> bool:
+        return worker_id in self._connections
+
+    def update(self, workers: list[WorkerInfo]) -> None:
+        """Connect to every listed worker that is not connected. A link that works outlives its worker's listing."""
+        for info in workers:
+            if info.worker_id not in self._tasks:
+                self._tasks[info.worker_id] = asyncio.create_task(self._run(info), name=f"link-{info.worker_id}")
+
+    def post(self, worker_id: str, message: Message) -> bool:
+        """Send to a worker; False if there is no connection to it."""
+        connection = self._connections.get(worker_id)
+        if connection is None:
+            return False
+        connection.post(message)
+        return True
+
+    async def wait_up(self, worker_ids: set[str], timeout_s: float) -> bool:
+        """Whether all of these were connected within the time."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(
+                    self._changed.wait_for(lambda: worker_ids <= self._connections.keys()), timeout_s
+                )
+            except TimeoutError:
+                return False
+        return True
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, info: WorkerInfo) -> None:
+        try:
+            connection = await connect(info.endpoint, self._identity, purpose="gateway", timeout_s=CONNECT_TIMEOUT_S)
+        except (TransportError, OSError, TimeoutError) as error:
+            logger.info("%s worker %s cannot be reached: %s", info.role, info.worker_id, error)
+            del self._tasks[info.worker_id]
+            return
+        try:
+            await self._set(info.worker_id, connection)
+            while True:
+                message, _ = await connection.receive()
+                self._on_message(info.worker_id, message)
+        except TransportError as error:
+            logger.info("link to %s worker %s is down: %s", info.role, info.worker_id, error)
+        finally:
+            connection.close("the gateway closes its link")
+            del self._tasks[info.worker_id]
+            del self._connections[info.worker_id]
+            self._on_lost(info.worker_id)
+
+    async def _set(self, worker_id: str, connection: Connection) -> None:
+        async with self._changed:
+            self._connections[worker_id] = connection
+            self._changed.notify_all()

@@ -1,0 +1,62 @@
+"""`DecodeWorker` as a Ray Serve deployment: translates Serve's life cycle and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.loading import EngineConfig, load_model
+from kv_transfer.messages import Endpoint
+from kv_transfer.transfer_config import TransferConfig
+from kv_transfer.worker_port import worker_identity
+
+
+class DecodeDeployment:
+    """One replica is one worker. Requests reach it over its own port, not through Serve."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        engine: EngineConfig,
+        worker: DecodeWorkerConfig,
+        transfer: TransferConfig,
+        secret: bytes,
+        scheduler: DeploymentHandle,
+    ) -> None:
+        async def locate_scheduler() -> Endpoint:
+            endpoint: Endpoint = await scheduler.endpoint.remote()
+            return endpoint
+
+        model = await asyncio.to_thread(load_model, engine)
+        identity = worker_identity(
+            model,
+            worker_id=f"decode-{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}",
+            node_id=ray.get_runtime_context().get_node_id(),
+            secret=secret,
+        )
+        self._drain_s = worker.drain_s
+        if worker.host == "node":
+            worker = replace(worker, host=ray.util.get_node_ip_address())
+        transport = transfer.open(identity, worker.host)
+        self._worker = DecodeWorker(model, worker, identity, transport, locate_scheduler)
+        await self._worker.start()
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces the replica after repeated failures."""
+        if not self._worker.healthy:
+            raise RuntimeError("the decode worker's step loop has ended or fails repeatedly; see its log")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the pool's autoscaling policy goes by: sequences it holds."""
+        snapshot = self._worker.snapshot()
+        return {"load": float(snapshot.num_running + snapshot.num_waiting)}
+
+    async def __del__(self) -> None:
+        """Serve's graceful shutdown: finish what is here, as far as time allows."""
+        await self._worker.drain(self._drain_s)
+        await self._worker.stop()

@@ -1,0 +1,32 @@
+"""How a worker's KV links are set up, and the transport that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.slabs import SlabConfig
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.transports.choosing import TransportKind, open_transport
+from kv_transfer.transports.shm import SharedMemoryConfig
+from kv_transfer.transports.tcp import TcpConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """`slab_bytes` and `num_slabs` are per link; `num_connections` of a TCP link, for large slabs."""
+
+    transport: TransportKind = "auto"
+    slab_bytes: int = 8 * 2**20
+    num_slabs: int = 8
+    num_connections: int = 2
+
+    def open(self, identity: Identity, host: str) -> Transport:
+        """A transport that listens on `host` when asked to."""
+        slabs = SlabConfig(slab_bytes=self.slab_bytes, num_slabs=self.num_slabs)
+        return open_transport(
+            self.transport,
+            identity,
+            host=host,
+            shm=SharedMemoryConfig(slabs=slabs),
+            tcp=TcpConfig(slabs=slabs, num_stripes=self.num_connections),
+        )
