@@ -46,31 +46,34 @@ class Hooks:
     """What the owner of a connection may take over. All are called on the connection's loop and must not block.
 
     `allocate` gives the buffers of payloads (see FrameReader), `intercept` may keep a message from the inbox by
-    returning True, `on_closed` is told once that the connection is gone, and why.
+    returning True, `on_closed` is told once that the connection is gone, and why. `inbox` may be shared with other
+    connections: its owner closes it, and calls `read_on` of each when it has room.
     """
 
     allocate: Callable[[Message, int], Slab | None] = plain_buffer
     intercept: Callable[[Message], bool] = lambda message: False
     on_closed: Callable[[str], None] = lambda reason: None
+    inbox: Inbox | None = None
 
 
 class Connection:
     """Messages, each with an optional payload, to and from `peer`; in order, each at most once."""
 
-    def __init__(self, peer: Hello, address: str, config: ConnectionConfig, hooks: Hooks) -> None:
-        """Use `open_connection`, `connect` or `serve`."""
-        self.peer = peer
-        self._who = f"{peer.worker_id} at {address}"
+    def __init__(self, meeting: Meeting, config: ConnectionConfig, hooks: Hooks) -> None:
+        """Takes the socket over with `start`. Use `connect` or `serve` for a plain one."""
+        self.peer: Hello = meeting.peer
+        self._sock = meeting.sock
+        self._who = f"{self.peer.worker_id} at {meeting.address}"
         self._config = config
         self._hooks = hooks
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(config.limits, hooks.allocate)
-        self._inbox = Inbox(config.inbox_bytes, self.read_on)
+        self._inbox = hooks.inbox or Inbox(config.inbox_bytes, self.read_on)
         self._wire = Wire(
             self._reader,
             on_frame=self._on_frame,
             wants_more=lambda: not self._inbox.full,
-            on_malformed=lambda reason: self.close(f"the bytes from {peer.worker_id} are malformed: {reason}"),
+            on_malformed=lambda reason: self.close(f"the bytes from {self.peer.worker_id} are malformed: {reason}"),
             on_lost=self._on_lost,
         )
         self._closed_because: str | None = None
@@ -78,10 +81,12 @@ class Connection:
         self._backlog_bytes = 0
         self._heard_at = self._loop.time()
         self._num_heard = 0
-        self._timer = self._loop.call_later(config.ping_interval_s, self._on_tick)
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def start(self, meeting: Meeting) -> None:
-        await self._loop.create_connection(lambda: self._wire, sock=meeting.sock)
+    async def start(self) -> None:
+        """From now on messages arrive, and hooks are called."""
+        await self._loop.create_connection(lambda: self._wire, sock=self._sock)
+        self._timer = self._loop.call_later(self._config.ping_interval_s, self._on_tick)
 
     @property
     def closed(self) -> str | None:
@@ -177,25 +182,27 @@ class Connection:
 
     def _end(self, reason: str) -> None:
         self._closed_because = reason
-        self._timer.cancel()
-        self._inbox.close(reason)
+        self._stop_timer()
+        if self._hooks.inbox is None:
+            self._inbox.close(reason)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _on_lost(self, error: Exception | None) -> None:
         if self._closed_because is None:
             where = " in the middle of a frame" if self._reader.in_frame else ""
             self._end(f"{self._who}: the connection was lost{where}: {error or 'the peer is gone'}")
         assert self._closed_because is not None
-        self._timer.cancel()
+        self._stop_timer()
         self._gone.set()
         self._hooks.on_closed(self._closed_because)
 
 
-async def open_connection(
-    meeting: Meeting, config: ConnectionConfig | None = None, hooks: Hooks | None = None
-) -> Connection:
-    """Take over a met socket."""
-    connection = Connection(meeting.peer, meeting.address, config or ConnectionConfig(), hooks or Hooks())
-    await connection.start(meeting)
+async def _open(meeting: Meeting, config: ConnectionConfig | None) -> Connection:
+    connection = Connection(meeting, config or ConnectionConfig(), Hooks())
+    await connection.start()
     return connection
 
 
@@ -209,7 +216,7 @@ async def connect(
 ) -> Connection:
     """Connect to a `serve`r. Raises PeerRefusedError with a sentence, LinkClosedError or TimeoutError."""
     meeting = await dial(endpoint, identity, purpose=purpose, timeout_s=timeout_s)
-    return await open_connection(meeting, config)
+    return await _open(meeting, config)
 
 
 class Server:
@@ -249,7 +256,7 @@ class Server:
         await self._listener.close()
 
     async def _run(self, meeting: Meeting) -> None:
-        connection = await open_connection(meeting, self._config)
+        connection = await _open(meeting, self._config)
         try:
             await self._handler(connection)
         except LinkClosedError:

@@ -37,11 +37,7 @@ class Meeting:
 
     sock: socket.socket
     peer: Hello
-
-    @property
-    def address(self) -> str:
-        host, port = self.sock.getpeername()[:2]
-        return f"{host}:{port}"
+    address: str  # of the peer, for people to read
 
 
 async def dial(
@@ -58,7 +54,7 @@ async def dial(
     try:
         async with asyncio.timeout(timeout_s):
             sock = await _connect(endpoint)
-            return Meeting(sock, await _shake_hands(sock, handshake, handshake.opening()))
+            return Meeting(sock, await _shake_hands(sock, handshake, handshake.opening()), where)
     except PeerRefusedError as error:
         raise PeerRefusedError(f"No connection to {where}: {error}") from error
     except TimeoutError as error:
@@ -80,12 +76,14 @@ class Listener:
         on_meeting: Callable[[Meeting], Awaitable[None]],
         *,
         purposes: Collection[str] | None = None,
+        attributes: dict[str, str] | None = None,
         advertised_host: str | None = None,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._sock = sock
-        self._identity = identity
+        self._secret = identity.secret
         self._on_meeting = on_meeting
+        self._hello = hello_of(identity, "listener", attributes)
         self._purposes = purposes
         self._handshake_timeout_s = handshake_timeout_s
         self._handshakes = asyncio.Semaphore(_MAX_HANDSHAKES)
@@ -105,35 +103,33 @@ class Listener:
     async def _accept_forever(self) -> None:
         while True:
             await self._handshakes.acquire()
-            sock = await self._accept()
-            task = asyncio.create_task(self._meet(sock))
+            sock, address = await self._accept()
+            task = asyncio.create_task(self._meet(sock, address))
             self._meetings.add(task)
             task.add_done_callback(self._on_done)
 
-    async def _accept(self) -> socket.socket:
+    async def _accept(self) -> tuple[socket.socket, str]:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(self._sock)
-                return sock
+                sock, (host, port, *_) = await loop.sock_accept(self._sock)
+                return sock, f"{host}:{port}"
             except OSError as error:
                 # Anything else concerns the one peer that left before it was accepted.
                 if error.errno in _SHORTAGE:
                     logger.warning("cannot accept on port %s for the moment: %s", self.endpoint.port, error)
                     await asyncio.sleep(_SHORTAGE_PAUSE_S)
 
-    async def _meet(self, sock: socket.socket) -> None:
+    async def _meet(self, sock: socket.socket, address: str) -> None:
         try:
             peer = await self._greet(sock)
         finally:
             self._handshakes.release()
         if peer is not None:
-            await self._on_meeting(Meeting(sock, peer))
+            await self._on_meeting(Meeting(sock, peer, address))
 
     async def _greet(self, sock: socket.socket) -> Hello | None:
-        handshake = Handshake(
-            "listener", hello_of(self._identity, "listener"), self._identity.secret, purposes=self._purposes
-        )
+        handshake = Handshake("listener", self._hello, self._secret, purposes=self._purposes)
         try:
             async with asyncio.timeout(self._handshake_timeout_s):
                 return await _shake_hands(sock, handshake)

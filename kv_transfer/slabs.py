@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kv_transfer.home_loop import HomeLoop
 from kv_transfer.transports.base import LinkClosedError
 
 MIB: Final = 1 << 20
@@ -69,8 +69,7 @@ class SlabPool:
         self._arena = arena
         self._config = config
         self._on_free = on_free
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self._home = HomeLoop()
         # The last one given back is the next one handed out: its memory is in the cache, and mapped.
         self._free = list(range(config.num_slabs))[::-1]
         self._held: set[PooledSlab] = set()
@@ -96,8 +95,7 @@ class SlabPool:
         """A slab once one is free. ValueError for a size that no slab has, LinkClosedError once closed."""
         self._check(num_bytes)
         while True:
-            if self._closed_because is not None:
-                raise LinkClosedError(self._closed_because)
+            self.check_open()
             slab = self.try_acquire(num_bytes)
             if slab is not None:
                 return slab
@@ -105,10 +103,12 @@ class SlabPool:
             await self._wakeup.wait()
 
     def give_back(self, slab: PooledSlab) -> None:
-        if threading.get_ident() == self._thread:
-            self._take_back(slab)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._take_back, slab)
+        self._home.run(self._take_back, slab)
+
+    def check_open(self) -> None:
+        """Raises LinkClosedError with the reason once closed."""
+        if self._closed_because is not None:
+            raise LinkClosedError(self._closed_because)
 
     def close(self, reason: str) -> None:
         """Nobody gets a slab any more; those who wait are told why. Slabs out there stay valid."""

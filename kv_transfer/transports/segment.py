@@ -1,0 +1,97 @@
+"""Memory that one process writes and others read.
+
+A segment is an anonymous memory file: it has no name in any file system, so no crash can leave one behind, and the size
+limit of /dev/shm does not apply. Its owner seals it: nobody can shrink it under a reader, and nobody else can map it
+writable. Readers open it through the owner's /proc entry, which the kernel allows to processes of the same user. Linux
+only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import Final
+
+from kv_transfer.messages import SegmentOffer
+
+# linux/fcntl.h, since 5.1; this Python does not name it.
+_F_SEAL_FUTURE_WRITE: Final = 0x0010
+
+
+class SegmentError(Exception):
+    """The segment cannot be made or mapped; a sentence says why."""
+
+
+def supported() -> bool:
+    return hasattr(os, "memfd_create")
+
+
+class OwnSegment:
+    """A segment of this process. `view` is writable; the memory is freed with the last mapping of it, here or there."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._name = f"legato-{secrets.token_hex(8)}"
+        self._num_bytes = num_bytes
+        try:
+            self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise self._failure(error) from error
+        try:
+            os.ftruncate(self._fd, num_bytes)
+            self.view = memoryview(mmap.mmap(self._fd, num_bytes))
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+        except (OSError, ValueError) as error:
+            os.close(self._fd)
+            raise self._failure(error) from error
+
+    def offer(self) -> SegmentOffer:
+        return SegmentOffer(pid=os.getpid(), fd=self._fd, name=self._name, num_bytes=self._num_bytes)
+
+    def close_file(self) -> None:
+        """Once the peer has mapped it, the mappings keep the memory."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _failure(self, error: Exception) -> SegmentError:
+        return SegmentError(
+            f"A shared-memory segment of {self._num_bytes} bytes cannot be made: {error}. "
+            "Use fewer or smaller slabs, raise the process's limits, or use the transport 'tcp'."
+        )
+
+
+def map_segment(offer: SegmentOffer) -> memoryview:
+    """The peer's segment, read-only; unmapped with the last view of it."""
+    path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SegmentError(
+            f"The peer's shared memory cannot be opened ({path}: {error.strerror}): the two processes must run on one "
+            "machine, as the same user and in the same process namespace."
+        ) from error
+    try:
+        _check_segment(fd, offer)
+        return memoryview(mmap.mmap(fd, offer.num_bytes, prot=mmap.PROT_READ))
+    except (OSError, ValueError, OverflowError) as error:
+        raise SegmentError(f"The peer's shared memory cannot be mapped: {error}.") from error
+    finally:
+        os.close(fd)
+
+
+def _check_segment(fd: int, offer: SegmentOffer) -> None:
+    """In another process namespace the same numbers would name something else."""
+    found = str(Path(f"/proc/self/fd/{fd}").readlink())
+    if not found.startswith(f"/memfd:{offer.name} "):
+        raise SegmentError(
+            f"Descriptor {offer.fd} of process {offer.pid} is {found}, not {offer.name}: "
+            "the two processes see different process namespaces."
+        )
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise SegmentError(f"{offer.name} is not sealed against shrinking: reading it would not be safe.")
+    if os.fstat(fd).st_size < offer.num_bytes:
+        raise SegmentError(f"{offer.name} has {os.fstat(fd).st_size} bytes, not the offered {offer.num_bytes}.")

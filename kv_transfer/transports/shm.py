@@ -1,0 +1,257 @@
+"""KV between processes of one node: slabs lie in memory that both map, and only announcements travel.
+
+Each end owns the segment that it sends from; the other end maps it read-only. A slab is free again when the receiver
+says so. Announcements go over a connection, whose end is the link's end: the segments go with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+from kv_transfer.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.frames import FrameLimits
+from kv_transfer.home_loop import HomeLoop
+from kv_transfer.meeting import Meeting, dial
+from kv_transfer.messages import Endpoint, Message, SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.slabs import PooledSlab, SlabConfig, SlabPool
+from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, Slab
+from kv_transfer.transports.delivering import deliver, delivery_of
+from kv_transfer.transports.segment import OwnSegment, SegmentError, map_segment, supported
+from kv_transfer.transports.sockets import CarrierUnavailableError, SocketTransport
+
+PURPOSE: Final = "kv-shm"
+# The payload of an announcement: slab, offset in the segment, length.
+_PLACE: Final = struct.Struct("<IQQ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemoryConfig:
+    slabs: SlabConfig = field(default_factory=SlabConfig)
+    connection: ConnectionConfig = field(default_factory=ConnectionConfig)
+
+
+class _Outgoing:
+    """Our segment: its slabs, and which of them the peer still reads."""
+
+    def __init__(self, config: SlabConfig, post: Callable[[Message], None]) -> None:
+        self._config = config
+        self._segment = OwnSegment(config.arena_bytes)
+        self.pool = SlabPool(self._segment.view, config)
+        self._announced: dict[int, PooledSlab] = {}
+        self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        post(self._segment.offer())
+
+    async def mapped(self) -> None:
+        """Wait for the peer to map it. Raises CarrierUnavailableError with its words if it cannot."""
+        refusal = await asyncio.shield(self._answer)
+        self.pool.check_open()
+        if refusal is not None:
+            raise CarrierUnavailableError(refusal)
+
+    def on_answer(self, refusal: str | None) -> None:
+        self._segment.close_file()
+        if not self._answer.done():
+            self._answer.set_result(refusal)
+
+    def announce(self, slab: PooledSlab) -> bytes:
+        self._announced[slab.index] = slab
+        return _PLACE.pack(slab.index, slab.index * self._config.stride_bytes, len(slab.view))
+
+    def on_freed(self, slabs: list[int]) -> bool:
+        """False if the peer frees what it was not given."""
+        for index in slabs:
+            slab = self._announced.pop(index, None)
+            if slab is None:
+                return False
+            slab.discard()
+        return True
+
+    def close(self, reason: str) -> None:
+        self.pool.close(reason)
+        self.on_answer(reason)
+
+
+class _Incoming:
+    """The peer's segment as mapped here, and the slabs of it that we are done with."""
+
+    def __init__(self, post: Callable[[Message], None]) -> None:
+        self._post = post
+        self._segment: memoryview | None = None
+        self._loop = asyncio.get_running_loop()
+        self._home = HomeLoop()
+        self._freed: list[int] = []
+
+    def on_offer(self, offer: SegmentOffer) -> None:
+        refusal = None
+        try:
+            self._segment = map_segment(offer)
+        except SegmentError as error:
+            refusal = str(error)
+        self._post(SegmentAnswer(refusal=refusal))
+
+    def delivery(self, message: Message, place: memoryview) -> Delivery | None:
+        """None if the announcement points outside of the segment."""
+        if self._segment is None or len(place) != _PLACE.size:
+            return None
+        slab, offset, length = _PLACE.unpack(place)
+        if offset + length > len(self._segment):
+            return None
+        payload = self._segment[offset : offset + length]
+        return delivery_of(message, payload, partial(self._home.run, self._free, slab))
+
+    def _free(self, slab: int) -> None:
+        """Frees of one turn of the loop go in one message."""
+        if not self._freed:
+            self._loop.call_soon(self._flush)
+        self._freed.append(slab)
+
+    def _flush(self) -> None:
+        freed, self._freed = self._freed, []
+        self._post(SlabsFreed(slabs=freed))
+
+
+class SharedMemoryLink:
+    """One end of a link."""
+
+    def __init__(self, meeting: Meeting, config: SharedMemoryConfig) -> None:
+        """Use `open_link`."""
+        self._slabs = config.slabs
+        self._peer_id = meeting.peer.worker_id
+        self._connection = Connection(
+            meeting,
+            replace(config.connection, limits=FrameLimits(payload_bytes=_PLACE.size)),
+            Hooks(intercept=self._on_message, on_closed=self._on_closed),
+        )
+        self._incoming = _Incoming(self._connection.post)
+        self._outgoing: _Outgoing | None = None
+
+    async def open(self) -> None:
+        await self._connection.start()
+
+    @property
+    def peer_id(self) -> str:
+        return self._peer_id
+
+    @property
+    def closed(self) -> str | None:
+        return self._connection.closed
+
+    async def offer_segment(self) -> SlabPool:
+        """Our slabs, once the peer has mapped them. The first call makes them."""
+        self._check_open()
+        if self._outgoing is None:
+            try:
+                self._outgoing = _Outgoing(self._slabs, self._connection.post)
+            except SegmentError as error:
+                raise CarrierUnavailableError(str(error)) from error
+        await self._outgoing.mapped()
+        return self._outgoing.pool
+
+    async def acquire(self, num_bytes: int) -> PooledSlab:
+        return await (await self.offer_segment()).acquire(num_bytes)
+
+    async def send(self, message: Message, slab: Slab | None = None) -> None:
+        if slab is None:
+            await self._connection.send(message)
+            return
+        assert isinstance(slab, PooledSlab) and self._outgoing is not None
+        assert slab.belongs_to(self._outgoing.pool), "a slab goes out by the link it is of"
+        if self.closed is not None:
+            slab.discard()
+        self._check_open()
+        await self._connection.send(message, [memoryview(self._outgoing.announce(slab))])
+
+    async def receive(self) -> Delivery:
+        frame = await self._connection.receive_frame()
+        if frame.payload is None:
+            return deliver(frame)
+        delivery = self._incoming.delivery(frame.message, frame.payload.view)
+        if delivery is None:
+            self._connection.close(f"{self._peer_id} announces a slab outside of its segment")
+            self._check_open()
+        assert delivery is not None
+        return delivery
+
+    async def close(self, reason: str) -> None:
+        self._connection.close(reason)
+        await self._connection.wait_closed()
+
+    def _check_open(self) -> None:
+        if self.closed is not None:
+            raise LinkClosedError(self.closed)
+
+    def _on_message(self, message: Message) -> bool:
+        match message:
+            case SlabsFreed(slabs=slabs):
+                if self._outgoing is None or not self._outgoing.on_freed(slabs):
+                    self._connection.close(f"{self._peer_id} frees slabs that it does not have")
+            case SegmentOffer():
+                self._incoming.on_offer(message)
+            case SegmentAnswer(refusal=refusal):
+                if self._outgoing is not None:
+                    self._outgoing.on_answer(refusal)
+            case _:
+                return False
+        return True
+
+    def _on_closed(self, reason: str) -> None:
+        if self._outgoing is not None:
+            self._outgoing.close(reason)
+
+
+class SharedMemoryCarrier:
+    """Makes links to processes of the same node."""
+
+    purpose = PURPOSE
+
+    def __init__(self, identity: Identity, config: SharedMemoryConfig) -> None:
+        self._identity = identity
+        self._config = config
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        return {}
+
+    def reaches(self, endpoint: Endpoint) -> bool:
+        return supported() and endpoint.node_id == self._identity.node_id
+
+    async def dial(self, endpoint: Endpoint, timeout_s: float) -> SharedMemoryLink:
+        meeting = await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s)
+        link = await open_link(meeting, self._config)
+        try:
+            # Whoever dials will send; and only now is there another carrier to fall back on.
+            async with asyncio.timeout(timeout_s):
+                await link.offer_segment()
+        except TimeoutError as error:
+            await link.close("the answer to an offer of shared memory came too late")
+            raise TimeoutError(f"{link.peer_id} did not map shared memory within {timeout_s:g} s.") from error
+        except BaseException as error:
+            await link.close(f"shared memory cannot be used: {error}")
+            raise
+        return link
+
+    async def accept(self, meeting: Meeting) -> SharedMemoryLink:
+        return await open_link(meeting, self._config)
+
+    def close(self) -> None:
+        pass
+
+
+class SharedMemoryTransport(SocketTransport):
+    """A `Transport` for processes of one node alone."""
+
+    def __init__(
+        self, identity: Identity, config: SharedMemoryConfig | None = None, *, host: str = "127.0.0.1"
+    ) -> None:
+        super().__init__(identity, [SharedMemoryCarrier(identity, config or SharedMemoryConfig())], host=host)
+
+
+async def open_link(meeting: Meeting, config: SharedMemoryConfig) -> SharedMemoryLink:
+    link = SharedMemoryLink(meeting, config)
+    await link.open()
+    return link

@@ -1,0 +1,252 @@
+"""KV over TCP: one connection for messages, and several for slabs.
+
+A slab travels whole on whichever stripe is free, from the sender's buffer straight into a staging buffer of the
+receiver. When all staging buffers are taken the receiver stops reading, and TCP holds the sender back. Messages never
+wait behind slabs; slabs overtake messages and each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kv_transfer.auth import Hello
+from kv_transfer.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.frames import FrameLimits
+from kv_transfer.inbox import Inbox
+from kv_transfer.meeting import Meeting, dial
+from kv_transfer.messages import Endpoint, Message
+from kv_transfer.slabs import PooledSlab, SlabConfig, SlabPool, private_arena
+from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, PeerRefusedError, Slab
+from kv_transfer.transports.delivering import deliver
+from kv_transfer.transports.sockets import SocketTransport
+
+PURPOSE: Final = "kv-tcp"
+_MAX_STRIPES: Final = 16
+# How long a link that loses one connection waits for what is still under way on the others.
+_GRACE_S: Final = 1.0
+_ASSEMBLY_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpConfig:
+    slabs: SlabConfig = field(default_factory=SlabConfig)
+    num_stripes: int = 2
+    connection: ConnectionConfig = field(default_factory=ConnectionConfig)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_stripes <= _MAX_STRIPES:
+            raise ValueError(f"num_stripes={self.num_stripes} must be 1 to {_MAX_STRIPES}.")
+
+
+class TcpLink:
+    """One end of a link. It is down as soon as one of its connections is."""
+
+    def __init__(self, peer: Hello, config: TcpConfig) -> None:
+        """Use `open_link`."""
+        slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, _slab_bytes(peer)))
+        self._peer = peer
+        self._config = replace(config, slabs=slabs)
+        self._loop = asyncio.get_running_loop()
+        self._slabs = SlabPool(private_arena(slabs), slabs)
+        self._staging = SlabPool(private_arena(slabs), slabs, on_free=self._read_on)
+        self._inbox = Inbox(config.connection.inbox_bytes, self._read_on)
+        self._outgoing: asyncio.Queue[tuple[Message, PooledSlab]] = asyncio.Queue()
+        self._connections: list[Connection] = []
+        self._num_gone = 0
+        self._senders: list[asyncio.Task[None]] = []
+        self._closed_because: str | None = None
+
+    @property
+    def peer_id(self) -> str:
+        return self._peer.worker_id
+
+    @property
+    def closed(self) -> str | None:
+        return self._closed_because
+
+    async def open(self, meetings: Sequence[Meeting]) -> None:
+        """Take over the sockets of all connections; the first is the one for messages."""
+        limits = FrameLimits(payload_bytes=0)
+        for meeting in meetings:
+            hooks = Hooks(allocate=self._allocate, on_closed=self._on_connection_gone, inbox=self._inbox)
+            config = replace(self._config.connection, limits=limits)
+            self._connections.append(Connection(meeting, config, hooks))
+            limits = FrameLimits(payload_bytes=self._config.slabs.slab_bytes)
+        for connection in self._connections:
+            await connection.start()
+        self._senders = [asyncio.create_task(self._send_slabs(stripe)) for stripe in self._connections[1:]]
+
+    async def acquire(self, num_bytes: int) -> PooledSlab:
+        return await self._slabs.acquire(num_bytes)
+
+    async def send(self, message: Message, slab: Slab | None = None) -> None:
+        """A slab is only queued here: `acquire` is what holds a sender back that is ahead of the network."""
+        if slab is None:
+            self._check_open()
+            await self._connections[0].send(message)
+            return
+        assert isinstance(slab, PooledSlab) and slab.belongs_to(self._slabs), "a slab goes out by the link it is of"
+        if self._closed_because is not None:
+            slab.discard()
+        self._check_open()
+        self._outgoing.put_nowait((message, slab))
+
+    async def receive(self) -> Delivery:
+        return deliver(await self._inbox.get())
+
+    async def close(self, reason: str) -> None:
+        self._end(f"{self.peer_id}: closed here: {reason}")
+        assert self._closed_because is not None
+        self._inbox.close(self._closed_because)
+        for connection in self._connections:
+            connection.close(reason)
+        for connection in self._connections:
+            await connection.wait_closed()
+
+    def _check_open(self) -> None:
+        if self._closed_because is not None:
+            raise LinkClosedError(self._closed_because)
+
+    async def _send_slabs(self, stripe: Connection) -> None:
+        with contextlib.suppress(LinkClosedError):
+            while True:
+                message, slab = await self._outgoing.get()
+                try:
+                    await stripe.send(message, [slab.view])
+                finally:
+                    slab.discard()
+
+    def _allocate(self, message: Message, num_bytes: int) -> Slab | None:
+        return self._staging.try_acquire(num_bytes)
+
+    def _read_on(self) -> None:
+        for connection in self._connections:
+            connection.read_on()
+
+    def _on_connection_gone(self, reason: str) -> None:
+        self._end(reason)
+        self._num_gone += 1
+        if self._num_gone == len(self._connections):
+            self._inbox.close(reason)
+
+    def _end(self, reason: str) -> None:
+        """Send nothing any more. What the peer sent before its end may still be under way."""
+        if self._closed_because is not None:
+            return
+        self._closed_because = reason
+        self._slabs.close(reason)
+        for task in self._senders:
+            task.cancel()
+        while not self._outgoing.empty():
+            self._outgoing.get_nowait()[1].discard()
+        for connection in self._connections:
+            self._loop.call_later(_GRACE_S, connection.close, reason)
+
+
+class TcpCarrier:
+    """Makes links of `num_stripes` + 1 connections each, as many as the dialer wants."""
+
+    purpose = PURPOSE
+
+    def __init__(self, identity: Identity, config: TcpConfig) -> None:
+        self._identity = identity
+        self._config = config
+        self._incomplete: dict[tuple[str, str], dict[int, Meeting]] = {}
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        return {"slab_bytes": str(self._config.slabs.slab_bytes)}
+
+    def reaches(self, endpoint: Endpoint) -> bool:
+        return True
+
+    async def dial(self, endpoint: Endpoint, timeout_s: float) -> TcpLink:
+        attributes = self.attributes | {"link": secrets.token_hex(16), "stripes": str(self._config.num_stripes)}
+        meetings: list[Meeting] = []
+        try:
+            for number in range(self._config.num_stripes + 1):
+                own = attributes | {"number": str(number)}
+                meetings.append(
+                    await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s, attributes=own)
+                )
+            return await open_link(meetings, self._config)
+        except BaseException:
+            _close_all(meetings)
+            raise
+
+    async def accept(self, meeting: Meeting) -> TcpLink | None:
+        try:
+            link_id, number, total = _place_in_link(meeting)
+            _slab_bytes(meeting.peer)
+        except PeerRefusedError:
+            meeting.sock.close()
+            raise
+        key = (meeting.peer.worker_id, link_id)
+        if key not in self._incomplete:
+            self._incomplete[key] = {}
+            asyncio.get_running_loop().call_later(_ASSEMBLY_TIMEOUT_S, self._give_up, key)
+        found = self._incomplete[key]
+        if number in found:
+            meeting.sock.close()
+            raise PeerRefusedError(f"{meeting.peer.worker_id} dials connection {number} of a link twice.")
+        found[number] = meeting
+        if len(found) < total:
+            return None
+        del self._incomplete[key]
+        return await open_link([found[number] for number in sorted(found)], self._config)
+
+    def close(self) -> None:
+        for key in list(self._incomplete):
+            self._give_up(key)
+
+    def _give_up(self, key: tuple[str, str]) -> None:
+        _close_all(self._incomplete.pop(key, {}).values())
+
+
+class TcpTransport(SocketTransport):
+    """A `Transport` over TCP alone."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: TcpConfig | None = None,
+        *,
+        host: str = "127.0.0.1",
+        advertised_host: str | None = None,
+    ) -> None:
+        super().__init__(
+            identity, [TcpCarrier(identity, config or TcpConfig())], host=host, advertised_host=advertised_host
+        )
+
+
+async def open_link(meetings: Sequence[Meeting], config: TcpConfig) -> TcpLink:
+    link = TcpLink(meetings[0].peer, config)
+    await link.open(meetings)
+    return link
+
+
+def _close_all(meetings: Iterable[Meeting]) -> None:
+    for meeting in meetings:
+        meeting.sock.close()
+
+
+def _slab_bytes(peer: Hello) -> int:
+    return _number(peer, "slab_bytes", 1, 2**40)
+
+
+def _place_in_link(meeting: Meeting) -> tuple[str, int, int]:
+    """The link that a connection is part of, which of its connections it is, and how many there are."""
+    total = _number(meeting.peer, "stripes", 1, _MAX_STRIPES) + 1
+    return meeting.peer.attributes.get("link", ""), _number(meeting.peer, "number", 0, total - 1), total
+
+
+def _number(peer: Hello, name: str, low: int, high: int) -> int:
+    text = peer.attributes.get(name, "")
+    if not (text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
+        raise PeerRefusedError(f"{peer.worker_id} says {name}={text!r} of its link: it must be {low} to {high}.")
+    return int(text)
