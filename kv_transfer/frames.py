@@ -111,8 +111,8 @@ class FrameReader:
             return self._target[self._filled :]
         if self._start == self._end:
             self._start = self._end = 0
-        elif len(self._input) - self._end < _MIN_RECEIVE_BYTES:
-            rest = bytes(self._input[self._start :])
+        elif self._start > 0 and len(self._input) - self._end < _MIN_RECEIVE_BYTES:
+            rest = bytes(self._input[self._start : self._end])
             self._input[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
         return self._input[self._end :]
