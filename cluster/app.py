@@ -46,7 +46,10 @@ UNLIMITED = 1_000_000
 
 def build(args: dict[str, Any]) -> Application:
     """The Serve application for a configuration tree (see `cluster.settings`). Raises ConfigError."""
-    config = load_config(args)
+    return build_application(load_config(args))
+
+
+def build_application(config: LegatoConfig) -> Application:
     logging.basicConfig(level=config.log_level)
     secret = cluster_secret(config)
     host = config.network.host

@@ -1,0 +1,31 @@
+"""`python -m cluster serve FILE`: start Ray and Legato on this machine, show a first answer, serve until interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from cluster.config import ConfigError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m cluster", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="start Ray and Legato on this machine and show a first answer")
+    serve.add_argument("file", help="a Serve config file, such as ray_configs/quickstart.yaml")
+    serve.add_argument("--port", type=int, help="HTTP port; default: the file's")
+    serve.add_argument("--exit", action="store_true", help="stop after the first answer")
+    arguments = parser.parse_args()
+    # Ray reads its environment when it is imported, and importing it takes a second: only now.
+    from cluster.serving import StartError, serve_file
+
+    try:
+        serve_file(arguments.file, port=arguments.port, stay=not arguments.exit)
+    except (ConfigError, StartError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

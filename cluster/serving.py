@@ -1,0 +1,135 @@
+"""Brings Ray and Legato up on this machine, waits until a request can be served, and shows one.
+
+For a newcomer's first minute and for tests; on a cluster that exists already, use `serve run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config import load_config
+from cluster.settings import LegatoConfig
+from cluster.tuning import tune_environment
+
+START_TIMEOUT_S = 300.0
+FIRST_QUESTION = "What is the capital of France?"
+
+
+class StartError(RuntimeError):
+    """Legato could not be started; says why and where to look."""
+
+
+def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None:
+    """Serve the configuration in `path` until interrupted, or only for one answer. Raises ConfigError, StartError."""
+    config = load_config(path)
+    document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    http = {"host": "127.0.0.1", "port": 8000, **document.get("http_options", {})}
+    if port is not None:
+        http["port"] = port
+    tune_environment()
+    interrupted = threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: interrupted.set())
+    import ray
+    from ray import serve
+
+    _fetch_model(config)
+    print("Starting Ray ...", flush=True)
+    try:
+        start_ray()
+        serve.start(http_options=http)
+        print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
+        run_application(document["applications"][0], config)
+        url = f"http://{http['host']}:{http['port']}"
+        wait_until_ready(url, interrupted)
+        if not interrupted.is_set():
+            _show_first_answer(url, config.model.name)
+        if stay:
+            print(f"\nServing on {url}/v1 (Ctrl-C to stop).", flush=True)
+            interrupted.wait()
+    finally:
+        print("Stopping.", flush=True)
+        serve.shutdown()
+        ray.shutdown()
+
+
+def start_ray(**options: Any) -> None:
+    """A local Ray that is as small as a laptop wants it; joins nothing and listens on this machine only."""
+    import ray
+
+    defaults = {
+        "num_cpus": max(4, os.cpu_count() or 4),
+        "object_store_memory": 200 * 2**20,
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "warning",
+    }
+    ray.init(**{**defaults, **options})
+
+
+def run_application(application: dict[str, Any], config: LegatoConfig) -> None:
+    """Deploy and return at once; `wait_until_ready` tells when it serves."""
+    from ray import serve
+
+    from cluster.app import build_application
+
+    serve.run(
+        build_application(config),
+        name=application.get("name", "legato"),
+        route_prefix=application.get("route_prefix", "/"),
+        blocking=False,
+    )
+
+
+def wait_until_ready(url: str, interrupted: threading.Event, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Until `/health` says that a request could be served. Raises StartError."""
+    deadline = time.monotonic() + timeout_s
+    why = "nothing answered"
+    while not interrupted.wait(0.3):
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except urllib.error.HTTPError as error:
+            why = error.read().decode(errors="replace")[:300]
+        except OSError as error:
+            why = str(error)
+        if time.monotonic() > deadline:
+            raise StartError(
+                f"Legato did not become ready within {timeout_s:.0f} s ({why}). "
+                "Look into the workers' logs under /tmp/ray/session_latest/logs/serve."
+            )
+
+
+def _fetch_model(config: LegatoConfig) -> None:
+    """Before anything is started, so that the download's progress is seen."""
+    from engine.model_store import resolve_model
+
+    print(f"Model {config.model.ref} ...", flush=True)
+    print(f"  in {resolve_model(config.model.ref)}", flush=True)
+
+
+def _show_first_answer(url: str, model: str) -> None:
+    body = {"model": model, "messages": [{"role": "user", "content": FIRST_QUESTION}], "max_tokens": 48}
+    body["stream"] = True
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        data=json.dumps({**body, "temperature": 0}).encode(),
+        headers={"content-type": "application/json"},
+    )
+    print(f"\n> {FIRST_QUESTION}\n", flush=True)
+    with urllib.request.urlopen(request, timeout=120) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    print(choice["delta"].get("content", ""), end="", flush=True)
+    print(flush=True)
