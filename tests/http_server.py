@@ -1,0 +1,55 @@
+"""Runs the HTTP application under a real uvicorn in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import openai
+import uvicorn
+
+from cluster.api import Api, InFlight
+from cluster.http import create_app
+from cluster.metrics import Metrics
+from cluster.settings import GatewaySettings
+from engine.tokenizer import Tokenizer
+from tests.openai_conformance import Target
+from tests.scripted_generator import ScriptedGenerator
+
+MODEL = "smollm2-135m-instruct"
+
+
+@contextmanager
+def running_server(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, settings: GatewaySettings | None = None
+) -> Iterator[Target]:
+    """A server on a port of its own, and clients for it."""
+    settings = settings or GatewaySettings()
+    api = Api(
+        generator=generator,
+        tokenizer=tokenizer,
+        model_name=MODEL,
+        settings=settings,
+        metrics=Metrics(),
+        in_flight=InFlight(settings.max_concurrent),
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", loop="uvloop", lifespan="off"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    root = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with (
+            openai.OpenAI(base_url=f"{root}/v1", api_key="unused", max_retries=0, timeout=20) as client,
+            httpx.Client(base_url=root, timeout=20) as http,
+        ):
+            yield Target(client=client, http=http, model=MODEL)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+        listener.close()
+        assert not thread.is_alive(), "the server did not stop"

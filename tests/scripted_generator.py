@@ -1,0 +1,130 @@
+"""A `Generator` without a model: what it says is fixed by the request, and what happens to it is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Final
+
+from cluster.errors import GenerationError
+from cluster.generation import ServingLimits
+from engine.tokenizer import Tokenizer
+from kv_transfer.messages import RequestSpec, TokenEvent
+
+_WORDS: Final = (
+    "the",
+    "sea",
+    "was",
+    "calm;",
+    "night",
+    "fell,",
+    "and",
+    "she",
+    "said:",
+    "«été»",
+    "世界",
+    "🦜",
+    "12",
+    "miles.\n",
+)
+MAX_MODEL_LEN: Final = 2_048
+
+
+@dataclass(slots=True, kw_only=True)
+class Script:
+    """How the generator behaves; tests change it."""
+
+    reply: str | None = None  # None: words drawn by the request's seed (greedy: by its prompt)
+    delay_s: float = 0.0  # before each token
+    burst: int = 1  # tokens that come without a pause between them
+    fail_after: int | None = None  # tokens, then `error`
+    error: Exception | None = None
+    limits: ServingLimits | None = field(default_factory=lambda: ServingLimits(max_model_len=MAX_MODEL_LEN, ready=True))
+
+
+class ScriptedGenerator:
+    """Implements `cluster.generation.Generator`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._eos = min(tokenizer.eos_token_ids)
+        self.script = Script()
+        self.requests: list[RequestSpec] = []
+        self.num_open = 0
+        self.num_cancelled = 0
+        self.num_finished = 0
+
+    def limits(self) -> ServingLimits | None:
+        return self.script.limits
+
+    async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
+        self.requests.append(request)
+        self.num_open += 1
+        finished = False
+        try:
+            for index, token_id in enumerate(self._token_ids(request)):
+                if self.script.fail_after == index and self.script.error is not None:
+                    raise self.script.error
+                if index % self.script.burst == 0:
+                    await asyncio.sleep(self.script.delay_s)
+                event = self._event(request, index, token_id)
+                finished = event.finish_reason is not None
+                yield event
+                if finished:
+                    return
+        except GenerationError:
+            finished = True
+            raise
+        finally:
+            self.num_open -= 1
+            self.num_finished += finished
+            self.num_cancelled += not finished
+
+    def _token_ids(self, request: RequestSpec) -> list[int]:
+        params = request.params
+        forced = [token_id for token_id, bias in params.logit_bias.items() if bias >= 100]
+        if forced:
+            return forced[:1] * params.max_tokens
+        ids = self._tokenizer.encode(self._text(request), add_special_tokens=False)
+        if params.ignore_eos or params.min_tokens > len(ids):
+            ids *= 1 + params.max_tokens // len(ids)
+        else:
+            ids.append(self._eos)
+        return ids
+
+    def _text(self, request: RequestSpec) -> str:
+        if self.script.reply is not None:
+            return self.script.reply
+        seed = sum(request.prompt_token_ids) if request.params.greedy else request.params.seed
+        return " ".join(random.Random(seed).choices(_WORDS, k=30))
+
+    def _event(self, request: RequestSpec, index: int, token_id: int) -> TokenEvent:
+        params = request.params
+        ends = token_id == self._eos and not params.ignore_eos
+        ends = (ends or token_id in params.stop_token_ids) and index + 1 >= params.min_tokens
+        is_last = index + 1 == params.max_tokens
+        logprobs = self._logprobs(token_id, params.logprobs)
+        asked = params.prompt_logprobs if index == 0 else None
+        return TokenEvent(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=index,
+            token_id=token_id,
+            finish_reason="stop" if ends else "length" if is_last else None,
+            logprob=None if logprobs is None else logprobs[0],
+            top_logprobs=None if logprobs is None else logprobs[1],
+            num_cached_tokens=len(request.prompt_token_ids) // 2 if index == 0 else None,
+            prompt_logprobs=None
+            if asked is None
+            else [_opinion(token_id, asked) for token_id in request.prompt_token_ids[1:]],
+        )
+
+    def _logprobs(self, token_id: int, num_top: int | None) -> tuple[float, list[tuple[int, float]]] | None:
+        return None if num_top is None else _opinion(token_id, num_top)
+
+
+def _opinion(token_id: int, num_top: int) -> tuple[float, list[tuple[int, float]]]:
+    """The token itself is likeliest; its successors in the vocabulary follow."""
+    return -0.5, [((token_id + rank) % 40_000, -0.5 - rank) for rank in range(num_top)]

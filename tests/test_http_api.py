@@ -1,0 +1,363 @@
+"""The HTTP side over real sockets, with scripted tokens in place of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.generation import ServingLimits
+from cluster.prepare import derived_seed
+from cluster.settings import GatewaySettings
+from engine.tokenizer import Tokenizer
+from tests.http_server import MODEL, running_server
+from tests.openai_conformance import CHECKS, MESSAGES, PROMPT, Target
+from tests.scripted_generator import Script, ScriptedGenerator
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture(scope="module")
+def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(shared_generator, tokenizer) as target:
+        yield target
+
+
+@pytest.fixture
+def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator]:
+    """The generator behind `target`, its script and records fresh; nothing may be left open."""
+    shared_generator.script = Script()
+    shared_generator.requests.clear()
+    shared_generator.num_cancelled = shared_generator.num_finished = 0
+    yield shared_generator
+    shared_generator.script = Script()
+    wait_until(lambda: shared_generator.num_open == 0)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 1.0) -> None:
+    """The server is in another thread, so its state can only be looked at again and again."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass in time"
+        threading.Event().wait(0.005)
+
+
+def texts_of(target: Target, **fields: Any) -> list[str]:
+    """The text of each streamed chunk."""
+    return [choice.text for chunk in target.complete(stream=True, **fields) for choice in chunk.choices]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check: Callable[[Target], None], target: Target, generator: ScriptedGenerator) -> None:
+    check(target)
+
+
+# What is generated is what was asked for.
+
+
+def test_sampling_fields_reach_the_generator(target: Target, generator: ScriptedGenerator) -> None:
+    extra = {"top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "cache_salt": "tenant", "stop_token_ids": [5]}
+    target.complete(
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.75,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={"17": -3.5},
+        seed=5,
+        logprobs=3,
+        echo=True,
+        extra_body={**extra, "min_tokens": 2, "ignore_eos": True},
+    )
+    (request,) = generator.requests
+    params = request.params
+    assert (params.max_tokens, params.temperature, params.top_p, params.seed) == (9, 0.5, 0.75, 5)
+    assert (params.top_k, params.min_p, params.repetition_penalty) == (7, 0.25, 1.5)
+    assert (params.presence_penalty, params.frequency_penalty, params.logit_bias) == (1.0, -1.0, {17: -3.5})
+    assert (params.logprobs, params.prompt_logprobs, params.min_tokens, params.ignore_eos) == (3, 3, 2, True)
+    assert params.stop_token_ids == (5,) and request.cache_salt == "tenant" and request.attempt == 0
+
+
+def test_defaults_are_openais(target: Target, generator: ScriptedGenerator) -> None:
+    target.complete()
+    target.chat()
+    completion, chat = generator.requests
+    assert completion.params.max_tokens == 16 and completion.params.temperature == 1.0
+    assert chat.params.max_tokens == 2_048 - len(chat.prompt_token_ids)  # what is left of the context
+    assert completion.params.seed != chat.params.seed and completion.cache_salt == ""
+
+
+def test_seeds(target: Target, generator: ScriptedGenerator) -> None:
+    target.complete(seed=-1, n=3, max_tokens=1)
+    base = 2**63 - 1
+    assert [r.params.seed for r in generator.requests] == [base, derived_seed(base, 1), derived_seed(base, 2)]
+    generator.requests.clear()
+    target.complete(prompt=["a", "b"], n=2, seed=3, max_tokens=1)
+    assert [r.params.seed for r in generator.requests] == [3, derived_seed(3, 1)] * 2
+    generator.requests.clear()
+    target.complete(prompt=["a", "b"], n=2, max_tokens=1)
+    assert len({r.params.seed for r in generator.requests}) == 4
+    assert len({r.request_id for r in generator.requests}) == 4
+
+
+def test_cached_tokens_count_each_prompt_once(target: Target, generator: ScriptedGenerator) -> None:
+    usage = target.complete(prompt=[[1, 2, 3, 4], [5, 6]], n=2, max_tokens=1).usage
+    assert usage.prompt_tokens == 6 and usage.prompt_tokens_details.cached_tokens == 2 + 1
+
+
+# Text.
+
+
+def test_no_broken_characters_in_a_stream(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.reply = "a🦜b👩‍👩‍👧世界é🇸🇪"
+    texts = texts_of(target, max_tokens=100)
+    assert "".join(texts) == generator.script.reply and "�" not in "".join(texts)
+
+
+def test_an_unfinished_character_is_replaced_at_the_end(
+    target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    generator.script.reply = "🦜"
+    assert len(tokenizer.encode("🦜", add_special_tokens=False)) > 1
+    answer = target.complete(max_tokens=1)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("�", "length")
+
+
+@pytest.mark.parametrize(
+    ("reply", "stop", "expected"),
+    [
+        ("one two three four", ["three"], "one two "),
+        ("one two three four", ["o t"], "one tw"),
+        ("one two three four", ["four", "two"], "one "),
+        ("fly 🦜🦜 away", ["🦜🦜"], "fly "),
+        ("fly 🦜 away", [" away"], "fly 🦜"),
+        ("aaab", ["aab"], "a"),
+        ("one two", ["one"], ""),
+        ("almost a stop", ["stopped"], "almost a stop"),
+    ],
+)
+@pytest.mark.parametrize("burst", [1, 3, 100])
+def test_stop_strings(
+    target: Target, generator: ScriptedGenerator, reply: str, stop: list[str], expected: str, burst: int
+) -> None:
+    generator.script = Script(reply=reply, burst=burst)
+    fields = {"max_tokens": 50, "stop": stop}
+    answer = target.complete(**fields)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+    assert "".join(texts_of(target, **fields)) == expected
+
+
+def test_a_stop_string_cancels_the_sequence(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(reply="one two three " * 50, delay_s=0.01)
+    target.complete(max_tokens=150, stop="three")
+    wait_until(lambda: generator.num_cancelled == 1 and generator.num_open == 0)
+
+
+def test_a_finished_sequence_is_not_cancelled(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.reply = "short"
+    target.chat(stop=["nothing"], n=3)
+    wait_until(lambda: generator.num_finished == 3)
+    assert generator.num_cancelled == 0
+
+
+def test_stop_strings_count_from_min_tokens_on(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.reply = "go stop go stop go"
+    text = target.complete(max_tokens=50, stop=" stop", extra_body={"min_tokens": 3}).choices[0].text
+    assert text == "go stop go"
+
+
+def test_tokens_that_arrive_together_share_a_chunk(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(reply="one two three four five six seven eight", burst=4, delay_s=0.02)
+    chunks = list(target.complete(stream=True, max_tokens=8, logprobs=0))
+    assert len(chunks) == 2
+    assert [token for chunk in chunks for c in chunk.choices for token in c.logprobs.tokens] == [
+        "one", " two", " three", " four", " five", " six", " seven", " eight",
+    ]  # fmt: skip
+
+
+def test_choices_are_interleaved(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(delay_s=0.005)
+    chunks = target.complete(n=3, stream=True, max_tokens=10, extra_body={"ignore_eos": True})
+    indices = [choice.index for chunk in chunks for choice in chunk.choices]
+    first_end = min(len(indices) - 1 - indices[::-1].index(index) for index in range(3))
+    assert set(indices[:6]) == {0, 1, 2} and set(indices[:first_end]) == {0, 1, 2}
+
+
+def test_logprob_of_part_of_a_character(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.reply = "🦜"
+    (choice,) = target.chat(logprobs=True).choices
+    entries = choice.logprobs.content
+    assert len(entries) > 1 and bytes(b for entry in entries for b in entry.bytes).decode() == "🦜"
+    assert entries[0].token.startswith("bytes:\\xf0")
+    completion = target.complete(logprobs=0)
+    assert set(completion.choices[0].logprobs.text_offset) == {0}
+
+
+# Errors of the cluster.
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (OverloadedError("Full. Wait.", retry_after_s=2.5), 429, "rate_limit_error"),
+        (UnavailableError("Nobody home. Wait.", retry_after_s=7), 503, "service_unavailable_error"),
+        (RequestTooLargeError("Too large. Shorten it."), 400, "invalid_request_error"),
+        (FailedError("Three attempts failed. Try again."), 500, "server_error"),
+        (RuntimeError("a secret of the server"), 500, "server_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_before_the_first_token(
+    target: Target, generator: ScriptedGenerator, error: Exception, status: int, kind: str, stream: bool
+) -> None:
+    generator.script = Script(fail_after=0, error=error)
+    body = {"model": MODEL, "messages": MESSAGES, "stream": stream, "n": 2}
+    answer = target.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == status and answer.json()["error"]["type"] == kind
+    assert "secret" not in answer.text
+    retry_after = {429: "3", 503: "7"}.get(status)
+    assert answer.headers.get("retry-after") == retry_after
+
+
+@pytest.mark.parametrize("error", [FailedError("Lost it. Try again."), RuntimeError("bug")])
+def test_errors_in_a_stream(target: Target, generator: ScriptedGenerator, error: Exception) -> None:
+    generator.script = Script(reply="one two three four", delay_s=0.01, fail_after=3, error=error)
+    body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+    answer = target.http.post("/v1/completions", json=body)
+    *tokens, last = [line for line in answer.text.split("\n") if line]
+    assert answer.status_code == 200 and len(tokens) == 3
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+
+
+def test_nothing_known_of_the_cluster(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.limits = None
+    answer = target.http.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES})
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    assert target.http.get("/health").status_code == 503
+    generator.script.limits = ServingLimits(max_model_len=64, ready=False, reason="The decode worker is loading.")
+    health = target.http.get("/health")
+    assert health.status_code == 503 and "loading" in health.json()["reason"]
+
+
+def test_the_context_is_the_limit(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.limits = ServingLimits(max_model_len=10, ready=True)
+    assert target.complete(prompt=[1] * 9, max_tokens=1).choices
+    for num_prompt, max_tokens in ((9, 2), (10, 1), (11, 1)):
+        body = {"model": MODEL, "prompt": [1] * num_prompt, "max_tokens": max_tokens}
+        error = target.http.post("/v1/completions", json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "10 tokens" in error["message"]
+
+
+# Clients that go away, and limits.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("delay_s", [0.02, 30.0], ids=["in mid-stream", "before the first token"])
+def test_a_client_that_goes_away_ends_its_sequences(
+    target: Target, generator: ScriptedGenerator, stream: bool, delay_s: float
+) -> None:
+    generator.script = Script(delay_s=delay_s)
+    body = {"model": MODEL, "prompt": PROMPT, "n": 3, "stream": stream, "max_tokens": 2_000, "ignore_eos": True}
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=str(target.http.base_url)) as client:
+            request = asyncio.create_task(client.post("/v1/completions", json=body, timeout=30))
+            await asyncio.to_thread(wait_until, lambda: generator.num_open == 3)
+            request.cancel()
+            await asyncio.wait({request})
+
+    asyncio.run(leave())
+    wait_until(lambda: generator.num_open == 0)
+    assert generator.num_cancelled == 3
+    wait_until(lambda: "legato_requests_running 0.0" in target.http.get("/metrics").text)
+
+
+def test_a_slow_reader_does_not_hold_the_sequence(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.reply = "word " * 1_500
+    body = {"model": MODEL, "prompt": PROMPT, "stream": True, "max_tokens": 1_500, "logprobs": 5}
+    with target.http.stream("POST", "/v1/completions", json=body) as answer:
+        wait_until(lambda: generator.num_finished == 1, timeout_s=5)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_limits_of_a_gateway(tokenizer: Tokenizer) -> None:
+    settings = GatewaySettings(max_concurrent=4, request_deadline_s=0.3, max_body_bytes=10_000, body_timeout_s=0.3)
+    generator = ScriptedGenerator(tokenizer)
+    with running_server(generator, tokenizer, settings) as target:
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+        generator.script = Script(delay_s=30)
+        late = target.http.post("/v1/completions", json={**body, "n": 4})
+        assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+        assert target.http.post("/v1/completions", json={**body, "n": 5}).json()["error"]["param"] == "n"
+        check_overload(target, generator, body)
+        check_body_limits(target, body)
+        generator.script = Script()
+        assert target.http.post("/v1/completions", json={**body, "n": 4}).status_code == 200
+        assert generator.num_open == 0
+
+
+def check_overload(target: Target, generator: ScriptedGenerator, body: dict[str, Any]) -> None:
+    first = threading.Thread(target=lambda: target.http.post("/v1/completions", json={**body, "n": 3}))
+    first.start()
+    wait_until(lambda: generator.num_open == 3)
+    answer = target.http.post("/v1/completions", json={**body, "n": 2})
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    first.join()
+
+
+def check_body_limits(target: Target, body: dict[str, Any]) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(1_000):
+            yield b" " * 1_000
+
+    def stalled() -> Iterator[bytes]:
+        yield b"{"
+        threading.Event().wait(1.0)
+        yield b"}"
+
+    declared = target.http.post("/v1/completions", json={**body, "prompt": "x" * 20_000})
+    assert declared.status_code == 413 and declared.json()["error"]["code"] == "body_too_large"
+    assert target.http.post("/v1/completions", content=endless()).status_code == 413
+    assert target.http.post("/v1/completions", content=stalled()).status_code == 408
+
+
+def test_metrics_count_outcomes(tokenizer: Tokenizer) -> None:
+    generator = ScriptedGenerator(tokenizer)
+    generator.script.reply = "one two three"
+    with running_server(generator, tokenizer) as target:
+        target.complete(max_tokens=2)
+        list(target.chat(stream=True))
+        target.http.post("/v1/completions", json={"model": "other", "prompt": "x"})
+        target.http.get("/nowhere/" + "x" * 50)
+        generator.script = Script(fail_after=0, error=OverloadedError("Full. Wait.", retry_after_s=1))
+        target.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
+        page = target.http.get("/metrics").text
+    for line in (
+        'legato_requests_total{endpoint="/v1/completions",outcome="finished"} 1.0',
+        'legato_requests_total{endpoint="/v1/chat/completions",outcome="finished"} 1.0',
+        'legato_requests_total{endpoint="/v1/completions",outcome="model_not_found"} 1.0',
+        'legato_requests_total{endpoint="/v1/completions",outcome="overloaded"} 1.0',
+        'legato_requests_total{endpoint="other",outcome="invalid_value"} 1.0',
+        "legato_generated_tokens_total 6.0",  # two, then three and the end
+        "legato_time_to_first_token_seconds_count 2.0",
+        "legato_time_per_output_token_seconds_count 2.0",
+    ):
+        assert line in page.splitlines(), line
