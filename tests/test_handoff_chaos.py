@@ -28,8 +28,15 @@ class HandoffChaos(RuleBasedStateMachine):
         self.world = World()
         self.harmed = False  # nothing but delay, reordering and repetition has happened so far
 
-    @initialize(num_prompt=st.integers(1, 6))
-    def first_request(self, num_prompt: int) -> None:
+    @initialize(
+        num_prompt=st.integers(1, 6),
+        repeat=st.sampled_from([0.0, 0.3]),
+        lose=st.sampled_from([0.0, 0.0, 0.05]),
+        slow=st.booleans(),
+    )
+    def set_out(self, num_prompt: int, repeat: float, lose: float, slow: bool) -> None:
+        """How unruly the network is in this run, besides keeping no order, and whether copies end only when told."""
+        self.repeat, self.lose, self.copies_are_slow = repeat, lose, slow
         self.world.gateway.submit(num_prompt)
 
     @precondition(lambda self: len(self.world.gateway.requests) < MAX_REQUESTS)
@@ -37,6 +44,7 @@ class HandoffChaos(RuleBasedStateMachine):
     def submit(self, num_prompt: int) -> None:
         self.world.gateway.submit(num_prompt)
 
+    @precondition(lambda self: not self.copies_are_slow)
     @rule(seed=some, num_steps=st.integers(1, 60))
     def go_on(self, seed: int, num_steps: int) -> None:
         """The ordinary course of things, but in any order."""
@@ -49,6 +57,10 @@ class HandoffChaos(RuleBasedStateMachine):
     def _go_on(self, seed: int, num_steps: int, things_to_do: Callable[[], list[Callable[[], None]]]) -> None:
         order = random.Random(seed)
         for _ in range(num_steps):
+            if self.world.packets and order.random() < self.repeat:
+                self.world.duplicate(order.choice(self.world.packets))
+            if self.world.packets and order.random() < self.lose:
+                self._lose(order.choice(self.world.packets))
             things = things_to_do()
             if things:
                 order.choice(things)()
@@ -61,10 +73,7 @@ class HandoffChaos(RuleBasedStateMachine):
     @precondition(lambda self: self.world.packets)
     @rule(pick=some)
     def drop(self, pick: int) -> None:
-        packet = self._packet(pick)
-        if packet.message is not None:  # the loss of a link is always noticed in the end
-            self.harmed = True
-            self.world.packets.remove(packet)
+        self._lose(self._packet(pick))
 
     @precondition(lambda self: self.world.packets)
     @rule(pick=some)
@@ -140,6 +149,11 @@ class HandoffChaos(RuleBasedStateMachine):
         if not self.harmed and not self.world.gateway.num_refused:
             ends = [request.ends for request in self.world.gateway.requests.values()]
             assert ends == [["finished"]] * len(ends), f"nothing went wrong, and yet: {ends}"
+
+    def _lose(self, packet: Packet) -> None:
+        if packet.message is not None:  # the loss of a link is always noticed in the end
+            self.harmed = True
+            self.world.packets.remove(packet)
 
     def _packet(self, pick: int) -> Packet:
         return self.world.packets[pick % len(self.world.packets)]

@@ -30,12 +30,12 @@ def layer_kv(request: RequestSpec, layer: int) -> bytes:
 
 
 def request_spec(request_id: str, attempt: int, num_prompt: int) -> RequestSpec:
-    """Each attempt after the first goes on after one more token, which the one before it had emitted."""
+    """Every other attempt goes on after one more token, which the one before it had emitted."""
     return RequestSpec(
         request_id=request_id,
         attempt=attempt,
         prompt_token_ids=list(range(num_prompt)),
-        output_token_ids=[7] * (attempt - 1),
+        output_token_ids=[7] * ((attempt - 1) // 2),
         params=SAMPLING,
     )
 
