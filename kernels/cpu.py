@@ -53,7 +53,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if weight.dtype == x.dtype:
+    if weight.dtype.itemsize <= x.dtype.itemsize:
         return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
     normed = functional.rms_norm(x.to(weight.dtype), x.shape[-1:], None, eps)
     return normed.mul_(weight).to(x.dtype)

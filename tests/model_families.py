@@ -70,7 +70,7 @@ def _qwen3() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**_COMMON, head_dim=32, rope_parameters=_YARN_ROPE))
 
 
-def _gemma3() -> Any:
+def _gemma3(**changes: Any) -> Any:
     config = Gemma3TextConfig(
         **_COMMON,
         head_dim=32,
@@ -82,11 +82,12 @@ def _gemma3() -> Any:
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
         final_logit_softcapping=3.0,
+        **changes,
     )
     return Gemma3ForCausalLM(config)
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {
+FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "llama-tied-biased-llama3": lambda: _llama(
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=dict(_LLAMA3_ROPE)
@@ -99,10 +100,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def build_oracle(family: str, folder: Path) -> Any:
-    """The `transformers` model of a family in float32; its checkpoint is saved in `folder`."""
+def build_oracle(family: str, folder: Path, **changes: Any) -> Any:
+    """The `transformers` model of a family in float32, its config changed; its checkpoint is saved in `folder`."""
     torch.manual_seed(sum(family.encode()))
-    model = FAMILIES[family]().eval()
+    model = FAMILIES[family](**changes).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):  # as they are initialised, they do nothing

@@ -88,7 +88,7 @@ class Stepper:
         """Compute so many tokens of each sequence; take in what was sampled."""
         plan = StepPlan(tuple(ScheduledSequence(seq, count) for seq, count in chunks))
         for item in plan.items:
-            self._grow(item.seq, item.seq.num_computed + item.num_tokens)
+            self.reserve(item.seq, item.seq.num_computed + item.num_tokens)
         output = self.runner.execute(plan)
         for item, token in zip(plan.items, output.sampled, strict=True):
             item.seq.num_computed += item.num_tokens
@@ -111,7 +111,8 @@ class Stepper:
             self.step([(seq, self.random.randint(1, min(seq.num_uncomputed, 19))) for seq in chosen])
             unfinished = [seq for seq in unfinished if len(seq.output_token_ids) < num_tokens]
 
-    def _grow(self, seq: Sequence, num_tokens: int) -> None:
+    def reserve(self, seq: Sequence, num_tokens: int) -> None:
+        """Blocks for the first `num_tokens` tokens."""
         assert seq.lease is not None
         assert seq.block_table is not None
         groups = self.layout.num_layer_groups
