@@ -209,24 +209,20 @@ class LegatoConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> Self:
-        sizes = (self.kv.prefill.block_size, self.kv.decode.block_size)
-        if not self.colocated and max(sizes) % min(sizes):
-            raise ValueError(
-                f"kv.prefill.block_size is {sizes[0]} and kv.decode.block_size {sizes[1]}; "
-                "make one a multiple of the other so that block borders meet"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_local_prefill(self) -> Self:
-        if (
-            self.model.max_model_len is not None
-            and self.scheduler.local_prefill_below_tokens > self.model.max_model_len
-        ):
+    def _check_context(self) -> Self:
+        context = self.model.max_model_len
+        if context is None:
+            return self
+        for name, pool in (("prefill", self.kv.prefill), ("decode", self.kv.decode)):
+            if pool.block_size > context:
+                raise ValueError(
+                    f"kv.{name}.block_size is {pool.block_size}, more than model.max_model_len ({context}), so that "
+                    "no block could ever be full; use a smaller one, 16 for example"
+                )
+        if not self.colocated and self.scheduler.local_prefill_below_tokens > context:
             raise ValueError(
                 f"scheduler.local_prefill_below_tokens is {self.scheduler.local_prefill_below_tokens}, beyond "
-                f"model.max_model_len ({self.model.max_model_len}), so no prompt would ever be handed over; lower it, "
-                "or say so with prefill.replicas: 0"
+                f"model.max_model_len ({context}), so no prompt would ever be handed over; lower it, or say so with "
+                "prefill.replicas: 0"
             )
         return self
