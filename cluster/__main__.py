@@ -1,4 +1,4 @@
-"""`python -m cluster serve FILE`: start Ray and Legato on this machine, show a first answer, serve until interrupted."""
+"""`python -m cluster serve FILE`: start Ray and Legato here, show a first answer, serve until interrupted."""
 
 from __future__ import annotations
 

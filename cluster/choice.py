@@ -31,11 +31,12 @@ class Delta:
 
     text: str = ""
     entries: list[TokenEntry] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # as they came, where asked for; may be ahead of the text
     finish_reason: FinishReason | None = None
 
     @property
     def empty(self) -> bool:
-        return not (self.text or self.entries or self.finish_reason)
+        return not (self.text or self.entries or self.token_ids or self.finish_reason)
 
 
 class Choice:
@@ -46,9 +47,16 @@ class Choice:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams, stop: tuple[str, ...]
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        stop: tuple[str, ...],
+        *,
+        return_token_ids: bool = False,
     ) -> None:
         self._params = params
+        self._return_token_ids = return_token_ids
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._stop = StopChecker(list(stop)) if stop else None
         self._waiting: deque[TokenEntry] = deque()  # entries whose text is not out yet
@@ -71,7 +79,8 @@ class Choice:
         if stopped:
             self.finish_reason = "stop"
         self._num_out += len(text)
-        return Delta(text=text, entries=self._settled(stopped), finish_reason=self.finish_reason)
+        token_ids = [event.token_id] if self._return_token_ids else []
+        return Delta(text=text, entries=self._settled(stopped), token_ids=token_ids, finish_reason=self.finish_reason)
 
     def _read(self, event: TokenEvent) -> str:
         """The text that the event completes."""

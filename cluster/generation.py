@@ -44,6 +44,10 @@ class Generator(Protocol):
         """
         ...
 
+    def workers(self) -> list[dict[str, object]]:
+        """What is known of each live worker, as JSON values, for people and dashboards."""
+        ...
+
     def limits(self) -> ServingLimits | None:
         """None while no worker has registered yet, so that nothing is known."""
         ...

@@ -62,6 +62,7 @@ class BodyLimit:
         return BodyTooLargeError(f"The body is larger than {self._max_bytes} bytes. Send a shorter request.")
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"].state.api.metrics.count("other", error.code)
         response = error_response(error)
         response.headers["connection"] = "close"  # the rest of the body is not read
         await response(scope, receive, send)

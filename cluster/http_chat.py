@@ -14,7 +14,7 @@ from cluster.logprobs import chat_logprobs
 from cluster.metrics import RequestTimeline
 from cluster.openai_types import ChatBody
 from cluster.prepare import Job, prepare_chat
-from cluster.shapes import ChunkFrame, dumps
+from cluster.shapes import ChunkFrame, dumps, token_ids_member
 from cluster.streaming import Generation
 
 router = APIRouter()
@@ -33,6 +33,7 @@ class ChatShape:
 
     def __init__(self, job: Job, api: Api) -> None:
         self._tokenizer = api.tokenizer
+        self._job = job
         self._frame = ChunkFrame(job, "chat.completion.chunk")
 
     def opening(self, index: int) -> bytes:
@@ -40,7 +41,7 @@ class ChatShape:
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         content = b'"delta":{"content":%b}' % dumps(delta.text) if delta.text else b'"delta":{}'
-        return self._frame.chunk(index, content, chat_logprobs(delta.entries, self._tokenizer), delta.finish_reason)
+        return self._frame.chunk(index, content, chat_logprobs(delta.entries, self._tokenizer), delta)
 
     def closing(self, usage: dict[str, object] | None) -> bytes:
         return self._frame.closing(usage)
@@ -52,6 +53,7 @@ class ChatShape:
                 "message": {"role": "assistant", "content": delta.text, "refusal": None},
                 "logprobs": chat_logprobs(delta.entries, self._tokenizer),
                 "finish_reason": delta.finish_reason,
+                **token_ids_member(self._job, delta),
             }
             for index, delta in enumerate(deltas)
         ]

@@ -14,7 +14,7 @@ from cluster.logprobs import CompletionLogprobs
 from cluster.metrics import RequestTimeline
 from cluster.openai_types import CompletionBody
 from cluster.prepare import Job, TokenPrompt, prepare_completion
-from cluster.shapes import ChunkFrame, dumps
+from cluster.shapes import ChunkFrame, dumps, token_ids_member
 from cluster.streaming import Generation
 
 router = APIRouter()
@@ -55,7 +55,7 @@ class CompletionShape:
     def chunk(self, index: int, delta: Delta) -> bytes:
         logprobs = CompletionLogprobs(self._tokenizer)
         logprobs.add(delta.entries, len(self._prompt(index).echo))
-        return self._frame.chunk(index, b'"text":' + dumps(delta.text), logprobs.as_json(), delta.finish_reason)
+        return self._frame.chunk(index, b'"text":' + dumps(delta.text), logprobs.as_json(), delta)
 
     def closing(self, usage: dict[str, object] | None) -> bytes:
         return self._frame.closing(usage)
@@ -75,6 +75,7 @@ class CompletionShape:
             "text": echo + delta.text,
             "logprobs": logprobs.as_json(),
             "finish_reason": delta.finish_reason,
+            **token_ids_member(self._job, delta),
         }
 
     def _add_prompt(self, logprobs: CompletionLogprobs, index: int) -> None:

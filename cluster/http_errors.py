@@ -44,13 +44,11 @@ async def _api_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    _count(request, "invalid_value")
-    return error_response(from_validation(error.errors()))
+    return await _api_error(request, from_validation(error.errors()))
 
 
 async def _http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    _count(request, "invalid_value")
     sentences = {
         404: f"There is no {request.url.path[:200]}. See /openapi.json for what there is.",
         405: f"{request.method} is not possible on {request.url.path[:200]}. See /openapi.json for what is.",
@@ -59,6 +57,7 @@ async def _http_exception(request: Request, error: Exception) -> JSONResponse:
     message = sentences.get(error.status_code, f"{error.detail}.")
     codes = {404: "unknown_url", 405: "method_not_allowed", 400: "invalid_json"}
     answer = InvalidRequestError(message, code=codes.get(error.status_code))
+    _count(request, answer.code or "invalid")
     return JSONResponse(answer.body(), status_code=error.status_code, headers=error.headers)
 
 

@@ -25,6 +25,7 @@ from cluster.streaming import Generation
 logger = logging.getLogger(__name__)
 
 LAST_WORD_S: Final = 1.0  # for telling a client that may not be reading that its request failed
+_UNBUFFERED: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would hold it back
 
 Batches = AsyncGenerator[dict[int, Delta], None]
 
@@ -79,7 +80,7 @@ class GenerationResponse(Response):
         async for batch in batches:
             events = b"".join(self._events(batch, opened))
             if not self._started:
-                await self._start(send, 200, "text/event-stream", {"cache-control": "no-cache"})
+                await self._start(send, 200, "text/event-stream", _UNBUFFERED)
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         usage = self._generation.usage() if self._generation.job.include_usage else None
@@ -136,6 +137,7 @@ class _Whole:
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self._last.entries += delta.entries
+        self._last.token_ids += delta.token_ids
         self._last.finish_reason = delta.finish_reason
 
     def delta(self) -> Delta:

@@ -78,6 +78,12 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
 
 
+@router.get("/cluster", response_model=None)
+async def cluster(request: Request) -> dict[str, Any]:
+    """The workers as this gateway knows them: role, pid, load, KV blocks."""
+    return {"workers": _api(request).generator.workers()}
+
+
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
     """This gateway replica's own numbers."""

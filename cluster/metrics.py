@@ -79,12 +79,12 @@ class Metrics:
 
     def _record(self, timeline: RequestTimeline) -> None:
         self.count(timeline.endpoint, timeline.outcome)
+        if timeline.first_token_s is None or timeline.last_token_s is None:
+            return  # never answered: its times and tokens would only blur those of requests that were
         self._prompt_tokens.inc(timeline.num_prompt_tokens)
         self._cached_tokens.inc(timeline.num_cached_tokens)
         self._generated_tokens.inc(timeline.num_generated_tokens)
         self._e2e.observe(time.monotonic() - timeline.arrived_s)
-        if timeline.first_token_s is None or timeline.last_token_s is None:
-            return
         self._ttft.observe(timeline.first_token_s - timeline.arrived_s)
         if timeline.num_steps > 1:
             self._tpot.observe((timeline.last_token_s - timeline.first_token_s) / (timeline.num_steps - 1))

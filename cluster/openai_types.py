@@ -56,6 +56,7 @@ class GenerationBody(Body):
     stop: Stop = []
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, max_length=256)
     user: str | None = None
     metadata: Harmless = None

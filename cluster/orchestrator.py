@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.generation import ServingLimits
@@ -92,6 +92,13 @@ class Orchestrator:
         ready = any(self._links.is_up(info.worker_id) for info in decodes)
         reason = "" if ready else "no decode worker can be reached"
         return ServingLimits(max_model_len=max(i.max_model_len for i in decodes), ready=ready, reason=reason)
+
+    def workers(self) -> list[dict[str, object]]:
+        """Each live worker by its registration and its newest snapshot."""
+        return [
+            {**asdict(info), **asdict(snapshot), "connected": self._links.is_up(info.worker_id)}
+            for info, snapshot in self._scheduler.workers.values()
+        ]
 
     async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""

@@ -52,6 +52,7 @@ class Job:
     num_choices: int  # per prompt
     specs: tuple[RequestSpec, ...]
     stop: tuple[str, ...]
+    return_token_ids: bool = False
     discard_output: bool = False  # only the prompt is wanted (`max_tokens: 0` with `echo`)
 
     @property
@@ -177,6 +178,7 @@ def _job(kind: str, body: GenerationBody, api: Api, prompts: list[TokenPrompt], 
         num_choices=body.n or 1,
         specs=tuple(_specs(job_id, body, api, prompts, wishes, param)),
         stop=tuple(body.stop),
+        return_token_ids=bool(body.return_token_ids),
         discard_output=wishes.max_tokens == 0,
     )
 

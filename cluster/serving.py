@@ -68,6 +68,7 @@ def start_ray(**options: Any) -> None:
     import ray
 
     defaults = {
+        "address": "local",
         "num_cpus": max(4, os.cpu_count() or 4),
         "object_store_memory": 200 * 2**20,
         "include_dashboard": False,

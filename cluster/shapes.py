@@ -42,6 +42,11 @@ def dumps(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
+def token_ids_member(job: Job, delta: Delta) -> dict[str, Any]:
+    """What a whole choice has besides OpenAI's members, where the client asked for it."""
+    return {"token_ids": delta.token_ids} if job.return_token_ids else {}
+
+
 class ChunkFrame:
     """The parts of a server-sent event around a choice's content."""
 
@@ -62,8 +67,11 @@ class ChunkFrame:
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
 
-    def chunk(self, index: int, content: bytes, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
-        """`content` is JSON of a member, such as b'"text":"hello"'."""
+    def chunk(self, index: int, content: bytes, logprobs: dict[str, Any] | None, delta: Delta | None) -> bytes:
+        """`content` is JSON of a member, such as b'"text":"hello"'; None for `delta`: nothing has been generated."""
+        finish_reason = None if delta is None else delta.finish_reason
+        if delta is not None and self._job.return_token_ids:
+            content += b',"token_ids":' + dumps(delta.token_ids)
         ending = b',"logprobs":%b,"finish_reason":%b' % (
             b"null" if logprobs is None else dumps(logprobs),
             b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),

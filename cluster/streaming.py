@@ -22,7 +22,10 @@ class Generation:
         self._api = api
         self._timeline = timeline
         self.job = job
-        self.choices = [Choice(api.tokenizer, spec.prompt_token_ids, spec.params, job.stop) for spec in job.specs]
+        self.choices = [
+            Choice(api.tokenizer, spec.prompt_token_ids, spec.params, job.stop, return_token_ids=job.return_token_ids)
+            for spec in job.specs
+        ]
 
     async def batches(self) -> AsyncGenerator[dict[int, Delta], None]:
         """What has become certain, by choice; several tokens that arrived together are one delta.
@@ -80,4 +83,5 @@ def _merge(batch: dict[int, Delta], index: int, delta: Delta) -> None:
     if earlier is not delta:
         earlier.text += delta.text
         earlier.entries += delta.entries
+        earlier.token_ids += delta.token_ids
         earlier.finish_reason = delta.finish_reason

@@ -1,7 +1,7 @@
 """Gives sequences their blocks: prefix lookup, growth, publication, release.
 
-The only writer of `Sequence.lease`, `block_table`, `num_cached` and `num_published`; the pool behind it stays the sole
-owner of blocks. Knows nothing of what runs when.
+The only writer of `Sequence.lease`, `block_table`, `prefix`, `num_cached` and `num_published`; the pool behind it stays
+the sole owner of blocks. Knows nothing of what runs when.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.block_pool import BlockPool
-from engine.prefix import block_hashes
+from engine.prefix import PrefixHasher
 from engine.sequence import BlockTable, Sequence
 
 
@@ -64,7 +64,7 @@ class BlockAllocator:
         num_full = seq.num_computed // self.block_size
         if num_full <= seq.num_published:
             return
-        hashes = self._hashes(seq, num_full * self.block_size)
+        hashes = self._hashes(seq, num_full)
         for column in range(seq.num_published, num_full):
             for group in range(self.layer_groups):
                 block = int(seq.block_table.view[group, column])
@@ -81,9 +81,8 @@ class BlockAllocator:
     def _adopt_prefix(self, seq: Sequence) -> None:
         assert seq.lease is not None
         assert seq.block_table is not None
-        hashes = self._hashes(seq, seq.num_tokens - 1)
         columns = []
-        for digest in hashes:
+        for digest in self._hashes(seq, (seq.num_tokens - 1) // self.block_size):
             blocks = [self.pool.find((digest, group)) for group in range(self.layer_groups)]
             if None in blocks:
                 break
@@ -96,5 +95,11 @@ class BlockAllocator:
         seq.num_computed = seq.num_cached = len(columns) * self.block_size
         seq.num_published = len(columns)
 
-    def _hashes(self, seq: Sequence, num_tokens: int) -> list[bytes]:
-        return block_hashes(seq.tokens(0, num_tokens), self.block_size, seq.cache_salt)
+    def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """Of the first `num_blocks` full blocks; each token is hashed once in the sequence's life."""
+        if seq.prefix is None:
+            seq.prefix = PrefixHasher(self.block_size, seq.cache_salt)
+        num_hashed = len(seq.prefix.hashes)
+        if num_blocks > num_hashed:
+            seq.prefix.extend(seq.tokens(num_hashed * self.block_size, num_blocks * self.block_size))
+        return seq.prefix.hashes[:num_blocks]

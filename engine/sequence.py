@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.block_pool import BlockLease
+from engine.prefix import PrefixHasher
 from engine.sampling_params import SamplingParams
 
 
@@ -70,6 +71,7 @@ class Sequence:
     block_table: BlockTable | None = None
     num_computed: int = 0  # tokens whose KV is in the blocks
     num_cached: int = 0  # of the prompt's, tokens found in the prefix cache (or known computed elsewhere)
+    prefix: PrefixHasher | None = None  # of the tokens hashed so far; tokens never change, so it is only extended
     num_published: int = 0  # leading full blocks already made findable in the prefix cache
 
     @property

@@ -39,7 +39,7 @@ class Script:
     reply: str | None = None  # None: words drawn by the request's seed (greedy: by its prompt)
     delay_s: float = 0.0  # before each token
     burst: int = 1  # tokens that come without a pause between them
-    fail_after: int | None = None  # tokens, then `error`
+    fail_after: int | None = None  # tokens, then `error`, or a silent end
     error: Exception | None = None
     limits: ServingLimits | None = field(default_factory=lambda: ServingLimits(max_model_len=MAX_MODEL_LEN, ready=True))
 
@@ -59,13 +59,18 @@ class ScriptedGenerator:
     def limits(self) -> ServingLimits | None:
         return self.script.limits
 
+    def workers(self) -> list[dict[str, object]]:
+        return [{"worker_id": "scripted", "role": "decode"}]
+
     async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
         self.num_open += 1
         finished = False
         try:
             for index, token_id in enumerate(self._token_ids(request)):
-                if self.script.fail_after == index and self.script.error is not None:
+                if self.script.fail_after == index:
+                    if self.script.error is None:
+                        return
                     raise self.script.error
                 if index % self.script.burst == 0:
                     await asyncio.sleep(self.script.delay_s)

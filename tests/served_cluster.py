@@ -1,0 +1,149 @@
+"""A real cluster for tests: `python -m cluster serve` in a process of its own, spoken to over HTTP only.
+
+What a user would start, with Ray, Serve and worker processes; ended by a signal, and nothing may be left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import yaml
+
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
+MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class ServedCluster:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self, timeout_s: float = 300.0) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=timeout_s, max_retries=0)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """What the gateway knows of the workers: role, pid, leases, ..."""
+        response = httpx.get(f"{self.url}/cluster", timeout=10)
+        response.raise_for_status()
+        workers: list[dict[str, Any]] = response.json()["workers"]
+        return workers
+
+    def worker(self, role: str) -> dict[str, Any]:
+        return next(worker for worker in self.workers() if worker["role"] == role)
+
+    def kill(self, role: str) -> int:
+        """SIGKILL one worker of that role; its pid."""
+        pid: int = self.worker(role)["pid"]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(httpx.HTTPError, StopIteration):
+                if holds():
+                    return
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}; workers: {self.workers()}"
+            time.sleep(0.1)
+
+    def wait_idle(self, timeout_s: float = 10.0) -> None:
+        """Until no worker holds a lease: nothing leaked."""
+        self.wait_until(
+            lambda: all(w["num_leases"] == 0 and w["num_running"] == 0 for w in self.workers()),
+            "no lease is held",
+            timeout_s,
+        )
+
+    def wait_for_workers(self, timeout_s: float = 120.0, **wanted: int) -> None:
+        """Until as many workers of each role are there."""
+
+        def there() -> bool:
+            roles = [worker["role"] for worker in self.workers()]
+            return all(roles.count(role) == number for role, number in wanted.items())
+
+        self.wait_until(there, f"{wanted} workers are up", timeout_s)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def config_file(folder: Path, args: dict[str, Any]) -> Path:
+    """A Serve config file for `args`."""
+    document = {
+        "http_options": {"host": "127.0.0.1", "port": 8000},
+        "applications": [
+            {"name": "legato", "route_prefix": "/", "import_path": "cluster.app:build", "args": args},
+        ],
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+@contextlib.contextmanager
+def served_cluster(
+    file: Path, folder: Path, *, env: dict[str, str] | None = None, command: list[str] | None = None
+) -> Iterator[ServedCluster]:
+    """Start a cluster from a Serve config file, wait until it serves, and stop it with SIGINT."""
+    port = free_port()
+    log = folder / "serve.log"
+    program = command or [sys.executable, "-m", "cluster", "serve"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*program, str(file), "--port", str(port)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    children: list[psutil.Process] = []
+    try:
+        cluster = ServedCluster(f"http://127.0.0.1:{port}", process, log)
+        _wait_until_serving(cluster)
+        children = psutil.Process(process.pid).children(recursive=True)
+        yield cluster
+    finally:
+        _stop(process, children)
+
+
+def _wait_until_serving(cluster: ServedCluster) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while "Serving on" not in cluster.log.read_text(errors="replace"):
+        told = cluster.log.read_text(errors="replace")[-3000:]
+        assert cluster.process.poll() is None, f"the cluster ended at start:\n{told}"
+        assert time.monotonic() < deadline, f"the cluster did not start within {START_TIMEOUT_S:g} s:\n{told}"
+        time.sleep(0.2)
+
+
+def _stop(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> None:
+    """Stop as a user would; kill what remains, by its id, so that no test leaves a process behind."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        children += psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait(10)
+    for child in psutil.wait_procs(children, timeout=10)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
