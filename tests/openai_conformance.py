@@ -297,6 +297,24 @@ def health_and_metrics(target: Target) -> None:
     assert "legato_time_to_first_token_seconds_count" in page.text
 
 
+def token_ids_are_returned_where_asked_for(target: Target) -> None:
+    fields = {"temperature": 0, "max_tokens": 12}
+    body = {"model": target.model, "return_token_ids": True, **fields}
+    for path, prompt in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        answer = target.http.post(path, json={**body, **prompt}).json()
+        ids = answer["choices"][0]["token_ids"]
+        assert len(ids) == answer["usage"]["completion_tokens"]
+        lines = target.http.post(path, json={**body, **prompt, "stream": True}).text.split("\n\n")[:-2]
+        chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        assert [token_id for chunk in chunks for token_id in chunk.get("token_ids", [])] == ids
+    assert "token_ids" not in target.greedy().choices[0].model_dump()
+
+
+def workers_are_shown(target: Target) -> None:
+    workers = target.http.get("/cluster").json()["workers"]
+    assert "decode" in [worker["role"] for worker in workers]
+
+
 def a_stream_is_server_sent_events(target: Target) -> None:
     body = {"model": target.model, "prompt": PROMPT, "max_tokens": 3, "stream": True}
     with target.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -434,6 +452,8 @@ CHECKS: Final[tuple[Callable[[Target], None], ...]] = (
     tokens_round_trip,
     long_text_is_tokenised,
     health_and_metrics,
+    token_ids_are_returned_where_asked_for,
+    workers_are_shown,
     a_stream_is_server_sent_events,
     leaving_early_harms_nobody,
     bad_requests_are_explained,

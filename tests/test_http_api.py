@@ -194,7 +194,7 @@ def test_tokens_that_arrive_together_share_a_chunk(target: Target, generator: Sc
 
 
 def test_choices_are_interleaved(target: Target, generator: ScriptedGenerator) -> None:
-    generator.script = Script(delay_s=0.005)
+    generator.script = Script(reply="one two three four five", delay_s=0.005)
     chunks = target.complete(n=3, stream=True, max_tokens=10, extra_body={"ignore_eos": True})
     indices = [choice.index for chunk in chunks for choice in chunk.choices]
     first_end = min(len(indices) - 1 - indices[::-1].index(index) for index in range(3))
@@ -245,6 +245,12 @@ def test_errors_in_a_stream(target: Target, generator: ScriptedGenerator, error:
     *tokens, last = [line for line in answer.text.split("\n") if line]
     assert answer.status_code == 200 and len(tokens) == 3
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+
+
+def test_a_sequence_that_ends_unfinished_is_a_failure(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(reply="one two three four", fail_after=2, error=None)
+    answer = target.http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT})
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "generation_failed"
 
 
 def test_nothing_known_of_the_cluster(target: Target, generator: ScriptedGenerator) -> None:
@@ -355,7 +361,7 @@ def test_metrics_count_outcomes(tokenizer: Tokenizer) -> None:
         'legato_requests_total{endpoint="/v1/chat/completions",outcome="finished"} 1.0',
         'legato_requests_total{endpoint="/v1/completions",outcome="model_not_found"} 1.0',
         'legato_requests_total{endpoint="/v1/completions",outcome="overloaded"} 1.0',
-        'legato_requests_total{endpoint="other",outcome="invalid_value"} 1.0',
+        'legato_requests_total{endpoint="other",outcome="unknown_url"} 1.0',
         "legato_generated_tokens_total 6.0",  # two, then three and the end
         "legato_time_to_first_token_seconds_count 2.0",
         "legato_time_per_output_token_seconds_count 2.0",
