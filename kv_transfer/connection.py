@@ -197,7 +197,9 @@ class Connection:
         assert self._closed_because is not None
         self._stop_timer()
         self._gone.set()
-        self._hooks.on_closed(self._closed_because)
+        # The owner is let go, so that the memory of a dead link does not wait for the garbage collector.
+        hooks, self._hooks = self._hooks, Hooks()
+        hooks.on_closed(self._closed_because)
 
 
 async def _open(meeting: Meeting, config: ConnectionConfig | None) -> Connection:

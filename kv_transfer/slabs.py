@@ -81,9 +81,9 @@ class SlabPool:
         return len(self._held)
 
     def try_acquire(self, num_bytes: int) -> PooledSlab | None:
-        """A slab if one is free."""
+        """A slab if one is free and the pool open."""
         self._check(num_bytes)
-        if not self._free:
+        if self._closed_because is not None or not self._free:
             return None
         index = self._free.pop()
         start = index * self._config.stride_bytes
@@ -111,8 +111,9 @@ class SlabPool:
             raise LinkClosedError(self._closed_because)
 
     def close(self, reason: str) -> None:
-        """Nobody gets a slab any more; those who wait are told why. Slabs out there stay valid."""
+        """Nobody gets a slab any more; those who wait are told why. Slabs out there keep their memory."""
         self._closed_because = self._closed_because or reason
+        self._arena = memoryview(b"")
         self._wakeup.set()
 
     def _take_back(self, slab: PooledSlab) -> None:

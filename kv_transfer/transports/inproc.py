@@ -62,7 +62,7 @@ class InProcessNetwork:
 
 
 class InProcessLink:
-    """One end; belongs to the loop it was made on. `other` is set once both ends exist."""
+    """One end; belongs to the loop it was made on. It has an `other` while both ends exist and are open."""
 
     def __init__(self, own_id: str, peer_id: str, slabs: SlabConfig, faults: Faults) -> None:
         self._own_id = own_id
@@ -73,7 +73,7 @@ class InProcessLink:
         self._pool = SlabPool(private_arena(slabs), slabs)
         self._inbox = Inbox(_UNBOUNDED, lambda: None)
         self._closed_because: str | None = None
-        self.other: InProcessLink
+        self.other: InProcessLink | None = None
 
     @property
     def peer_id(self) -> str:
@@ -91,6 +91,7 @@ class InProcessLink:
             if slab is not None:
                 slab.discard()
             raise LinkClosedError(self._closed_because)
+        assert self.other is not None
         data = encode(message)
         delays = self._faults(self._own_id, self._peer_id, message)
         payloads = [slab] + [_copy(slab) for _ in delays[1:]]
@@ -103,13 +104,11 @@ class InProcessLink:
         return deliver(await self._inbox.get())
 
     async def close(self, reason: str) -> None:
-        self.end(f"{self._peer_id}: closed here: {reason}")
-        self.other.end(f"{self._own_id}: closed by the peer: {reason}")
+        self._end_both(f"{self._peer_id}: closed here: {reason}", f"{self._own_id}: closed by the peer: {reason}")
 
     def vanish(self) -> None:
         """End as if this process had been killed."""
-        self.end("this process vanished")
-        self.other.end(f"{self._own_id}: the connection was lost: the peer is gone")
+        self._end_both("this process vanished", f"{self._own_id}: the connection was lost: the peer is gone")
 
     def arrive(self, frame: Frame, delay_s: float) -> None:
         """From the other end, on its thread."""
@@ -118,6 +117,12 @@ class InProcessLink:
     def end(self, reason: str) -> None:
         """From either end, on any thread. After it everything sent before has arrived."""
         self._home.run(self._end, reason)
+
+    def _end_both(self, here: str, there: str) -> None:
+        other = self.other
+        self.end(here)
+        if other is not None:
+            other.end(there)
 
     def _take(self, frame: Frame, delay_s: float) -> None:
         if delay_s > 0:
@@ -130,6 +135,7 @@ class InProcessLink:
     def _end(self, reason: str) -> None:
         if self._closed_because is None:
             self._closed_because = reason
+            self.other = None
             self._pool.close(reason)
             self._inbox.close(reason)
 
@@ -164,15 +170,15 @@ class InProcessTransport:
 
     async def close(self) -> None:
         self._network.remove(self._port)
-        for link in self._links:
-            await link.close("the transport closes")
+        while self._links:
+            await self._links.pop().close("the transport closes")
         await self._cancel_tasks()
 
     async def crash(self) -> None:
         """End as if the process had been killed: peers only notice that it is gone."""
         self._network.remove(self._port)
-        for link in self._links:
-            link.vanish()
+        while self._links:
+            self._links.pop().vanish()
         await self._cancel_tasks()
 
     async def _accept(self, dialer_id: str, dialer: InProcessLink) -> InProcessLink:

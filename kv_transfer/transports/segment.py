@@ -57,6 +57,11 @@ class OwnSegment:
             os.close(self._fd)
             self._fd = -1
 
+    def close(self) -> None:
+        """Unmap, as soon as no slab of it is in use."""
+        self.close_file()
+        self.view = memoryview(b"")
+
     def _failure(self, error: Exception) -> SegmentError:
         return SegmentError(
             f"A shared-memory segment of {self._num_bytes} bytes cannot be made: {error}. "

@@ -74,6 +74,7 @@ class _Outgoing:
     def close(self, reason: str) -> None:
         self.pool.close(reason)
         self.on_answer(reason)
+        self._segment.close()
 
 
 class _Incoming:

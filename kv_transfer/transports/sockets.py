@@ -98,8 +98,8 @@ class SocketTransport:
             await self._listener.close()
         for carrier in self._carriers.values():
             carrier.close()
-        for link in self._dialed:
-            await link.close(self._ending)
+        while self._dialed:
+            await self._dialed.pop().close(self._ending)
 
     async def _dial(self, endpoint: Endpoint, timeout_s: float) -> SocketLink:
         reason: PeerRefusedError | None = None

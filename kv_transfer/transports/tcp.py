@@ -133,6 +133,7 @@ class TcpLink:
         self._num_gone += 1
         if self._num_gone == len(self._connections):
             self._inbox.close(reason)
+            self._staging.close(reason)
 
     def _end(self, reason: str) -> None:
         """Send nothing any more. What the peer sent before its end may still be under way."""

@@ -1,0 +1,403 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_transfer import auth
+from kv_transfer.connection import Connection, ConnectionConfig, Server, connect, serve
+from kv_transfer.frames import FrameLimits, frame_head
+from kv_transfer.meeting import dial, listening_socket
+from kv_transfer.messages import Cancel, Ended, Endpoint
+from kv_transfer.transports.base import Identity, LinkClosedError, PeerRefusedError
+from tests.loops import LOOP_KINDS, num_open_files, run_on
+
+WORKER = Identity(worker_id="decode-1", node_id="a", secret=b"secret", compatibility={"model": "x"})
+GATEWAY = Identity(worker_id="gateway-1", node_id="a", secret=b"secret", compatibility={})
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=list(LOOP_KINDS))
+def run(request: pytest.FixtureRequest) -> Run:
+    return lambda coroutine: run_on(request.param, coroutine)
+
+
+@asynccontextmanager
+async def serving(
+    handler: Callable[[Connection], Awaitable[None]], config: ConnectionConfig | None = None, **options: Any
+) -> AsyncIterator[Server]:
+    server = await serve("127.0.0.1", WORKER, handler, config=config, **options)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def connect_to(server: Server, config: ConnectionConfig | None = None) -> Connection:
+    return await connect(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5, config=config)
+
+
+async def echo(connection: Connection) -> None:
+    async for message, payload in connection:
+        await connection.send(message, [] if payload is None else [payload])
+
+
+async def keep_open(connection: Connection) -> None:
+    await connection.wait_closed()
+
+
+async def assert_alive(connection: Connection) -> None:
+    await connection.send(Ended(request_id="still there?"))
+    assert await connection.receive() == (Ended(request_id="still there?"), None)
+
+
+def test_messages_and_payloads_arrive_in_order_and_exact(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(echo) as server:
+            connection = await connect_to(server)
+            assert connection.peer.worker_id == "decode-1"
+            for size in (0, 1, 65_535, 65_536, 3_000_001):
+                payload = bytes(os.urandom(size))
+                half = memoryview(payload)[: size // 2], memoryview(payload)[size // 2 :]
+                connection.post(Ended(request_id=f"before {size}"))
+                await connection.send(Cancel(request_id="c" * size, attempt=size), half if size else ())
+                assert await connection.receive() == (Ended(request_id=f"before {size}"), None)
+                message, received = await connection.receive()
+                assert message == Cancel(request_id="c" * size, attempt=size)
+                assert (received or b"") == payload
+            connection.close("done")
+
+    run(scenario())
+
+
+def test_the_reason_of_a_close_is_seen_at_the_other_end_after_all_that_was_sent(run: Run) -> None:
+    async def leave(connection: Connection) -> None:
+        for number in range(1000):
+            connection.post(Ended(request_id=str(number)))
+        connection.close("this worker drains")
+
+    async def scenario() -> None:
+        async with serving(leave) as server:
+            connection = await connect_to(server)
+            for number in range(1000):
+                assert await connection.receive() == (Ended(request_id=str(number)), None)
+            with pytest.raises(LinkClosedError, match=r"decode-1 at .*: closed by the peer: this worker drains"):
+                await connection.receive()
+            assert connection.closed is not None
+            with pytest.raises(LinkClosedError, match="this worker drains"):
+                await connection.send(Ended(request_id="late"))
+            connection.post(Ended(request_id="late"))
+            connection.close("again")
+            await connection.wait_closed()
+            assert "this worker drains" in connection.closed
+
+    run(scenario())
+
+
+def test_the_reason_gets_through_to_a_peer_that_is_sending(run: Run) -> None:
+    async def refuse(connection: Connection) -> None:
+        await connection.receive()
+        connection.close("enough")
+        await connection.wait_closed()
+
+    async def scenario() -> None:
+        async with serving(refuse) as server:
+            connection = await connect_to(server)
+            payload = memoryview(bytes(1 << 20))
+            with pytest.raises(LinkClosedError, match="enough"):
+                while True:
+                    await connection.send(Ended(request_id="more"), [payload])
+
+    run(scenario())
+
+
+def test_a_sender_waits_for_a_receiver_that_does_not_take_its_messages(run: Run) -> None:
+    resume = asyncio.Event()
+    taken: list[int] = []
+
+    async def slow(connection: Connection) -> None:
+        await resume.wait()
+        async for message, _ in connection:
+            assert isinstance(message, Cancel)
+            taken.append(message.attempt)
+            if message.attempt == 59:
+                connection.close("all taken")
+
+    async def scenario() -> None:
+        small = ConnectionConfig(inbox_bytes=1 << 20)
+        async with serving(slow, small) as server:
+            connection = await connect_to(server)
+            sent = 0
+
+            async def flood() -> None:
+                nonlocal sent
+                for number in range(60):
+                    await connection.send(Cancel(request_id="x" * (1 << 20), attempt=number))
+                    sent += 1
+
+            task = asyncio.create_task(flood())
+            await asyncio.wait([task], timeout=1)
+            assert 0 < sent < 50, "the sender ran away from a receiver that takes nothing"
+            resume.set()
+            await task
+            with pytest.raises(LinkClosedError, match="all taken"):
+                await connection.receive()
+            assert taken == list(range(60))
+
+    run(scenario())
+
+
+def test_a_peer_that_does_not_take_posted_messages_is_cut_off(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(keep_open, ConnectionConfig(inbox_bytes=1 << 16)) as server:
+            connection = await connect_to(server, ConnectionConfig(backlog_bytes=4 << 20, linger_s=0.1))
+            for _ in range(100):
+                connection.post(Ended(request_id="x" * (1 << 20)))
+            assert connection.closed is not None
+            assert "decode-1 does not take its messages" in connection.closed
+            await connection.wait_closed()
+
+    run(scenario())
+
+
+def test_a_silent_peer_is_given_up_and_pings_keep_a_quiet_one(run: Run) -> None:
+    hasty = ConnectionConfig(ping_interval_s=0.1, idle_timeout_s=0.5, linger_s=0.1)
+    closed: list[str | None] = []
+
+    async def watch(connection: Connection) -> None:
+        await connection.wait_closed()
+        closed.append(connection.closed)
+
+    async def scenario() -> None:
+        async with serving(watch, hasty) as server:
+            quiet = await connect_to(server, hasty)
+            hung = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5)
+            await asyncio.sleep(1.2)
+            assert quiet.closed is None
+            assert len(closed) == 1
+            assert "nothing was heard of gateway-1 for 0.5 s" in (closed[0] or "")
+            hung.sock.close()
+            quiet.close("done")
+
+    run(scenario())
+
+
+def test_a_receiver_that_is_busy_does_not_take_its_peer_for_dead(run: Run) -> None:
+    hasty = ConnectionConfig(ping_interval_s=0.1, idle_timeout_s=0.4, inbox_bytes=1000)
+
+    async def busy(connection: Connection) -> None:
+        await asyncio.sleep(1)
+        await echo(connection)
+
+    async def scenario() -> None:
+        async with serving(busy, hasty) as server:
+            connection = await connect_to(server, hasty)
+            for number in range(20):
+                connection.post(Ended(request_id=str(number)))
+            for number in range(20):
+                assert await connection.receive() == (Ended(request_id=str(number)), None)
+            connection.close("done")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("poison", "complaint"),
+    [
+        (struct.pack("<IQ", 2**32 - 1, 0), "header of 4294967295 bytes"),
+        (struct.pack("<IQ", 5, 2**63) + b"12345", "payload of 9223372036854775808 bytes"),
+        (struct.pack("<IQ", 5, 0) + b"\xc1" * 5, "no message"),
+        (frame_head(Ended(request_id="x"), 101) + bytes(101), "payload of 101 bytes is over the limit of 100"),
+    ],
+)
+def test_a_malformed_frame_ends_its_connection_alone_and_both_ends_know_why(
+    run: Run, poison: bytes, complaint: str
+) -> None:
+    async def scenario() -> None:
+        async with serving(echo, ConnectionConfig(limits=FrameLimits(payload_bytes=100))) as server:
+            other = await connect_to(server)
+            bad = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(bad.sock, poison)
+            answer = b""
+            while piece := await loop.sock_recv(bad.sock, 10_000):
+                answer += piece
+            assert b"Goodbye" in answer
+            assert complaint.encode() in answer
+            bad.sock.close()
+            await assert_alive(other)
+
+    run(scenario())
+
+
+def test_peers_that_must_not_meet_are_refused_with_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with serving(echo, purposes=["gateway"]) as server:
+            with pytest.raises(PeerRefusedError, match=r"127.0.0.1:\d+: .*secrets of the two processes differ"):
+                await connect(server.endpoint, replace(GATEWAY, secret=b"no"), purpose="gateway", timeout_s=5)
+            with pytest.raises(PeerRefusedError, match="model is x here and y there"):
+                other = replace(GATEWAY, compatibility={"model": "y"})
+                await connect(server.endpoint, other, purpose="gateway", timeout_s=5)
+            with pytest.raises(PeerRefusedError, match="listens here for gateway, not for 'kv-tcp'"):
+                await connect(server.endpoint, WORKER, purpose="kv-tcp", timeout_s=5)
+            monkeypatch.setattr(auth, "PROTOCOL_VERSION", 99)
+            with pytest.raises(PeerRefusedError, match="decode-1 speaks protocol version 1, gateway-1 version 99"):
+                await connect(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5)
+            monkeypatch.undo()
+            await assert_alive(await connect_to(server))
+
+    run(scenario())
+
+
+STRANGERS = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "huge length": b"\xff\xff" + bytes(70_000),
+    "half a length": b"\x05",
+    "half a message": b"\x40\x00abc",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("words", STRANGERS.values(), ids=list(STRANGERS))
+def test_a_stranger_is_cut_off_in_time_and_harms_nobody(run: Run, words: bytes) -> None:
+    async def scenario() -> None:
+        async with serving(echo, handshake_timeout_s=0.3) as server:
+            friend = await connect_to(server)
+            loop = asyncio.get_running_loop()
+            with socket.create_connection((server.endpoint.host, server.endpoint.port)) as stranger:
+                stranger.setblocking(False)
+                await loop.sock_sendall(stranger, words)
+                with suppress(ConnectionResetError):
+                    assert await asyncio.wait_for(loop.sock_recv(stranger, 1000), 2) == b""
+            await assert_alive(friend)
+
+    run(scenario())
+
+
+def test_many_silent_strangers_only_delay_a_friend(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(echo, handshake_timeout_s=0.5) as server:
+            crowd = [socket.create_connection((server.endpoint.host, server.endpoint.port)) for _ in range(150)]
+            friend = await connect_to(server)
+            await assert_alive(friend)
+            for stranger in crowd:
+                stranger.close()
+
+    run(scenario())
+
+
+def test_random_bytes_never_bring_a_listener_down() -> None:
+    logging.disable(logging.WARNING)
+    try:
+        with asyncio.Runner(loop_factory=LOOP_KINDS["uvloop"]) as runner:
+            server = runner.run(serve("127.0.0.1", WORKER, echo, handshake_timeout_s=0.2))
+            friend = runner.run(connect_to(server))
+            files = num_open_files()
+
+            async def attack(words: list[bytes]) -> None:
+                loop = asyncio.get_running_loop()
+                with socket.create_connection((server.endpoint.host, server.endpoint.port)) as sock:
+                    sock.setblocking(False)
+                    try:
+                        for word in words:
+                            await loop.sock_sendall(sock, word)
+                    except OSError:
+                        pass
+                await assert_alive(friend)
+
+            async def attack_as_member(words: list[bytes]) -> None:
+                meeting = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5)
+                try:
+                    for word in words:
+                        await asyncio.get_running_loop().sock_sendall(meeting.sock, word)
+                except OSError:
+                    pass
+                meeting.sock.close()
+                await assert_alive(friend)
+
+            @settings(max_examples=60, deadline=None)
+            @given(words=st.lists(st.binary(min_size=1, max_size=300), max_size=3), member=st.booleans())
+            def fuzz(words: list[bytes], member: bool) -> None:
+                runner.run(asyncio.wait_for((attack_as_member if member else attack)(words), 10))
+
+            fuzz()
+            runner.run(asyncio.sleep(1.3))  # the handshake deadline, and the linger of closed connections
+            assert num_open_files() <= files, "descriptors of strangers were kept"
+            friend.close("done")
+            runner.run(server.close())
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_nobody_there_and_nobody_answering(run: Run) -> None:
+    async def scenario() -> None:
+        with listening_socket("127.0.0.1") as silent:
+            port = silent.getsockname()[1]
+            endpoint = Endpoint(host="127.0.0.1", port=port, node_id="a")
+            with pytest.raises(TimeoutError, match=r"did not answer within 0.3 s"):
+                await connect(endpoint, GATEWAY, purpose="gateway", timeout_s=0.3)
+            with pytest.raises(OSError, match=f"Cannot listen on 127.0.0.1:{port}"):
+                await serve("127.0.0.1", WORKER, echo, port=port)
+        with pytest.raises(LinkClosedError, match=r"No connection to 127\.0\.0\.1:"):
+            await connect(endpoint, GATEWAY, purpose="gateway", timeout_s=5)
+
+    run(scenario())
+
+
+def test_a_handler_that_fails_ends_its_connection_alone(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(connection: Connection) -> None:
+        message, _ = await connection.receive()
+        if message == Ended(request_id="fail"):
+            raise RuntimeError("a defect")
+        await connection.send(message)
+        await keep_open(connection)
+
+    async def scenario() -> None:
+        async with serving(fail) as server:
+            one, other = await connect_to(server), await connect_to(server)
+            await one.send(Ended(request_id="fail"))
+            with pytest.raises(LinkClosedError, match="the handler has ended"):
+                await one.receive()
+            await assert_alive(other)
+            await other.send(Ended(request_id="x"))
+            assert other.closed is None
+        await asyncio.sleep(0)
+        assert "a defect" in caplog.text
+
+    run(scenario())
+
+
+def test_closing_a_server_tells_its_peers_and_leaves_nothing(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(echo) as first:  # a loop's first connection opens descriptors of the loop's own
+            await assert_alive(await connect_to(first))
+        before, tasks = num_open_files(), asyncio.all_tasks()
+        server = await serve("127.0.0.1", WORKER, keep_open)
+        connections = [await connect_to(server) for _ in range(5)]
+        await server.close("the worker stops")
+        await server.close()
+        for connection in connections:
+            with pytest.raises(LinkClosedError, match="closed by the peer: the worker stops"):
+                await connection.receive()
+            await connection.wait_closed()
+        await asyncio.sleep(0.05)
+        assert num_open_files() == before
+        assert asyncio.all_tasks() == tasks
+
+    run(scenario())
+
+
+def test_a_configuration_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="ping_interval_s=20"):
+        ConnectionConfig(ping_interval_s=20)

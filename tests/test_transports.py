@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from kv_transfer.slabs import SlabConfig
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.transports.inproc import InProcessNetwork, InProcessTransport
+from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryTransport
+from kv_transfer.transports.tcp import TcpConfig, TcpTransport
+from tests.transport_conformance import SMALL, MakeTransport, TransportConformance
+
+
+class TestInProcess(TransportConformance):
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        network = InProcessNetwork()
+
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return InProcessTransport(network, identity, slabs)
+
+        return make
+
+
+class TestTcp(TransportConformance):
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return TcpTransport(identity, TcpConfig(slabs=slabs))
+
+        return make
+
+
+class TestSharedMemory(TransportConformance):
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return SharedMemoryTransport(identity, SharedMemoryConfig(slabs=slabs))
+
+        return make
