@@ -36,8 +36,11 @@ MAX_MODEL_LEN: Final = 2_048
 class Script:
     """How the generator behaves; tests change it."""
 
-    reply: str | None = None  # None: words drawn by the request's seed (greedy: by its prompt)
+    reply: str | tuple[str, ...] | None = (
+        None  # a tuple: one for each choice; None: words drawn by the request's seed (greedy: by its prompt)
+    )
     delay_s: float = 0.0  # before each token
+    tail_s: float = 0.0  # from the last token to the end of the iteration
     burst: int = 1  # tokens that come without a pause between them
     fail_after: int | None = None  # tokens, then `error`, or a silent end
     error: Exception | None = None
@@ -75,9 +78,10 @@ class ScriptedGenerator:
                 if index % self.script.burst == 0:
                     await asyncio.sleep(self.script.delay_s)
                 event = self._event(request, index, token_id)
-                finished = event.finish_reason is not None
                 yield event
-                if finished:
+                if event.finish_reason is not None:
+                    await asyncio.sleep(self.script.tail_s)
+                    finished = True
                     return
         except GenerationError:
             finished = True
@@ -100,6 +104,8 @@ class ScriptedGenerator:
         return ids
 
     def _text(self, request: RequestSpec) -> str:
+        if isinstance(self.script.reply, tuple):
+            return self.script.reply[int(request.request_id.rpartition("-")[2])]
         if self.script.reply is not None:
             return self.script.reply
         seed = sum(request.prompt_token_ids) if request.params.greedy else request.params.seed

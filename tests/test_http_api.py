@@ -171,8 +171,18 @@ def test_a_stop_string_cancels_the_sequence(target: Target, generator: ScriptedG
     wait_until(lambda: generator.num_cancelled == 1 and generator.num_open == 0)
 
 
+def test_the_other_choice_goes_on_after_a_stop(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(reply=("one three " * 50, "one " * 200), delay_s=0.01)
+    stream = target.complete(n=2, max_tokens=100, stop="three", stream=True)
+    for chunk in stream:
+        if chunk.choices[0].finish_reason == "stop":
+            break
+    wait_until(lambda: generator.num_cancelled == 1 and generator.num_open == 1)
+    stream.close()
+
+
 def test_a_finished_sequence_is_not_cancelled(target: Target, generator: ScriptedGenerator) -> None:
-    generator.script.reply = "short"
+    generator.script = Script(reply="short", tail_s=0.05)
     target.chat(stop=["nothing"], n=3)
     wait_until(lambda: generator.num_finished == 3)
     assert generator.num_cancelled == 0
