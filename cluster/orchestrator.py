@@ -146,8 +146,8 @@ class Orchestrator:
             try:
                 placement = await self._scheduler.place(run.place_query(prefer_decode=held))
                 break
-            except UnavailableError:
-                if run.attempt == 0:
+            except (UnavailableError, OverloadedError):
+                if run.attempt == run.request.attempt:
                     raise
                 self._replicas_changed.clear()
                 await self._sleep(run, self._config.retry_delay_s, self._replicas_changed)

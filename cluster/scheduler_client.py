@@ -69,7 +69,7 @@ class SchedulerClient:
             raise RequestTooLargeError(
                 f"This request cannot be served: {answer.reason}. Shorten the prompt or max_tokens."
             )
-        if not self.workers:
+        if not any(info.role == "decode" for info, _ in self.workers.values()):
             raise UnavailableError(f"Not ready: {answer.reason}.", retry_after_s=answer.retry_after_s)
         raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
 

@@ -1,0 +1,232 @@
+"""The real thing: Ray, Serve, a gateway, a scheduler, a prefill and a decode worker in processes of their own.
+
+One cluster for the whole file, started as a user starts it, in float32 so that tokens can be compared, with block sizes
+that differ at the two ends and a decode pool so small that sequences are preempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from engine.tokenizer import Tokenizer
+from tests.exactness import count_near_ties, exactness_prompts, hf_reference
+from tests.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
+from tests.openai_conformance import CHECKS, Target
+from tests.served_cluster import MODEL, ServedCluster, config_file, served_cluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
+
+NUM_TOKENS = 64
+CONFIG: dict[str, Any] = {
+    "model": {"ref": MODEL, "dtype": "float32"},
+    "kv": {
+        "prefill": {"block_size": 16, "memory": "256 blocks"},
+        # 2,048 tokens: about twenty of the test's sequences, while up to 64 arrive.
+        "decode": {"block_size": 32, "memory": "64 blocks"},
+    },
+    "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 96},
+    "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240},
+    "gateway": {"retries": 20},
+    "transfer": {"transport": "shm", "lease_ttl_s": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Iterator[ServedCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with served_cluster(config_file(folder, CONFIG), folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_folder: Path) -> list[list[int]]:
+    return exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)
+
+
+def test_first_answer_is_shown(cluster: ServedCluster) -> None:
+    assert "The capital of France is Paris." in cluster.log.read_text()
+
+
+def test_workers_are_separate_processes(cluster: ServedCluster) -> None:
+    workers = cluster.workers()
+    assert sorted(worker["role"] for worker in workers) == ["decode", "prefill"]
+    pids = {worker["pid"] for worker in workers}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert all(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_greedy_equals_hugging_face(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
+    """64 prompts x 64 tokens, float32, over HTTP, through two processes, shared memory, and preemption."""
+    bodies = [greedy_body(MODEL, prompt, NUM_TOKENS) for prompt in prompts]
+    answers = asyncio.run(complete_all(cluster.url, bodies, concurrency=64))
+    assert [answer.error for answer in answers] == [None] * len(answers)
+    references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
+    num_ties = count_near_ties(
+        [answer.token_ids for answer in answers], references, [answer.logprobs for answer in answers]
+    )
+    print(f"{num_ties} of {len(prompts)} prompts left the reference at a near-tie")
+    assert num_ties <= 3
+    cluster.wait_idle()
+
+
+def test_shared_prefix_is_reused_and_exact(cluster: ServedCluster, prompts: list[list[int]]) -> None:
+    """The same long prompt again: most of it comes from the prefill worker's prefix cache, and nothing changes."""
+    body = greedy_body(MODEL, prompts[43], NUM_TOKENS)
+    first, second = (asyncio.run(complete_all(cluster.url, [body], 1))[0] for _ in range(2))
+    assert second.cached_tokens >= len(prompts[43]) - 32
+    assert second.token_ids == first.token_ids
+
+
+def test_seeded_sampling_does_not_depend_on_company(cluster: ServedCluster, prompts: list[list[int]]) -> None:
+    bodies = [
+        greedy_body(MODEL, prompt, 24, temperature=1.0, top_p=0.95, seed=number)
+        for number, prompt in enumerate(prompts[:32])
+    ]
+    together = asyncio.run(complete_all(cluster.url, bodies, concurrency=32))
+    alone = asyncio.run(complete_all(cluster.url, bodies[::4], concurrency=1))
+    assert [answer.token_ids for answer in alone] == [answer.token_ids for answer in together[::4]]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_openai_conformance(cluster: ServedCluster, check: Any) -> None:
+    with httpx.Client(base_url=cluster.url, timeout=120) as http, cluster.client() as client:
+        check(Target(client=client, http=http, model=MODEL))
+
+
+def test_disconnected_client_frees_everything_within_a_second(
+    cluster: ServedCluster, prompts: list[list[int]]
+) -> None:
+    async def leave_after_a_few_tokens() -> None:
+        async with http_client(cluster.url) as client:
+            async for answer in stream_events(client, greedy_body(MODEL, prompts[40], 500), Answer()):
+                if len(answer.token_ids) >= 5:
+                    return
+
+    asyncio.run(leave_after_a_few_tokens())
+    left = time.monotonic()
+    # Workers report twice a second and the gateway hears of it each second, so this sees it up to 1.5 s late.
+    cluster.wait_idle(timeout_s=2.5)
+    print(f"idle {time.monotonic() - left:.2f} s after the client left")
+
+
+def test_200_requests_a_third_cancelled(
+    cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path
+) -> None:
+    """Concurrency 32; the others are exact, nothing leaks, memory stays flat."""
+    references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
+    rng = random.Random(2)
+    plans = [(rng.randrange(len(prompts)), rng.randrange(24) if n % 3 == 0 else None) for n in range(200)]
+    before = _worker_memory(cluster)
+
+    async def run() -> list[Answer | None]:
+        gate = asyncio.Semaphore(32)
+        async with http_client(cluster.url) as client:
+
+            async def one(number: int, leave_after: int | None) -> Answer | None:
+                body = greedy_body(MODEL, prompts[number], 24)
+                async with gate:
+                    if leave_after is None:
+                        return await complete(client, body)
+                    if leave_after == 0:
+                        task = asyncio.create_task(complete(client, body))
+                        await asyncio.sleep(rng.random() * 0.5)
+                        task.cancel()
+                        await asyncio.gather(task, return_exceptions=True)
+                        return None
+                    async for answer in stream_events(client, body, Answer()):
+                        if len(answer.token_ids) >= leave_after:
+                            return None
+                    return None
+
+            return await asyncio.gather(*(one(*plan) for plan in plans))
+
+    answers = asyncio.run(run())
+    for (number, leave_after), answer in zip(plans, answers, strict=True):
+        if leave_after is None:
+            assert answer is not None
+            assert answer.error is None
+            assert answer.token_ids == references[number].token_ids[:24], f"prompt {number}"
+    cluster.wait_idle()
+    growth = {pid: after - before[pid] for pid, after in _worker_memory(cluster).items()}
+    print(f"growth of the workers' memory: {[round(g / 1e6, 1) for g in growth.values()]} MB")
+    assert all(g < 100e6 for g in growth.values()), growth
+
+
+def _worker_memory(cluster: ServedCluster) -> dict[int, int]:
+    return {worker["pid"]: psutil.Process(worker["pid"]).memory_info().rss for worker in cluster.workers()}
+
+
+def test_decode_killed_in_mid_stream(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
+    """The streams go on with the same tokens once Serve has put a new worker in its place."""
+    references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
+    chosen = [4, 9, 33, 43]
+    answers = [Answer() for _ in chosen]
+
+    async def run() -> None:
+        async with http_client(cluster.url) as client:
+
+            async def one(number: int, answer: Answer) -> None:
+                async for _ in stream_events(client, greedy_body(MODEL, prompts[number], NUM_TOKENS), answer):
+                    pass
+
+            tasks = [asyncio.create_task(one(*pair)) for pair in zip(chosen, answers, strict=True)]
+            while min(len(answer.token_ids) for answer in answers) < 5:
+                await asyncio.sleep(0.01)
+            assert max(len(answer.token_ids) for answer in answers) < NUM_TOKENS, "too late to kill in mid-stream"
+            await asyncio.to_thread(cluster.kill, "decode")
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert [answer.error for answer in answers] == [None] * len(chosen)
+    for number, answer in zip(chosen, answers, strict=True):
+        assert answer.token_ids == references[number].token_ids, f"prompt {number}"
+    cluster.wait_for_workers(prefill=1, decode=1)
+    cluster.wait_idle()
+
+
+def test_prefill_killed_in_the_middle_of_a_transfer(cluster: ServedCluster, smollm2_folder: Path) -> None:
+    """The prompt is computed again, here by the decode worker or the prefill worker's successor: the same tokens."""
+    story = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=900)[43]
+    (reference,) = hf_reference(smollm2_folder, [story], 16)
+
+    async def run() -> Answer:
+        answer = Answer()
+        async with http_client(cluster.url) as client:
+
+            async def read() -> None:
+                async for _ in stream_events(client, greedy_body(MODEL, story, 16), answer):
+                    pass
+
+            task = asyncio.create_task(read())
+            # About ten chunks of 96 tokens, each streamed out while the next is computed.
+            await asyncio.to_thread(_wait_for_transfer, cluster)
+            assert not answer.token_ids, "too late to kill in the middle of the transfer"
+            await asyncio.to_thread(cluster.kill, "prefill")
+            await task
+        return answer
+
+    answer = asyncio.run(run())
+    assert answer.error is None
+    assert answer.token_ids == reference.token_ids
+    cluster.wait_for_workers(prefill=1, decode=1)
+    cluster.wait_idle()
+
+
+def _wait_for_transfer(cluster: ServedCluster) -> None:
+    """Until the prefill worker holds the sequence and the decode worker its reservation."""
+    cluster.wait_until(
+        lambda: cluster.worker("prefill")["num_leases"] == 1 and cluster.worker("decode")["num_leases"] == 1,
+        "the transfer is under way",
+        timeout_s=10,
+    )
