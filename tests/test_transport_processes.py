@@ -1,0 +1,173 @@
+"""Transports between real processes, and what is left when one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.messages import Ended, Endpoint
+from kv_transfer.slabs import SlabConfig
+from kv_transfer.transports.base import Delivery, Link, LinkClosedError, Transport
+from tests.loops import num_open_files, run_on
+from tests.transport_child import MIB, digest, make_transport
+from tests.transport_conformance import send
+
+KINDS = ["shm", "tcp"]
+
+
+@contextmanager
+def child(*args: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.transport_child", *args]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@contextmanager
+def receiving_child(kind: str) -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
+    with child("receive", kind) as process:
+        assert process.stdout is not None
+        yield process, Endpoint(**json.loads(process.stdout.readline()))
+
+
+@asynccontextmanager
+async def transport(kind: str, slabs: SlabConfig | None = None) -> AsyncIterator[Transport]:
+    opened = make_transport(kind, "parent", slabs) if slabs else make_transport(kind, "parent")
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+async def warm_up() -> None:
+    async with transport("tcp") as own:
+        with pytest.raises(LinkClosedError):
+            await own.connect(Endpoint(host="127.0.0.1", port=9, node_id="a"), timeout_s=1)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No name in /dev/shm, no mapping, no descriptor."""
+    run_on("uvloop", warm_up())  # the first loop of a process opens descriptors that stay
+    names = set(Path("/dev/shm").iterdir())
+    files = num_open_files()
+    yield
+    gc.collect()
+    assert set(Path("/dev/shm").iterdir()) <= names
+    assert "legato" not in Path("/proc/self/maps").read_text()
+    assert num_open_files() <= files
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("kind", KINDS)
+def test_slabs_arrive_to_the_bit(kind: str) -> None:
+    rng = random.Random(3)
+    payloads = {str(size): rng.randbytes(size) for size in (1, 4097, 65_536, 999_999, 16 * MIB)}
+    payloads |= {str(64 * MIB): rng.randbytes(MIB) * 64}
+
+    async def scenario(endpoint: Endpoint) -> None:
+        async with transport(kind) as own:
+            link = await own.connect(endpoint, timeout_s=5)
+            sending = asyncio.gather(*(send(link, name, payload) for name, payload in payloads.items()))
+            for _ in payloads:
+                answer = (await link.receive()).message
+                assert isinstance(answer, Ended)
+                name, received = answer.request_id.split()
+                assert received == digest(payloads[name])
+            await sending
+
+    with receiving_child(kind) as (_, endpoint):
+        run_on("uvloop", scenario(endpoint))
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loop_kind", ["uvloop", "asyncio"])
+def test_a_sender_notices_at_once_that_its_receiver_was_killed(kind: str, loop_kind: str) -> None:
+    async def stream(link: Link) -> None:
+        for number in range(1_000_000):
+            await send(link, str(number), bytes(MIB))
+
+    async def scenario(process: subprocess.Popen[str], endpoint: Endpoint) -> None:
+        async with transport(kind, SlabConfig(slab_bytes=MIB, num_slabs=4)) as own:
+            link = await own.connect(endpoint, timeout_s=5)
+            streaming = asyncio.create_task(stream(link))
+            for _ in range(5):
+                await link.receive()
+            process.send_signal(signal.SIGKILL)
+            killed_at = time.monotonic()
+            with pytest.raises(LinkClosedError, match=r"child.*lost"):
+                await streaming
+            with pytest.raises(LinkClosedError):
+                while True:
+                    await link.receive()
+            assert time.monotonic() - killed_at < 2
+
+    with receiving_child(kind) as (process, endpoint):
+        run_on(loop_kind, scenario(process, endpoint))
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loop_kind", ["uvloop", "asyncio"])
+def test_a_receiver_notices_at_once_that_its_sender_was_killed(kind: str, loop_kind: str) -> None:
+    async def scenario() -> None:
+        seconds: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+        async def serve(link: Link) -> None:
+            held = [await link.receive() for _ in range(2)]
+            process.send_signal(signal.SIGKILL)
+            killed_at = time.monotonic()
+            with contextlib.suppress(LinkClosedError):
+                while True:
+                    check(await link.receive())
+            for delivery in held:  # what was handed over stays whole without its sender
+                check(delivery)
+            seconds.set_result(time.monotonic() - killed_at)
+
+        async with transport(kind, SlabConfig(slab_bytes=MIB, num_slabs=4)) as own:
+            endpoint = await own.listen(serve)
+            with child("send", kind, json.dumps(asdict(endpoint))) as process:
+                assert await seconds < 2
+
+    run_on(loop_kind, scenario())
+
+
+def check(delivery: Delivery) -> None:
+    assert isinstance(delivery.message, Ended)
+    assert delivery.payload is not None
+    assert delivery.payload == bytes([int(delivery.message.request_id) % 251]) * MIB
+    delivery.release()
+
+
+def test_a_process_that_may_not_have_a_segment_says_so() -> None:
+    script = """
+import resource
+from kv_transfer.transports.segment import OwnSegment, SegmentError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    OwnSegment(1 << 30)
+except SegmentError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=True)
+    assert "A shared-memory segment of 1073741824 bytes cannot be made: [Errno 27] File too large." in done.stdout
+    assert "use the transport 'tcp'" in done.stdout
