@@ -182,7 +182,7 @@ class Iperf3:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = str(free.getsockname()[1])
         command = ["iperf3", "-s", "-p", self._port, "-B", "127.0.0.1", "--forceflush"]
-        self._server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self._server.stdout is not None
         while "listening" not in self._server.stdout.readline():
             pass

@@ -48,7 +48,7 @@ class _Outgoing:
 
     async def mapped(self) -> None:
         """Wait for the peer to map it. Raises CarrierUnavailableError with its words if it cannot."""
-        refusal = await asyncio.shield(self._answer)
+        refusal = self._answer.result() if self._answer.done() else await asyncio.shield(self._answer)
         self.pool.check_open()
         if refusal is not None:
             raise CarrierUnavailableError(refusal)
