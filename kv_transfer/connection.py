@@ -101,7 +101,7 @@ class Connection:
         """
         self._check_open()
         payload_bytes = sum(piece.nbytes for piece in payload)
-        pieces = [frame_head(message, payload_bytes), *payload]
+        pieces: list[bytes | memoryview] = [frame_head(message, payload_bytes), *payload]
         # Joining a few bytes is cheaper than gathering them.
         self._wire.write(pieces if payload_bytes > _MAX_JOINED_BYTES else [b"".join(pieces)])
         if not await self._wire.flushed():
@@ -156,18 +156,14 @@ class Connection:
     def _on_frame(self, frame: Frame) -> None:
         match frame.message:
             case Ping():
-                self._drop(frame)
+                _discard(frame)
             case Goodbye(reason=reason):
-                self._drop(frame)
+                _discard(frame)
                 self._end(f"{self._who}: closed by the peer: {reason}")
                 self._wire.abort()
             case message:
                 if not self._hooks.intercept(message):
                     self._inbox.put(frame)
-
-    def _drop(self, frame: Frame) -> None:
-        if frame.payload is not None:
-            frame.payload.discard()
 
     def _on_tick(self) -> None:
         """Ping the peer, unless bytes for it wait anyway; give it up when it is silent for too long.
@@ -204,6 +200,11 @@ class Connection:
         # The owner is let go, so that the memory of a dead link does not wait for the garbage collector.
         hooks, self._hooks = self._hooks, Hooks()
         hooks.on_closed(self._closed_because)
+
+
+def _discard(frame: Frame) -> None:
+    if frame.payload is not None:
+        frame.payload.discard()
 
 
 async def _open(meeting: Meeting, config: ConnectionConfig | None) -> Connection:

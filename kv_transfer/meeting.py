@@ -57,6 +57,8 @@ async def dial(
             return Meeting(sock, await _shake_hands(sock, handshake, handshake.opening()), where)
     except PeerRefusedError as error:
         raise PeerRefusedError(f"No connection to {where}: {error}") from error
+    except LinkClosedError as error:
+        raise LinkClosedError(f"No connection to {where}: {error}") from error
     except TimeoutError as error:
         raise TimeoutError(f"{where} did not answer within {timeout_s:g} s.") from error
     except OSError as error:

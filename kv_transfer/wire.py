@@ -61,8 +61,8 @@ class Wire(asyncio.BufferedProtocol):
         return not self._lost
 
     def read_on(self) -> None:
-        """Take what was held back, and read again unless there is still no room."""
-        if not (self._finished or self._lost):
+        """Take what was held back, and read again unless there is still no room. While reading, nothing is held."""
+        if not (self._reading or self._finished or self._lost):
             self._take_frames()
 
     def finish(self) -> None:

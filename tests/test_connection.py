@@ -1,65 +1,23 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import socket
-import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kv_transfer import auth
-from kv_transfer.connection import Connection, ConnectionConfig, Server, connect, serve
-from kv_transfer.frames import FrameLimits, frame_head
+from kv_transfer.connection import Connection, ConnectionConfig, connect, serve
 from kv_transfer.meeting import dial, listening_socket
 from kv_transfer.messages import Cancel, Ended, Endpoint
-from kv_transfer.transports.base import Identity, LinkClosedError, PeerRefusedError
+from kv_transfer.transports.base import LinkClosedError, PeerRefusedError
 from tests.loops import LOOP_KINDS, num_open_files, run_on
-
-WORKER = Identity(worker_id="decode-1", node_id="a", secret=b"secret", compatibility={"model": "x"})
-GATEWAY = Identity(worker_id="gateway-1", node_id="a", secret=b"secret", compatibility={})
-
-Run = Callable[[Coroutine[Any, Any, None]], None]
+from tests.serving import GATEWAY, WORKER, Run, assert_alive, connect_to, echo, keep_open, serving
 
 
 @pytest.fixture(params=list(LOOP_KINDS))
 def run(request: pytest.FixtureRequest) -> Run:
     return lambda coroutine: run_on(request.param, coroutine)
-
-
-@asynccontextmanager
-async def serving(
-    handler: Callable[[Connection], Awaitable[None]], config: ConnectionConfig | None = None, **options: Any
-) -> AsyncIterator[Server]:
-    server = await serve("127.0.0.1", WORKER, handler, config=config, **options)
-    try:
-        yield server
-    finally:
-        await server.close()
-
-
-async def connect_to(server: Server, config: ConnectionConfig | None = None) -> Connection:
-    return await connect(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5, config=config)
-
-
-async def echo(connection: Connection) -> None:
-    async for message, payload in connection:
-        await connection.send(message, [] if payload is None else [payload])
-
-
-async def keep_open(connection: Connection) -> None:
-    await connection.wait_closed()
-
-
-async def assert_alive(connection: Connection) -> None:
-    await connection.send(Ended(request_id="still there?"))
-    assert await connection.receive() == (Ended(request_id="still there?"), None)
 
 
 def test_messages_and_payloads_arrive_in_order_and_exact(run: Run) -> None:
@@ -212,35 +170,6 @@ def test_a_receiver_that_is_busy_does_not_take_its_peer_for_dead(run: Run) -> No
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("poison", "complaint"),
-    [
-        (struct.pack("<IQ", 2**32 - 1, 0), "header of 4294967295 bytes"),
-        (struct.pack("<IQ", 5, 2**63) + b"12345", "payload of 9223372036854775808 bytes"),
-        (struct.pack("<IQ", 5, 0) + b"\xc1" * 5, "no message"),
-        (frame_head(Ended(request_id="x"), 101) + bytes(101), "payload of 101 bytes is over the limit of 100"),
-    ],
-)
-def test_a_malformed_frame_ends_its_connection_alone_and_both_ends_know_why(
-    run: Run, poison: bytes, complaint: str
-) -> None:
-    async def scenario() -> None:
-        async with serving(echo, ConnectionConfig(limits=FrameLimits(payload_bytes=100))) as server:
-            other = await connect_to(server)
-            bad = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5)
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(bad.sock, poison)
-            answer = b""
-            while piece := await loop.sock_recv(bad.sock, 10_000):
-                answer += piece
-            assert b"Goodbye" in answer
-            assert complaint.encode() in answer
-            bad.sock.close()
-            await assert_alive(other)
-
-    run(scenario())
-
-
 def test_peers_that_must_not_meet_are_refused_with_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with serving(echo, purposes=["gateway"]) as server:
@@ -258,86 +187,6 @@ def test_peers_that_must_not_meet_are_refused_with_a_sentence(run: Run, monkeypa
             await assert_alive(await connect_to(server))
 
     run(scenario())
-
-
-STRANGERS = {
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "huge length": b"\xff\xff" + bytes(70_000),
-    "half a length": b"\x05",
-    "half a message": b"\x40\x00abc",
-    "nothing": b"",
-}
-
-
-@pytest.mark.parametrize("words", STRANGERS.values(), ids=list(STRANGERS))
-def test_a_stranger_is_cut_off_in_time_and_harms_nobody(run: Run, words: bytes) -> None:
-    async def scenario() -> None:
-        async with serving(echo, handshake_timeout_s=0.3) as server:
-            friend = await connect_to(server)
-            loop = asyncio.get_running_loop()
-            with socket.create_connection((server.endpoint.host, server.endpoint.port)) as stranger:
-                stranger.setblocking(False)
-                await loop.sock_sendall(stranger, words)
-                with suppress(ConnectionResetError):
-                    assert await asyncio.wait_for(loop.sock_recv(stranger, 1000), 2) == b""
-            await assert_alive(friend)
-
-    run(scenario())
-
-
-def test_many_silent_strangers_only_delay_a_friend(run: Run) -> None:
-    async def scenario() -> None:
-        async with serving(echo, handshake_timeout_s=0.5) as server:
-            crowd = [socket.create_connection((server.endpoint.host, server.endpoint.port)) for _ in range(150)]
-            friend = await connect_to(server)
-            await assert_alive(friend)
-            for stranger in crowd:
-                stranger.close()
-
-    run(scenario())
-
-
-def test_random_bytes_never_bring_a_listener_down() -> None:
-    logging.disable(logging.WARNING)
-    try:
-        with asyncio.Runner(loop_factory=LOOP_KINDS["uvloop"]) as runner:
-            server = runner.run(serve("127.0.0.1", WORKER, echo, handshake_timeout_s=0.2))
-            friend = runner.run(connect_to(server))
-            files = num_open_files()
-
-            async def attack(words: list[bytes]) -> None:
-                loop = asyncio.get_running_loop()
-                with socket.create_connection((server.endpoint.host, server.endpoint.port)) as sock:
-                    sock.setblocking(False)
-                    try:
-                        for word in words:
-                            await loop.sock_sendall(sock, word)
-                    except OSError:
-                        pass
-                await assert_alive(friend)
-
-            async def attack_as_member(words: list[bytes]) -> None:
-                meeting = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5)
-                try:
-                    for word in words:
-                        await asyncio.get_running_loop().sock_sendall(meeting.sock, word)
-                except OSError:
-                    pass
-                meeting.sock.close()
-                await assert_alive(friend)
-
-            @settings(max_examples=60, deadline=None)
-            @given(words=st.lists(st.binary(min_size=1, max_size=300), max_size=3), member=st.booleans())
-            def fuzz(words: list[bytes], member: bool) -> None:
-                runner.run(asyncio.wait_for((attack_as_member if member else attack)(words), 10))
-
-            fuzz()
-            runner.run(asyncio.sleep(1.3))  # the handshake deadline, and the linger of closed connections
-            assert num_open_files() <= files, "descriptors of strangers were kept"
-            friend.close("done")
-            runner.run(server.close())
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def test_nobody_there_and_nobody_answering(run: Run) -> None:
