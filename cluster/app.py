@@ -103,7 +103,11 @@ def pool_deployment(worker: type, name: str, pool: PoolSettings, replicas: int) 
         name=name,
         **size,
         max_ongoing_requests=UNLIMITED,
-        ray_actor_options={"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus},
+        ray_actor_options={
+            "num_cpus": pool.num_cpus,
+            "num_gpus": pool.num_gpus,
+            "resources": dict(pool.resources),
+        },
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=30,

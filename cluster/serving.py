@@ -37,9 +37,7 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
     if port is not None:
         http["port"] = port
     tune_environment()
-    interrupted = threading.Event()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, lambda *_: interrupted.set())
+    interrupted = interrupted_by_signals()
     import ray
     from ray import serve
 
@@ -61,6 +59,14 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
         print("Stopping.", flush=True)
         serve.shutdown()
         ray.shutdown()
+
+
+def interrupted_by_signals() -> threading.Event:
+    """Set by Ctrl-C and by a polite kill, so that Ray is taken down in order."""
+    interrupted = threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: interrupted.set())
+    return interrupted
 
 
 def start_ray(**options: Any) -> None:

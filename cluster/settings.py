@@ -99,6 +99,9 @@ class PoolSettings(Settings):
     num_gpus: float = Field(
         0.0, ge=0, description="GPUs that Ray sets aside for each worker; 0: it computes on the CPU."
     )
+    resources: dict[str, float] = Field(
+        {}, description="Custom Ray resources that each worker takes, to put a pool on nodes of one kind."
+    )
     threads: int = Field(1, ge=1, description="Compute threads of each worker on a CPU.")
     max_waiting: int = Field(256, ge=1, description="Sequences that may wait in one worker; it refuses more.")
     autoscaling: AutoscalingSettings | None = Field(

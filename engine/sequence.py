@@ -14,13 +14,12 @@ from engine.block_pool import BlockLease
 from engine.prefix import PrefixHasher
 from engine.sampling_params import SamplingParams
 
-
 SequenceKey = tuple[str, int]
 """(request id, attempt): a later attempt of a request is another sequence."""
 
 
 class BlockTable:
-    """The blocks of one sequence, `[layer_groups, num_columns]`: column j holds tokens [j·block_size, (j+1)·block_size).
+    """The blocks of one sequence, `[layer_groups, num_columns]`: column j holds the j-th `block_size` tokens.
 
     Grows by columns. `view` is what the runner reads.
     """

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from engine.kv_cache import KVCache
 
+from engine.kv_cache import KVCache
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.copying import fill_slab
 from kv_transfer.deadline_timer import DeadlineTimer
@@ -37,7 +37,10 @@ class _SlabJob:
 
 
 class _Peer:
-    """One decode worker, on the KV thread: connects when there is something to send, sends in order, reads answers.
+    """One decode worker, on the KV thread: connects when there is something to send, sends, reads answers.
+
+    Slabs go out in order; other messages overtake them, so that a reservation is kept alive while slabs are scarce.
+    (A commit cannot come too early: the state machine orders it when the last slab has been sent.)
 
     Reports to the owner through callbacks that hop to the main loop. Ends at the first failure, having reported every
     job it had accepted as failed; the owner then makes a new one.
@@ -47,33 +50,38 @@ class _Peer:
         self.worker_id = worker_id
         self._owner = owner
         self._endpoint = endpoint
-        self._jobs: asyncio.Queue[_SlabJob | Message] = asyncio.Queue()
+        self._slabs: asyncio.Queue[_SlabJob] = asyncio.Queue()
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._ended = False
 
     def enqueue(self, job: _SlabJob | Message) -> None:
-        if self._ended:
+        if not isinstance(job, _SlabJob):
+            self._messages.put_nowait(job)
+        elif self._ended:
             self._report_failed(job, "the link is down")
         else:
-            self._jobs.put_nowait(job)
+            self._slabs.put_nowait(job)
 
     async def run(self) -> None:
         reason = "the sender stops"
         try:
             link = await self._owner.transport.connect(self._endpoint, timeout_s=CONNECT_TIMEOUT_S)
-            reader = asyncio.create_task(self._read(link))
-            writer = asyncio.create_task(self._write(link))
-            done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-            for task in (reader, writer):
+            tasks = [
+                asyncio.create_task(work)
+                for work in (self._read(link), self._send_slabs(link), self._send_messages(link))
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             reason = str(next(iter(done)).exception())
             await link.close(reason)
         except (TransportError, OSError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
         finally:
             self._ended = True
-            while not self._jobs.empty():
-                self._report_failed(self._jobs.get_nowait(), reason)
+            while not self._slabs.empty():
+                self._report_failed(self._slabs.get_nowait(), reason)
             self._owner.report(self._owner.on_peer_lost, self, reason)
 
     async def _read(self, link: Link) -> None:
@@ -82,13 +90,13 @@ class _Peer:
             delivery.release()
             self._owner.report(self._owner.on_peer_message, self, delivery.message)
 
-    async def _write(self, link: Link) -> None:
+    async def _send_messages(self, link: Link) -> None:
         while True:
-            job = await self._jobs.get()
-            if isinstance(job, _SlabJob):
-                await self._send_slab(link, job)
-            else:
-                await link.send(job)
+            await link.send(await self._messages.get())
+
+    async def _send_slabs(self, link: Link) -> None:
+        while True:
+            await self._send_slab(link, await self._slabs.get())
 
     async def _send_slab(self, link: Link, job: _SlabJob) -> None:
         action = job.action
@@ -103,9 +111,8 @@ class _Peer:
             raise
         self._owner.report(self._owner.on_slab_sent, action, digest)
 
-    def _report_failed(self, job: _SlabJob | Message, reason: str) -> None:
-        if isinstance(job, _SlabJob):
-            self._owner.report(self._owner.on_slab_failed, job.action, reason)
+    def _report_failed(self, job: _SlabJob, reason: str) -> None:
+        self._owner.report(self._owner.on_slab_failed, job.action, reason)
 
 
 class KvSender:

@@ -1,0 +1,50 @@
+"""Prefill on one Ray node, decode on another: KV crosses by TCP, and the tokens are Hugging Face's all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tokenizer import Tokenizer
+from tests.exactness import count_near_ties, exactness_prompts, hf_reference
+from tests.http_generation import complete_all, greedy_body
+from tests.served_cluster import MODEL, config_file, served_cluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
+
+NUM_TOKENS = 64
+CONFIG: dict[str, Any] = {
+    "model": {"ref": MODEL, "dtype": "float32"},
+    "kv": {
+        "prefill": {"block_size": 32, "memory": "256 blocks"},
+        "decode": {"block_size": 16, "memory": "512 blocks"},
+        "layers_per_group": 10,
+    },
+    "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 128, "resources": {"prefill_node": 1}},
+    "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 64, "resources": {"decode_node": 1}},
+    # Small slabs over several connections: every way in which messages can overtake each other is used.
+    "transfer": {"transport": "auto", "slab_bytes": "64KiB", "num_connections": 3},
+}
+
+
+def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path) -> None:
+    prompts = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)
+    references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
+    command = [sys.executable, "-m", "tests.two_nodes"]
+    # Serve's own proxy here, HAProxy in the other cluster: both fronts are used by the suite.
+    env = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    with served_cluster(config_file(tmp_path, CONFIG), tmp_path, command=command, env=env) as cluster:
+        nodes = {worker["role"]: worker["endpoint"]["node_id"] for worker in cluster.workers()}
+        assert nodes["prefill"] != nodes["decode"]
+        bodies = [greedy_body(MODEL, prompt, NUM_TOKENS) for prompt in prompts]
+        answers = asyncio.run(complete_all(cluster.url, bodies, concurrency=64))
+        assert [answer.error for answer in answers] == [None] * len(answers)
+        num_ties = count_near_ties(
+            [answer.token_ids for answer in answers], references, [answer.logprobs for answer in answers]
+        )
+        assert num_ties <= 3
+        cluster.wait_idle()

@@ -1,0 +1,53 @@
+"""Serves a configuration on a Ray cluster of two nodes on this machine, in place of `python -m cluster serve`.
+
+The head has the resource "decode_node", the other node "prefill_node": pools that ask for them land apart, and their KV
+has to cross by TCP, since Legato takes processes of different Ray nodes to share no memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+
+from cluster.config import load_config
+from cluster.serving import interrupted_by_signals, run_application, wait_until_ready
+from cluster.tuning import tune_environment
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file")
+    parser.add_argument("--port", type=int, required=True)
+    arguments = parser.parse_args()
+    tune_environment()
+    interrupted: threading.Event = interrupted_by_signals()
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    memory = 100 * 2**20
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 3,
+            "include_dashboard": False,
+            "object_store_memory": memory,
+            "resources": {"decode_node": 1},
+        },
+    )
+    try:
+        cluster.add_node(num_cpus=1, object_store_memory=memory, resources={"prefill_node": 1})
+        ray.init(address=cluster.address, log_to_driver=False)
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": arguments.port})
+        run_application({"name": "legato", "route_prefix": "/"}, load_config(arguments.file))
+        wait_until_ready(f"http://127.0.0.1:{arguments.port}", interrupted)
+        print("Serving on two nodes", flush=True)
+        interrupted.wait()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
