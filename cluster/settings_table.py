@@ -56,6 +56,8 @@ def _kind(info: FieldInfo) -> str:
 
 
 def _kind_of(annotation: Any) -> str:
+    if get_origin(annotation) is dict:
+        return "mapping"
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     return _NAMES.get(annotation, "branch")
