@@ -22,7 +22,8 @@ from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff_sender import HandoffSender
 from kv_transfer.loop_thread import LoopThread
-from kv_transfer.messages import Endpoint, Message, Ticket
+from kv_transfer.messages import Endpoint, Message, Ticket, Verified
+from kv_transfer.timeline import HandoffTimeline, Timelines, ignore_timeline
 from kv_transfer.transports.base import Link, Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class KvSender:
 
     `on_release(key)`: the sequence's blocks are no longer read and may be freed; called once per `begin`.
     `on_failed(key, reason, retryable)`: the hand-off came to nothing; `on_release` still follows or went before.
+    `on_verified(timeline)`: decode has it, and so long it took; before `on_release`.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class KvSender:
         max_slab_bytes: int,
         on_release: Callable[[SequenceKey], None],
         on_failed: Callable[[SequenceKey, str, bool], None],
+        on_verified: Callable[[HandoffTimeline], None] = ignore_timeline,
     ) -> None:
         self.kv_cache = kv_cache
         self.transport = transport
@@ -139,6 +142,7 @@ class KvSender:
         self._max_slab_tokens = max(1, max_slab_bytes // kv_cache.layout.bytes_per_token_layer)
         self._on_release = on_release
         self._on_failed = on_failed
+        self._timelines = Timelines(on_verified)
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._peers: dict[str, _Peer] = {}
         self._endpoints: dict[str, Endpoint] = {}
@@ -153,7 +157,9 @@ class KvSender:
         self._sequences[seq.key] = seq
         self._endpoints[ticket.worker_id] = ticket.endpoint
         num_layers = self.kv_cache.layout.num_layers
-        self._do(self._machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=time.monotonic()))
+        now = time.monotonic()
+        self._timelines.begin(seq.key, seq.num_tokens, now)
+        self._do(self._machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=now))
 
     def layer_ready(self, key: SequenceKey, layer: int, token_start: int, num_tokens: int) -> None:
         """The KV of tokens [token_start, token_start + num_tokens) of `layer` stands in the cache."""
@@ -164,7 +170,9 @@ class KvSender:
             self._do(self._machine.on_layer_ready(*key, layer, start, count, now=time.monotonic()))
 
     def first_token(self, key: SequenceKey, token_id: int, index: int) -> None:
-        self._do(self._machine.on_first_token(*key, token_id, index, now=time.monotonic()))
+        now = time.monotonic()
+        self._timelines.computed(key, now)
+        self._do(self._machine.on_first_token(*key, token_id, index, now=now))
 
     def cancel(self, key: SequenceKey, reason: str) -> None:
         """End the hand-off; harmless if there is none."""
@@ -180,7 +188,9 @@ class KvSender:
 
     def on_slab_sent(self, action: SendSlab, digest: int) -> None:
         key = (action.request_id, action.attempt)
-        self._do(self._machine.on_slab_sent(*key, action.layer, action.token_start, digest, now=time.monotonic()))
+        now = time.monotonic()
+        self._timelines.slab_sent(key, action.num_tokens * self.kv_cache.layout.bytes_per_token_layer, now)
+        self._do(self._machine.on_slab_sent(*key, action.layer, action.token_start, digest, now=now))
 
     def on_slab_failed(self, action: SendSlab, reason: str) -> None:
         key = (action.request_id, action.attempt)
@@ -189,8 +199,12 @@ class KvSender:
         )
 
     def on_peer_message(self, peer: _Peer, message: Message) -> None:
-        if self._peers.get(peer.worker_id) is peer:
-            self._do(self._machine.on_message(peer.worker_id, message, now=time.monotonic()))
+        if self._peers.get(peer.worker_id) is not peer:
+            return
+        now = time.monotonic()
+        if isinstance(message, Verified):
+            self._timelines.verified((message.request_id, message.fence.generation), now)
+        self._do(self._machine.on_message(peer.worker_id, message, now=now))
 
     def on_peer_lost(self, peer: _Peer, reason: str) -> None:
         logger.info("link to decode worker %s is down: %s", peer.worker_id, reason)
@@ -214,6 +228,7 @@ class KvSender:
                 case ReleaseSource():
                     key = (action.request_id, action.attempt)
                     del self._sequences[key]
+                    self._timelines.end(key)
                     self._on_release(key)
                 case Fail():
                     self._on_failed((action.request_id, action.attempt), action.reason, action.retryable)

@@ -29,6 +29,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.sending import KvSender
+from kv_transfer.timeline import HandoffTimeline, ignore_timeline
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
 from prefill_workers.scheduler import PrefillScheduler
@@ -58,12 +59,14 @@ class PrefillWorker:
         identity: Identity,
         transport: Transport,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        on_handed_over: Callable[[HandoffTimeline], None] = ignore_timeline,
     ) -> None:
         self._model = model
         self._config = config
         self._identity = identity
         self._transport = transport
         self._locate_scheduler = locate_scheduler
+        self._on_handed_over = on_handed_over
         self._allocator = BlockAllocator(
             model.block_pool,
             layer_groups=model.layout.num_layer_groups,
@@ -90,6 +93,7 @@ class PrefillWorker:
             max_slab_bytes=self._config.max_slab_bytes,
             on_release=self._on_release,
             on_failed=self._fail,
+            on_verified=self._on_handed_over,
         )
         self._steps = StepLoop(
             self._model.runner, plan=self._plan, finish=self._finish, failed=self._step_failed, on_layer=self._on_layer
