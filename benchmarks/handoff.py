@@ -1,0 +1,117 @@
+"""What a hand-off costs: how much of it prefill's computing hides, and how long decode waits after the first token.
+
+Stamps come from the prefill worker itself (`kv_transfer.timeline`). `exposed` is the time from the first token, which
+the client already has, until decode's word that every byte is verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import Literal
+
+import uvloop
+
+from benchmarks.handoff_cluster import HandoffCluster, running_handoffs
+from benchmarks.part import note, run_part
+from benchmarks.summary import Json, spread
+from benchmarks.workload import draw_prompts
+from kv_transfer.digest import DIGEST_NAME, slab_digest
+from kv_transfer.timeline import HandoffTimeline
+
+PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
+BUSY_STREAMS = 8
+BUSY_PROMPT_TOKENS = (256, 1024)
+CACHED_PROMPT_TOKENS = (512, 2048)
+AIM = 0.05  # of prefill time
+
+
+def measure() -> Json:
+    rows: list[Json] = []
+    for transport in ("shm", "tcp"):
+        rows += uvloop.run(_measure(transport))
+    return {"aim": f"exposed at most {AIM:.0%} of prefill time", "digest": _digest_cost(), "rows": rows}
+
+
+async def _measure(transport: Literal["shm", "tcp"]) -> list[Json]:
+    async with running_handoffs(transport) as cluster:
+        rows = [await _idle(cluster, transport, num_tokens) for num_tokens in PROMPT_TOKENS]
+        rows += [await _cached(cluster, transport, num_tokens) for num_tokens in CACHED_PROMPT_TOKENS]
+        rows += [await _busy(cluster, transport, num_tokens) for num_tokens in BUSY_PROMPT_TOKENS]
+    return rows
+
+
+def _repeats(num_tokens: int) -> int:
+    return 7 if num_tokens <= 1024 else 3
+
+
+async def _idle(cluster: HandoffCluster, transport: str, num_tokens: int) -> Json:
+    prompts = draw_prompts(_repeats(num_tokens), num_tokens)
+    return _row("decode idle", transport, [await cluster.hand_over(prompt) for prompt in prompts])
+
+
+async def _cached(cluster: HandoffCluster, transport: str, num_tokens: int) -> Json:
+    """The prompt is in prefill's prefix cache but for its last block: hardly any compute to hide behind."""
+    prompt = draw_prompts(1, num_tokens)[0]
+    await cluster.hand_over(prompt)
+    return _row("prompt cached", transport, [await cluster.hand_over(prompt) for _ in range(5)])
+
+
+async def _busy(cluster: HandoffCluster, transport: str, num_tokens: int) -> Json:
+    """Decode computes for others meanwhile: what it does for the hand-off takes turns with that on one core."""
+    background = [
+        asyncio.create_task(cluster.generate(f"{transport}-{num_tokens}-{number}", prompt, num_tokens=4_000))
+        for number, prompt in enumerate(draw_prompts(BUSY_STREAMS, 64))
+    ]
+    try:
+        prompts = draw_prompts(_repeats(num_tokens), num_tokens)
+        return _row(
+            f"decode busy with {BUSY_STREAMS} streams",
+            transport,
+            [await cluster.hand_over(prompt) for prompt in prompts],
+        )
+    finally:
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+
+
+def _row(situation: str, transport: str, timelines: list[HandoffTimeline]) -> Json:
+    share = statistics.median(t.exposed_s / t.prefill_s for t in timelines)
+    hidden = statistics.median(t.num_hidden_bytes / t.num_bytes for t in timelines)
+    exposed_ms = [t.exposed_s * 1e3 for t in timelines]
+    first = timelines[0]
+    note(
+        f"{transport} {first.num_tokens:5d} tokens, {situation}: exposed {statistics.median(exposed_ms):.2f} ms, "
+        f"{share:.1%} of prefill; {hidden:.0%} of {first.num_bytes / 1e6:.1f} MB hidden"
+    )
+    return {
+        "transport": transport,
+        "situation": situation,
+        "prompt_tokens": first.num_tokens,
+        "kv_bytes": first.num_bytes,
+        "slabs": first.num_slabs,
+        "prefill_ms": spread([t.prefill_s * 1e3 for t in timelines]),
+        "exposed_ms": spread(exposed_ms),
+        "exposed_share_of_prefill": round(share, 4),
+        "hidden_share_of_bytes": round(hidden, 4),
+        # From the ticket to decode's word; where there is compute to hide behind, compute sets this pace.
+        "gb_per_s": spread([t.num_bytes / (t.verified_s - t.begun_s) / 1e9 for t in timelines]),
+        "reaches_aim": share <= AIM,
+    }
+
+
+def _digest_cost() -> Json:
+    """Of one layer of a chunk of 512 tokens; each end digests every byte once."""
+    slab = bytearray(512 * 768)
+    started = time.perf_counter()
+    repeats = 2_000
+    for _ in range(repeats):
+        slab_digest(slab)
+    seconds = (time.perf_counter() - started) / repeats
+    return {"name": DIGEST_NAME, "slab_bytes": len(slab), "gb_per_s": round(len(slab) / seconds / 1e9, 1)}
+
+
+if __name__ == "__main__":
+    run_part("handoff", measure)

@@ -1,0 +1,128 @@
+"""One prefill and one decode worker in processes of their own, each on a core, driven without Ray or HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Literal
+
+from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE, WorkerOrder
+from benchmarks.provenance import ROOT
+from benchmarks.workload import greedy
+from cluster.errors import UnavailableError
+from cluster.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.scheduler import SchedulerPolicy
+from cluster.scheduler_server import SchedulerServer
+from kv_transfer.messages import Endpoint, RequestSpec
+from kv_transfer.timeline import HandoffTimeline
+from kv_transfer.transports.base import Identity
+
+START_TIMEOUT_S = 60.0
+HANDOFF_TIMEOUT_S = 60.0
+RETRY_S = 0.3
+
+
+class HandoffCluster:
+    """Use `running_handoffs`."""
+
+    def __init__(self, orchestrator: Orchestrator, prefill: Process) -> None:
+        self._orchestrator = orchestrator
+        self._prefill = prefill
+        self._numbers = itertools.count(1)
+
+    async def hand_over(self, prompt: list[int]) -> HandoffTimeline:
+        """Prefill the prompt, hand it over, decode one more token; how that went."""
+        request_id = f"handoff-{next(self._numbers)}"
+        await self.generate(request_id, prompt, num_tokens=2)
+        async with asyncio.timeout(HANDOFF_TIMEOUT_S):
+            while (timeline := await self._timeline()).request_id != request_id:
+                pass
+        return timeline
+
+    async def generate(self, request_id: str, prompt: list[int], *, num_tokens: int) -> None:
+        spec = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=greedy(num_tokens))
+        async with contextlib.aclosing(self._orchestrator.generate(spec)) as events:
+            async for _ in events:
+                pass
+
+    async def wait_until_served(self) -> None:
+        """Until a request went through both workers."""
+        async with asyncio.timeout(START_TIMEOUT_S):
+            for number in itertools.count():
+                with contextlib.suppress(UnavailableError, TimeoutError):
+                    await self.generate(f"warm-up-{number}", [1] * 64, num_tokens=2)
+                    async with asyncio.timeout(RETRY_S):
+                        await self._timeline()
+                        return
+                await asyncio.sleep(RETRY_S)
+
+    async def _timeline(self) -> HandoffTimeline:
+        assert self._prefill.stdout is not None
+        line = await self._prefill.stdout.readline()
+        if not line:
+            raise RuntimeError("the prefill worker has ended; its error output is above")
+        return HandoffTimeline(**json.loads(line))
+
+
+@contextlib.asynccontextmanager
+async def running_handoffs(transport: Literal["shm", "tcp"]) -> AsyncIterator[HandoffCluster]:
+    """The scheduler and a gateway's orchestrator here, the workers elsewhere."""
+    secret = secrets.token_bytes(32)
+    scheduler = SchedulerServer(SchedulerPolicy(), _control("scheduler", secret), broadcast_period_s=0.2)
+    endpoint = await scheduler.start("127.0.0.1")
+    cpus = sorted(os.sched_getaffinity(0))
+    prefill = await _start(
+        WorkerOrder(role="prefill", transport=transport, scheduler_port=endpoint.port, cpu=cpus[0]), secret
+    )
+    decode = await _start(
+        WorkerOrder(role="decode", transport=transport, scheduler_port=endpoint.port, cpu=cpus[-1]), secret
+    )
+
+    async def locate_scheduler() -> Endpoint:
+        return endpoint
+
+    orchestrator = Orchestrator(_control("gateway", secret), OrchestratorConfig(), locate_scheduler)
+    orchestrator.start()
+    try:
+        cluster = HandoffCluster(orchestrator, prefill)
+        await cluster.wait_until_served()
+        yield cluster
+    finally:
+        await orchestrator.stop()
+        await asyncio.gather(_end(prefill), _end(decode))
+        await scheduler.stop()
+
+
+def _control(name: str, secret: bytes) -> Identity:
+    return Identity(worker_id=name, node_id=NODE_ID, secret=secret, compatibility={})
+
+
+async def _start(order: WorkerOrder, secret: bytes) -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "benchmarks.handoff_worker",
+        json.dumps(asdict(order)),
+        cwd=ROOT,
+        env={**os.environ, SECRET_VARIABLE: secret.hex()},
+        stdin=PIPE,
+        stdout=PIPE if order.role == "prefill" else None,
+    )
+
+
+async def _end(process: Process) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), 20)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,69 @@
+"""One worker in a process of its own, for the hand-off benchmark: `python -m benchmarks.handoff_worker '<JSON>'`.
+
+Serves until its standard input ends. A prefill worker prints each verified hand-off's timeline as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import uvloop
+
+from benchmarks.local import load_default_model
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from kv_transfer.messages import Endpoint
+from kv_transfer.timeline import HandoffTimeline
+from kv_transfer.transfer_config import TransferConfig
+from kv_transfer.worker_port import worker_identity
+from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOrder:
+    """What a worker is told on its command line; the secret comes by the environment."""
+
+    role: Literal["prefill", "decode"]
+    transport: Literal["shm", "tcp"]
+    scheduler_port: int
+    cpu: int
+
+
+SECRET_VARIABLE = "LEGATO_BENCHMARK_SECRET"
+NODE_ID = "node"
+
+
+def main() -> None:
+    order = WorkerOrder(**json.loads(sys.argv[1]))
+    os.sched_setaffinity(0, {order.cpu})
+    uvloop.run(_serve(order))
+
+
+async def _serve(order: WorkerOrder) -> None:
+    async def locate_scheduler() -> Endpoint:
+        return Endpoint(host="127.0.0.1", port=order.scheduler_port, node_id=NODE_ID)
+
+    model = load_default_model("bfloat16", num_threads=1)
+    secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
+    identity = worker_identity(model, worker_id=order.role, node_id=NODE_ID, secret=secret)
+    transport = TransferConfig(transport=order.transport).open(identity, "127.0.0.1")
+    worker: PrefillWorker | DecodeWorker
+    if order.role == "prefill":
+        worker = PrefillWorker(model, PrefillWorkerConfig(), identity, transport, locate_scheduler, _print_timeline)
+    else:
+        worker = DecodeWorker(model, DecodeWorkerConfig(), identity, transport, locate_scheduler)
+    await worker.start()
+    await asyncio.to_thread(sys.stdin.read)
+    await worker.stop()
+
+
+def _print_timeline(timeline: HandoffTimeline) -> None:
+    print(json.dumps(asdict(timeline)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

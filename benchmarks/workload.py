@@ -1,0 +1,46 @@
+"""What is asked of every engine: prompts of an exact length that share nothing, and how many tokens to answer with."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+MODEL = "smollm2-135m-instruct"
+# Ids of ordinary words and pieces; below are control tokens and single bytes.
+_TOKEN_IDS = range(1_000, 40_000)
+_seeds = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """`num_requests` at once, each a prompt of `prompt_tokens` and an answer of exactly `output_tokens`."""
+
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_requests * self.output_tokens
+
+
+def draw_prompts(num: int, num_tokens: int) -> list[list[int]]:
+    """New ones with each call, the same in each run: no prefix cache can know them."""
+    source = random.Random(next(_seeds))
+    return [source.choices(_TOKEN_IDS, k=num_tokens) for _ in range(num)]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    """Exactly `num_tokens`, whatever the model says."""
+    return SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
+
+
+def sequences(prompts: list[list[int]], params: SamplingParams) -> list[Sequence]:
+    return [
+        Sequence(request_id=f"bench-{number}", attempt=0, params=params, prompt_token_ids=prompt)
+        for number, prompt in enumerate(prompts)
+    ]
