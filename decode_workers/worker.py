@@ -192,7 +192,11 @@ class DecodeWorker:
             reason = f"{request.num_tokens} tokens leave no room in {self.info.max_model_len}"
             self._port.refuse(gateway, request, reason, None)
             return False
-        if self._draining or len(self._pending) + self._scheduler.num_waiting >= self._config.max_waiting:
+        if self._draining:  # since it was placed: no reason to turn the client away
+            key = (request.request_id, request.attempt)
+            self._port.fail(gateway, key, "the decode worker is about to stop", retryable=True)
+            return False
+        if len(self._pending) + self._scheduler.num_waiting >= self._config.max_waiting:
             self._port.refuse(gateway, request, "the decode queue is full", self._config.reserve_wait_s)
             return False
         return True
@@ -263,9 +267,11 @@ class DecodeWorker:
         self._steps.wake()
 
     def _on_gateway_lost(self, gateway: GatewayId) -> None:
+        # First what waits: room that a cancelled request leaves must not go to another one that nobody waits for.
+        self._pending = deque(pending for pending in self._pending if pending.gateway != gateway)
         for request_id, attempt in [key for key, owner in self._gateway_of.items() if owner == gateway]:
             self._cancel(request_id, attempt)
-        self._pending = deque(pending for pending in self._pending if pending.gateway != gateway)
+        self._on_room()
 
     def _cancel(self, request_id: str, attempt: int) -> None:
         """End every attempt up to this one, whatever state it is in."""
@@ -278,8 +284,13 @@ class DecodeWorker:
                 self._receiver.cancel(*key)  # the lease follows once no copy is in flight
             else:
                 self._scheduler.drop(key)
+        self._on_room()
+
+    def _on_room(self) -> None:
+        """Something left. What waits for its blocks or its turn may come in, also when no step is going on."""
         self._try_pending()
         self._note_if_drained()
+        self._steps.wake()
 
     # --- hand-offs ---
 
@@ -301,7 +312,7 @@ class DecodeWorker:
 
     def _on_lease_ended(self, lease_id: int) -> None:
         self._scheduler.drop(self._key_of_lease.pop(lease_id))
-        self._try_pending()
+        self._on_room()
 
     def _on_handoff_failed(self, request_id: str, attempt: int, reason: str, retryable: bool) -> None:
         gateway = self._gateway_of.pop((request_id, attempt), None)
@@ -309,7 +320,7 @@ class DecodeWorker:
             self._port.fail(gateway, (request_id, attempt), reason, retryable=retryable)
 
     def _note_if_drained(self) -> None:
-        if self._draining and not self._gateway_of:
+        if self._draining and not self._gateway_of and not self._pending:
             self._drained.set()
 
     # --- steps ---
@@ -332,12 +343,11 @@ class DecodeWorker:
             if emission.finish is not None:
                 self._gateway_of.pop(seq.key, None)
         self._port.flush()
-        self._try_pending()
-        self._note_if_drained()
+        self._on_room()
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         self._scheduler.abandon_step()
         for item in plan.items:
             self._on_handoff_failed(*item.seq.key, f"the decode step failed: {error}", True)
             self._scheduler.drop(item.seq.key)
-        self._try_pending()
+        self._on_room()

@@ -18,6 +18,7 @@ from engine.sequence import StepOutput, StepPlan
 logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 3
+ASSUMED_PREFILL_TOKENS_PER_S = 1000.0  # of a worker that has not measured its speed yet
 
 
 class Runner(Protocol):
@@ -37,6 +38,10 @@ class StepRates:
             self.prefill_tokens_per_s = self._smooth(self.prefill_tokens_per_s, plan.num_tokens / duration_s)
         elif plan.num_tokens == len(plan.items):
             self.decode_step_s = self._smooth(self.decode_step_s, duration_s)
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Predicted seconds for computing so many prompt tokens."""
+        return num_tokens / (self.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S)
 
     def _smooth(self, old: float, new: float) -> float:
         return new if old == 0.0 else old + self._smoothing * (new - old)

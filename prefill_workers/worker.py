@@ -166,8 +166,12 @@ class PrefillWorker:
         if request.num_tokens > self.info.max_model_len:
             self._port.refuse(gateway, request, f"{request.num_tokens} tokens exceed {self.info.max_model_len}", None)
             return
-        if self._draining or not self._scheduler.can_add():
-            self._port.refuse(gateway, request, "the prefill queue is full", self._queue_s())
+        if self._draining:  # since it was placed: no reason to turn the client away
+            self._port.fail(gateway, key, "the prefill worker is about to stop", retryable=True)
+            return
+        if not self._scheduler.can_add():
+            queue_s = self._steps.rates.prefill_s(self._scheduler.num_uncomputed_tokens)
+            self._port.refuse(gateway, request, "the prefill queue is full", queue_s)
             return
         seq = sequence_of(request)
         self._gateway_of[key] = gateway
@@ -175,16 +179,12 @@ class PrefillWorker:
         self._sender.begin(ticket, seq)
         self._steps.wake()
 
-    def _queue_s(self) -> float:
-        """Predicted seconds until what is queued now will be computed."""
-        return self._scheduler.num_uncomputed_tokens / max(self._steps.rates.prefill_tokens_per_s, 1.0)
-
     def _on_gateway_lost(self, gateway: GatewayId) -> None:
         self._cancel([key for key, owner in self._gateway_of.items() if owner == gateway], "its gateway is gone")
 
     def _cancel(self, keys: list[SequenceKey], reason: str) -> None:
         for key in keys:
-            del self._gateway_of[key]
+            self._gateway_of.pop(key, None)  # it may have gone with a later attempt's end
             self._sender.cancel(key, reason)
 
     # --- steps ---
@@ -222,7 +222,7 @@ class PrefillWorker:
     def _first_token(self, seq: Sequence, sampled: SampledToken) -> None:
         index = len(seq.output_token_ids)
         seq.output_token_ids.append(sampled.token_id)
-        finish = finish_reason(seq, self._model.eos_token_ids, self.info.max_model_len)
+        finish = finish_reason(seq, self._model.eos_token_ids)
         event = token_event(
             seq,
             index,
