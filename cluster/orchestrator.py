@@ -102,7 +102,7 @@ class Orchestrator:
 
     async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""
-        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s)
+        run = RequestRun(request, time.monotonic(), self._config.request_deadline_s)
         assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
         self._runs[run.request_id] = run
         try:
@@ -146,17 +146,24 @@ class Orchestrator:
             try:
                 placement = await self._scheduler.place(run.place_query(prefer_decode=held))
                 break
-            except (UnavailableError, OverloadedError):
-                if run.attempt == run.request.attempt:
+            except (UnavailableError, OverloadedError) as error:
+                if run.attempt == run.request.attempt and not self._may_be_ready_soon(run, error):
                     raise
                 self._replicas_changed.clear()
                 await self._sleep(run, self._config.retry_delay_s, self._replicas_changed)
         run.placed(placement)
         needed = {placement.decode} | ({placement.prefill} if placement.prefill else set())
-        if not await self._links.wait_up(needed, self._config.link_timeout_s):
-            missing = next(w for w in needed if not self._links.is_up(w))
-            raise _AttemptFailedError("the worker cannot be reached", missing)
+        await self._links.wait_up(needed, self._config.link_timeout_s)
+        for worker_id in needed:
+            if not self._links.is_up(worker_id):
+                raise _AttemptFailedError("the worker cannot be reached", worker_id)
         return placement
+
+    def _may_be_ready_soon(self, run: RequestRun, error: Exception) -> bool:
+        """Workers that are connected here will register with a scheduler that has just come back."""
+        if not isinstance(error, UnavailableError) or not self._links.any_up("decode"):
+            return False
+        return time.monotonic() - run.started < self._config.link_timeout_s
 
     async def _await_reservation(self, run: RequestRun) -> Reserved:
         while True:
@@ -200,7 +207,7 @@ class Orchestrator:
     def _refused(self, run: RequestRun, worker_id: str, refused: Refused) -> None:
         if refused.retry_after_s is None:
             raise RequestTooLargeError(f"This request cannot be served: {refused.reason}.")
-        if run.attempt == 0:
+        if run.attempt == run.request.attempt:
             raise OverloadedError(
                 f"Overloaded: {refused.reason}. Try again later.", retry_after_s=refused.retry_after_s
             )
@@ -214,9 +221,10 @@ class Orchestrator:
                 f"The request failed {self._config.max_attempts} times, the last time because: {failure}."
             )
         # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
-        for touched in run.touched:
+        for touched in list(run.touched):
             if not self._is_decode(touched) or touched == worker_id:
                 self._links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
+                run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         run.next_attempt(worker_id)
         await self._sleep(run, self._config.retry_delay_s * (run.attempt - run.request.attempt - 1), None)
 

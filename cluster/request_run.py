@@ -53,9 +53,10 @@ RunEvent = WorkerLost | FromWorker
 class RequestRun:
     """One request from arrival to its terminal state."""
 
-    def __init__(self, request: RequestSpec, deadline: float) -> None:
+    def __init__(self, request: RequestSpec, now: float, deadline_s: float) -> None:
         self.request = request
-        self.deadline = deadline
+        self.started = now
+        self.deadline = now + deadline_s
         self.state = RequestState.PLACING
         self.attempt = request.attempt
         self.emitted: list[int] = list(request.output_token_ids)
@@ -84,12 +85,11 @@ class RequestRun:
         return replace(self.request, attempt=self.attempt, output_token_ids=list(self.emitted))
 
     def place_query(self, *, prefer_decode: str | None) -> Place:
-        num_new = len(self.emitted) - len(self.request.output_token_ids)
         return Place(
             request_id=self.request_id,
             attempt=self.attempt,
             num_tokens=len(self.request.prompt_token_ids) + len(self.emitted),
-            max_new_tokens=max(1, self.request.params.max_tokens - num_new),
+            max_new_tokens=max(1, self.request.params.max_tokens - len(self.emitted)),
             exclude=sorted(self.excluded),
             prefer_decode=prefer_decode,
         )
@@ -123,9 +123,10 @@ class RequestRun:
             return []
         if self.placement is not None and worker_id == self.placement.decode:
             self.decode_took_over = True
-        self._early[event.index] = event
+        if event.index >= len(self.emitted):
+            self._early[event.index] = event
         ready = []
-        while (head := self._early.pop(len(self.emitted), None)) is not None:
+        while not self.ended and (head := self._early.pop(len(self.emitted), None)) is not None:
             self.state = RequestState.DECODING
             self.emitted.append(head.token_id)
             ready.append(head)

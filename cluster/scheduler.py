@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from engine.step_loop import ASSUMED_PREFILL_TOKENS_PER_S
 from kv_transfer.messages import Place, Placement, Replicas, Role, Unplaceable, WorkerInfo, WorkerSnapshot
 
 MIN_RETRY_AFTER_S = 1.0
@@ -51,7 +52,8 @@ class _Replica:
 
     def retry_after_s(self, num_tokens: int) -> float:
         """Predicted seconds until `num_tokens` of the queue are computed."""
-        return max(MIN_RETRY_AFTER_S, num_tokens / max(self.snapshot.prefill_tokens_per_s, 1.0))
+        speed = self.snapshot.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S
+        return max(MIN_RETRY_AFTER_S, num_tokens / speed)
 
     def load(self) -> float:
         """Predicted KV of everything placed here and not ended, as a share of its memory."""
@@ -71,15 +73,18 @@ class GlobalScheduler:
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
         self._replicas[info.worker_id] = _Replica(info, snapshot, now)
 
-    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> None:
-        """Take a snapshot in. Older ones than the newest, and those of unknown workers, are ignored."""
+    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
+        """Take a snapshot in, unless a newer one is known. False if the worker is not: it has to register (again)."""
         replica = self._replicas.get(snapshot.worker_id)
-        if replica is None or snapshot.sequence_number <= replica.snapshot.sequence_number:
-            return
+        if replica is None:
+            return False
+        if snapshot.sequence_number <= replica.snapshot.sequence_number:
+            return True
         # What was placed before the previous snapshot has reached the worker and counts in this one.
         for assignment in replica.assignments.values():
             assignment.reported = assignment.reported or assignment.placed_at < replica.heard_at
         replica.snapshot, replica.heard_at = snapshot, now
+        return True
 
     def lost(self, worker_id: str) -> bool:
         """The worker is gone. False if it was not known."""

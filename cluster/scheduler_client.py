@@ -11,9 +11,9 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 
-from kv_transfer.connection import Connection, connect
-
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
+from engine.sequence import SequenceKey
+from kv_transfer.connection import Connection, connect
 from kv_transfer.messages import (
     Ended,
     Endpoint,
@@ -29,6 +29,8 @@ from kv_transfer.messages import (
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
+
+Worker = tuple[WorkerInfo, WorkerSnapshot]
 
 CONNECT_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 2.0
@@ -48,9 +50,10 @@ class SchedulerClient:
         self._locate_scheduler = locate_scheduler
         self._on_replicas = on_replicas
         self._connection: Connection | None = None
-        self._waiting: dict[str, asyncio.Future[Placement | Unplaceable]] = {}
+        # By request and attempt: an answer that comes too late for one attempt is none to the next.
+        self._waiting: dict[SequenceKey, asyncio.Future[Placement | Unplaceable]] = {}
         self._task: asyncio.Task[None] | None = None
-        self.workers: dict[str, tuple[WorkerInfo, WorkerSnapshot]] = {}
+        self.workers: dict[str, Worker] = {}
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="scheduler-client")
@@ -69,7 +72,7 @@ class SchedulerClient:
             raise RequestTooLargeError(
                 f"This request cannot be served: {answer.reason}. Shorten the prompt or max_tokens."
             )
-        if not any(info.role == "decode" for info, _ in self.workers.values()):
+        if not self._live("decode"):
             raise UnavailableError(f"Not ready: {answer.reason}.", retry_after_s=answer.retry_after_s)
         raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
 
@@ -82,37 +85,46 @@ class SchedulerClient:
         if connection is None:
             return self._place_alone(request)
         answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
-        self._waiting[request.request_id] = answer
+        key = (request.request_id, request.attempt)
+        self._waiting[key] = answer
         try:
             connection.post(request)
             return await asyncio.wait_for(answer, PLACE_TIMEOUT_S)
         except (TransportError, TimeoutError):
             return self._place_alone(request)
         finally:
-            self._waiting.pop(request.request_id, None)
+            self._waiting.pop(key, None)
 
     def _place_alone(self, request: Place) -> Placement | Unplaceable:
-        decode = self._choose("decode", request)
+        """By the scheduler's rules on who can take it; who of them does is the better of two random ones."""
+        length = request.num_tokens + request.max_new_tokens
+        decodes = [worker for worker in self._live("decode") if worker[0].max_model_len >= length]
+        decode = _better_of_two([w for w in decodes if w[0].worker_id not in request.exclude] or decodes)
         if decode is None:
             return Unplaceable(
                 request_id=request.request_id,
                 attempt=request.attempt,
-                reason="no decode worker is known and the scheduler cannot be reached",
+                reason=f"no decode worker for {length} tokens is known and the scheduler cannot be reached",
                 retry_after_s=RETRY_S,
             )
-        prefill = self._choose("prefill", request)
-        return Placement(request_id=request.request_id, attempt=request.attempt, prefill=prefill, decode=decode)
+        prefill = _better_of_two(
+            [
+                (info, snapshot)
+                for info, snapshot in self._live("prefill")
+                if info.compatibility == decode.compatibility
+                and info.max_model_len >= request.num_tokens
+                and info.worker_id not in request.exclude
+            ]
+        )
+        return Placement(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            prefill=None if prefill is None else prefill.worker_id,
+            decode=decode.worker_id,
+        )
 
-    def _choose(self, role: Role, request: Place) -> str | None:
-        able = [
-            (info, snapshot)
-            for info, snapshot in self.workers.values()
-            if info.role == role and info.worker_id not in request.exclude and info.max_model_len >= request.num_tokens
-        ]
-        if not able:
-            return None
-        pair = random.sample(able, min(2, len(able)))
-        return min(pair, key=lambda worker: _busyness(worker[1]))[0].worker_id
+    def _live(self, role: Role) -> list[Worker]:
+        return [(info, snap) for info, snap in self.workers.values() if info.role == role and not snap.draining]
 
     async def _run(self) -> None:
         while True:
@@ -142,12 +154,18 @@ class SchedulerClient:
             case Replicas(workers=workers):
                 self.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
                 self._on_replicas([info for info, _ in workers])
-            case Placement(request_id=request_id) | Unplaceable(request_id=request_id):
-                answer = self._waiting.get(request_id)
+            case Placement() | Unplaceable():
+                answer = self._waiting.get((message.request_id, message.attempt))
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case _:
                 logger.warning("the scheduler sent %s, which a gateway has no use for", type(message).__name__)
+
+
+def _better_of_two(workers: list[Worker]) -> WorkerInfo | None:
+    if not workers:
+        return None
+    return min(random.sample(workers, min(2, len(workers))), key=lambda worker: _busyness(worker[1]))[0]
 
 
 def _busyness(snapshot: WorkerSnapshot) -> tuple[int, int]:

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import time
 
-from kv_transfer.connection import Connection, Server, serve
-
 from cluster.scheduler import GlobalScheduler, SchedulerPolicy
+from kv_transfer.connection import Connection, Server, serve
 from kv_transfer.messages import Ended, Endpoint, Heartbeat, Place, Register
 from kv_transfer.transports.base import Identity, TransportError
 
@@ -23,6 +22,7 @@ class SchedulerServer:
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._gateways: set[Connection] = set()
+        self._workers: dict[str, Connection] = {}  # each worker's newest connection
         self._server: Server | None = None
         self._housekeeping: asyncio.Task[None] | None = None
 
@@ -44,6 +44,8 @@ class SchedulerServer:
         if self._housekeeping is not None:
             self._housekeeping.cancel()
             await asyncio.gather(self._housekeeping, return_exceptions=True)
+        # Workers are about to lose their scheduler, not gateways their workers: what those know last must stay.
+        self._gateways.clear()
         if self._server is not None:
             await self._server.close("the scheduler stops")
 
@@ -63,17 +65,25 @@ class SchedulerServer:
                 message, _ = await connection.receive()
                 match message:
                     case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
+                        self._workers[worker_id] = connection
                         self._scheduler.register(info, snapshot, time.monotonic())
                         logger.info("%s worker %s registered (pid %d)", info.role, worker_id, info.pid)
                         self._broadcast()
                     case Heartbeat(snapshot=snapshot) if snapshot.worker_id == worker_id:
-                        self._scheduler.heartbeat(snapshot, time.monotonic())
+                        if not self._scheduler.heartbeat(snapshot, time.monotonic()):
+                            connection.close(f"{worker_id} counts as gone: it has to register again")
                     case _:
                         connection.close(f"{type(message).__name__} is not for {worker_id} to send")
         finally:
-            if self._scheduler.lost(worker_id):
-                logger.info("worker %s is gone", worker_id)
-                self._broadcast()
+            self._on_worker_disconnected(worker_id, connection)
+
+    def _on_worker_disconnected(self, worker_id: str, connection: Connection) -> None:
+        if self._workers.get(worker_id) is not connection:
+            return  # it has come back on another one since
+        del self._workers[worker_id]
+        if self._scheduler.lost(worker_id):
+            logger.info("worker %s is gone", worker_id)
+            self._broadcast()
 
     async def _serve_gateway(self, connection: Connection) -> None:
         self._gateways.add(connection)
