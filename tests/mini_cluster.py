@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
@@ -15,16 +16,21 @@ from cluster.scheduler import SchedulerPolicy
 from cluster.scheduler_server import SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.loading import EngineConfig, LoadedModel, load_model
+from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from engine.sequence import StepOutput, StepPlan
 from kv_transfer.messages import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity
 from kv_transfer.worker_port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+from tests.waiting import eventually
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiniClusterConfig:
+    """`prefill_engine` and `decode_engine` change fields of the workers' `EngineConfig`."""
+
     model_ref: str
     num_prefill: int = 1
     num_decode: int = 1
@@ -34,6 +40,7 @@ class MiniClusterConfig:
     decode: DecodeWorkerConfig = field(default_factory=DecodeWorkerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+    policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
 
 
 class MiniCluster:
@@ -42,32 +49,36 @@ class MiniCluster:
     def __init__(self, config: MiniClusterConfig) -> None:
         self.config = config
         self._secret = secrets.token_bytes(32)
-        self.scheduler = SchedulerServer(
-            SchedulerPolicy(), self._identity("scheduler"), broadcast_period_s=0.2
-        )
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []
         self.models: list[LoadedModel] = []
 
-    def _identity(self, worker_id: str) -> Identity:
-        return Identity(worker_id=worker_id, node_id="node", secret=self._secret, compatibility={})
-
-    async def _locate(self) -> Endpoint:
-        return self.scheduler.endpoint
+    @property
+    def workers(self) -> list[PrefillWorker | DecodeWorker]:
+        return [*self.prefills, *self.decodes]
 
     async def start(self) -> None:
-        await self.scheduler.start("127.0.0.1")
+        await self.start_scheduler()
         for _ in range(self.config.num_prefill):
             await self.add_prefill()
         for _ in range(self.config.num_decode):
             await self.add_decode()
-        self.orchestrator = Orchestrator(self._identity("gateway"), self.config.orchestrator, self._locate)
+        self.orchestrator = self.new_orchestrator()
         self.orchestrator.start()
         await self.ready()
 
+    async def start_scheduler(self) -> None:
+        """Also to replace one that was stopped."""
+        self.scheduler = SchedulerServer(self.config.policy, self._identity("scheduler"), broadcast_period_s=0.2)
+        await self.scheduler.start("127.0.0.1")
+
+    def new_orchestrator(self) -> Orchestrator:
+        """One more gateway, for the caller to start and stop."""
+        return Orchestrator(self._identity("gateway"), self.config.orchestrator, self._locate)
+
     async def ready(self, timeout_s: float = 10.0) -> None:
         """Until the gateway is connected to every worker."""
-        wanted = {worker.info.worker_id for worker in (*self.prefills, *self.decodes)}
+        wanted = {worker.info.worker_id for worker in self.workers}
         assert await self.orchestrator._links.wait_up(wanted, timeout_s), "the workers did not come up"
 
     async def add_prefill(self) -> PrefillWorker:
@@ -90,9 +101,18 @@ class MiniCluster:
         self.decodes.append(worker)
         return worker
 
+    async def remove(self, worker: PrefillWorker | DecodeWorker) -> None:
+        """Stop a worker at once, in the middle of whatever it does; what it held dies with it."""
+        if isinstance(worker, PrefillWorker):
+            self.prefills.remove(worker)
+        else:
+            self.decodes.remove(worker)
+        self.models.remove(worker._model)
+        await worker.stop()
+
     async def stop(self) -> None:
         await self.orchestrator.stop()
-        for worker in (*self.prefills, *self.decodes):
+        for worker in self.workers:
             await worker.stop()
         await self.scheduler.stop()
 
@@ -100,11 +120,37 @@ class MiniCluster:
         self, request_id: str, prompt: list[int], params: SamplingParams, **spec: object
     ) -> list[TokenEvent]:
         """All tokens of one request."""
-        request = replace(
-            RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=params), **spec  # type: ignore[arg-type]
-        )
-        async with contextlib.aclosing(self.orchestrator.generate(request)) as events:
+        async with contextlib.aclosing(self.stream(request_id, prompt, params, **spec)) as events:
             return [event async for event in events]
+
+    async def stream(
+        self, request_id: str, prompt: list[int], params: SamplingParams, **spec: object
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """The tokens of one request as they come; closing cancels it."""
+        request = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=params)
+        events = self.orchestrator.generate(replace(request, **spec))  # type: ignore[arg-type]
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
+
+    async def idle(self, timeout_s: float = 1.0) -> None:
+        """Until no live worker holds anything for anyone; AssertionError with what is left if that takes longer."""
+        await eventually(lambda: not self._held(), timeout_s, "blocks are still held")
+        for model in self.models:
+            model.block_pool.check_idle()
+        for worker in self.workers:
+            assert not worker._gateway_of, f"{worker.info.worker_id} still lists {list(worker._gateway_of)}"
+            assert worker._scheduler.num_running == worker._scheduler.num_waiting == 0
+        assert not any(decode._pending or decode._key_of_lease for decode in self.decodes)
+
+    def _held(self) -> int:
+        return sum(model.block_pool.num_leases for model in self.models)
+
+    def _identity(self, worker_id: str) -> Identity:
+        return Identity(worker_id=worker_id, node_id="node", secret=self._secret, compatibility={})
+
+    async def _locate(self) -> Endpoint:
+        return self.scheduler.endpoint
 
     def _load(self, options: dict[str, object]) -> LoadedModel:
         defaults = EngineConfig(
@@ -120,9 +166,8 @@ class MiniCluster:
         return model
 
     def _worker_identity(self, model: LoadedModel, role: str) -> Identity:
-        return worker_identity(
-            model, worker_id=f"{role}-{len(self.models)}", node_id="node", secret=self._secret
-        )
+        number = secrets.token_hex(4)
+        return worker_identity(model, worker_id=f"{role}-{number}", node_id="node", secret=self._secret)
 
 
 @contextlib.asynccontextmanager
@@ -133,3 +178,37 @@ async def mini_cluster(config: MiniClusterConfig) -> AsyncIterator[MiniCluster]:
         yield cluster
     finally:
         await cluster.stop()
+
+
+class Brake:
+    """Holds a runner before a step that `stops(plan)`, until released. `holding` says that it does."""
+
+    def __init__(self, execute: Callable[..., StepOutput], stops: Callable[[StepPlan], bool]) -> None:
+        self._execute = execute
+        self._stops = stops
+        self._released = threading.Event()
+        self.holding = threading.Event()
+
+    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        if not self._released.is_set() and self._stops(plan):
+            self.holding.set()
+            self._released.wait()
+        return self._execute(plan, on_layer)
+
+    async def reached(self) -> None:
+        await eventually(self.holding.is_set, what="no such step was made")
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@contextlib.contextmanager
+def brake(runner: ModelRunner, stops: Callable[[StepPlan], bool] = lambda plan: True) -> Iterator[Brake]:
+    """The runner hangs in such a step for as long as the context lasts, or until released."""
+    held = Brake(runner.execute, stops)
+    runner.execute = held.execute  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        held.release()
+        runner.execute = held._execute  # type: ignore[method-assign]

@@ -1,0 +1,142 @@
+"""What a gateway makes of the events of prefill, decode and older attempts: each index once and in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.request_run import TERMINAL, RequestRun, RequestState
+from engine.sampling_params import SamplingParams
+from engine.stopping import FinishReason
+from kv_transfer.messages import Placement, RequestSpec, TokenEvent
+
+NUM_TOKENS = 7
+WORKERS = ("prefill", "decode", "older-decode")
+
+
+def _run(attempt: int = 0, output: list[int] | None = None) -> RequestRun:
+    request = RequestSpec(
+        request_id="r",
+        attempt=attempt,
+        prompt_token_ids=[1, 2, 3],
+        params=SamplingParams(max_tokens=10, seed=0),
+        output_token_ids=output or [],
+    )
+    run = RequestRun(request, 100.0, 60.0)
+    run.placed(_placement(attempt))
+    return run
+
+
+def _placement(attempt: int = 0) -> Placement:
+    return Placement(request_id="r", attempt=attempt, prefill="prefill", decode="decode")
+
+
+def _event(
+    index: int, *, attempt: int = 0, token_id: int | None = None, finish: FinishReason | None = None
+) -> TokenEvent:
+    token_id = 100 + index if token_id is None else token_id
+    return TokenEvent(request_id="r", attempt=attempt, index=index, token_id=token_id, finish_reason=finish)
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[tuple[str, TokenEvent]]:
+    """All events of a finished attempt, some of them twice, with those of other attempts, in any order."""
+    whole = [_event(index, finish="length" if index == NUM_TOKENS - 1 else None) for index in range(NUM_TOKENS)]
+    repeated = draw(st.lists(st.sampled_from(whole), max_size=6))
+    strangers = draw(st.lists(st.builds(_event, st.integers(0, 9), attempt=st.just(5), token_id=st.just(999))))
+    events = draw(st.permutations([*whole, *repeated, *strangers]))
+    return [(draw(st.sampled_from(WORKERS)), event) for event in events]
+
+
+@settings(max_examples=300, deadline=None)
+@given(arrivals())
+def test_each_index_comes_once_and_in_order_whatever_arrives_when(arrivals: list[tuple[str, TokenEvent]]) -> None:
+    run = _run()
+    out = [ready for worker_id, event in arrivals for ready in run.merge(worker_id, event)]
+    assert [event.index for event in out] == list(range(NUM_TOKENS))
+    assert run.emitted == [event.token_id for event in out] == [100 + index for index in range(NUM_TOKENS)]
+    assert run.state is RequestState.FINISHED
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_attempts_continue_each_other(data: st.DataObject) -> None:
+    """Each attempt delivers some of its events, in any order, before it fails; the last one all of them."""
+    run = _run()
+    out: list[TokenEvent] = []
+    past: list[TokenEvent] = []
+    while not run.ended:
+        start, attempt = len(run.emitted), run.attempt
+        mine = [
+            _event(index, attempt=attempt, finish="length" if index == NUM_TOKENS - 1 else None)
+            for index in range(start, NUM_TOKENS)
+        ]
+        count = data.draw(st.integers(0, len(mine))) if attempt < 4 else len(mine)
+        late = data.draw(st.lists(st.sampled_from(past), max_size=3)) if past else []
+        for event in data.draw(st.permutations([*mine[:count], *late])):
+            out += run.merge(data.draw(st.sampled_from(WORKERS)), event)
+        past += mine
+        if not run.ended:
+            run.next_attempt("decode")
+            assert run.spec().output_token_ids == [event.token_id for event in out]
+            run.placed(_placement(run.attempt))
+    assert [(event.index, event.token_id) for event in out] == [(i, 100 + i) for i in range(NUM_TOKENS)]
+
+
+def test_nothing_follows_the_last_token() -> None:
+    run = _run()
+    assert run.merge("decode", _event(1)) == []
+    assert run.merge("decode", _event(2)) == []
+    assert [e.index for e in run.merge("prefill", _event(0, finish="stop"))] == [0]
+    assert run.merge("decode", _event(1)) == []
+    assert run.emitted == [100]
+
+
+def test_a_request_with_earlier_tokens_goes_on_after_them() -> None:
+    run = _run(attempt=3, output=[50, 51])
+    assert run.merge("prefill", _event(0, attempt=3)) == []
+    assert [e.index for e in run.merge("prefill", _event(2, attempt=3))] == [2]
+    query = run.place_query(prefer_decode=None)
+    assert (query.num_tokens, query.max_new_tokens) == (6, 7), "10 tokens in all were asked for, and 3 are here"
+
+
+def test_repetitions_are_not_kept() -> None:
+    run = _run()
+    for index in (0, 1, 0, 1, 0):
+        run.merge("decode", _event(index))
+    assert not run._early
+
+
+@pytest.mark.parametrize("state", [s for s in RequestState if s in TERMINAL])
+def test_only_the_first_end_counts(state: RequestState) -> None:
+    run = _run()
+    run.end(state)
+    for other in TERMINAL:
+        run.end(other)
+    assert run.state is state
+    assert run.merge("decode", _event(0)) == []
+    assert not run.concerns("decode")
+
+
+def test_whose_end_concerns_an_attempt() -> None:
+    run = _run()
+    assert run.concerns("prefill") and run.concerns("decode") and not run.concerns("another")
+    run.merge("prefill", _event(0))
+    assert run.concerns("prefill"), "decode may not have the KV yet"
+    run.merge("decode", _event(1))
+    assert not run.concerns("prefill") and run.concerns("decode")
+    run.next_attempt("decode")
+    assert not run.concerns("decode"), "nobody is on it"
+
+
+def test_a_new_attempt_avoids_who_failed_the_last_one_only() -> None:
+    run = _run()
+    run.next_attempt("decode")
+    assert run.place_query(prefer_decode=None).exclude == ["decode"]
+    run.next_attempt("prefill")
+    query = run.place_query(prefer_decode="decode")
+    assert (query.exclude, query.prefer_decode, query.attempt) == (["prefill"], "decode", 2)
+    assert run.spec() == replace(run.request, attempt=2)
