@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,11 @@ def free_port() -> int:
         return port
 
 
-def config_file(folder: Path, args: dict[str, Any]) -> Path:
+def config_file(folder: Path, args: dict[str, Any], port: int = 8000) -> Path:
     """A Serve config file for `args`."""
     document = {
-        "http_options": {"host": "127.0.0.1", "port": 8000},
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [
             {"name": "legato", "route_prefix": "/", "import_path": "cluster.app:build", "args": args},
         ],
@@ -101,15 +102,21 @@ def config_file(folder: Path, args: dict[str, Any]) -> Path:
 
 @contextlib.contextmanager
 def served_cluster(
-    file: Path, folder: Path, *, env: dict[str, str] | None = None, command: list[str] | None = None
+    args: dict[str, Any],
+    folder: Path,
+    *,
+    env: dict[str, str] | None = None,
+    command: Sequence[str] = (sys.executable, "-m", "cluster", "serve"),
 ) -> Iterator[ServedCluster]:
-    """Start a cluster from a Serve config file, wait until it serves, and stop it with SIGINT."""
+    """Start a cluster with these settings, wait until it serves, and stop it with SIGINT.
+
+    `command` is what a user would type before the name of a Serve config file.
+    """
     port = free_port()
     log = folder / "serve.log"
-    program = command or [sys.executable, "-m", "cluster", "serve"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*program, str(file), "--port", str(port)],
+            [*command, str(config_file(folder, args, port))],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
@@ -127,11 +134,18 @@ def served_cluster(
 
 def _wait_until_serving(cluster: ServedCluster) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while "Serving on" not in cluster.log.read_text(errors="replace"):
+    while not _is_healthy(cluster.url):
         told = cluster.log.read_text(errors="replace")[-3000:]
         assert cluster.process.poll() is None, f"the cluster ended at start:\n{told}"
         assert time.monotonic() < deadline, f"the cluster did not start within {START_TIMEOUT_S:g} s:\n{told}"
         time.sleep(0.2)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def _stop(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> None:

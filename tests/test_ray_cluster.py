@@ -22,7 +22,7 @@ from engine.tokenizer import Tokenizer
 from tests.exactness import count_near_ties, exactness_prompts, hf_reference
 from tests.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
 from tests.openai_conformance import CHECKS, Target
-from tests.served_cluster import MODEL, ServedCluster, config_file, served_cluster
+from tests.served_cluster import MODEL, ServedCluster, served_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Iterator[ServedCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    with served_cluster(config_file(folder, CONFIG), folder) as running:
+    with served_cluster(CONFIG, folder) as running:
         yield running
 
 
@@ -54,6 +54,7 @@ def prompts(smollm2_folder: Path) -> list[list[int]]:
 
 
 def test_first_answer_is_shown(cluster: ServedCluster) -> None:
+    cluster.wait_until(lambda: "Serving on" in cluster.log.read_text(), "the first answer is shown")
     assert "The capital of France is Paris." in cluster.log.read_text()
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine.tokenizer import Tokenizer
 from tests.exactness import count_near_ties, exactness_prompts, hf_reference
 from tests.http_generation import complete_all, greedy_body
-from tests.served_cluster import MODEL, config_file, served_cluster
+from tests.served_cluster import MODEL, served_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -37,7 +37,7 @@ def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path
     command = [sys.executable, "-m", "tests.two_nodes"]
     # Serve's own proxy here, HAProxy in the other cluster: both fronts are used by the suite.
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
-    with served_cluster(config_file(tmp_path, CONFIG), tmp_path, command=command, env=env) as cluster:
+    with served_cluster(CONFIG, tmp_path, command=command, env=env) as cluster:
         nodes = {worker["role"]: worker["endpoint"]["node_id"] for worker in cluster.workers()}
         assert nodes["prefill"] != nodes["decode"]
         bodies = [greedy_body(MODEL, prompt, NUM_TOKENS) for prompt in prompts]

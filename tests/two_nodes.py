@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import argparse
 import threading
+from pathlib import Path
+
+import yaml
 
 from cluster.config import load_config
-from cluster.serving import interrupted_by_signals, run_application, wait_until_ready
+from cluster.serving import interrupted_by_signals, run_application
 from cluster.tuning import tune_environment
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file")
-    parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
+    http_options = yaml.safe_load(Path(arguments.file).read_text(encoding="utf-8"))["http_options"]
     tune_environment()
     interrupted: threading.Event = interrupted_by_signals()
     import ray
@@ -38,10 +41,8 @@ def main() -> None:
     try:
         cluster.add_node(num_cpus=1, object_store_memory=memory, resources={"prefill_node": 1})
         ray.init(address=cluster.address, log_to_driver=False)
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": arguments.port})
+        serve.start(proxy_location="HeadOnly", http_options=http_options)
         run_application({"name": "legato", "route_prefix": "/"}, load_config(arguments.file))
-        wait_until_ready(f"http://127.0.0.1:{arguments.port}", interrupted)
-        print("Serving on two nodes", flush=True)
         interrupted.wait()
     finally:
         serve.shutdown()

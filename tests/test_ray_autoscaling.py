@@ -1,0 +1,72 @@
+"""`serve run` with a prefill pool that follows its load: a second worker comes under load and goes when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tokenizer import Tokenizer
+from tests.exactness import exactness_prompts
+from tests.http_generation import Answer, complete, greedy_body, http_client
+from tests.served_cluster import MODEL, ServedCluster, served_cluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(300)]
+
+CONFIG: dict[str, Any] = {
+    "model": {"ref": MODEL},
+    "kv": {"prefill": {"memory": "256MiB"}, "decode": {"memory": "256MiB"}, "prefix_cache": False},
+    "prefill": {
+        "num_cpus": 0.2,
+        "chunk_tokens": 256,
+        "autoscaling": {
+            "min_replicas": 1,
+            "max_replicas": 2,
+            "target_per_replica": 500,
+            "look_back_s": 1.0,
+            "upscale_delay_s": 0.5,
+            "downscale_delay_s": 1.0,
+        },
+    },
+    "decode": {"num_cpus": 0.2},
+    "gateway": {"num_cpus": 0.1},
+}
+ENVIRONMENT = {
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def test_prefill_pool_follows_its_load(tmp_path: Path, smollm2_folder: Path) -> None:
+    prompt = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)[43]
+    serve = str(Path(sys.executable).with_name("serve"))
+    with served_cluster(CONFIG, tmp_path, command=(serve, "run"), env=ENVIRONMENT) as cluster:
+        cluster.wait_for_workers(prefill=1, decode=1)
+        answers = asyncio.run(_load_until_scaled(cluster, greedy_body(MODEL, prompt, 4)))
+        cluster.wait_for_workers(prefill=1, decode=1)
+        assert [answer.error for answer in answers] == [None] * len(answers)
+        assert len({tuple(answer.token_ids) for answer in answers}) == 1
+        cluster.wait_idle()
+
+
+async def _load_until_scaled(cluster: ServedCluster, body: dict[str, Any]) -> list[Answer]:
+    """Keep 24 prompts in the cluster until it has two prefill workers."""
+    scaled = asyncio.Event()
+    answers: list[Answer] = []
+    async with http_client(cluster.url) as client:
+
+        async def send() -> None:
+            while not scaled.is_set():
+                answers.append(await complete(client, body))
+
+        senders = [asyncio.create_task(send()) for _ in range(24)]
+        try:
+            await asyncio.to_thread(cluster.wait_for_workers, prefill=2, decode=1)
+        finally:
+            scaled.set()
+            await asyncio.gather(*senders)
+    return answers
