@@ -28,7 +28,8 @@ def load_default_model(dtype: DtypeName, *, num_threads: int, kv_blocks: int | N
 
 
 def local_engine(model: LoadedModel) -> LocalEngine:
-    return LocalEngine(model, max_num_seqs=MAX_NUM_SEQS, token_budget=CHUNK_TOKENS)
+    """With the limits of a decode worker that is given these settings."""
+    return LocalEngine(model, max_num_seqs=MAX_NUM_SEQS, token_budget=CHUNK_TOKENS + MAX_NUM_SEQS)
 
 
 def local_wave(engine: LocalEngine, load: Load) -> Wave:

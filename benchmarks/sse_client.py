@@ -23,16 +23,17 @@ class AnswerError(RuntimeError):
 
 
 def http_wave(port: int, model: str, load: Load) -> Wave:
-    """All requests sent at once to 127.0.0.1, streamed to their ends. Raises AnswerError."""
-    prompts = draw_prompts(load.num_requests, load.prompt_tokens)
-    bodies = [_body(model, prompt, load.output_tokens) for prompt in prompts]
-    wave: Wave = uvloop.run(_wave(port, bodies, load.output_tokens))
+    """`stream_wave` for callers without an event loop."""
+    wave: Wave = uvloop.run(stream_wave(port, model, load))
     return wave
 
 
-async def _wave(port: int, bodies: list[bytes], num_tokens: int) -> Wave:
+async def stream_wave(port: int, model: str, load: Load) -> Wave:
+    """All requests sent at once to 127.0.0.1, streamed to their ends. Raises AnswerError."""
+    prompts = draw_prompts(load.num_requests, load.prompt_tokens)
+    bodies = [_body(model, prompt, load.output_tokens) for prompt in prompts]
     async with asyncio.timeout(REQUEST_TIMEOUT_S):
-        return Wave(tuple(await asyncio.gather(*(_stream(port, body, num_tokens) for body in bodies))))
+        return Wave(tuple(await asyncio.gather(*(_stream(port, body, load.output_tokens) for body in bodies))))
 
 
 def _body(model: str, prompt: list[int], num_tokens: int) -> bytes:
@@ -64,7 +65,9 @@ async def _stream(port: int, body: bytes, num_tokens: int) -> RequestTiming:
     finally:
         writer.close()
     _require_usage(tail, num_tokens)
-    return RequestTiming(sent_s=sent_s, first_s=arrivals[0], last_s=arrivals[-1], num_tokens=num_tokens)
+    return RequestTiming(
+        sent_s=sent_s, first_s=arrivals[0], last_s=arrivals[-1], num_tokens=num_tokens, num_arrivals=len(arrivals)
+    )
 
 
 def _head(num_bytes: int) -> bytes:

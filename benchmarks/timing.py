@@ -18,6 +18,7 @@ class RequestTiming:
     first_s: float
     last_s: float
     num_tokens: int
+    num_arrivals: int = 0  # pieces they came in, where that was seen
 
     @property
     def ttft_s(self) -> float:

@@ -1,0 +1,103 @@
+"""`python -m benchmarks [part ...]`: run parts one after the other, each in a process of its own; all by default.
+
+Stores each part's report in `benchmarks/results/`, writes the table beside them, prints one line of JSON at the end. A
+part that fails is reported and the others still run; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from benchmarks.provenance import ROOT, provenance
+from benchmarks.summary import Json
+from benchmarks.table import RESULTS, headline, write_table
+
+# Seconds after which a part is stopped: several times what it takes on two quiet cores.
+PARTS = {"transports": 240, "gateway": 180, "handoff": 300, "sampling": 300, "engine": 600, "cluster": 600}
+STOP_TIMEOUT_S = 60.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; default: all")
+    parts: list[str] = parser.parse_args().parts or list(PARTS)
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        parser.error(f"there is no part {unknown[0]!r}: choose from {', '.join(PARTS)}")
+    reports = [_run(part) for part in parts]
+    write_table()
+    failed = [report["part"] for report in reports if report["status"] != "ok"]
+    print(json.dumps({"status": "failed" if failed else "ok", "failed": failed, "parts": headline()}), flush=True)
+    return bool(failed)
+
+
+def _run(part: str) -> Json:
+    """One part; its report, stored."""
+    print(f"{part}:", flush=True)
+    report = {"part": part, **provenance()}
+    started = time.perf_counter()
+    exit_code, last_line = _watch(part)
+    duration_s = round(time.perf_counter() - started, 1)
+    report |= _understood(last_line, exit_code)
+    report.setdefault("duration_s", duration_s)
+    report.setdefault("load_average_after", round(os.getloadavg()[0], 2))
+    if report["status"] != "ok":
+        print(f"  {part} brought no numbers: {report['reason']}", flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{part}.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return report
+
+
+def _watch(part: str) -> tuple[int, str]:
+    """Run it, show what it says as it says it; its exit code and its last line, which is not shown."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"benchmarks.{part}"],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    timer = threading.Timer(PARTS[part], _stop, (process,))
+    timer.start()
+    held = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(held, end="", flush=True)
+        held = line
+    timer.cancel()
+    return process.wait(), held
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Its time is up: it may end what it started, then it is killed with all of that."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _understood(last_line: str, exit_code: int) -> Json:
+    """What a part's last line reports. One of no part's own shape is taken for its results."""
+    try:
+        found = json.loads(last_line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        return {"status": "failed", "reason": f"it ended with exit code {exit_code} and without a report"}
+    if "status" in found:
+        return found
+    if exit_code != 0:
+        return {"status": "failed", "reason": f"it ended with exit code {exit_code}"}
+    return {"status": "ok", "results": found}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

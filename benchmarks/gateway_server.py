@@ -1,0 +1,105 @@
+"""The gateway's HTTP application in a process of its own, on one core: `python -m benchmarks.gateway_server '<JSON>'`.
+
+Prints its port as a line of JSON; serves until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+
+from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE
+from benchmarks.workload import MODEL
+from cluster.api import Api, InFlight
+from cluster.generation import Generator, ServingLimits
+from cluster.http import create_app
+from cluster.metrics import Metrics
+from cluster.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.settings import GatewaySettings
+from engine.model_store import resolve_model
+from engine.tokenizer import Tokenizer
+from kv_transfer.messages import Endpoint, RequestSpec, TokenEvent
+from kv_transfer.transports.base import Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOrder:
+    """`scheduler_port` None: tokens come from a generator in the process, as fast as it is asked."""
+
+    scheduler_port: int | None
+    cpu: int
+
+
+class _FullSpeed:
+    """A `Generator` whose next token is there in the next turn of the event loop."""
+
+    def workers(self) -> list[dict[str, object]]:
+        return []
+
+    def limits(self) -> ServingLimits:
+        return ServingLimits(max_model_len=8_192, ready=True)
+
+    async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
+        for index in range(request.params.max_tokens):
+            await asyncio.sleep(0)
+            yield TokenEvent(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                index=index,
+                token_id=1_000 + index * 31 % 997,
+                finish_reason="length" if index + 1 == request.params.max_tokens else None,
+            )
+
+
+async def _serve(order: ServerOrder) -> None:
+    if order.scheduler_port is None:
+        await _serve_http(_FullSpeed())
+        return
+    endpoint = Endpoint(host="127.0.0.1", port=order.scheduler_port, node_id=NODE_ID)
+
+    async def locate_scheduler() -> Endpoint:
+        return endpoint
+
+    secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
+    identity = Identity(worker_id="gateway", node_id=NODE_ID, secret=secret, compatibility={})
+    orchestrator = Orchestrator(identity, OrchestratorConfig(), locate_scheduler)
+    orchestrator.start()
+    await _serve_http(orchestrator)
+    await orchestrator.stop()
+
+
+async def _serve_http(generator: Generator) -> None:
+    settings = GatewaySettings()
+    api = Api(
+        generator=generator,
+        tokenizer=Tokenizer(resolve_model(MODEL)),
+        model_name=MODEL,
+        settings=settings,
+        metrics=Metrics(),
+        in_flight=InFlight(settings.max_concurrent),
+    )
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", lifespan="off", access_log=False))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        server.should_exit = True
+        await serving
+
+
+def main() -> None:
+    order = ServerOrder(**json.loads(sys.argv[1]))
+    os.sched_setaffinity(0, {order.cpu})
+    uvloop.run(_serve(order))
+
+
+if __name__ == "__main__":
+    main()
