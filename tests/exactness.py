@@ -17,6 +17,8 @@ import torch
 NEAR_TIE = 1e-4
 LOGPROB_TOLERANCE = 1e-3
 
+LONGEST = 47  # index of the longest of the prompts below
+
 STORY = (
     "The lighthouse keeper climbed the narrow stairs each evening, counting them under his breath, and lit the lamp "
     "before the first boats rounded the point. "
@@ -68,10 +70,15 @@ class Reference:
 
 
 def hf_reference(
-    folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int, *, batch_size: int = 16
+    folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int, *, batch_size: int = 16, num_threads: int = 2
 ) -> list[Reference]:
     """Greedy continuations by Hugging Face `generate`, float32, end of sequence ignored."""
-    return list(_hf_reference(folder, tuple(tuple(p) for p in prompts), num_tokens, batch_size))
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return list(_hf_reference(folder, tuple(tuple(p) for p in prompts), num_tokens, batch_size))
+    finally:
+        torch.set_num_threads(before)
 
 
 @functools.lru_cache(maxsize=4)
@@ -80,7 +87,6 @@ def _hf_reference(
 ) -> tuple[Reference, ...]:
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(2)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     # Prompts of like length together: the less padding, the less work.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.tokenizer import Tokenizer
-from tests.exactness import exactness_prompts
+from tests.exactness import LONGEST, exactness_prompts
 from tests.http_generation import Answer, complete, greedy_body, http_client
 from tests.served_cluster import MODEL, ServedCluster, served_cluster
 
@@ -42,7 +42,7 @@ ENVIRONMENT = {
 
 
 def test_prefill_pool_follows_its_load(tmp_path: Path, smollm2_folder: Path) -> None:
-    prompt = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)[43]
+    prompt = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)[LONGEST]
     serve = str(Path(sys.executable).with_name("serve"))
     with served_cluster(CONFIG, tmp_path, command=(serve, "run"), env=ENVIRONMENT) as cluster:
         cluster.wait_for_workers(prefill=1, decode=1)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from engine.tokenizer import Tokenizer
-from tests.exactness import count_near_ties, exactness_prompts, hf_reference
+from tests.exactness import LONGEST, count_near_ties, exactness_prompts, hf_reference
 from tests.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
 from tests.openai_conformance import CHECKS, Target
 from tests.served_cluster import MODEL, ServedCluster, served_cluster
@@ -83,9 +83,9 @@ def test_greedy_equals_hugging_face(cluster: ServedCluster, prompts: list[list[i
 
 def test_shared_prefix_is_reused_and_exact(cluster: ServedCluster, prompts: list[list[int]]) -> None:
     """The same long prompt again: most of it comes from the prefill worker's prefix cache, and nothing changes."""
-    body = greedy_body(MODEL, prompts[43], NUM_TOKENS)
+    body = greedy_body(MODEL, prompts[LONGEST], NUM_TOKENS)
     first, second = (asyncio.run(complete_all(cluster.url, [body], 1))[0] for _ in range(2))
-    assert second.cached_tokens >= len(prompts[43]) - 32
+    assert second.cached_tokens >= len(prompts[LONGEST]) - 32
     assert second.token_ids == first.token_ids
 
 
@@ -167,7 +167,7 @@ def _worker_memory(cluster: ServedCluster) -> dict[int, int]:
 def test_decode_killed_in_mid_stream(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
     """The streams go on with the same tokens once Serve has put a new worker in its place."""
     references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
-    chosen = [4, 9, 33, 43]
+    chosen = [4, 9, 33, LONGEST]
     answers = [Answer() for _ in chosen]
 
     async def run() -> None:
@@ -195,7 +195,7 @@ def test_decode_killed_in_mid_stream(cluster: ServedCluster, prompts: list[list[
 
 def test_prefill_killed_in_the_middle_of_a_transfer(cluster: ServedCluster, smollm2_folder: Path) -> None:
     """The prompt is computed again, here by the decode worker or the prefill worker's successor: the same tokens."""
-    story = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=900)[43]
+    story = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=900)[LONGEST]
     (reference,) = hf_reference(smollm2_folder, [story], 16)
 
     async def run() -> Answer:
