@@ -5,7 +5,9 @@ Set here for clusters that Legato starts; `docs/operations.md` lists them for cl
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from typing import Final
 
 RAY_ENVIRONMENT: Final = {
@@ -23,7 +25,16 @@ RAY_ENVIRONMENT: Final = {
 }
 
 
+# Ports that HAProxy binds besides the HTTP port; fixed ones would keep a second cluster from starting on the machine.
+HAPROXY_PORTS: Final = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
+
+
 def tune_environment() -> None:
     """Set what the user has not set. Call before Ray is imported."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    with contextlib.ExitStack() as stack:
+        for name in HAPROXY_PORTS:  # bound together, so that they differ
+            sock = stack.enter_context(socket.socket())
+            sock.bind(("127.0.0.1", 0))
+            os.environ.setdefault(name, str(sock.getsockname()[1]))
