@@ -18,6 +18,7 @@ from engine.sequence import StepOutput, StepPlan
 logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 3
+MAX_STEP_S = 300.0  # a step that takes longer will not come back: the device hangs
 ASSUMED_PREFILL_TOKENS_PER_S = 1000.0  # of a worker that has not measured its speed yet
 
 
@@ -51,7 +52,8 @@ class StepLoop:
     """Runs steps while there is something to do; sleeps until `wake()` otherwise.
 
     `plan` may return an empty plan. `on_layer(plan, layer)` is called in the compute thread. An exception of the runner
-    goes to `failed` with the plan it hit; after MAX_CONSECUTIVE_FAILURES in a row the loop counts as unhealthy.
+    goes to `failed` with the plan it hit. After MAX_CONSECUTIVE_FAILURES in a row, or while a step takes more than
+    MAX_STEP_S, the loop counts as unhealthy.
     """
 
     def __init__(
@@ -71,13 +73,15 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._num_failures = 0
+        self._step_began: float | None = None
         self._task: asyncio.Task[None] | None = None
         self.rates = StepRates()
 
     @property
     def healthy(self) -> bool:
         alive = self._task is not None and not self._task.done()
-        return alive and self._num_failures < MAX_CONSECUTIVE_FAILURES
+        hangs = self._step_began is not None and time.perf_counter() - self._step_began > MAX_STEP_S
+        return alive and not hangs and self._num_failures < MAX_CONSECUTIVE_FAILURES
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="step-loop")
@@ -103,7 +107,7 @@ class StepLoop:
 
     async def _step(self, plan: StepPlan) -> None:
         on_layer = self._on_layer
-        started = time.perf_counter()
+        started = self._step_began = time.perf_counter()
         try:
             output = await asyncio.get_running_loop().run_in_executor(
                 self._compute, self._runner.execute, plan, None if on_layer is None else lambda la: on_layer(plan, la)
@@ -113,6 +117,8 @@ class StepLoop:
             self._num_failures += 1
             self._failed(plan, error)
             return
+        finally:
+            self._step_began = None
         self._num_failures = 0
         self.rates.record(plan, time.perf_counter() - started)
         self._finish(plan, output)

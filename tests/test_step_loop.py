@@ -1,0 +1,211 @@
+"""The step loop: when it plans, sleeps, wakes, fails and ends, and what it measures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine import step_loop
+from engine.sampling_params import SamplingParams
+from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
+from engine.step_loop import StepLoop, StepRates
+from tests.waiting import eventually
+
+NOTHING = StepPlan(())
+
+
+def _plan(num_tokens: int = 1, num_seqs: int = 1) -> StepPlan:
+    params = SamplingParams(max_tokens=1, seed=0)
+    seqs = [Sequence(request_id=str(n), attempt=0, params=params, prompt_token_ids=[1] * 99) for n in range(num_seqs)]
+    return StepPlan(tuple(ScheduledSequence(seq, num_tokens) for seq in seqs))
+
+
+class Bench:
+    """The loop's surroundings: plans to be made, a runner that may fail or wait, and what was told."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.finished: list[StepPlan] = []
+        self.failed: list[tuple[StepPlan, str]] = []
+        self.layers: list[tuple[StepPlan, int, str]] = []
+        self.num_planned = 0
+        self.failures = 0  # of the next steps
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.loop = StepLoop(
+            self, plan=self._next_plan, finish=self._finish, failed=self._fail, on_layer=self._on_layer
+        )
+
+    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        assert threading.current_thread() is not threading.main_thread()
+        assert on_layer is not None
+        on_layer(0)
+        on_layer(1)
+        self.may_end.wait()
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("hiccup")
+        return StepOutput([], [])
+
+    def _next_plan(self) -> StepPlan:
+        self.num_planned += 1
+        return self.plans.pop(0) if self.plans else NOTHING
+
+    def _finish(self, plan: StepPlan, output: StepOutput) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.finished.append(plan)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        self.failed.append((plan, str(error)))
+
+    def _on_layer(self, plan: StepPlan, layer: int) -> None:
+        self.layers.append((plan, layer, threading.current_thread().name))
+
+
+@asynccontextmanager
+async def _running(*plans: StepPlan) -> AsyncIterator[Bench]:
+    bench = Bench()
+    bench.plans += plans
+    bench.loop.start()
+    try:
+        yield bench
+    finally:
+        bench.may_end.set()
+        await bench.loop.stop()
+
+
+async def test_it_works_off_what_there_is_and_then_sleeps() -> None:
+    plans = [_plan() for _ in range(3)]
+    async with _running(*plans) as bench:
+        await eventually(lambda: bench.finished == plans)
+        await eventually(lambda: bench.num_planned == 4)
+        await asyncio.sleep(0.05)
+        assert bench.num_planned == 4, "an idle loop must not spin"
+        bench.plans.append(_plan())
+        bench.loop.wake()
+        await eventually(lambda: len(bench.finished) == 4)
+
+
+async def test_a_wake_in_the_middle_of_a_step_is_not_lost() -> None:
+    async with _running(_plan()) as bench:
+        bench.may_end.clear()
+        await eventually(lambda: bench.layers)
+        bench.loop.wake()
+        bench.plans.append(_plan())
+        bench.may_end.set()
+        await eventually(lambda: len(bench.finished) == 2)
+
+
+async def test_a_wake_while_planning_is_not_lost() -> None:
+    async with _running() as bench:
+        await eventually(lambda: bench.num_planned == 1)
+        plan_next = bench.loop._plan
+
+        def plan_and_wake() -> StepPlan:
+            plan = plan_next()
+            if bench.num_planned == 2:
+                bench.plans.append(_plan())
+                bench.loop.wake()
+            return plan
+
+        bench.loop._plan = plan_and_wake
+        bench.loop.wake()
+        await eventually(lambda: len(bench.finished) == 1)
+
+
+async def test_layers_are_reported_from_the_compute_thread_with_their_plan() -> None:
+    plan = _plan()
+    async with _running(plan) as bench:
+        await eventually(lambda: bench.finished)
+        assert [(p, layer) for p, layer, _ in bench.layers] == [(plan, 0), (plan, 1)]
+        assert all(thread.startswith("compute") for _, _, thread in bench.layers)
+
+
+async def test_a_failed_step_is_reported_and_the_next_one_made() -> None:
+    bad, good = _plan(), _plan()
+    bench = Bench()
+    bench.failures = 1
+    bench.plans += [bad, good]
+    bench.loop.start()
+    await eventually(lambda: bench.finished == [good])
+    assert bench.failed == [(bad, "hiccup")]
+    assert bench.loop.healthy
+    await bench.loop.stop()
+
+
+async def test_failures_in_a_row_are_ill_health_and_a_good_step_is_a_cure() -> None:
+    async with _running() as bench:
+        for num_failures, healthy in ((2, True), (1, False)):
+            bench.failures = num_failures
+            bench.plans += [_plan() for _ in range(num_failures)]
+            bench.loop.wake()
+            await eventually(lambda: bench.failures == 0 and not bench.plans and bench.num_planned)
+            await eventually(lambda: bench.loop.healthy is healthy)  # noqa: B023
+        bench.plans.append(_plan())
+        bench.loop.wake()
+        await eventually(lambda: bench.loop.healthy)
+
+
+async def test_a_step_that_does_not_come_back_is_ill_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_loop, "MAX_STEP_S", 0.05)
+    async with _running() as bench:
+        await eventually(lambda: bench.loop.healthy)
+        bench.may_end.clear()
+        bench.plans.append(_plan())
+        bench.loop.wake()
+        await eventually(lambda: not bench.loop.healthy)
+        bench.may_end.set()
+        await eventually(lambda: bench.loop.healthy)
+
+
+async def test_a_loop_that_ended_by_an_error_of_ours_is_ill() -> None:
+    async with _running() as bench:
+        assert bench.loop.healthy
+
+        def broken() -> StepPlan:
+            raise AssertionError("a bug in the scheduler")
+
+        bench.loop._plan = broken
+        bench.loop.wake()
+        await eventually(lambda: not bench.loop.healthy)
+
+
+async def test_stop_waits_for_the_step_in_flight_and_takes_nothing_in() -> None:
+    bench = Bench()
+    bench.plans.append(_plan())
+    bench.may_end.clear()
+    bench.loop.start()
+    await eventually(lambda: bench.layers)
+    stopping = asyncio.create_task(bench.loop.stop())
+    await asyncio.sleep(0.05)
+    assert not stopping.done()
+    bench.may_end.set()
+    await asyncio.wait_for(stopping, 5.0)
+    assert not bench.finished
+    assert not bench.loop.healthy
+
+
+async def test_a_loop_that_was_never_started_can_be_stopped() -> None:
+    bench = Bench()
+    assert not bench.loop.healthy
+    await bench.loop.stop()
+
+
+def test_speeds_are_smoothed_and_told_apart() -> None:
+    rates = StepRates(smoothing=0.5)
+    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (0.0, 0.0)
+    assert rates.prefill_s(2000) == 2.0
+    rates.record(_plan(num_tokens=50, num_seqs=2), 0.5)
+    assert rates.prefill_tokens_per_s == 200.0
+    rates.record(_plan(num_tokens=50, num_seqs=2), 1.0)
+    assert rates.prefill_tokens_per_s == 150.0
+    assert rates.decode_step_s == 0.0
+    rates.record(_plan(num_seqs=8), 0.25)
+    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (150.0, 0.25)
+    rates.record(_plan(num_tokens=2, num_seqs=8), 9.0)  # neither a decode step nor enough of a prompt to measure
+    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (150.0, 0.25)
+    assert rates.prefill_s(300) == 2.0
