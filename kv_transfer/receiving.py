@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from engine.kv_cache import KVCache
 
+from engine.kv_cache import KVCache
 from kv_transfer.copying import land_slab
 from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
