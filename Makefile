@@ -1,6 +1,6 @@
 # Legato from a fresh checkout: `make serve` and `make test` do all the set-up themselves.
 #   make setup PYTHON=python3.12        another interpreter (3.11 to 3.13)
-#   make serve CONFIG=ray_configs/...   another cluster
+#   make serve CONFIG=ray_configs/... PORT=8080   another cluster, another port
 
 PYTHON ?= python3
 CONFIG ?= ray_configs/quickstart.yaml
@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml Makefile
 	touch $@
 
 serve: setup
-	$(BIN)/python -m cluster serve $(CONFIG)
+	$(BIN)/python -m cluster serve $(CONFIG) $(if $(PORT),--port $(PORT))
 
 test: setup
 	$(BIN)/python -m pytest

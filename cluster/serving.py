@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import urllib.error
@@ -36,6 +37,7 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
     http = {"host": "127.0.0.1", "port": 8000, **document.get("http_options", {})}
     if port is not None:
         http["port"] = port
+    _require_free_port(http["host"], http["port"])
     tune_environment()
     interrupted = interrupted_by_signals()
     import ray
@@ -115,6 +117,18 @@ def wait_until_ready(url: str, interrupted: threading.Event, timeout_s: float = 
                 f"Legato did not become ready within {timeout_s:.0f} s ({why}). "
                 "Look into the workers' logs under /tmp/ray/session_latest/logs/serve."
             )
+
+
+def _require_free_port(host: str, port: int) -> None:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            raise StartError(
+                f"{host}:{port} cannot be listened on ({error.strerror}). "
+                "Stop what uses it, or choose another port with --port (make serve PORT=...)."
+            ) from error
 
 
 def _fetch_model(config: LegatoConfig) -> None:
