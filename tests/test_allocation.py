@@ -132,6 +132,23 @@ def test_a_released_sequence_can_be_opened_again() -> None:
     assert _hit(allocator, [*range(10), 50, 51, 52]) == 12, "tokens that were put out are found like the prompt's"
 
 
+def test_nothing_is_found_behind_a_hole() -> None:
+    """Of two that computed the same, one published the first column, the other the second; the first one's is gone."""
+    allocator = _allocator(num_blocks=6, layer_groups=1)
+    prompt = list(range(9))
+    first, second = _seq(prompt[:5]), _seq(prompt, request_id="s")
+    for seq in (first, second):
+        allocator.open(seq, use_cache=True)
+    _compute(allocator, first)
+    _compute(allocator, second)
+    allocator.release(first)
+    evicting = allocator.pool.lease(allocator.pool.num_available)
+    assert _hit(allocator, prompt) == 0
+    allocator.pool.release(evicting)
+    allocator.release(second)
+    allocator.pool.check_idle()
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(

@@ -420,6 +420,21 @@ def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
         assert [e.prompt_logprobs is not None for e in mine] == [True] + [False] * 11
 
 
+def test_the_youngest_is_preempted_and_comes_back_before_those_who_wait() -> None:
+    bench = Bench(columns=9, max_num_seqs=3)
+    for name in ("old", "middle", "young", "newcomer"):
+        bench.scheduler.add(_seq(name, [ord(name[0])] * 8, max_tokens=12))
+    seen: list[list[str]] = []
+    while "newcomer" not in {name for names in seen for name in names}:
+        plan = bench.scheduler.plan()
+        seen.append([item.seq.request_id for item in plan.items])
+        bench.scheduler.finish_step(plan, bench.runner.execute(plan))
+    preempted = seen.index(["old", "middle"])
+    returned = next(n for n in range(preempted, len(seen)) if "young" in seen[n])
+    assert all("newcomer" not in names for names in seen[:returned])
+    bench.run()
+
+
 def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     bench = Bench(columns=10)
     first, second = _seq("old", [2] * 12, max_tokens=16), _seq("young", [3] * 12, max_tokens=16)

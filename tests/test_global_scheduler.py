@@ -446,6 +446,20 @@ async def test_a_gateway_s_death_ends_its_requests() -> None:
         await eventually(lambda: not server._scheduler._replicas["d1"].assignments)
 
 
+async def test_a_scheduler_that_stops_takes_nobody_s_workers_away() -> None:
+    """What gateways know last is what they place by until its successor is there."""
+    for _ in range(4):
+        async with _server() as server:
+            for name in ("d1", "d2"):
+                worker = await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=5.0)
+                await worker.send(Register(info=_info(name), snapshot=_snapshot(name)))
+            async with _client(server) as client:
+                await eventually(lambda: len(client.workers) == 2)
+                await server.stop()
+                await eventually(lambda: client._connection is None)
+                assert len(client.workers) == 2
+
+
 async def test_answers_become_the_errors_that_clients_are_told() -> None:
     async with _server(max_queued_tokens=10) as server, _client(server) as client:
         with pytest.raises(UnavailableError):

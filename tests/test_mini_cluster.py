@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -132,6 +132,23 @@ async def test_a_prefill_worker_with_little_memory_cuts_no_answer_short(llama: S
             events = await cluster.generate(f"r{length}", PROMPT[:length], greedy())
             assert tokens_of(events) == llama.local(PROMPT[:length], greedy()).tokens
             assert cluster.prefills[0]._steps.rates.prefill_tokens_per_s > 0
+
+
+async def test_without_prefill_workers_decode_computes_prompts(llama: SmallModel) -> None:
+    async with cluster_of(llama, num_prefill=0, decode=DecodeWorkerConfig(token_budget=40)) as cluster:
+        prompts = random_prompts(LENGTHS)
+        found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, greedy()) for n, p in enumerate(prompts)))
+        assert found == [llama.local(prompt, greedy()).tokens for prompt in prompts]
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_request_with_earlier_tokens_goes_on_after_them(llama: SmallModel, num_prefill: int) -> None:
+    expected = llama.local(PROMPT, greedy()).tokens
+    async with cluster_of(llama, num_prefill=num_prefill) as cluster:
+        events = await cluster.generate("r", PROMPT, greedy(), attempt=3, output_token_ids=expected[:10])
+        assert [event.index for event in events] == list(range(10, 24))
+        assert [event.token_id for event in events] == expected[10:]
+        assert [event.num_cached_tokens for event in events] == [0] + [None] * 13
 
 
 async def test_work_spreads_over_all_workers(llama: SmallModel) -> None:
@@ -391,14 +408,18 @@ async def test_requests_are_placed_without_a_scheduler_and_by_its_successor(llam
 async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel) -> None:
     """Its event loop answers, its device does not."""
     config = OrchestratorConfig(stall_s=0.3)
-    async with cluster_of(llama, num_decode=2, orchestrator=config) as cluster:
-        with ExitStack() as stack:
+    async with cluster_of(llama, num_decode=2, orchestrator=config) as cluster, AsyncExitStack() as stack:
+        ballast = await stack.enter_async_context(aclosing(cluster.stream("ballast", PROMPT[:9], greedy(200))))
+        await anext(ballast)
+        await anext(ballast)
+        chosen = next(worker for worker in cluster.decodes if not worker._gateway_of)
 
-            async def hang() -> None:
-                stack.enter_context(brake(busy(cluster)._model.runner))
+        async def hang() -> None:
+            assert chosen._gateway_of, "it was placed where there was less to do, and would be again"
+            stack.enter_context(brake(chosen._model.runner))
 
-            found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), 10.0)
-            assert found == llama.local(PROMPT, greedy(40)).tokens
+        found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), 10.0)
+        assert found == llama.local(PROMPT, greedy(40)).tokens
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -430,6 +451,18 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(llam
             assert len(worker._gateway_of) == num_held and not drain.done()
         await asyncio.wait_for(drain, 5.0)
         assert [tokens_of(await request) for request in before] == [expected] * 4
+        assert not worker._gateway_of
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_request_placed_on_a_worker_that_begins_to_drain_goes_elsewhere(llama: SmallModel, role: str) -> None:
+    """Before the scheduler hears of it: no client is turned away because a worker is being replaced."""
+    expected = llama.local(PROMPT, greedy()).tokens
+    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+        worker = cluster.prefills[0] if role == "prefill" else cluster.decodes[0]
+        await worker.drain(0.0)
+        assert not sees_draining(cluster)
+        assert await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT, greedy()) for n in range(4))) == [expected] * 4
         assert not worker._gateway_of
 
 

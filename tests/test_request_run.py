@@ -71,19 +71,27 @@ def test_attempts_continue_each_other(data: st.DataObject) -> None:
     while not run.ended:
         start, attempt = len(run.emitted), run.attempt
         mine = [
-            _event(index, attempt=attempt, finish="length" if index == NUM_TOKENS - 1 else None)
+            _event(
+                index,
+                attempt=attempt,
+                token_id=1000 * attempt + index,
+                finish="length" if index == NUM_TOKENS - 1 else None,
+            )
             for index in range(start, NUM_TOKENS)
         ]
-        count = data.draw(st.integers(0, len(mine))) if attempt < 4 else len(mine)
+        arriving = [event for event in mine if attempt == 4 or data.draw(st.booleans())]
         late = data.draw(st.lists(st.sampled_from(past), max_size=3)) if past else []
-        for event in data.draw(st.permutations([*mine[:count], *late])):
-            out += run.merge(data.draw(st.sampled_from(WORKERS)), event)
+        for event in data.draw(st.permutations([*arriving, *late])):
+            ready = run.merge(data.draw(st.sampled_from(WORKERS)), event)
+            assert all(event.attempt == attempt for event in ready), "what an older attempt said too early is void"
+            out += ready
         past += mine
         if not run.ended:
             run.next_attempt("decode")
             assert run.spec().output_token_ids == [event.token_id for event in out]
             run.placed(_placement(run.attempt))
-    assert [(event.index, event.token_id) for event in out] == [(i, 100 + i) for i in range(NUM_TOKENS)]
+    assert [event.index for event in out] == list(range(NUM_TOKENS))
+    assert run.emitted == [1000 * event.attempt + event.index for event in out]
 
 
 def test_nothing_follows_the_last_token() -> None:
