@@ -102,7 +102,7 @@ class Orchestrator:
 
     async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""
-        run = RequestRun(request, time.monotonic(), self._config.request_deadline_s)
+        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s)
         assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
         self._runs[run.request_id] = run
         try:
@@ -146,8 +146,8 @@ class Orchestrator:
             try:
                 placement = await self._scheduler.place(run.place_query(prefer_decode=held))
                 break
-            except (UnavailableError, OverloadedError) as error:
-                if run.attempt == run.request.attempt and not self._may_be_ready_soon(run, error):
+            except (UnavailableError, OverloadedError):
+                if run.attempt == run.request.attempt:
                     raise
                 self._replicas_changed.clear()
                 await self._sleep(run, self._config.retry_delay_s, self._replicas_changed)
@@ -158,12 +158,6 @@ class Orchestrator:
             if not self._links.is_up(worker_id):
                 raise _AttemptFailedError("the worker cannot be reached", worker_id)
         return placement
-
-    def _may_be_ready_soon(self, run: RequestRun, error: Exception) -> bool:
-        """Workers that are connected here will register with a scheduler that has just come back."""
-        if not isinstance(error, UnavailableError) or not self._links.any_up("decode"):
-            return False
-        return time.monotonic() - run.started < self._config.link_timeout_s
 
     async def _await_reservation(self, run: RequestRun) -> Reserved:
         while True:
@@ -283,6 +277,7 @@ class Orchestrator:
             run.inbox.put_nowait(event)
 
     def _on_worker_lost(self, worker_id: str) -> None:
+        self._scheduler.worker_lost(worker_id)
         for run in self._runs.values():
             if run.concerns(worker_id):
                 run.inbox.put_nowait(WorkerLost(worker_id))

@@ -53,10 +53,9 @@ RunEvent = WorkerLost | FromWorker
 class RequestRun:
     """One request from arrival to its terminal state."""
 
-    def __init__(self, request: RequestSpec, now: float, deadline_s: float) -> None:
+    def __init__(self, request: RequestSpec, deadline: float) -> None:
         self.request = request
-        self.started = now
-        self.deadline = now + deadline_s
+        self.deadline = deadline
         self.state = RequestState.PLACING
         self.attempt = request.attempt
         self.emitted: list[int] = list(request.output_token_ids)

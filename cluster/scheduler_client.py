@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
@@ -35,6 +36,7 @@ Worker = tuple[WorkerInfo, WorkerSnapshot]
 CONNECT_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 2.0
 RETRY_S = 0.5
+SETTLE_S = 3.0
 
 
 class SchedulerClient:
@@ -54,6 +56,7 @@ class SchedulerClient:
         self._waiting: dict[SequenceKey, asyncio.Future[Placement | Unplaceable]] = {}
         self._task: asyncio.Task[None] | None = None
         self.workers: dict[str, Worker] = {}
+        self._settles_at = 0.0
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="scheduler-client")
@@ -79,6 +82,11 @@ class SchedulerClient:
     def ended(self, request_id: str) -> None:
         if self._connection is not None:
             self._connection.post(Ended(request_id=request_id))
+
+    def worker_lost(self, worker_id: str) -> None:
+        """The link to a worker broke. Without a scheduler to tell whether it lives on, it is dead."""
+        if self._connection is None:
+            self.workers.pop(worker_id, None)
 
     async def _ask(self, request: Place) -> Placement | Unplaceable:
         connection = self._connection
@@ -123,6 +131,11 @@ class SchedulerClient:
             decode=decode.worker_id,
         )
 
+    @property
+    def _settling(self) -> bool:
+        """A new scheduler does not know a decode worker yet. Those that we know will soon have found it, too."""
+        return time.monotonic() < self._settles_at
+
     def _live(self, role: Role) -> list[Worker]:
         return [(info, snap) for info, snap in self.workers.values() if info.role == role and not snap.draining]
 
@@ -138,6 +151,7 @@ class SchedulerClient:
         endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
         connection = await connect(endpoint, self._identity, purpose="gateway", timeout_s=CONNECT_TIMEOUT_S)
         self._connection = connection
+        self._settles_at = time.monotonic() + SETTLE_S if self.workers else 0.0
         try:
             while True:
                 message, _ = await connection.receive()
@@ -152,11 +166,19 @@ class SchedulerClient:
     def _on_message(self, message: Message) -> None:
         match message:
             case Replicas(workers=workers):
+                if any(info.role == "decode" for info, _ in workers):
+                    self._settles_at = 0.0
+                if self._settling:
+                    return
                 self.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
                 self._on_replicas([info for info, _ in workers])
             case Placement() | Unplaceable():
                 answer = self._waiting.get((message.request_id, message.attempt))
-                if answer is not None and not answer.done():
+                if answer is None or answer.done():
+                    return
+                if isinstance(message, Unplaceable) and self._settling:
+                    answer.set_exception(TransportError("the scheduler does not know its workers yet"))
+                else:
                     answer.set_result(message)
             case _:
                 logger.warning("the scheduler sent %s, which a gateway has no use for", type(message).__name__)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from kv_transfer.connection import Connection, connect
-from kv_transfer.messages import Message, Role, WorkerInfo
+from kv_transfer.messages import Message, WorkerInfo
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,8 @@ class WorkerLinks:
         self._on_message = on_message
         self._on_lost = on_lost
         self._connections: dict[str, Connection] = {}
-        self._roles: dict[str, Role] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
-
-    def any_up(self, role: Role) -> bool:
-        return any(self._roles[worker_id] == role for worker_id in self._connections)
 
     def is_up(self, worker_id: str) -> bool:
         return worker_id in self._connections
@@ -43,7 +39,6 @@ class WorkerLinks:
         """Connect to every listed worker that is not connected. A link that works outlives its worker's listing."""
         for info in workers:
             if info.worker_id not in self._tasks:
-                self._roles[info.worker_id] = info.role
                 self._tasks[info.worker_id] = asyncio.create_task(self._run(info), name=f"link-{info.worker_id}")
 
     def post(self, worker_id: str, message: Message) -> bool:
@@ -76,7 +71,7 @@ class WorkerLinks:
             connection = await connect(info.endpoint, self._identity, purpose="gateway", timeout_s=CONNECT_TIMEOUT_S)
         except (TransportError, OSError, TimeoutError) as error:
             logger.info("%s worker %s cannot be reached: %s", info.role, info.worker_id, error)
-            self._forget(info.worker_id)
+            del self._tasks[info.worker_id]
             return
         try:
             await self._set(info.worker_id, connection)
@@ -87,12 +82,9 @@ class WorkerLinks:
             logger.info("link to %s worker %s is down: %s", info.role, info.worker_id, error)
         finally:
             connection.close("the gateway closes its link")
-            self._forget(info.worker_id)
+            del self._tasks[info.worker_id]
+            self._connections.pop(info.worker_id, None)
             self._on_lost(info.worker_id)
-
-    def _forget(self, worker_id: str) -> None:
-        del self._tasks[worker_id], self._roles[worker_id]
-        self._connections.pop(worker_id, None)
 
     async def _set(self, worker_id: str, connection: Connection) -> None:
         async with self._changed:

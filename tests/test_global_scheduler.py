@@ -23,12 +23,13 @@ from kv_transfer.messages import (
     Place,
     Placement,
     Register,
+    Replicas,
     Role,
     Unplaceable,
     WorkerInfo,
     WorkerSnapshot,
 )
-from kv_transfer.transports.base import Identity, LinkClosedError
+from kv_transfer.transports.base import Identity, LinkClosedError, TransportError
 from tests.waiting import eventually
 
 NOWHERE = Endpoint(host="127.0.0.1", port=1, node_id="node")
@@ -517,6 +518,19 @@ async def test_alone_the_rules_on_who_can_take_it_stay() -> None:
 async def test_alone_without_any_decode_worker_there_is_none() -> None:
     with pytest.raises(UnavailableError):
         await _alone(_known("p1")).place(_place())
+
+
+async def test_a_new_scheduler_s_ignorance_does_not_count() -> None:
+    """It turns a request away, and in the next moment hears of a worker that the gateway has known all along."""
+    client = _alone(_known("d1"))
+    answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
+    client._waiting["r", 0] = answer
+    client._settles_at = float("inf")
+    client._on_message(Replicas(workers=[]))
+    client._on_message(Unplaceable(request_id="r", attempt=0, reason="no decode worker is ready", retry_after_s=1.0))
+    client._on_message(Replicas(workers=[_known("p1"), _known("d2")]))
+    assert isinstance(answer.exception(), TransportError), "the gateway places it itself"
+    assert client.workers.keys() == {"p1", "d2"}
 
 
 async def test_a_late_answer_is_none_to_a_newer_attempt() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import OverloadedError, RequestTooLargeError
+from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError
 from cluster.orchestrator import OrchestratorConfig
 from cluster.scheduler import SchedulerPolicy
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
@@ -402,7 +402,19 @@ async def test_requests_are_placed_without_a_scheduler_and_by_its_successor(llam
         await cluster.start_scheduler()
         for n in range(20):  # across the moment when the new scheduler knows the gateway and no worker yet
             assert await tokens(cluster, f"again{n}", PROMPT, greedy()) == expected
+            assert cluster.orchestrator.limits() is not None
         await eventually(lambda: len(cluster.scheduler._scheduler.replicas().workers) == 4)
+
+
+async def test_without_a_scheduler_dead_workers_are_not_waited_for(llama: SmallModel) -> None:
+    expected = llama.local(PROMPT, greedy()).tokens
+    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+        await cluster.scheduler.stop()
+        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        assert await interrupted(cluster, greedy(), 4, lambda: cluster.remove(busy(cluster))) == expected
+        await cluster.remove(cluster.prefills[0])
+        for n in range(8):
+            assert await asyncio.wait_for(tokens(cluster, f"r{n}", PROMPT, greedy()), 2.0) == expected
 
 
 async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel) -> None:
@@ -430,6 +442,34 @@ async def test_a_step_that_fails_costs_another_attempt_and_no_token(llama: Small
         found = await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT[n:], greedy()) for n in range(4)))
         assert found == [llama.local(PROMPT[n:], greedy()).tokens for n in range(4)]
         assert all(worker.healthy for worker in cluster.workers)
+
+
+async def test_a_reservation_whose_prefill_falls_silent_lapses_and_the_request_goes_on(llama: SmallModel) -> None:
+    config = DecodeWorkerConfig(lease_ttl_s=0.3)
+    async with cluster_of(llama, num_prefill=2, decode=config, prefill=PrefillWorkerConfig(chunk_tokens=64)) as cluster:
+        with prefills_braked(cluster) as held:
+            request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+            await eventually(lambda: any(one.holding.is_set() for one in held))
+            silent = next(w for w, one in zip(cluster.prefills, held, strict=True) if one.holding.is_set())
+            silent._sender.stop()  # its keep-alives
+            next(one for one in held if not one.holding.is_set()).release()
+            found = await asyncio.wait_for(request, 5.0)
+            assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
+
+
+async def test_a_request_ends_at_its_deadline(llama: SmallModel) -> None:
+    async with cluster_of(llama, orchestrator=OrchestratorConfig(request_deadline_s=0.3)) as cluster:
+        with brake(cluster.prefills[0]._model.runner), pytest.raises(DeadlineError, match="within"):
+            await cluster.generate("r", PROMPT, greedy())
+
+
+async def test_a_request_that_fails_everywhere_fails(llama: SmallModel) -> None:
+    config = OrchestratorConfig(max_attempts=3, retry_delay_s=0.01)
+    async with cluster_of(llama, orchestrator=config) as cluster:
+        runner = cluster.decodes[0]._model.runner
+        with broken(runner), pytest.raises(FailedError, match="3 times"):
+            await cluster.generate("r", PROMPT, greedy())
+        assert await tokens(cluster, "next", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens
 
 
 # --- drain ---
@@ -530,6 +570,19 @@ def prefills_braked(cluster: MiniCluster) -> Iterator[list[Brake]]:
     """Before the last chunk of `PROMPT`, when slabs of the others are on their way."""
     with ExitStack() as stack:
         yield [stack.enter_context(brake(worker._model.runner, starts_beyond(100))) for worker in cluster.prefills]
+
+
+@contextmanager
+def broken(runner: ModelRunner) -> Iterator[None]:
+    """Every step fails."""
+    execute = runner.execute
+
+    def failing(plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        raise RuntimeError("the device is broken")
+
+    runner.execute = failing  # type: ignore[method-assign]
+    yield
+    runner.execute = execute  # type: ignore[method-assign]
 
 
 def fail_once(runner: ModelRunner) -> None:

@@ -25,7 +25,7 @@ def _run(attempt: int = 0, output: list[int] | None = None) -> RequestRun:
         params=SamplingParams(max_tokens=10, seed=0),
         output_token_ids=output or [],
     )
-    run = RequestRun(request, 100.0, 60.0)
+    run = RequestRun(request, 100.0)
     run.placed(_placement(attempt))
     return run
 
