@@ -16,6 +16,7 @@ import threading
 import time
 
 from benchmarks.provenance import ROOT, provenance
+from benchmarks.quiet import PATIENCE_VARIABLE
 from benchmarks.summary import Json
 from benchmarks.table import RESULTS, headline, write_table
 
@@ -27,23 +28,31 @@ STOP_TIMEOUT_S = 60.0
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; default: all")
-    parts: list[str] = parser.parse_args().parts or list(PARTS)
+    parser.add_argument(
+        "--patience",
+        type=int,
+        default=60,
+        metavar="SECONDS",
+        help="how long each part may wait, in all, for other processes to let the cores alone; default: %(default)s",
+    )
+    arguments = parser.parse_args()
+    parts: list[str] = arguments.parts or list(PARTS)
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"there is no part {unknown[0]!r}: choose from {', '.join(PARTS)}")
-    reports = [_run(part) for part in parts]
+    reports = [_run(part, arguments.patience) for part in parts]
     write_table()
     failed = [report["part"] for report in reports if report["status"] != "ok"]
     print(json.dumps({"status": "failed" if failed else "ok", "failed": failed, "parts": headline()}), flush=True)
     return bool(failed)
 
 
-def _run(part: str) -> Json:
+def _run(part: str, patience_s: int) -> Json:
     """One part; its report, stored."""
     print(f"{part}:", flush=True)
     report = {"part": part, **provenance()}
     started = time.perf_counter()
-    exit_code, last_line = _watch(part)
+    exit_code, last_line = _watch(part, patience_s)
     duration_s = round(time.perf_counter() - started, 1)
     report |= _understood(last_line, exit_code)
     report.setdefault("duration_s", duration_s)
@@ -55,24 +64,26 @@ def _run(part: str) -> Json:
     return report
 
 
-def _watch(part: str) -> tuple[int, str]:
-    """Run it, show what it says as it says it; its exit code and its last line, which is not shown."""
+def _watch(part: str, patience_s: int) -> tuple[int, str]:
+    """Run it, show what it says as it says it; its exit code and its last line. JSON is not shown."""
     process = subprocess.Popen(
         [sys.executable, "-m", f"benchmarks.{part}"],
         cwd=ROOT,
+        env={**os.environ, PATIENCE_VARIABLE: str(patience_s)},
         text=True,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    timer = threading.Timer(PARTS[part], _stop, (process,))
+    timer = threading.Timer(PARTS[part] + patience_s, _stop, (process,))
     timer.start()
-    held = ""
+    last = ""
     assert process.stdout is not None
     for line in process.stdout:
-        print(held, end="", flush=True)
-        held = line
+        last = line
+        if not line.startswith("{"):
+            print(line, end="", flush=True)
     timer.cancel()
-    return process.wait(), held
+    return process.wait(), last
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

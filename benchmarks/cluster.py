@@ -7,6 +7,7 @@ can only prefill).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.cluster_process import running_cluster
 from benchmarks.hugging_face import HuggingFace
 from benchmarks.local import CHUNK_TOKENS, MAX_NUM_SEQS, load_default_model, local_engine, local_wave
 from benchmarks.part import note, run_part
+from benchmarks.quiet import QuietMachine
 from benchmarks.sse_client import http_wave
 from benchmarks.summary import Json, ratio, spread
 from benchmarks.timing import Wave, describe_waves, throughputs
@@ -48,34 +50,36 @@ SHAPES = (
 def measure() -> Json:
     engine = local_engine(load_default_model("bfloat16", num_threads=NUM_THREADS))
     local_wave(engine, Load(num_requests=4, prompt_tokens=64, output_tokens=4))
+    quiet = QuietMachine()
     return {
         "model": MODEL,
         "dtype": "bfloat16",
         "threads": NUM_THREADS,
         "load": "256 -> 128",
         "aim": f"{AIM:.0%} of the in-process output tokens/s at 32 concurrent requests",
-        "shapes": [_measure_shape(shape, engine) for shape in SHAPES],
-        "hugging_face": _hugging_face(),
+        "shapes": [_measure_shape(shape, engine, quiet) for shape in SHAPES],
+        "hugging_face": _hugging_face(quiet),
+        "quiet": quiet.report(),
     }
 
 
-def _measure_shape(shape: Shape, engine: LocalEngine) -> Json:
+def _measure_shape(shape: Shape, engine: LocalEngine, quiet: QuietMachine) -> Json:
     note(f"starting the cluster: {shape.name}")
     with running_cluster(shape.settings) as port:
         gate = require_same_opinion(port, MODEL, engine)
         for load in LOADS:
             http_wave(port, MODEL, Load(num_requests=load.num_requests, prompt_tokens=32, output_tokens=4))
-        rows = [_compare(port, engine, load) for load in LOADS]
+        rows = [_compare(port, engine, quiet, load) for load in LOADS]
     return {"shape": shape.name, "gate": gate, "rows": rows, "reaches_aim": rows[-1]["share_of_in_process"] >= AIM}
 
 
-def _compare(port: int, engine: LocalEngine, load: Load) -> dict[str, Any]:
+def _compare(port: int, engine: LocalEngine, quiet: QuietMachine, load: Load) -> dict[str, Any]:
     """In turns, so that what drifts on the machine meets both."""
     local: list[Wave] = []
     http: list[Wave] = []
     for _ in range(REPEATS):
-        local.append(local_wave(engine, load))
-        http.append(http_wave(port, MODEL, load))
+        local.append(quiet.run(lambda: local_wave(engine, load)))
+        http.append(quiet.run(lambda: http_wave(port, MODEL, load)))
     share = ratio(throughputs(http), throughputs(local))
     best = max(throughputs(http))
     note(f"{load.num_requests} concurrent: {best:.0f} output tokens/s over HTTP, {share:.0%} of in-process")
@@ -87,13 +91,13 @@ def _compare(port: int, engine: LocalEngine, load: Load) -> dict[str, Any]:
     }
 
 
-def _hugging_face() -> list[Json]:
+def _hugging_face(quiet: QuietMachine) -> list[Json]:
     """Once each, after the clusters are gone: the peer of the `engine` part, for orientation."""
     peer = HuggingFace(resolve_model(MODEL), torch.bfloat16)
     peer.wave(Load(num_requests=4, prompt_tokens=64, output_tokens=4))
     rows: list[Json] = []
     for load in LOADS:
-        wave = peer.wave(load)
+        wave = quiet.run(functools.partial(peer.wave, load))
         note(f"Hugging Face, {load.num_requests} concurrent: {wave.tokens_per_s:.0f} output tokens/s")
         rows.append({"concurrent": load.num_requests, "output_tokens_per_s": spread([wave.tokens_per_s])})
     return rows

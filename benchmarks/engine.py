@@ -14,6 +14,7 @@ from benchmarks.ceiling import matmul_flops_per_s, memory_read_bytes_per_s
 from benchmarks.hugging_face import HuggingFace
 from benchmarks.local import load_default_model, local_engine, local_wave
 from benchmarks.part import note, run_part
+from benchmarks.quiet import QuietMachine
 from benchmarks.summary import Json, ratio, spread
 from benchmarks.timing import Wave, describe_waves, throughputs
 from benchmarks.workload import MODEL, Load, draw_prompts
@@ -40,16 +41,18 @@ def measure() -> Json:
     model = load_default_model("bfloat16", num_threads=NUM_THREADS)
     engine, peer = local_engine(model), HuggingFace(folder, torch.bfloat16)
     _warm_up(engine, peer)
-    single = _single_stream(engine, peer)
+    quiet = QuietMachine()
+    single = _single_stream(engine, peer, quiet)
     return {
         "gate": gate,
         "model": MODEL,
         "dtype": "bfloat16",
         "threads": NUM_THREADS,
         "single_stream": single,
-        "concurrent": [_concurrent(engine, peer, load, repeats) for load, repeats in CONCURRENT],
-        "prefill": [_prefill(engine, peer, num_tokens) for num_tokens in PREFILL_TOKENS],
-        "ceiling": _ceiling(model, single),
+        "concurrent": [_concurrent(engine, peer, quiet, load, repeats) for load, repeats in CONCURRENT],
+        "prefill": [_prefill(engine, peer, quiet, num_tokens) for num_tokens in PREFILL_TOKENS],
+        "ceiling": quiet.run(lambda: _ceiling(model)),
+        "quiet": quiet.report(),
     }
 
 
@@ -59,18 +62,20 @@ def _warm_up(engine: LocalEngine, peer: HuggingFace) -> None:
     peer.wave(load)
 
 
-def _in_turns(ours: Callable[[], Wave], theirs: Callable[[], Wave], repeats: int) -> tuple[list[Wave], list[Wave]]:
+def _in_turns(
+    quiet: QuietMachine, ours: Callable[[], Wave], theirs: Callable[[], Wave], repeats: int
+) -> tuple[list[Wave], list[Wave]]:
     """A, B, B, A, ...: what drifts on the machine meets both alike."""
     waves: tuple[list[Wave], list[Wave]] = ([], [])
     for number in range(repeats):
         order = ((waves[0], ours), (waves[1], theirs))
         for kept, run in order if number % 2 == 0 else order[::-1]:
-            kept.append(run())
+            kept.append(quiet.run(run))
     return waves
 
 
-def _single_stream(engine: LocalEngine, peer: HuggingFace) -> Json:
-    ours, theirs = _in_turns(lambda: local_wave(engine, SINGLE), lambda: peer.wave(SINGLE), repeats=5)
+def _single_stream(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine) -> Json:
+    ours, theirs = _in_turns(quiet, lambda: local_wave(engine, SINGLE), lambda: peer.wave(SINGLE), repeats=5)
     described = {
         who: {
             "ttft_ms": spread([wave.requests[0].ttft_s * 1e3 for wave in waves]),
@@ -85,8 +90,8 @@ def _single_stream(engine: LocalEngine, peer: HuggingFace) -> Json:
     return {"load": "128 -> 128", **described, "speedup": {"ttft": ttft, "tpot": tpot}}
 
 
-def _concurrent(engine: LocalEngine, peer: HuggingFace, load: Load, repeats: int) -> Json:
-    ours, theirs = _in_turns(lambda: local_wave(engine, load), lambda: peer.wave(load), repeats)
+def _concurrent(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, load: Load, repeats: int) -> Json:
+    ours, theirs = _in_turns(quiet, lambda: local_wave(engine, load), lambda: peer.wave(load), repeats)
     speedup = ratio(throughputs(ours), throughputs(theirs))
     row = {
         "concurrent": load.num_requests,
@@ -100,13 +105,13 @@ def _concurrent(engine: LocalEngine, peer: HuggingFace, load: Load, repeats: int
     return row
 
 
-def _prefill(engine: LocalEngine, peer: HuggingFace, num_tokens: int) -> Json:
+def _prefill(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, num_tokens: int) -> Json:
     load = Load(num_requests=1, prompt_tokens=num_tokens, output_tokens=2)
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(PREFILL_REPEATS):
-        ours.append(num_tokens / local_wave(engine, load).requests[0].ttft_s)
-        theirs.append(num_tokens / peer.prefill_s(draw_prompts(1, num_tokens)[0]))
+        ours.append(num_tokens / quiet.run(lambda: local_wave(engine, load)).requests[0].ttft_s)
+        theirs.append(num_tokens / quiet.run(lambda: peer.prefill_s(draw_prompts(1, num_tokens)[0])))
     speedup = ratio(ours, theirs)
     note(f"prefill {num_tokens}: {max(ours):.0f} tokens/s, Hugging Face {max(theirs):.0f}: {speedup:.2f}x")
     return {
@@ -117,7 +122,7 @@ def _prefill(engine: LocalEngine, peer: HuggingFace, num_tokens: int) -> Json:
     }
 
 
-def _ceiling(model: LoadedModel, single: Json) -> Json:
+def _ceiling(model: LoadedModel) -> Json:
     """Each token of one stream reads all weights once: memory bandwidth bounds it."""
     read = memory_read_bytes_per_s()
     bound = read / model.runner.weight_bytes

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import uvloop
 
 from benchmarks.handoff_cluster import HandoffCluster, running_handoffs
 from benchmarks.part import note, run_part
+from benchmarks.quiet import QuietMachine
 from benchmarks.summary import Json, spread
 from benchmarks.workload import draw_prompts
 from kv_transfer.digest import DIGEST_NAME, slab_digest
@@ -29,48 +31,61 @@ AIM = 0.05  # of prefill time
 
 def measure() -> Json:
     rows: list[Json] = []
+    quiet = QuietMachine()
     for transport in ("shm", "tcp"):
-        rows += uvloop.run(_measure(transport))
-    return {"aim": f"exposed at most {AIM:.0%} of prefill time", "digest": _digest_cost(), "rows": rows}
+        rows += uvloop.run(_measure(transport, quiet))
+    return {
+        "aim": f"exposed at most {AIM:.0%} of prefill time",
+        "digest": _digest_cost(),
+        "rows": rows,
+        "quiet": quiet.report(),
+    }
 
 
-async def _measure(transport: Literal["shm", "tcp"]) -> list[Json]:
+async def _measure(transport: Literal["shm", "tcp"], quiet: QuietMachine) -> list[Json]:
     async with running_handoffs(transport) as cluster:
-        rows = [await _idle(cluster, transport, num_tokens) for num_tokens in PROMPT_TOKENS]
-        rows += [await _cached(cluster, transport, num_tokens) for num_tokens in CACHED_PROMPT_TOKENS]
-        rows += [await _busy(cluster, transport, num_tokens) for num_tokens in BUSY_PROMPT_TOKENS]
+        rows = [await _idle(cluster, quiet, transport, num_tokens) for num_tokens in PROMPT_TOKENS]
+        rows += [await _cached(cluster, quiet, transport, num_tokens) for num_tokens in CACHED_PROMPT_TOKENS]
+        rows += [await _busy(cluster, quiet, transport, num_tokens) for num_tokens in BUSY_PROMPT_TOKENS]
     return rows
+
+
+async def _hand_over(
+    cluster: HandoffCluster, quiet: QuietMachine, draw: Callable[[], list[list[int]]]
+) -> list[HandoffTimeline]:
+    """The prompts drawn, one after the other; other ones where they have to be repeated."""
+
+    async def all_of_them() -> list[HandoffTimeline]:
+        return [await cluster.hand_over(prompt) for prompt in draw()]
+
+    return await quiet.run_async(all_of_them)
 
 
 def _repeats(num_tokens: int) -> int:
     return 7 if num_tokens <= 1024 else 3
 
 
-async def _idle(cluster: HandoffCluster, transport: str, num_tokens: int) -> Json:
-    prompts = draw_prompts(_repeats(num_tokens), num_tokens)
-    return _row("decode idle", transport, [await cluster.hand_over(prompt) for prompt in prompts])
+async def _idle(cluster: HandoffCluster, quiet: QuietMachine, transport: str, num_tokens: int) -> Json:
+    timelines = await _hand_over(cluster, quiet, lambda: draw_prompts(_repeats(num_tokens), num_tokens))
+    return _row("decode idle", transport, timelines)
 
 
-async def _cached(cluster: HandoffCluster, transport: str, num_tokens: int) -> Json:
+async def _cached(cluster: HandoffCluster, quiet: QuietMachine, transport: str, num_tokens: int) -> Json:
     """The prompt is in prefill's prefix cache but for its last block: hardly any compute to hide behind."""
     prompt = draw_prompts(1, num_tokens)[0]
     await cluster.hand_over(prompt)
-    return _row("prompt cached", transport, [await cluster.hand_over(prompt) for _ in range(5)])
+    return _row("prompt cached", transport, await _hand_over(cluster, quiet, lambda: [prompt] * 5))
 
 
-async def _busy(cluster: HandoffCluster, transport: str, num_tokens: int) -> Json:
+async def _busy(cluster: HandoffCluster, quiet: QuietMachine, transport: str, num_tokens: int) -> Json:
     """Decode computes for others meanwhile: what it does for the hand-off takes turns with that on one core."""
     background = [
         asyncio.create_task(cluster.generate(f"{transport}-{num_tokens}-{number}", prompt, num_tokens=4_000))
         for number, prompt in enumerate(draw_prompts(BUSY_STREAMS, 64))
     ]
     try:
-        prompts = draw_prompts(_repeats(num_tokens), num_tokens)
-        return _row(
-            f"decode busy with {BUSY_STREAMS} streams",
-            transport,
-            [await cluster.hand_over(prompt) for prompt in prompts],
-        )
+        timelines = await _hand_over(cluster, quiet, lambda: draw_prompts(_repeats(num_tokens), num_tokens))
+        return _row(f"decode busy with {BUSY_STREAMS} streams", transport, timelines)
     finally:
         for task in background:
             task.cancel()
