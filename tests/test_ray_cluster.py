@@ -45,6 +45,7 @@ CONFIG: dict[str, Any] = {
 def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Iterator[ServedCluster]:
     folder = tmp_path_factory.mktemp("cluster")
     with served_cluster(CONFIG, folder) as running:
+        running.wait_for_workers(prefill=1, decode=1)
         yield running
 
 

@@ -38,6 +38,8 @@ def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path
     # Serve's own proxy here, HAProxy in the other cluster: both fronts are used by the suite.
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
     with served_cluster(CONFIG, tmp_path, command=command, env=env) as cluster:
+        # Ready means that a request could be served, and a decode worker alone can do that.
+        cluster.wait_for_workers(prefill=1, decode=1)
         nodes = {worker["role"]: worker["endpoint"]["node_id"] for worker in cluster.workers()}
         assert nodes["prefill"] != nodes["decode"]
         bodies = [greedy_body(MODEL, prompt, NUM_TOKENS) for prompt in prompts]
