@@ -39,7 +39,8 @@ def main() -> None:
         },
     )
     try:
-        cluster.add_node(num_cpus=1, object_store_memory=memory, resources={"prefill_node": 1})
+        # One CPU more than the worker asks for: Ray may put the gateway or the scheduler here first.
+        cluster.add_node(num_cpus=2, object_store_memory=memory, resources={"prefill_node": 1})
         ray.init(address=cluster.address, log_to_driver=False)
         serve.start(proxy_location="HeadOnly", http_options=http_options)
         run_application({"name": "legato", "route_prefix": "/"}, load_config(arguments.file))
