@@ -11,6 +11,7 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 class OutOfBlocksError(Exception):
@@ -31,6 +32,18 @@ BlockKey = tuple[bytes, int]
 """(chained hash of the tokens up to the block's end, layer group)"""
 
 
+class PoolObserver(Protocol):
+    """Is told which content a pool holds, in the order in which that changes. Must not call the pool."""
+
+    def stored(self, block: int, key: BlockKey) -> None:
+        """`find(key)` gives `block` from now on."""
+        ...
+
+    def removed(self, block: int, key: BlockKey) -> None:
+        """It no longer does, and the block's bytes may change once this returns."""
+        ...
+
+
 class BlockPool:
     """Free list, reference counts, generations and prefix keys of one tier's blocks.
 
@@ -40,7 +53,7 @@ class BlockPool:
     `generation(block)` grows each time a block is taken for new content, so a reference to old content can be told.
     """
 
-    def __init__(self, num_blocks: int, *, epoch: int | None = None) -> None:
+    def __init__(self, num_blocks: int, *, epoch: int | None = None, observers: Iterable[PoolObserver] = ()) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -54,6 +67,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._leases: dict[int, BlockLease] = {}
         self._next_lease_id = 1
+        self._observers = tuple(observers)
 
     @property
     def num_available(self) -> int:
@@ -113,22 +127,31 @@ class BlockPool:
             raise ValueError(f"block {block} is findable by another key already; its content cannot have changed")
         if key in self._block_of:
             return
-        self._block_of[key] = block
-        self._key_of[block] = key
+        self._remember_key(block, key)
+
+    def restore(self, block: int, key: BlockKey) -> None:
+        """Make a free block findable whose content is there already: that of an earlier life of this tier."""
+        if key in self._block_of:
+            return
+        self._free.remove(block)
+        self._generations[block] += 1
+        self._cached[block] = None
+        self._remember_key(block, key)
+
+    def give_back(self, lease: BlockLease, blocks: Iterable[int]) -> None:
+        """Release some blocks of a lease, which stays open. All of them must be the lease's."""
+        self._require_live(lease)
+        given = list(blocks)
+        for block in given:
+            lease.blocks.remove(block)
+        self._unreference(given)
 
     def release(self, lease: BlockLease) -> None:
         """Give the lease back. A second release raises: it would free blocks that may be someone else's by now."""
         self._require_live(lease)
         lease.released = True
         del self._leases[lease.lease_id]
-        # In reverse, so that the tail of a prefix is evicted before its head.
-        for block in reversed(lease.blocks):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if block in self._key_of:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
+        self._unreference(lease.blocks)
         lease.blocks.clear()
 
     def generation(self, block: int) -> int:
@@ -170,8 +193,27 @@ class BlockPool:
         self._forget_key(block)
         return block
 
+    def _unreference(self, blocks: list[int]) -> None:
+        # In reverse, so that the tail of a prefix is evicted before its head.
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def _remember_key(self, block: int, key: BlockKey) -> None:
+        self._block_of[key] = block
+        self._key_of[block] = key
+        for observer in self._observers:
+            observer.stored(block, key)
+
     def _forget_key(self, block: int) -> None:
-        del self._block_of[self._key_of.pop(block)]
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        for observer in self._observers:
+            observer.removed(block, key)
 
     def _require_available(self, num_blocks: int) -> None:
         assert num_blocks >= 0, f"{num_blocks} blocks wanted"

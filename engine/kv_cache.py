@@ -7,6 +7,7 @@ Slab order, wherever KV of one layer is laid out contiguously, is `[2, num_token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,15 +68,30 @@ class KVLayout:
 
 
 class KVCache:
-    """All KV memory of one tier: `[num_blocks, layers_per_group, 2, block_size, num_kv_heads, head_dim]`."""
+    """All KV memory of one tier: `[num_blocks, layers_per_group, 2, block_size, num_kv_heads, head_dim]`.
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: str | torch.device = "cpu") -> None:
+    Over `memory` (writable, at least `num_blocks * layout.block_bytes`), where it is given: a mapping that other
+    processes read, for example.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: str | torch.device = "cpu",
+        *,
+        memory: memoryview | None = None,
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.layers_per_group, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        self.tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
+        if memory is None:
+            self.tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
+        else:
+            flat = torch.frombuffer(memory, dtype=layout.dtype, count=math.prod(shape))
+            self.tensor = flat.view(shape)
         rows = self.tensor.view(-1, layout.block_size * layout.num_kv_heads * layout.head_dim)
         slots = self.tensor.view(-1, layout.num_kv_heads, layout.head_dim)
         # For the j-th layer of any group: the same address in each of these views means the same block and slot.

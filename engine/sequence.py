@@ -6,6 +6,7 @@ Written by the worker scheduler that holds it; runner and sampler only read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +68,10 @@ class Sequence:
     num_prior_output: int = 0  # of the output tokens, those that earlier attempts emitted
     cache_salt: str = ""
     lease: BlockLease | None = None
-    block_table: BlockTable | None = None
+    block_table: BlockTable | None = None  # on the device; the rows of `host_groups` hold -1
+    host_groups: frozenset[int] = frozenset()  # layer groups whose KV rests in host memory
+    host_lease: BlockLease | None = None
+    host_table: BlockTable | None = None  # in host memory; the rows of other groups hold -1
     num_computed: int = 0  # tokens whose KV is in the blocks
     num_cached: int = 0  # of the prompt's, tokens found in the prefix cache (or known computed elsewhere)
     prefix: PrefixHasher | None = None  # of the tokens hashed so far; tokens never change, so it is only extended
@@ -129,11 +133,27 @@ class ScheduledSequence:
         return self.seq.num_computed + self.num_tokens == self.seq.num_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockCopy:
+    """Whole blocks of one layer group to copy between device and host memory in a step, `[n]` each.
+
+    To the device: done before the group computes, so that a sequence of the same step may use them. To the host: of
+    tokens computed in earlier steps; no sequence of the same step writes the source. Blocks at both ends stay leased
+    until the step has been finished or abandoned.
+    """
+
+    group: int
+    to: Literal["device", "host"]
+    source: npt.NDArray[np.int32]
+    destination: npt.NDArray[np.int32]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one call of the runner computes."""
+    """What one call of the runner computes, and copies between tiers."""
 
     items: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
