@@ -8,10 +8,13 @@ nothing of tensors, sequences or transports, does no I/O, and belongs to one thr
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from engine.eviction import BlockKey as BlockKey
+from engine.eviction import EvictionPolicy, Lru
 
 
 class OutOfBlocksError(Exception):
@@ -26,10 +29,6 @@ class BlockLease:
     lease_id: int
     blocks: list[int] = field(default_factory=list)
     released: bool = False
-
-
-BlockKey = tuple[bytes, int]
-"""(chained hash of the tokens up to the block's end, layer group)"""
 
 
 class PoolObserver(Protocol):
@@ -48,12 +47,19 @@ class BlockPool:
     """Free list, reference counts, generations and prefix keys of one tier's blocks.
 
     A block is in exactly one state: *free*; *held* by one or more leases; or *cached*: held by none, but found by its
-    prefix key until it is taken for something else, least recently used first.
+    prefix key until it is taken for something else, in the order of `eviction` (default: least recently used first).
 
     `generation(block)` grows each time a block is taken for new content, so a reference to old content can be told.
     """
 
-    def __init__(self, num_blocks: int, *, epoch: int | None = None, observers: Iterable[PoolObserver] = ()) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        epoch: int | None = None,
+        eviction: EvictionPolicy | None = None,
+        observers: Iterable[PoolObserver] = (),
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -64,10 +70,10 @@ class BlockPool:
         self._generations = [0] * num_blocks
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._cached = Lru() if eviction is None else eviction
         self._leases: dict[int, BlockLease] = {}
         self._next_lease_id = 1
-        self._observers = tuple(observers)
+        self._observers = list(observers)
 
     @property
     def num_available(self) -> int:
@@ -81,6 +87,12 @@ class BlockPool:
     @property
     def num_leases(self) -> int:
         return len(self._leases)
+
+    def observe(self, observer: PoolObserver) -> None:
+        """Tell the observer what is findable now, and from now on what changes."""
+        for block, key in self._key_of.items():
+            observer.stored(block, key)
+        self._observers.append(observer)
 
     def lease(self, num_blocks: int = 0) -> BlockLease:
         """Open a lease holding `num_blocks` new blocks. Raises OutOfBlocksError and takes nothing if they lack."""
@@ -114,7 +126,7 @@ class BlockPool:
             if block not in self._key_of:
                 raise ValueError(f"block {block} has no key: only a block that find() returned can be adopted")
         for block in adopted:
-            self._cached.pop(block, None)
+            self._cached.use(block)
             self._references[block] += 1
         lease.blocks.extend(adopted)
 
@@ -130,20 +142,33 @@ class BlockPool:
         self._remember_key(block, key)
 
     def restore(self, block: int, key: BlockKey) -> None:
-        """Make a free block findable whose content is there already: that of an earlier life of this tier."""
+        """Make a free block findable whose content is there already: that of an earlier life of this tier.
+
+        A key that is already known keeps its first block. Constant time where blocks come in ascending order.
+        """
         if key in self._block_of:
             return
+        if self._references[block] or block in self._key_of:
+            raise ValueError(f"block {block} is not free; only what nobody holds or finds can be restored")
         self._free.remove(block)
         self._generations[block] += 1
-        self._cached[block] = None
         self._remember_key(block, key)
+        self._cached.add(block, key)
 
     def give_back(self, lease: BlockLease, blocks: Iterable[int]) -> None:
-        """Release some blocks of a lease, which stays open. All of them must be the lease's."""
+        """Release some blocks of a lease, which stays open, the last one first. All or nothing."""
         self._require_live(lease)
         given = list(blocks)
-        for block in given:
-            lease.blocks.remove(block)
+        missing = Counter(given)
+        kept = []
+        for block in lease.blocks:
+            if missing[block]:
+                missing[block] -= 1
+            else:
+                kept.append(block)
+        if missing.total():
+            raise ValueError(f"blocks {sorted(missing.elements())[:8]} are not the lease's, or not that often")
+        lease.blocks[:] = kept
         self._unreference(given)
 
     def release(self, lease: BlockLease) -> None:
@@ -159,8 +184,8 @@ class BlockPool:
 
     def drop_cached(self) -> None:
         """Forget all cached content that nobody holds."""
-        while self._cached:
-            block, _ = self._cached.popitem(last=False)
+        while len(self._cached):
+            block = self._cached.evict()
             self._forget_key(block)
             self._free.append(block)
 
@@ -175,6 +200,7 @@ class BlockPool:
         held = {block for block, count in enumerate(counted) if count}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is on the free list twice"
+        assert len(cached) == len(self._cached), "the eviction policy has miscounted its blocks"
         assert not (held & free or held & cached or free & cached), "a block is in two states"
         assert len(held) + len(free) + len(cached) == self.num_blocks, "a block is in no state"
         assert {b: k for k, b in self._block_of.items()} == self._key_of, "prefix keys and blocks disagree"
@@ -189,7 +215,7 @@ class BlockPool:
     def _take(self) -> int:
         if self._free:
             return self._free.popleft()
-        block, _ = self._cached.popitem(last=False)
+        block = self._cached.evict()
         self._forget_key(block)
         return block
 
@@ -198,10 +224,11 @@ class BlockPool:
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._key_of:
-                    self._cached[block] = None
-                else:
+                key = self._key_of.get(block)
+                if key is None:
                     self._free.append(block)
+                else:
+                    self._cached.add(block, key)
 
     def _remember_key(self, block: int, key: BlockKey) -> None:
         self._block_of[key] = block
