@@ -6,19 +6,21 @@ import asyncio
 import logging
 import time
 
+from cluster.block_index import BlockIndex
 from cluster.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.connection import Connection, Server, serve
-from kv_transfer.messages import Ended, Endpoint, Heartbeat, Place, Register
+from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, Ended, Endpoint, Heartbeat, Place, Register
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
 
 
 class SchedulerServer:
-    """Drives one `GlobalScheduler`. A connection's first message tells a worker (`Register`) from a gateway."""
+    """Drives one `GlobalScheduler` and one `BlockIndex`; a connection's purpose tells a worker from a gateway."""
 
     def __init__(self, policy: SchedulerPolicy, identity: Identity, *, broadcast_period_s: float = 1.0) -> None:
         self._scheduler = GlobalScheduler(policy)
+        self.block_index = BlockIndex()
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._gateways: set[Connection] = set()
@@ -66,21 +68,36 @@ class SchedulerServer:
                 match message:
                     case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
                         self._workers[worker_id] = connection
+                        self.block_index.forget(worker_id)
                         self._scheduler.register(info, snapshot, time.monotonic())
                         logger.info("%s worker %s registered (pid %d)", info.role, worker_id, info.pid)
                         self._broadcast()
                     case Heartbeat(snapshot=snapshot) if snapshot.worker_id == worker_id:
                         if not self._scheduler.heartbeat(snapshot, time.monotonic()):
                             connection.close(f"{worker_id} counts as gone: it has to register again")
+                    case BlockEvents() | BlockIndexSnapshot() if message.worker_id == worker_id:
+                        self._on_blocks(connection, message)
                     case _:
                         connection.close(f"{type(message).__name__} is not for {worker_id} to send")
         finally:
             self._on_worker_disconnected(worker_id, connection)
 
+    def _on_blocks(self, connection: Connection, message: BlockEvents | BlockIndexSnapshot) -> None:
+        if self._workers.get(message.worker_id) is not connection:
+            return  # the last words of a connection that the worker has replaced
+        now = time.monotonic()
+        if isinstance(message, BlockEvents):
+            request = self.block_index.on_events(message, now)
+        else:
+            request = self.block_index.on_snapshot(message, now)
+        if request is not None:
+            connection.post(request)
+
     def _on_worker_disconnected(self, worker_id: str, connection: Connection) -> None:
         if self._workers.get(worker_id) is not connection:
             return  # it has come back on another one since
         del self._workers[worker_id]
+        self.block_index.forget(worker_id)
         if self._scheduler.lost(worker_id):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()
@@ -116,4 +133,5 @@ class SchedulerServer:
             await asyncio.sleep(self._broadcast_period_s)
             for worker_id in self._scheduler.expire(time.monotonic()):
                 logger.warning("worker %s has been silent too long and counts as gone", worker_id)
+                self.block_index.forget(worker_id)
             self._broadcast()

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgpack
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from engine.prefix import HASH_BYTES
 from engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from engine.stopping import FinishReason
 
@@ -32,6 +33,21 @@ Role = Literal["prefill", "decode"]
 _Item = TypeVar("_Item")
 # Stops at the first bad item: a megabyte of bad items must not cost a gigabyte of error reports.
 Items = Annotated[list[_Item], Field(fail_fast=True)]
+
+
+MAX_HASHES: Final = 16_384  # in one value
+MAX_EVENT_CHANGES: Final = 32  # in one message: 8 MiB of hashes, half of what a frame may hold
+Tier = Literal["device", "host", "disk"]
+
+
+def _whole_hashes(joined: bytes) -> bytes:
+    if len(joined) % HASH_BYTES:
+        raise ValueError(f"{len(joined)} bytes are not a number of hashes of {HASH_BYTES} bytes")
+    return joined
+
+
+# Hashes of columns (see `engine.prefix`), joined: one value instead of thousands.
+Hashes = Annotated[bytes, Field(strict=True, max_length=MAX_HASHES * HASH_BYTES), AfterValidator(_whole_hashes)]
 
 
 class MalformedMessageError(ValueError):
@@ -124,6 +140,16 @@ class FailureEvent:
     attempt: Count
     reason: Text
     retryable: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockChange:
+    """Columns of blocks that a tier of a worker has held, or has not held any more, since the change before it."""
+
+    __pydantic_config__ = _STRICT
+    tier: Tier
+    stored: Hashes
+    removed: Hashes
 
 
 # --- gateway <-> worker ----------------------------------------------------------------------------------------------
@@ -306,6 +332,42 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockEvents:
+    """Worker to scheduler: what changed in its tiers, numbered from `first_id` on within the epoch.
+
+    An epoch is one life of the worker's tiers. Without changes it says that none is missing before `first_id`.
+    """
+
+    __pydantic_config__ = _STRICT
+    worker_id: Text
+    epoch: Count
+    first_id: Count
+    changes: Annotated[list[BlockChange], Field(fail_fast=True, max_length=MAX_EVENT_CHANGES)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexRequest:
+    """Scheduler to worker: changes are missing here; send all that your tiers hold."""
+
+    __pydantic_config__ = _STRICT
+    worker_id: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexSnapshot:
+    """Worker to scheduler: part of all that its tiers hold, as before the change `next_id`. Parts come in order."""
+
+    __pydantic_config__ = _STRICT
+    worker_id: Text
+    epoch: Count
+    next_id: Count
+    part: Count
+    num_parts: Count
+    tier: Tier
+    hashes: Hashes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Gateway to scheduler: where should this attempt run?"""
 
@@ -416,6 +478,9 @@ Message = (
     | KeepAlive
     | Register
     | Heartbeat
+    | BlockEvents
+    | BlockIndexRequest
+    | BlockIndexSnapshot
     | Place
     | Placement
     | Unplaceable

@@ -1,12 +1,14 @@
 """Where a worker meets gateways and the global scheduler.
 
 Gateways connect and send requests; the worker answers with at most one `StepFrame` per step and gateway. The worker
-itself connects to the scheduler, registers, and reports its snapshot. Knows nothing of what the messages mean.
+itself connects to the scheduler, registers, and reports its snapshot and what its memory tiers hold. Knows nothing of
+what the messages mean.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections import defaultdict
@@ -14,9 +16,11 @@ from collections.abc import Awaitable, Callable
 
 from engine.loading import LoadedModel
 from engine.sequence import SequenceKey
+from kv_transfer.block_events import BlockEventLog
 from kv_transfer.compatibility import describe, fingerprint
 from kv_transfer.connection import Connection, Server, connect, serve
 from kv_transfer.messages import (
+    BlockIndexRequest,
     Endpoint,
     FailureEvent,
     Heartbeat,
@@ -144,7 +148,11 @@ class GatewayPort:
 
 
 class Registration:
-    """Keeps a worker known to the global scheduler: connects, registers, reports; again whenever that breaks."""
+    """Keeps a worker known to the global scheduler: connects, registers, reports; again whenever that breaks.
+
+    With `events` it also tells what the worker's tiers hold: all of it at first and when asked, then the changes, every
+    `period_s` and at once when they are many.
+    """
 
     def __init__(
         self,
@@ -154,9 +162,11 @@ class Registration:
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         snapshot: Callable[[], WorkerSnapshot],
         period_s: float,
+        events: BlockEventLog | None = None,
     ) -> None:
         self._identity = identity
         self._info = info
+        self._events = events
         self._locate_scheduler = locate_scheduler
         self._snapshot = snapshot
         self._period_s = period_s
@@ -181,10 +191,63 @@ class Registration:
     async def _report_while_connected(self) -> None:
         endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
         connection = await connect(endpoint, self._identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
+        feed = None if self._events is None else _BlockFeed(self._events, connection)
         try:
             await connection.send(Register(info=self._info, snapshot=self._snapshot()))
             while True:
-                await asyncio.sleep(self._period_s)
+                if feed is not None:
+                    await feed.send()
+                await self._until_next_report(feed)
                 await connection.send(Heartbeat(snapshot=self._snapshot()))
         finally:
             connection.close("the worker stops reporting")
+            if feed is not None:
+                await feed.stop()
+
+    async def _until_next_report(self, feed: _BlockFeed | None) -> None:
+        if feed is None:
+            await asyncio.sleep(self._period_s)
+        else:
+            await feed.wait(self._period_s)
+
+
+class _BlockFeed:
+    """Tells the scheduler over one connection what the worker's tiers hold."""
+
+    def __init__(self, events: BlockEventLog, connection: Connection) -> None:
+        self._events = events
+        self._connection = connection
+        self._snapshot_wanted = True
+        self._due = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        events.on_many = lambda: loop.call_soon_threadsafe(self._due.set)
+        self._listening = asyncio.create_task(self._listen(), name="block-index-requests")
+
+    async def send(self) -> None:
+        """What the scheduler does not know yet."""
+        self._due.clear()
+        if self._snapshot_wanted:
+            self._snapshot_wanted = False
+            for part in self._events.snapshot():
+                await self._connection.send(part)
+        for events in self._events.take():
+            await self._connection.send(events)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until there is a reason to send before the time is up."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._due.wait(), timeout_s)
+
+    async def stop(self) -> None:
+        self._events.on_many = lambda: None
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        async for message, _ in self._connection:
+            if isinstance(message, BlockIndexRequest):
+                self._snapshot_wanted = True
+                self._due.set()
+            else:
+                logger.warning("the scheduler sent %s, which a worker has no use for", type(message).__name__)
+        self._due.set()  # the connection is gone, which the next report finds out

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.prefix import HASH_BYTES
 from engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from kv_transfer import messages
 from kv_transfer.messages import MalformedMessageError, Message, Ping, Reserve, decode, encode
@@ -63,7 +64,8 @@ def _constrained(base: Any, constraints: list[Any]) -> st.SearchStrategy[Any]:
         return st.floats(bounds.get("ge"), allow_nan=False, allow_infinity=False)
     if typing.get_origin(base) is list:
         return st.lists(_strategy(typing.get_args(base)[0]), max_size=3)
-    return {str: st.text(max_size=8), bool: st.booleans()}[base]
+    hashes = st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), max_size=3).map(b"".join)
+    return {str: st.text(max_size=8), bool: st.booleans(), bytes: hashes}[base]
 
 
 def _built(kind: type[Any]) -> st.SearchStrategy[Any]:
@@ -89,6 +91,7 @@ def test_every_message_survives_the_wire(kind: type[Any]) -> None:
 
 def test_every_message_of_the_module_is_known_to_the_decoder() -> None:
     parts = {"RequestSpec", "Endpoint", "Fence", "Ticket", "TokenEvent", "FailureEvent", "WorkerInfo", "WorkerSnapshot"}
+    parts |= {"BlockChange"}
     defined = {
         name
         for name, kind in vars(messages).items()

@@ -1,0 +1,146 @@
+"""Which worker holds which columns of KV in which tier: the scheduler's exact copy of what workers tell.
+
+Sans-IO: fed with messages, it answers with the requests that are to be sent. What it says of a worker was true at the
+worker a moment ago, or it says nothing: from a gap in the numbered changes until the next snapshot, it knows none of
+that worker's columns. Knows no requests, no load and no sockets; the clock is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from engine.prefix import HASH_BYTES
+from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, Tier
+
+RETRY_S: Final = 2.0
+_BIT: Final[dict[Tier, int]] = {"device": 1, "host": 2, "disk": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixReach:
+    """How many leading columns a worker holds: on the device, on the device or the host, in any tier."""
+
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(slots=True)
+class _WorkerColumns:
+    """`tiers[hash]` is a set of bits. `next_id` None: changes are missing, a snapshot is awaited."""
+
+    epoch: int = -1
+    next_id: int | None = None
+    tiers: dict[bytes, int] = field(default_factory=dict)
+    next_part: int = 0  # of the snapshot that is arriving
+    snapshot: tuple[int, int, int] = (-1, -1, 0)  # its epoch, next id and number of parts
+    asked_at: float = float("-inf")
+
+
+class BlockIndex:
+    """`on_events` and `on_snapshot` return what to ask the worker, if anything."""
+
+    def __init__(self, retry_s: float = RETRY_S) -> None:
+        self._retry_s = retry_s
+        self._workers: dict[str, _WorkerColumns] = {}
+
+    def on_events(self, events: BlockEvents, now: float) -> BlockIndexRequest | None:
+        """Apply the changes that are new; on a gap, or while a snapshot is awaited, none."""
+        worker = self._workers.setdefault(events.worker_id, _WorkerColumns())
+        if worker.next_id is None:
+            return self._ask_again(events.worker_id, worker, now)
+        if events.epoch != worker.epoch or events.first_id > worker.next_id:
+            return self._lose_track(events.worker_id, worker, now)
+        num_known = worker.next_id - events.first_id
+        for change in events.changes[num_known:]:
+            _apply(worker.tiers, change)
+            worker.next_id += 1
+        return None
+
+    def on_snapshot(self, part: BlockIndexSnapshot, now: float) -> BlockIndexRequest | None:
+        """Take a part in. The worker counts as known from the last one on; one that is older than that is ignored."""
+        worker = self._workers.setdefault(part.worker_id, _WorkerColumns())
+        if worker.next_id is not None and part.epoch == worker.epoch and part.next_id <= worker.next_id:
+            return None
+        identity = (part.epoch, part.next_id, part.num_parts)
+        if worker.snapshot == identity and part.part < worker.next_part:
+            return None
+        if part.part == 0:
+            worker.epoch, worker.next_id, worker.tiers = part.epoch, None, {}
+            worker.next_part, worker.snapshot = 0, identity
+        elif worker.snapshot != identity or part.part > worker.next_part:
+            return self._lose_track(part.worker_id, worker, now)
+        _apply(worker.tiers, BlockChange(tier=part.tier, stored=part.hashes, removed=b""))
+        worker.next_part += 1
+        if worker.next_part == part.num_parts:
+            worker.next_id, worker.asked_at = part.next_id, float("-inf")
+        return None
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone, or starts anew."""
+        self._workers.pop(worker_id, None)
+
+    def num_columns(self, worker_id: str) -> int | None:
+        """Columns that the worker holds in any tier; None while that is not known."""
+        worker = self._workers.get(worker_id)
+        return None if worker is None or worker.next_id is None else len(worker.tiers)
+
+    def columns(self, worker_id: str, tier: Tier) -> set[bytes]:
+        """What the worker holds in the tier, as far as it is known."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.next_id is None:
+            return set()
+        return {digest for digest, bits in worker.tiers.items() if bits & _BIT[tier]}
+
+    def longest_prefix(self, hashes: Sequence[bytes]) -> dict[str, PrefixReach]:
+        """Of the sequence with these hashes, how much each worker holds; those that hold nothing are left out."""
+        return {
+            worker_id: _reach(worker.tiers, hashes)
+            for worker_id, worker in self._workers.items()
+            if worker.next_id is not None and hashes and hashes[0] in worker.tiers
+        }
+
+    def _lose_track(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
+        worker.next_id, worker.snapshot = None, (-1, -1, 0)
+        worker.tiers.clear()
+        return self._ask_again(worker_id, worker, now)
+
+    def _ask_again(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
+        """Not at every message: the answer may be under way."""
+        if now - worker.asked_at < self._retry_s:
+            return None
+        worker.asked_at = now
+        return BlockIndexRequest(worker_id=worker_id)
+
+
+def _apply(tiers: dict[bytes, int], change: BlockChange) -> None:
+    bit = _BIT[change.tier]
+    for digest in _split(change.removed):
+        left = tiers.get(digest, 0) & ~bit
+        if left:
+            tiers[digest] = left
+        else:
+            tiers.pop(digest, None)
+    for digest in _split(change.stored):
+        tiers[digest] = tiers.get(digest, 0) | bit
+
+
+def _split(joined: bytes) -> Iterator[bytes]:
+    return (joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES))
+
+
+def _reach(tiers: dict[bytes, int], hashes: Iterable[bytes]) -> PrefixReach:
+    device = host = disk = 0
+    wanted = _BIT["device"]  # the tiers that the run may still use
+    for digest in hashes:
+        bits = tiers.get(digest, 0)
+        if not bits:
+            break
+        if not bits & wanted:
+            wanted = wanted | _BIT["host"] if bits & _BIT["host"] else 7
+        disk += 1
+        host += wanted < 4
+        device += wanted < 2
+    return PrefixReach(device=device, host=host, disk=disk)

@@ -1,0 +1,402 @@
+"""Block events and the index made of them: exact over a bad channel, then over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cluster.block_index import BlockIndex, PrefixReach
+from cluster.scheduler import SchedulerPolicy
+from cluster.scheduler_server import SchedulerServer
+from engine.block_pool import BlockPool
+from kv_transfer import block_events
+from kv_transfer.block_events import BlockEventLog
+from kv_transfer.messages import (
+    BlockChange,
+    BlockEvents,
+    BlockIndexRequest,
+    BlockIndexSnapshot,
+    Endpoint,
+    Tier,
+    WorkerInfo,
+    WorkerSnapshot,
+    decode,
+    encode,
+)
+from kv_transfer.transports.base import Identity
+from kv_transfer.worker_port import Registration
+from tests.waiting import eventually
+
+LAYER_GROUPS = 2
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+
+
+def _hash(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def _store(pool: BlockPool, numbers: list[int], groups: int = LAYER_GROUPS) -> None:
+    """Compute these columns, publish them, and release them."""
+    lease = pool.lease(len(numbers) * groups)
+    keys = [(_hash(number), group) for number in numbers for group in range(groups)]
+    for block, key in zip(lease.blocks, keys, strict=True):
+        pool.publish(lease, block, key)
+    pool.release(lease)
+
+
+def _whole_columns(pool: BlockPool, numbers: range) -> set[bytes]:
+    return {
+        _hash(number)
+        for number in numbers
+        if all(pool.find((_hash(number), group)) is not None for group in range(LAYER_GROUPS))
+    }
+
+
+def _index_after(*messages: BlockEvents | BlockIndexSnapshot) -> BlockIndex:
+    index = BlockIndex()
+    for message in messages:
+        _hear(index, message, 0.0)
+    return index
+
+
+def _hear(index: BlockIndex, message: BlockEvents | BlockIndexSnapshot, now: float) -> BlockIndexRequest | None:
+    if isinstance(message, BlockEvents):
+        return index.on_events(message, now)
+    return index.on_snapshot(message, now)
+
+
+class ChannelMachine(RuleBasedStateMachine):
+    """One worker with three tiers, whose messages are lost, doubled and reordered, and who may restart."""
+
+    numbers = range(12)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.index = BlockIndex(retry_s=2.0)
+        self.wire: list[BlockEvents | BlockIndexSnapshot] = []
+        self.asked = False
+        self.start_worker()
+
+    @rule()
+    def start_worker(self) -> None:
+        """Also a restart: a new life under the same name."""
+        self.log = BlockEventLog("worker", layer_groups=LAYER_GROUPS)
+        self.pools = {tier: BlockPool(5 + 3 * number) for number, tier in enumerate(TIERS)}
+        for tier, pool in self.pools.items():
+            self.log.watch(tier, pool)
+        self.wire += self.log.snapshot()
+
+    @rule(tier=st.sampled_from(TIERS), numbers=st.lists(st.sampled_from(numbers), max_size=2, unique=True))
+    def store(self, tier: Tier, numbers: list[int]) -> None:
+        _store(self.pools[tier], numbers)
+
+    @rule(tier=st.sampled_from(TIERS), number=st.sampled_from(numbers))
+    def store_half_a_column(self, tier: Tier, number: int) -> None:
+        _store(self.pools[tier], [number], groups=1)
+
+    @rule(tier=st.sampled_from(TIERS))
+    def forget(self, tier: Tier) -> None:
+        self.pools[tier].drop_cached()
+
+    @rule(seconds=st.sampled_from([0.1, 3.0]))
+    def report(self, seconds: float) -> None:
+        self.now += seconds
+        if self.asked:
+            self.asked = False
+            self.wire += self.log.snapshot()
+        self.wire += self.log.take()
+
+    @precondition(lambda self: self.wire)
+    @rule(data=st.data(), keep=st.booleans())
+    def deliver_any(self, data: st.DataObject, keep: bool) -> None:
+        """In any order; kept, it will arrive once more."""
+        position = data.draw(st.integers(0, len(self.wire) - 1))
+        self._deliver(self.wire[position])
+        if not keep:
+            del self.wire[position]
+
+    @precondition(lambda self: self.wire)
+    @rule()
+    def deliver_all(self) -> None:
+        for message in self.wire:
+            self._deliver(message)
+        self.wire.clear()
+
+    @precondition(lambda self: self.wire)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        del self.wire[data.draw(st.integers(0, len(self.wire) - 1))]
+
+    @rule()
+    def lose_the_worker(self) -> None:
+        self.index.forget("worker")
+
+    @rule()
+    def be_quiet(self) -> None:
+        """Three reports that nothing disturbs: one to find a gap out, one for the answer, one more says nothing new."""
+        for _ in range(3):
+            self.report(3.0)
+            self.deliver_all()
+        for tier, pool in self.pools.items():
+            assert self.index.columns("worker", tier) == _whole_columns(pool, self.numbers)
+        assert not self.asked
+
+    @invariant()
+    def what_is_not_known_is_not_claimed(self) -> None:
+        if self.index.num_columns("worker") is None:
+            assert self.index.longest_prefix([_hash(number) for number in self.numbers]) == {}
+
+    def teardown(self) -> None:
+        self.be_quiet()
+
+    def _deliver(self, message: BlockEvents | BlockIndexSnapshot) -> None:
+        received = decode(encode(message))
+        assert isinstance(received, BlockEvents | BlockIndexSnapshot)
+        self.asked = _hear(self.index, received, self.now) is not None or self.asked
+
+
+class SmallMessagesMachine(ChannelMachine):
+    """The same with snapshots of many parts and events of few changes."""
+
+    def __init__(self) -> None:
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(block_events, "MAX_HASHES", 1)
+        self._patch.setattr(block_events, "MAX_EVENT_CHANGES", 2)
+        super().__init__()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._patch.undo()
+
+
+_SETTINGS = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestChannel = ChannelMachine.TestCase
+TestChannel.settings = _SETTINGS
+TestSmallMessages = SmallMessagesMachine.TestCase
+TestSmallMessages.settings = _SETTINGS
+
+
+def _log_with_pool(num_blocks: int = 8, layer_groups: int = LAYER_GROUPS) -> tuple[BlockEventLog, BlockPool]:
+    log, pool = BlockEventLog("worker", layer_groups=layer_groups, epoch=7), BlockPool(num_blocks)
+    log.watch("device", pool)
+    return log, pool
+
+
+def test_a_column_is_stored_with_its_last_group_and_removed_with_its_first() -> None:
+    log, pool = _log_with_pool()
+    lease = pool.lease(2)
+    pool.publish(lease, lease.blocks[0], (_hash(1), 0))
+    assert [e.changes for e in log.take()] == [[]]
+    pool.publish(lease, lease.blocks[1], (_hash(1), 1))
+    [events] = log.take()
+    assert events.changes == [BlockChange(tier="device", stored=_hash(1), removed=b"")]
+    pool.release(lease)
+    pool.lease(7)  # six free blocks, and one of the column's
+    [events] = log.take()
+    assert events.changes == [BlockChange(tier="device", stored=b"", removed=_hash(1))]
+    assert events.first_id == 1
+
+
+def test_what_comes_and_goes_between_two_reports_is_not_told() -> None:
+    log, pool = _log_with_pool()
+    _store(pool, [1])
+    pool.drop_cached()
+    assert log.take() == [BlockEvents(worker_id="worker", epoch=7, first_id=0, changes=[])]
+
+
+def test_a_pool_that_held_something_before_it_was_watched_is_told_whole() -> None:
+    pool = BlockPool(4)
+    _store(pool, [1, 2])
+    log = BlockEventLog("worker", layer_groups=LAYER_GROUPS)
+    log.watch("host", pool)
+    index = _index_after(*log.snapshot())
+    assert index.columns("worker", "host") == {_hash(1), _hash(2)}
+    assert index.num_columns("worker") == 2
+
+
+def test_a_tier_has_one_source() -> None:
+    log, _ = _log_with_pool()
+    with pytest.raises(AssertionError, match="device tier is being watched"):
+        log.watch("device", BlockPool(1))
+
+
+def test_a_listener_is_told_at_once_when_many_changes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_events, "MANY_CHANGES", 3)
+    log, pool = _log_with_pool()
+    calls: list[int] = []
+    log.on_many = lambda: calls.append(1)
+    _store(pool, [1, 2])
+    assert not calls
+    _store(pool, [3])
+    assert len(calls) == 1
+
+
+def test_a_listener_that_missed_anothers_snapshot_notices() -> None:
+    log, pool = _log_with_pool()
+    index = _index_after(*log.snapshot())
+    _store(pool, [1])
+    log.snapshot()  # for somebody else
+    [events] = log.take()
+    assert index.on_events(events, 0.0) == BlockIndexRequest(worker_id="worker")
+
+
+def test_a_lost_request_is_repeated_but_not_at_every_message() -> None:
+    log, _ = _log_with_pool()
+    index = BlockIndex(retry_s=2.0)
+    [events] = log.take()
+    answers = [index.on_events(events, now) is not None for now in (0.0, 1.0, 1.9, 2.1, 3.0, 4.5)]
+    assert answers == [True, False, False, True, False, True]
+
+
+def test_the_longest_prefix_by_tier() -> None:
+    index = BlockIndex()
+    held: dict[str, dict[Tier, list[int]]] = {
+        "a": {"device": [0, 1, 5], "host": [0, 1, 2, 3], "disk": [4]},
+        "b": {"device": [1, 2], "host": [3]},  # without the first column the others are of no use
+        "c": {"disk": [0], "device": [1]},
+        "d": {},
+    }
+    for worker_id, tiers in held.items():
+        log = BlockEventLog(worker_id, layer_groups=1)
+        for tier, numbers in tiers.items():
+            observer = log.observer(tier)
+            for number in numbers:
+                observer.stored(number, (_hash(number), 0))
+        for part in log.snapshot():
+            assert index.on_snapshot(part, 0.0) is None
+    found = index.longest_prefix([_hash(number) for number in range(8)])
+    assert found == {"a": PrefixReach(device=2, host=4, disk=6), "c": PrefixReach(device=0, host=0, disk=2)}
+    assert index.longest_prefix([]) == {}
+
+
+# --- over real connections ---
+
+
+def _identity(worker_id: str) -> Identity:
+    return Identity(worker_id=worker_id, node_id="node", secret=b"secret of the test", compatibility={})
+
+
+def _registration(worker_id: str, server: SchedulerServer, log: BlockEventLog, period_s: float) -> Registration:
+    async def locate() -> Endpoint:
+        return server.endpoint
+
+    numbers = iter(range(1, 1_000_000))
+    info = WorkerInfo(
+        worker_id=worker_id,
+        role="decode",
+        endpoint=Endpoint(host="127.0.0.1", port=1, node_id="node"),
+        pid=1,
+        model="model",
+        compatibility="same",
+        max_model_len=1000,
+        num_blocks=100,
+        block_size=16,
+        layer_groups=LAYER_GROUPS,
+    )
+    return Registration(
+        _identity(worker_id),
+        info,
+        locate_scheduler=locate,
+        snapshot=lambda: WorkerSnapshot(
+            worker_id=worker_id,
+            sequence_number=next(numbers),
+            draining=False,
+            num_running=0,
+            num_waiting=0,
+            queued_prefill_tokens=0,
+            blocks_available=100,
+            num_leases=0,
+            prefill_tokens_per_s=0.0,
+            decode_step_s=0.0,
+        ),
+        period_s=period_s,
+        events=log,
+    )
+
+
+@asynccontextmanager
+async def _worker(server: SchedulerServer, log: BlockEventLog, period_s: float = 0.02) -> AsyncIterator[Registration]:
+    registration = _registration("worker", server, log, period_s)
+    registration.start()
+    try:
+        yield registration
+    finally:
+        await registration.stop()
+
+
+@asynccontextmanager
+async def _server() -> AsyncIterator[SchedulerServer]:
+    server = SchedulerServer(SchedulerPolicy(), _identity("scheduler"), broadcast_period_s=0.05)
+    await server.start("127.0.0.1")
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def test_the_scheduler_follows_a_worker_and_forgets_it_when_it_leaves() -> None:
+    log, pool = _log_with_pool(num_blocks=40)
+    _store(pool, [1, 2, 3])
+    async with _server() as server:
+        index = server.block_index
+        async with _worker(server, log):
+            await eventually(lambda: index.columns("worker", "device") == {_hash(1), _hash(2), _hash(3)})
+            pool.drop_cached()
+            _store(pool, [4])
+            await eventually(lambda: index.columns("worker", "device") == {_hash(4)})
+            assert index.longest_prefix([_hash(4)]) == {"worker": PrefixReach(device=1, host=1, disk=1)}
+        await eventually(lambda: index.num_columns("worker") is None)
+        assert index.longest_prefix([_hash(4)]) == {}
+
+
+async def test_a_gap_is_healed_by_a_snapshot() -> None:
+    log, pool = _log_with_pool(num_blocks=40)
+    async with _server() as server:
+        index = server.block_index
+        async with _worker(server, log):
+            await eventually(lambda: index.num_columns("worker") == 0)
+            _store(pool, [1, 2])
+            log.take()  # as if this report had been lost
+            await eventually(lambda: index.columns("worker", "device") == {_hash(1), _hash(2)})
+
+
+async def test_a_scheduler_that_forgot_asks_and_many_changes_do_not_wait_for_the_next_report() -> None:
+    log, pool = _log_with_pool(num_blocks=2 * 5000)
+    async with _server() as server:
+        index = server.block_index
+        async with _worker(server, log, period_s=60.0):
+            await eventually(lambda: index.num_columns("worker") == 0)
+            index.forget("worker")
+            _store(pool, list(range(5000)))
+            async with asyncio.timeout(10.0):
+                await eventually(lambda: index.num_columns("worker") == 5000)
+
+
+async def test_a_worker_finds_a_new_scheduler_and_tells_it_everything() -> None:
+    log, pool = _log_with_pool(num_blocks=40)
+    _store(pool, [1, 2])
+    async with _server() as first, _server() as second:
+        registration = _registration("worker", first, log, 0.02)
+        current = [first]
+
+        async def locate() -> Endpoint:
+            return current[0].endpoint
+
+        registration._locate_scheduler = locate
+        registration.start()
+        try:
+            await eventually(lambda: first.block_index.num_columns("worker") == 2)
+            current[0] = second
+            await first.stop()
+            await eventually(lambda: second.block_index.num_columns("worker") == 2)
+        finally:
+            await registration.stop()
