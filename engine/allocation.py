@@ -1,101 +1,330 @@
-"""Gives sequences their blocks: prefix lookup, growth, publication, release.
+"""Gives sequences their blocks: prefix lookup, growth, publication, moves between memory tiers, release.
 
-The only writer of `Sequence.lease`, `block_table`, `prefix`, `num_cached` and `num_published`; the pool behind it stays
-the sole owner of blocks. Knows nothing of what runs when.
+The only writer of a sequence's leases, block tables, `host_groups`, `prefix`, `num_cached` and `num_published`; the
+pools behind it stay the sole owners of blocks. Knows nothing of what runs when, nor who makes the copies it asks for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockLease, BlockPool
 from engine.prefix import PrefixHasher
-from engine.sequence import BlockTable, Sequence
+from engine.sequence import BlockCopy, BlockTable, Sequence
+from engine.tier_moves import Blocks, Fetch, Move, Opening, Relocation, by_columns, fetch_copies, row_copies
 
 
 class BlockAllocator:
-    """Blocks for sequences out of one pool, `layer_groups` of them per column of `block_size` tokens."""
+    """Blocks for sequences, `layer_groups` of them per column of `block_size` tokens.
 
-    def __init__(self, pool: BlockPool, *, layer_groups: int, block_size: int, prefix_caching: bool = True) -> None:
+    Out of `pool`, the device's, and for a sequence's `host_groups` out of `host_pool`. Leases are ordered by columns,
+    so that what a released sequence leaves in the prefix cache is evicted from its tail on, in whole columns.
+
+    Moves have two phases. What `open`, `begin_offload` and `begin_restore` return belongs into the next step's plan;
+    both ends of each copy stay leased until `settle` tells how that step ended.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        layer_groups: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        host_pool: BlockPool | None = None,
+    ) -> None:
         self.pool = pool
+        self.host_pool = host_pool
         self.layer_groups = layer_groups
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self._moves: dict[Sequence, Move] = {}
+
+    @property
+    def all_groups(self) -> frozenset[int]:
+        return frozenset(range(self.layer_groups))
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence that fits when it is alone."""
-        return self.pool.num_blocks // self.layer_groups * self.block_size
+        """The longest sequence that fits when it is alone, with its layer groups wherever they fit best."""
+        in_host = 0 if self.host_pool is None else self.host_pool.num_blocks
+        splits = ((self.layer_groups - host, host) for host in range(self.layer_groups + 1))
+        columns = (
+            min(blocks // groups for blocks, groups in ((self.pool.num_blocks, device), (in_host, host)) if groups)
+            for device, host in splits
+        )
+        return max(columns) * self.block_size
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size) * self.layer_groups
+    def num_columns_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
-    def open(self, seq: Sequence, *, use_cache: bool) -> None:
-        """Give `seq` an empty lease or, on a prefix hit, one that shares the cached columns.
+    def num_blocks_for(self, num_tokens: int, host_groups: frozenset[int] = frozenset()) -> int:
+        """Device blocks of a sequence that keeps `host_groups` in host memory."""
+        return self.num_columns_for(num_tokens) * (self.layer_groups - len(host_groups))
 
-        A hit never covers the last token: its logits are what the next token is sampled from.
+    def num_host_blocks_for(self, num_tokens: int, host_groups: frozenset[int]) -> int:
+        return self.num_columns_for(num_tokens) * len(host_groups)
+
+    def is_moving(self, seq: Sequence) -> bool:
+        """Whether a step has copies to make for `seq` that are not settled."""
+        return seq in self._moves
+
+    def open(
+        self, seq: Sequence, *, use_cache: bool, host_groups: frozenset[int] = frozenset()
+    ) -> tuple[BlockCopy, ...]:
+        """Give `seq` empty leases or, on a prefix hit, ones that share the cached columns.
+
+        A hit never covers the last token: its logits are what the next token is sampled from. Blocks that are only in
+        host memory get device blocks, unless of `host_groups`, and the copies to make in the step that first uses them
+        are returned. The hit is shorter where the device lacks blocks for that.
         """
         assert seq.lease is None, f"sequence {seq.request_id} has a lease already"
         seq.lease = self.pool.lease()
         seq.block_table = BlockTable(self.layer_groups)
+        seq.host_groups = host_groups
+        if host_groups:
+            self._lease_host(seq, with_table=True)
         seq.num_computed = seq.num_cached = seq.num_published = 0
-        if use_cache and self.prefix_caching:
-            self._adopt_prefix(seq)
+        return self._adopt_prefix(seq) if use_cache and self.prefix_caching else ()
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens` tokens of `seq`. False, and nothing taken, if the pool lacks blocks."""
+        """Make room for the first `num_tokens` tokens of `seq`. False, and nothing taken, if a pool lacks blocks."""
         assert seq.lease is not None
         assert seq.block_table is not None
-        num_new = -(-num_tokens // self.block_size) - seq.block_table.num_columns
+        num_new = self.num_columns_for(num_tokens) - seq.block_table.num_columns
         if num_new <= 0:
             return True
-        if num_new * self.layer_groups > self.pool.num_available:
+        assert not isinstance(self._moves.get(seq), Relocation), f"{seq.request_id} must not grow while it is moved"
+        num_host = num_new * len(seq.host_groups)
+        if num_new * self.layer_groups - num_host > self.pool.num_available or num_host > self._host_available:
             return False
-        blocks = self.pool.extend(seq.lease, num_new * self.layer_groups)
-        seq.block_table.append(np.array(blocks, dtype=np.int32).reshape(self.layer_groups, num_new))
+        seq.block_table.append(self._new_columns(seq, num_new, on_device=True))
+        if seq.host_table is not None:
+            seq.host_table.append(self._new_columns(seq, num_new, on_device=False))
         return True
 
     def publish(self, seq: Sequence) -> None:
         """Make the blocks that became full and computed findable for later sequences with the same prefix."""
         if not self.prefix_caching:
             return
-        assert seq.lease is not None
-        assert seq.block_table is not None
         num_full = seq.num_computed // self.block_size
-        if num_full <= seq.num_published:
-            return
-        hashes = self._hashes(seq, num_full)
-        for column in range(seq.num_published, num_full):
-            for group in range(self.layer_groups):
-                block = int(seq.block_table.view[group, column])
-                self.pool.publish(seq.lease, block, (hashes[column], group))
-        seq.num_published = num_full
+        if num_full > seq.num_published:
+            self._publish(seq, range(self.layer_groups), seq.num_published, num_full)
+            seq.num_published = num_full
 
     def release(self, seq: Sequence) -> None:
-        """Take the blocks back; the sequence could be opened again from nothing."""
+        """Take the blocks back; the sequence could be opened again from nothing. Not while a step copies for it."""
         assert seq.lease is not None, f"sequence {seq.request_id} has no lease to release"
+        assert seq.block_table is not None
+        self._moves.pop(seq, None)
+        if self.host_pool is not None:  # groups that were moved are not in the order of columns in the lease
+            self.pool.give_back(seq.lease, by_columns(seq.block_table.view))
+        if seq.host_lease is not None:
+            self._release_host(seq)
         self.pool.release(seq.lease)
         seq.lease = seq.block_table = None
+        seq.host_groups = frozenset()
         seq.num_computed = seq.num_published = 0
 
-    def _adopt_prefix(self, seq: Sequence) -> None:
-        assert seq.lease is not None
-        assert seq.block_table is not None
-        columns = []
-        for digest in self._hashes(seq, (seq.num_tokens - 1) // self.block_size):
-            blocks = [self.pool.find((digest, group)) for group in range(self.layer_groups)]
-            if None in blocks:
-                break
-            columns.append(blocks)
-        if not columns:
-            return
-        table = np.array(columns, dtype=np.int32).T
-        self.pool.adopt(seq.lease, (int(block) for block in table.flat))
-        seq.block_table.append(table)
-        seq.num_computed = seq.num_cached = len(columns) * self.block_size
-        seq.num_published = len(columns)
+    def pass_on(self, seq: Sequence, heir: Sequence) -> None:
+        """Give everything that `seq` holds to another attempt of its request, which holds nothing."""
+        assert heir.lease is None, f"sequence {heir.request_id} has a lease already"
+        assert seq not in self._moves, f"{seq.request_id} is being moved"
+        heir.lease, heir.block_table, heir.host_groups = seq.lease, seq.block_table, seq.host_groups
+        heir.host_lease, heir.host_table = seq.host_lease, seq.host_table
+        seq.lease = seq.block_table = seq.host_lease = seq.host_table = None
+        seq.host_groups = frozenset()
 
-    def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+    # --- between tiers ---
+
+    def begin_offload(self, seq: Sequence, groups: frozenset[int]) -> tuple[BlockCopy, ...] | None:
+        """Copies of these groups' blocks to host memory, or None, and nothing taken, if it lacks blocks.
+
+        The next step makes them and must not compute `seq`. What the host has already is shared and not copied.
+        """
+        assert groups and not groups & seq.host_groups, f"{sorted(groups)} are not all on the device"
+        assert seq.block_table is not None
+        if len(groups) * seq.block_table.num_columns > self._host_available:
+            return None
+        self._lease_host(seq, with_table=True)
+        return self._relocate(seq, groups, to_device=False)
+
+    def begin_restore(self, seq: Sequence, groups: frozenset[int]) -> tuple[BlockCopy, ...] | None:
+        """Copies of these groups' blocks to the device, or None, and nothing taken, if it lacks blocks.
+
+        The next step makes them. It may compute `seq`, whose tables speak of the new places from now on.
+        """
+        assert groups and groups <= seq.host_groups, f"{sorted(groups)} are not all in host memory"
+        assert seq.block_table is not None
+        if len(groups) * seq.block_table.num_columns > self.pool.num_available:
+            return None
+        copies = self._relocate(seq, groups, to_device=True)
+        seq.host_groups -= groups
+        return copies
+
+    def settle(self, seq: Sequence, ok: bool) -> bool:
+        """The step that made the copies of `seq`, if there were any, is over; not `ok`: they count for nothing.
+
+        A relocation that failed has not happened. Returns False where the failed copies were those of a prefix hit:
+        `seq` is without its prefix then and has been released.
+        """
+        move = self._moves.pop(seq, None)
+        if isinstance(move, Opening):
+            if not ok:
+                self.release(seq)
+                return False
+            host_pool, host_lease = self._tier(seq, on_device=False)
+            host_pool.give_back(host_lease, move.sources)
+        elif move is not None:
+            self._settle_relocation(seq, move, ok)
+        if seq.host_lease is not None and not seq.host_groups:
+            self._release_host(seq)
+        return True
+
+    def _relocate(self, seq: Sequence, groups: frozenset[int], *, to_device: bool) -> tuple[BlockCopy, ...]:
+        """Fill the groups' rows in the other tier's table: shared blocks where it has the content, else new ones."""
+        assert seq not in self._moves, f"{seq.request_id} is being moved already"
+        assert seq.block_table is not None
+        assert seq.host_table is not None
+        pool, lease = self._tier(seq, on_device=to_device)
+        rows = sorted(groups)
+        near, far = (seq.host_table, seq.block_table) if to_device else (seq.block_table, seq.host_table)
+        blocks = self._shared_blocks(seq, rows, pool)
+        pool.adopt(lease, by_columns(blocks))
+        is_new = blocks < 0
+        blocks.T[is_new.T] = pool.extend(lease, int(is_new.sum()))
+        far.view[rows] = blocks
+        is_new[:, self.num_columns_for(seq.num_computed) :] = False  # nothing stands there yet
+        self._moves[seq] = Relocation(rows, to_device)
+        return row_copies(rows, "device" if to_device else "host", near.view[rows], blocks, is_new)
+
+    def _shared_blocks(self, seq: Sequence, rows: list[int], pool: BlockPool) -> Blocks:
+        """`[len(rows), num_columns]`: what the pool has of the sequence's published blocks; -1 elsewhere."""
+        assert seq.block_table is not None
+        blocks = np.full((len(rows), seq.block_table.num_columns), -1, dtype=np.int32)
+        for column, digest in enumerate(self.hashes(seq, seq.num_published)):
+            found = [pool.find((digest, group)) for group in rows]
+            blocks[:, column] = [-1 if block is None else block for block in found]
+        return blocks
+
+    def _settle_relocation(self, seq: Sequence, move: Relocation, ok: bool) -> None:
+        """Only the tier that the groups rest in keeps their rows."""
+        ends_on_device = move.to_device is ok
+        groups = frozenset(move.groups)
+        table = seq.host_table if ends_on_device else seq.block_table
+        assert table is not None
+        pool, lease = self._tier(seq, on_device=not ends_on_device)
+        pool.give_back(lease, by_columns(table.view[move.groups]))
+        table.view[move.groups] = -1
+        seq.host_groups = seq.host_groups - groups if ends_on_device else seq.host_groups | groups
+        if ok and self.prefix_caching:
+            self._publish(seq, move.groups, 0, seq.num_published)
+
+    # --- leases ---
+
+    @property
+    def _host_available(self) -> int:
+        return 0 if self.host_pool is None else self.host_pool.num_available
+
+    def _tier(self, seq: Sequence, *, on_device: bool) -> tuple[BlockPool, BlockLease]:
+        pool, lease = (self.pool, seq.lease) if on_device else (self.host_pool, seq.host_lease)
+        assert pool is not None
+        assert lease is not None
+        return pool, lease
+
+    def _lease_host(self, seq: Sequence, *, with_table: bool) -> None:
+        assert self.host_pool is not None, "there is no host memory"
+        assert seq.block_table is not None
+        seq.host_lease = seq.host_lease or self.host_pool.lease()
+        if with_table and seq.host_table is None:
+            seq.host_table = BlockTable(self.layer_groups)
+            seq.host_table.append(np.full((self.layer_groups, seq.block_table.num_columns), -1, dtype=np.int32))
+
+    def _release_host(self, seq: Sequence) -> None:
+        assert self.host_pool is not None
+        assert seq.host_lease is not None
+        if seq.host_table is not None:
+            self.host_pool.give_back(seq.host_lease, by_columns(seq.host_table.view))
+        self.host_pool.release(seq.host_lease)
+        seq.host_lease = seq.host_table = None
+
+    def _new_columns(self, seq: Sequence, num_columns: int, *, on_device: bool) -> Blocks:
+        """`[layer_groups, num_columns]`, leased column by column."""
+        pool, lease = self._tier(seq, on_device=on_device)
+        rows = sorted(self.all_groups - seq.host_groups if on_device else seq.host_groups)
+        columns = np.full((self.layer_groups, num_columns), -1, dtype=np.int32)
+        blocks = np.array(pool.extend(lease, num_columns * len(rows)), dtype=np.int32)
+        columns[rows] = blocks.reshape(num_columns, len(rows)).T
+        return columns
+
+    # --- prefix cache ---
+
+    def _adopt_prefix(self, seq: Sequence) -> tuple[BlockCopy, ...]:
+        assert seq.block_table is not None
+        fetches: list[Fetch] = []
+        num_columns = 0
+        for digest in self.hashes(seq, (seq.num_tokens - 1) // self.block_size):
+            fetched = self._adopt_column(seq, digest)
+            if fetched is None:
+                break
+            fetches += fetched
+            num_columns += 1
+            if not fetches:
+                seq.num_published = num_columns  # what is fetched can be published when it has been
+        seq.num_computed = seq.num_cached = num_columns * self.block_size
+        if fetches:
+            self._moves[seq] = Opening([fetch.source for fetch in fetches])
+        return fetch_copies(fetches)
+
+    def _adopt_column(self, seq: Sequence, digest: bytes) -> list[Fetch] | None:
+        """Share the next column of a prefix. What must be fetched of it; None if it cannot be had."""
+        assert seq.block_table is not None
+        on_device = {g: self.pool.find((digest, g)) for g in range(self.layer_groups) if g not in seq.host_groups}
+        missing = [group for group, block in on_device.items() if block is None]
+        on_host = self._find_on_host(digest, (*missing, *seq.host_groups))
+        if on_host is None:
+            return None
+        pool, lease = self._tier(seq, on_device=True)
+        found = [block for block in on_device.values() if block is not None]
+        pool.adopt(lease, found)
+        if len(missing) > pool.num_available:
+            pool.give_back(lease, found)
+            return None
+        new = dict(zip(missing, pool.extend(lease, len(missing)), strict=True))
+        held = {group: block for group, block in on_device.items() if block is not None} | new
+        seq.block_table.append(_column(self.layer_groups, held))
+        if on_host:
+            self._lease_host(seq, with_table=False)
+            host_pool, host_lease = self._tier(seq, on_device=False)
+            host_pool.adopt(host_lease, on_host.values())
+        if seq.host_table is not None:
+            seq.host_table.append(_column(self.layer_groups, {group: on_host[group] for group in seq.host_groups}))
+        return [Fetch(group, on_host[group], new[group]) for group in missing]
+
+    def _find_on_host(self, digest: bytes, groups: Iterable[int]) -> dict[int, int] | None:
+        """The host blocks of these groups; None unless all are there."""
+        found: dict[int, int] = {}
+        for group in groups:
+            block = None if self.host_pool is None else self.host_pool.find((digest, group))
+            if block is None:
+                return None
+            found[group] = block
+        return found
+
+    def _publish(self, seq: Sequence, groups: Iterable[int], first: int, stop: int) -> None:
+        hashes = self.hashes(seq, stop)
+        rows = list(groups)
+        for column in range(first, stop):
+            for group in rows:
+                on_host = group in seq.host_groups
+                table = seq.host_table if on_host else seq.block_table
+                assert table is not None
+                pool, lease = self._tier(seq, on_device=not on_host)
+                pool.publish(lease, int(table.view[group, column]), (hashes[column], group))
+
+    def hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """Of the first `num_blocks` full blocks; each token is hashed once in the sequence's life."""
         if seq.prefix is None:
             seq.prefix = PrefixHasher(self.block_size, seq.cache_salt)
@@ -103,3 +332,11 @@ class BlockAllocator:
         if num_blocks > num_hashed:
             seq.prefix.extend(seq.tokens(num_hashed * self.block_size, num_blocks * self.block_size))
         return seq.prefix.hashes[:num_blocks]
+
+
+def _column(layer_groups: int, blocks: Mapping[int, int]) -> Blocks:
+    """`[layer_groups, 1]`"""
+    column = np.full((layer_groups, 1), -1, dtype=np.int32)
+    for group, block in blocks.items():
+        column[group, 0] = block
+    return column

@@ -30,17 +30,25 @@ def next_token(token_ids: list[int]) -> int:
     return chain_of(token_ids) // 7 % VOCAB_SIZE
 
 
+_Slot = tuple[str, int, int]
+"""(tier, block, offset)"""
+
+
 class GhostRunner:
     """Executes plans on ghost KV. Raises AssertionError where a sequence's KV is not what it should be."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._block_size = allocator.block_size
         self._layer_groups = allocator.layer_groups
-        self._kv: dict[tuple[int, int], int] = {}  # (block, offset) -> chain
+        self._kv: dict[_Slot, int] = {}  # hash of the chain and the layer group
+        self.num_copied_blocks = 0
 
     def execute(self, plan: StepPlan) -> StepOutput:
+        """Copies to the device come first, those to the host last: the moments that show most mistakes."""
+        self._copy(plan, "device")
         for item in plan.items:
             self._compute(item)
+        self._copy(plan, "host")
         return StepOutput(
             [self._sample(item) if item.samples else None for item in plan.items],
             [self._judge(item) for item in plan.items],
@@ -49,6 +57,21 @@ class GhostRunner:
     def land(self, seq: Sequence) -> None:
         """The KV of all tokens of `seq` arrives in its blocks from elsewhere."""
         self._write(seq, 0, seq.num_tokens)
+
+    def verify(self, seq: Sequence) -> None:
+        """What counts as computed must stand where the sequence's tables say."""
+        self._verify(seq, seq.num_computed)
+
+    def _copy(self, plan: StepPlan, to: str) -> None:
+        origin = "host" if to == "device" else "device"
+        for copy in plan.copies:
+            if copy.to != to:
+                continue
+            self.num_copied_blocks += len(copy.source)
+            for source, destination in zip(copy.source.tolist(), copy.destination.tolist(), strict=True):
+                assert source >= 0 and destination >= 0
+                for offset in range(self._block_size):
+                    self._kv[to, destination, offset] = self._kv.get((origin, source, offset), 0)
 
     def _compute(self, item: ScheduledSequence) -> None:
         seq, start = item.seq, item.seq.num_computed
@@ -60,20 +83,28 @@ class GhostRunner:
         state = chain_of(seq.tokens(0, start))
         for position, token_id in enumerate(seq.tokens(start, stop), start):
             state = _chain(state, token_id)
-            for slot in self._slots(seq, position):
-                self._kv[slot] = state
+            for group, slot in enumerate(self._slots(seq, position)):
+                self._kv[slot] = _chain(state, group)
 
     def _verify(self, seq: Sequence, stop: int) -> None:
         state = _START
         for position, token_id in enumerate(seq.tokens(0, stop)):
             state = _chain(state, token_id)
-            for slot in self._slots(seq, position):
-                assert self._kv.get(slot) == state, f"{seq.key} reads foreign KV at position {position}"
+            for group, slot in enumerate(self._slots(seq, position)):
+                assert self._kv.get(slot) == _chain(state, group), f"{seq.key} reads foreign KV at position {position}"
 
-    def _slots(self, seq: Sequence, position: int) -> list[tuple[int, int]]:
-        assert seq.block_table is not None, f"{seq.key} is computed without blocks"
+    def _slots(self, seq: Sequence, position: int) -> list[_Slot]:
+        """By layer group."""
         column, offset = divmod(position, self._block_size)
-        return [(int(seq.block_table.view[group, column]), offset) for group in range(self._layer_groups)]
+        return [(*self._block(seq, group, column), offset) for group in range(self._layer_groups)]
+
+    @staticmethod
+    def _block(seq: Sequence, group: int, column: int) -> tuple[str, int]:
+        tier, table = ("host", seq.host_table) if group in seq.host_groups else ("device", seq.block_table)
+        assert table is not None, f"{seq.key} is computed without blocks"
+        block = int(table.view[group, column])
+        assert block >= 0, f"{seq.key} has no {tier} block of group {group}"
+        return tier, block
 
     @staticmethod
     def _sample(item: ScheduledSequence) -> SampledToken:
