@@ -7,8 +7,10 @@ Shape legend: T packed tokens, G layer groups, R output rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +47,13 @@ class PromptSpan:
     next_token_ids: list[int]
 
 
-def build_batch(plan: StepPlan, kv_cache: KVCache) -> Batch:
-    """The batch of a plan with at least one item. The sequences must not change until the step is done."""
+def build_batch(
+    plan: StepPlan, kv_cache: KVCache, tables: Mapping[int, npt.NDArray[np.int32]] = MappingProxyType({})
+) -> Batch:
+    """The batch of a plan with at least one item. The sequences must not change until the step is done.
+
+    `tables` are the block tables `[G, columns]` of items, by their index, that do not lie where their sequence says.
+    """
     device = kv_cache.tensor.device
     order = sorted(range(len(plan.items)), key=lambda index: _packing_key(plan.items[index]))
     items = [plan.items[index] for index in order]
@@ -54,7 +61,7 @@ def build_batch(plan: StepPlan, kv_cache: KVCache) -> Batch:
     first_rows = np.cumsum(counts) - counts
     starts = np.array([item.seq.num_computed for item in items])
     positions = np.arange(counts.sum()) + np.repeat(starts - first_rows, counts)
-    segments = tuple(map(_segment, items, first_rows.tolist()))
+    segments = tuple(map(_segment, items, first_rows.tolist(), map(tables.get, order)))
     rows, sampling_items, spans = _outputs(items, order, first_rows.tolist())
     return Batch(
         token_ids=torch.from_numpy(_token_ids(items, len(positions))).to(device),
@@ -72,13 +79,15 @@ def _packing_key(item: ScheduledSequence) -> tuple[bool, int]:
     return item.num_tokens > 1, item.seq.num_computed + item.num_tokens
 
 
-def _segment(item: ScheduledSequence, first_row: int) -> Segment:
-    assert item.seq.block_table is not None, f"sequence {item.seq.request_id} is scheduled without blocks"
+def _segment(item: ScheduledSequence, first_row: int, table: npt.NDArray[np.int32] | None) -> Segment:
+    if table is None:
+        assert item.seq.block_table is not None, f"sequence {item.seq.request_id} is scheduled without blocks"
+        table = item.seq.block_table.view
     return Segment(
         first_row=first_row,
         num_queries=item.num_tokens,
         context_len=item.seq.num_computed + item.num_tokens,
-        block_table=item.seq.block_table.view,
+        block_table=table,
     )
 
 

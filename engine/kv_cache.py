@@ -94,6 +94,7 @@ class KVCache:
             self.tensor = flat.view(shape)
         rows = self.tensor.view(-1, layout.block_size * layout.num_kv_heads * layout.head_dim)
         slots = self.tensor.view(-1, layout.num_kv_heads, layout.head_dim)
+        self.blocks = self.tensor.view(num_blocks, -1)  # as rows of bytes that nobody interprets
         # For the j-th layer of any group: the same address in each of these views means the same block and slot.
         self._rows = [rows[2 * j :] for j in range(layout.layers_per_group)]
         self._key_slots = [slots[2 * j * layout.block_size :] for j in range(layout.layers_per_group)]
@@ -150,3 +151,19 @@ class KVCache:
         assert slab.dtype == self.layout.dtype, f"the cache holds {self.layout.dtype}, the slab {slab.dtype}"
         addresses = self.slot_addresses(group_row, np.arange(start, start + count))
         return torch.from_numpy(addresses).to(self.tensor.device)
+
+
+def copy_blocks(source: KVCache, sources: GroupRow, target: KVCache, targets: GroupRow) -> None:
+    """Copy whole blocks `sources [n]` of one cache to `targets [n]` of another one of the same layout, pairwise."""
+    if not len(sources):
+        return
+    indices = torch.from_numpy(sources.astype(np.int64)).to(source.tensor.device)
+    # A gather of whole rows runs at memory speed; writing to scattered rows by index is ten times slower. So each run
+    # of consecutive targets is one gather.
+    stops = [*(np.flatnonzero(np.diff(targets) != 1) + 1).tolist(), len(targets)]
+    start = 0
+    for stop in stops:
+        first = int(targets[start])
+        out = target.blocks[first : first + stop - start]
+        torch.index_select(source.blocks, 0, indices[start:stop], out=out)
+        start = stop

@@ -13,7 +13,7 @@ import torch
 from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache, KVLayout
 from engine.model_store import resolve_model
-from engine.runner import ModelRunner, load_runner
+from engine.runner import HostMemory, ModelRunner, load_runner
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 
@@ -25,7 +25,9 @@ _SAMPLE_BYTES = 64 * 1024
 class EngineConfig:
     """What a worker loads. Exactly one of `kv_bytes` and `kv_blocks` is set; None elsewhere means the default.
 
-    `max_model_len` is bounded by what the model was made for and by what the KV memory holds.
+    `host_bytes` of host memory and a ring of `staging_bytes`, in `ring_groups` slots, come on top of the device's KV
+    memory. `max_model_len` is bounded by what the model was made for and by what either memory holds; in host memory,
+    also by what a slot of the ring holds.
     """
 
     model_ref: str
@@ -36,24 +38,37 @@ class EngineConfig:
     layers_per_group: int | None = None
     kv_bytes: int | None = None
     kv_blocks: int | None = None
+    host_bytes: int = 0
+    staging_bytes: int = 0
+    ring_groups: int = 2
     num_threads: int | None = None
     prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run, with the one pool that owns its KV blocks. `fingerprint` tells models apart."""
+    """A model ready to run, with the pool that owns the KV blocks of each tier. `fingerprint` tells models apart."""
 
     name: str
     fingerprint: str
     runner: ModelRunner
     block_pool: BlockPool
+    host_pool: BlockPool | None  # None without host memory
     max_model_len: int
     prefix_caching: bool
 
     @property
     def kv_cache(self) -> KVCache:
         return self.runner.kv_cache
+
+    @property
+    def host_cache(self) -> KVCache | None:
+        return self.runner.host_cache
+
+    @property
+    def staging_columns(self) -> int:
+        """Block columns that all host-resident sequences of a step may have together; 0: none can be computed."""
+        return self.runner.staging_columns
 
     @property
     def layout(self) -> KVLayout:
@@ -64,8 +79,11 @@ class LoadedModel:
         return frozenset(self.runner.config.eos_token_ids)
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Fetch the model if need be and load it. Raises ValueError where the configuration cannot be met."""
+def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> LoadedModel:
+    """Fetch the model if need be and load it. Raises ValueError where the configuration cannot be met.
+
+    `host_memory` gives the memory of the host's KV cache, if there is to be one; None: private memory.
+    """
     folder = resolve_model(config.model_ref)
     runner = load_runner(
         folder,
@@ -74,13 +92,18 @@ def load_model(config: EngineConfig) -> LoadedModel:
         layers_per_group=config.layers_per_group,
         num_blocks=config.kv_blocks,
         kv_bytes=config.kv_bytes,
+        host_bytes=config.host_bytes,
+        staging_bytes=config.staging_bytes,
+        ring_groups=config.ring_groups,
+        host_memory=host_memory,
         num_threads=config.num_threads,
     )
     return LoadedModel(
         name=config.model_name,
         fingerprint=model_fingerprint(folder),
         runner=runner,
-        block_pool=BlockPool(runner.kv_cache.num_blocks),
+        block_pool=BlockPool(runner.num_pool_blocks),
+        host_pool=None if runner.host_cache is None else BlockPool(runner.host_cache.num_blocks),
         max_model_len=_max_model_len(config, runner),
         prefix_caching=config.prefix_caching,
     )
@@ -111,8 +134,7 @@ def _dtype(name: DtypeName, folder: Path) -> torch.dtype:
 
 
 def _max_model_len(config: EngineConfig, runner: ModelRunner) -> int:
-    layout = runner.kv_cache.layout
-    held = runner.kv_cache.num_blocks // layout.num_layer_groups * layout.block_size
+    held = _longest_held(runner)
     made_for = runner.config.max_position_embeddings
     wanted = config.max_model_len or min(made_for, held)
     if wanted > made_for:
@@ -122,3 +144,12 @@ def _max_model_len(config: EngineConfig, runner: ModelRunner) -> int:
             f"max_model_len is {wanted}, but the KV memory holds {held} tokens; lower it or give more KV memory"
         )
     return wanted
+
+
+def _longest_held(runner: ModelRunner) -> int:
+    """Tokens of a sequence that lies on the device alone, or in host memory alone."""
+    layout = runner.kv_cache.layout
+    columns = runner.num_pool_blocks // layout.num_layer_groups
+    if runner.host_cache is not None:
+        columns = max(columns, min(runner.host_cache.num_blocks // layout.num_layer_groups, runner.staging_columns))
+    return columns * layout.block_size

@@ -8,8 +8,8 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,22 @@ class _Step:
     attentions: dict[int | None, PagedAttention]  # by window
 
 
+class LayerHooks(Protocol):
+    """What else happens in a forward pass, in the thread that computes it."""
+
+    def before_layer(self, layer: int) -> None:
+        """The layer's KV of earlier tokens must be in the cache when this returns."""
+        ...
+
+    def stored(self, layer: int) -> None:
+        """The layer's KV of the batch's tokens is in the cache."""
+        ...
+
+    def attended(self, layer: int) -> None:
+        """Nothing of the layer's KV is read any more in this pass."""
+        ...
+
+
 class Model:
     """Built from `weights`, which it empties: packed tensors replace them one by one."""
 
@@ -69,23 +85,24 @@ class Model:
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=self.dtype, device=self.device)
 
-    def forward(self, batch: Batch, kv_cache: KVCache, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Final hidden states of `batch.output_rows`, `[R, E]`.
-
-        `on_layer(l)` is called as soon as layer l's KV of the whole batch stands in the cache.
-        """
+    def forward(self, batch: Batch, kv_cache: KVCache, hooks: LayerHooks | None = None) -> Tensor:
+        """Final hidden states of `batch.output_rows`, `[R, E]`."""
         step = self._begin(batch, kv_cache)
         x = functional.embedding(batch.token_ids, self._embedding)
         if self._embedding_scale is not None:
             x *= self._embedding_scale
         last = self.config.num_layers - 1
         for index, layer in enumerate(self._layers):
+            if hooks is not None:
+                hooks.before_layer(index)
             q, k, v = self._project(x, layer, step, index)
-            if on_layer is not None:
-                on_layer(index)
+            if hooks is not None:
+                hooks.stored(index)
             if index == last and not len(batch.output_rows):
                 return x[:0]
             attended = self._attend(q, k, v, step, index)
+            if hooks is not None:
+                hooks.attended(index)
             if index == last:  # nothing after this point mixes rows
                 x, attended = x[batch.output_rows], attended[batch.output_rows]
             x = self._mix(x, attended, layer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from engine.batch import Batch, build_batch
 from engine.host_memory import keep_freed_memory
+from engine.host_placement import Placement, StagingConfig
 from engine.kv_cache import KVCache, KVLayout
-from engine.model import Model
+from engine.kv_sizes import KVMemory, layers_per_group_for, size_tiers
+from engine.model import LayerHooks, Model
 from engine.model_config import ModelConfig
 from engine.sampler import Sampler
 from engine.sequence import SampledToken, Sequence, StepOutput, StepPlan, TokenLogprobs
+from engine.staging import Staging, TransferStats
 from engine.weights import Weights, load_weights
 from kernels.ops import kernels_for
 
@@ -41,30 +45,89 @@ class TokenSampler(Protocol):
         ...
 
 
-class ModelRunner:
-    """One model, its KV cache and its sampler. Takes the tensors out of `weights`."""
+HostMemory = Callable[[KVLayout, int], memoryview]
+"""Gives the memory for so many blocks of the host's KV cache, writable: a mapping that others read, for example."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kv_cache: KVCache, *, sampler: TokenSampler) -> None:
+
+class ModelRunner:
+    """One model, its KV caches and its sampler. Takes the tensors out of `weights`.
+
+    With a `ring`, sequences may rest in `host_cache` (see `Sequence.host_groups`), and the ring is the last blocks
+    of `kv_cache`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kv_cache: KVCache,
+        *,
+        sampler: TokenSampler,
+        host_cache: KVCache | None = None,
+        ring: StagingConfig | None = None,
+    ) -> None:
         self.config = config
         self.kv_cache = kv_cache
+        self.host_cache = host_cache
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         self._sampler = sampler
         with torch.inference_mode():
             self._model = Model(config, weights, kernels_for(kv_cache.tensor.device))
         assert self._model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
+        assert ring is None or host_cache is not None, "a staging ring needs a host cache to fetch from"
+        self._staging: Staging | None = None
+        if host_cache is not None:
+            self._staging = Staging(kv_cache, host_cache, ring, _group_windows(config, kv_cache.layout))
+
+    @property
+    def num_pool_blocks(self) -> int:
+        """Blocks of the device cache that sequences may own: all but the ring's."""
+        return self.kv_cache.num_blocks if self._staging is None else self._staging.num_pool_blocks
+
+    @property
+    def staging_columns(self) -> int:
+        """Block columns that all host-resident sequences of a step may have together; 0: none can be computed."""
+        ring = None if self._staging is None else self._staging.ring
+        return 0 if ring is None else ring.num_blocks
+
+    @property
+    def transfer_stats(self) -> TransferStats | None:
+        """None without host memory."""
+        return None if self._staging is None else self._staging.stats
+
+    def close(self) -> None:
+        """End the thread that copies. Nothing may be executed after."""
+        if self._staging is not None:
+            self._staging.close()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
-        """Compute the plan. `on_layer(l)` is called when layer l's KV of all items stands in the cache."""
-        if not plan.items:
-            return StepOutput([], [])
-        batch = build_batch(plan, self.kv_cache)
-        hidden = self._model.forward(batch, self.kv_cache, on_layer)
-        num_samples = len(batch.sampling_items)
-        return StepOutput(
-            self._sample(plan, batch, hidden[:num_samples]),
-            self._judge_prompts(plan, batch, hidden[num_samples:]),
-        )
+        """Compute the plan and do its copies; all are done, or will not be, when this returns or raises.
+
+        `on_layer(l)` is called when layer l's KV of all items stands where it rests, in the order of the layers: from
+        this thread, or, where an item rests on the host, from the one that copies. Raises ValueError if the plan's
+        host-resident sequences exceed `staging_columns`.
+        """
+        placement = None if self._staging is None else self._staging.place(plan)
+        with self._hooks(plan, placement, on_layer) as hooks:
+            if not plan.items:
+                return StepOutput([], [])
+            batch = build_batch(plan, self.kv_cache, {} if placement is None else placement.tables)
+            hidden = self._model.forward(batch, self.kv_cache, hooks)
+            num_samples = len(batch.sampling_items)
+            return StepOutput(
+                self._sample(plan, batch, hidden[:num_samples]),
+                self._judge_prompts(plan, batch, hidden[num_samples:]),
+            )
+
+    def _hooks(
+        self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None
+    ) -> AbstractContextManager[LayerHooks | None]:
+        if self._staging is not None and (plan.copies or placement is not None):
+            return self._staging.step(plan, placement, on_layer)
+        assert not plan.copies, "copies between tiers were planned for a runner without host memory"
+        assert self._staging or not any(item.seq.host_groups for item in plan.items), "there is no host memory"
+        return nullcontext(None if on_layer is None else _StoredLayers(on_layer))
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[SampledToken | None]:
         sampled: list[SampledToken | None] = [None] * len(plan.items)
@@ -93,6 +156,29 @@ class ModelRunner:
         return judged
 
 
+class _StoredLayers:
+    """Hooks of a step without copies: a layer's KV rests where it was computed."""
+
+    def __init__(self, on_layer: Callable[[int], None]) -> None:
+        self.stored = on_layer
+
+    def before_layer(self, layer: int) -> None:
+        pass
+
+    def attended(self, layer: int) -> None:
+        pass
+
+
+def _group_windows(config: ModelConfig, layout: KVLayout) -> tuple[int | None, ...]:
+    """How far back any layer of each group sees, in tokens; None: to the start."""
+    windows = []
+    for first in range(0, config.num_layers, layout.layers_per_group):
+        of_layers = [layer.window for layer in config.layers[first : first + layout.layers_per_group]]
+        bounded = [window for window in of_layers if window is not None]
+        windows.append(max(bounded) if len(bounded) == len(of_layers) else None)
+    return tuple(windows)
+
+
 def load_runner(
     model_folder: str | Path,
     *,
@@ -101,52 +187,78 @@ def load_runner(
     layers_per_group: int | None = None,
     num_blocks: int | None = None,
     kv_bytes: int | None = None,
+    host_bytes: int = 0,
+    staging_bytes: int = 0,
+    ring_groups: int = 2,
+    host_memory: HostMemory | None = None,
     num_threads: int | None = None,
 ) -> ModelRunner:
     """A runner on the CPU for the model in a folder; what it took is logged.
 
-    `layers_per_group` None: all layers share one block table. Give either `num_blocks` or `kv_bytes`. `num_threads` is
-    torch's, for the whole process. Raises ValueError for models or sizes that cannot be run.
+    `layers_per_group` None: all layers share one block table, or, with host memory, are cut into some groups. Give
+    either `num_blocks` or `kv_bytes`. `host_memory` None: private memory. `num_threads` is torch's, for the whole
+    process. Raises ValueError for models or sizes that cannot be run.
     """
     config = ModelConfig.from_folder(model_folder)
+    if layers_per_group is None:
+        layers_per_group = layers_per_group_for(config.num_layers) if host_bytes else config.num_layers
     layout = KVLayout(
         num_layers=config.num_layers,
-        layers_per_group=config.num_layers if layers_per_group is None else layers_per_group,
+        layers_per_group=layers_per_group,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
         dtype=dtype,
     )
-    kv_cache = KVCache(layout, _num_blocks(layout, num_blocks, kv_bytes))
+    memory = KVMemory(
+        kv_blocks=num_blocks,
+        kv_bytes=kv_bytes,
+        host_bytes=host_bytes,
+        staging_bytes=staging_bytes,
+        ring_groups=ring_groups,
+    )
+    sizes = size_tiers(layout, memory)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     keep_freed_memory()
-    sampler = Sampler(config.vocab_size, config.eos_token_ids)
-    runner = ModelRunner(config, load_weights(model_folder, config, dtype=dtype), kv_cache, sampler=sampler)
-    logger.info(
-        "%s from %s: %.0f MB of weights; %d KV blocks of %d tokens x %d layers, %.0f MB, %d tokens; %d threads",
-        config.architecture,
-        model_folder,
-        runner.weight_bytes / 1e6,
-        kv_cache.num_blocks,
-        layout.block_size,
-        layout.layers_per_group,
-        kv_cache.num_bytes / 1e6,
-        kv_cache.num_blocks // layout.num_layer_groups * layout.block_size,
-        torch.get_num_threads(),
+    runner = ModelRunner(
+        config,
+        load_weights(model_folder, config, dtype=dtype),
+        KVCache(layout, sizes.device_blocks),
+        sampler=Sampler(config.vocab_size, config.eos_token_ids),
+        host_cache=_host_cache(layout, sizes.host_blocks, host_memory),
+        ring=sizes.ring,
     )
+    _report(runner, model_folder)
     return runner
 
 
-def _num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int | None) -> int:
-    if (num_blocks is None) == (kv_bytes is None):
-        raise ValueError("give the size of the KV cache either as num_blocks or as kv_bytes")
-    if num_blocks is None:
-        assert kv_bytes is not None
-        num_blocks = kv_bytes // layout.block_bytes
-    if num_blocks < layout.num_layer_groups:
-        raise ValueError(
-            f"a KV cache of {num_blocks} blocks cannot hold a single token: each token needs a block in each of"
-            f" {layout.num_layer_groups} layer groups, {layout.num_layer_groups * layout.block_bytes} bytes in all"
+def _host_cache(layout: KVLayout, num_blocks: int, host_memory: HostMemory | None) -> KVCache | None:
+    if not num_blocks:
+        return None
+    return KVCache(layout, num_blocks, memory=host_memory(layout, num_blocks) if host_memory else None)
+
+
+def _report(runner: ModelRunner, model_folder: str | Path) -> None:
+    layout = runner.kv_cache.layout
+    logger.info(
+        "%s from %s: %.0f MB of weights; %d KV blocks of %d tokens x %d layers, %.0f MB, %d tokens; %d threads",
+        runner.config.architecture,
+        model_folder,
+        runner.weight_bytes / 1e6,
+        runner.num_pool_blocks,
+        layout.block_size,
+        layout.layers_per_group,
+        runner.num_pool_blocks * layout.block_bytes / 1e6,
+        runner.num_pool_blocks // layout.num_layer_groups * layout.block_size,
+        torch.get_num_threads(),
+    )
+    if runner.host_cache is not None and runner.transfer_stats is not None:
+        logger.info(
+            "%d KV blocks in host memory, %.0f MB at %.1f GB/s; a staging ring of %d blocks, %d block columns a step",
+            runner.host_cache.num_blocks,
+            runner.host_cache.num_bytes / 1e6,
+            runner.transfer_stats.host_bytes_per_s / 1e9,
+            runner.kv_cache.num_blocks - runner.num_pool_blocks,
+            runner.staging_columns,
         )
-    return num_blocks

@@ -73,7 +73,7 @@ class Stepper:
         self.runner = runner
         self.random = random.Random(seed)
         self.layout = runner.kv_cache.layout
-        self.pool = BlockPool(runner.kv_cache.num_blocks)
+        self.pool = BlockPool(runner.num_pool_blocks)
         shuffled = self.pool.lease(self.pool.num_blocks)
         self.random.shuffle(shuffled.blocks)
         self.pool.release(shuffled)
