@@ -37,8 +37,8 @@ def number_of(key: BlockKey) -> int:
 
 
 def content_of(number: int, num_bytes: int = BLOCK_BYTES) -> npt.NDArray[np.uint64]:
-    """What every block published under the number's key holds."""
-    return np.full(num_bytes // 8, number * 0x9E3779B97F4A7C15 % 2**64, dtype=np.uint64)
+    """What every block published under the number's key holds; never what a new segment holds."""
+    return np.full(num_bytes // 8, (number + 1) * 0x9E3779B97F4A7C15 % 2**64, dtype=np.uint64)
 
 
 def open_segment(folder: Path, scope: str, num_blocks: int = NUM_BLOCKS) -> HostSegment:

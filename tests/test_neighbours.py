@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.block_pool import BlockPool
+from kv_transfer.tiers import neighbours as neighbours_module
 from kv_transfer.tiers.neighbours import Neighbours
 from kv_transfer.tiers.segment_index import SegmentIndex
 from tests.host_segment_child import (
@@ -200,6 +201,23 @@ def test_who_finds_does_not_wait_for_who_brings_the_index_up_to_date(scope: str)
         finder.start()
         finder.join(timeout=5)
     assert found == [True]
+    segment.close(unlink=True)
+
+
+def test_a_large_segment_is_taken_in_bit_by_bit(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours_module, "_MAX_FOLLOWED_RECORDS", 3)
+    segment = open_segment(SHARED_MEMORY, scope)
+    pool = BlockPool(NUM_BLOCKS, observers=[segment])
+    for number in range(NUM_BLOCKS):
+        fill(segment, pool, number)
+    neighbours = neighbours_of(scope)
+    counts = []
+    for _ in range(4):
+        neighbours.refresh()
+        counts.append(neighbours.num_keys)
+    assert counts == [3, 6, 8, 8]
+    fill(segment, pool, 20)
+    assert [load(neighbours, number) for number in (0, 1, 20)] == [False, True, True]
     segment.close(unlink=True)
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ from kv_transfer.tiers.segment_files import open_segment, segment_paths
 from kv_transfer.tiers.segment_index import SegmentIndex, fingerprint_digest
 
 log = logging.getLogger(__name__)
+
+# A segment seen for the first time has changed in all of its records; some milliseconds of them at a time.
+_MAX_FOLLOWED_RECORDS: Final = 1024
 
 Destination = memoryview | Tensor
 """Writable, contiguous, on the CPU, and as large as a block."""
@@ -143,18 +147,22 @@ class _Segment:
         self._versions = np.zeros(index.shape.num_blocks, dtype=np.uint64)
 
     def follow(self) -> None:
-        """Bring `block_of` up to date. What changes meanwhile shows in the counter the next time."""
+        """Bring `block_of` up to date, or nearer to it. What changes meanwhile shows in the counter the next time."""
         changes = self._index.changes
         if changes == self._changes:
             return
         versions = self._index.versions()
-        for block in np.flatnonzero(versions != self._versions).tolist():
+        outdated = np.flatnonzero(versions != self._versions)
+        now = outdated[:_MAX_FOLLOWED_RECORDS]
+        for block in now.tolist():
             self._forget(block)
             record = self._index.record(block)
             if record.valid:
                 self._key_of[block] = record.key
                 self.block_of[record.key] = block
-        self._changes, self._versions = changes, versions
+        self._versions[now] = versions[now]
+        if len(now) == len(outdated):
+            self._changes = changes
 
     def read(self, key: BlockKey, destination: npt.NDArray[np.uint8]) -> bool:
         if destination.nbytes != self._index.shape.block_bytes:
