@@ -1,0 +1,51 @@
+"""One tier's memory: its KV bytes together with the pool that owns its blocks. Belongs to the pool's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.block_pool import BlockKey, BlockPool
+from engine.kv_cache import KVCache
+
+
+def _nothing_to_prepare(block: int, key: BlockKey) -> None:
+    """Where no observer needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierMemory:
+    """A cache may have more blocks than its pool; those are not looked at.
+
+    `prepare(block, key)` is called by the thread that has just written a block, before the pool publishes it: what an
+    observer of the pool would have to compute from its bytes need not delay the pool's thread.
+    """
+
+    cache: KVCache
+    pool: BlockPool
+    prepare: Callable[[int, BlockKey], None] = _nothing_to_prepare
+
+    @property
+    def num_groups(self) -> int:
+        return self.cache.layout.num_layer_groups
+
+    @property
+    def column_bytes(self) -> int:
+        return self.num_groups * self.cache.layout.block_bytes
+
+    def column(self, digest: bytes) -> list[int] | None:
+        """The blocks of all layer groups under one prefix hash, or None if any of them is not here."""
+        blocks = []
+        for group in range(self.num_groups):
+            block = self.pool.find((digest, group))
+            if block is None:
+                return None
+            blocks.append(block)
+        return blocks
+
+    def views(self, blocks: list[int]) -> list[memoryview]:
+        """The bytes of some blocks, in place. Host memory only."""
+        rows = self.cache.tensor.view(self.cache.num_blocks, -1).view(torch.uint8).numpy()
+        return [rows[block].data for block in blocks]

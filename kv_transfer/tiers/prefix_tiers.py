@@ -1,0 +1,121 @@
+"""A worker's prefix cache as one thing: device, host, and what lies beyond.
+
+Lookups go device, host, then the sources in their order. Belongs to the main loop and never blocks it. Does not decide
+whether loading is worth it: it predicts how long it takes, and the caller compares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kv_transfer.tiers.memory import TierMemory
+from kv_transfer.tiers.promotion import Promoter, Promotion, Wanted
+from kv_transfer.tiers.sources import ColumnSink, ColumnSource
+from kv_transfer.tiers.write_through import WriteThrough, WriteThroughStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTiersConfig:
+    """`load_timeout_s`: after that a prefix is computed instead. `max_queued_blocks`: copies to the host in flight."""
+
+    load_timeout_s: float = 2.0
+    max_queued_blocks: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.load_timeout_s <= 0:
+            raise ValueError(f"load_timeout_s is {self.load_timeout_s}; a prefix takes some time to load")
+        if self.max_queued_blocks < 1:
+            raise ValueError(f"max_queued_blocks is {self.max_queued_blocks}; at least one block must be let through")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlan:
+    """Of a prompt's columns, counted from the first."""
+
+    num_ready: int  # on the device or in the own host memory
+    num_reachable: int  # with what the sources hold; at least num_ready
+    load_s: float  # predicted, for bringing those beyond num_ready here
+
+
+class PrefixTiers:
+    """Write-through of what was computed; lookup and loading of what may be used again."""
+
+    def __init__(
+        self,
+        device: TierMemory,
+        host: TierMemory,
+        *,
+        sources: Sequence[ColumnSource] = (),
+        sink: ColumnSink | None = None,
+        config: PrefixTiersConfig | None = None,
+    ) -> None:
+        assert device.cache.layout == host.cache.layout, "tiers of one worker share a layout"
+        config = config or PrefixTiersConfig()
+        self._device = device
+        self._host = host
+        self._sources = tuple(sources)
+        self._down = WriteThrough(device, host, sink, max_queued_blocks=config.max_queued_blocks)
+        self._up = Promoter(host, timeout_s=config.load_timeout_s)
+
+    @property
+    def write_through_stats(self) -> WriteThroughStats:
+        return self._down.stats
+
+    @property
+    def num_loaded_columns(self) -> int:
+        return self._up.loaded_columns
+
+    @property
+    def num_failed_columns(self) -> int:
+        return self._up.failed_columns
+
+    def stored(self, hashes: Iterable[bytes]) -> None:
+        """These columns have just been published; they go down the tiers in the background."""
+        self._down.stored(hashes)
+
+    def missing(self, hashes: Sequence[bytes]) -> PrefixPlan:
+        """How much of a prompt, given by the hashes of its full blocks, is here and how much could be."""
+        num_ready = self.num_ready(hashes)
+        wanted, num_reachable = self._wanted(hashes, num_ready)
+        return PrefixPlan(num_ready, num_reachable, self._up.predicted_s(wanted))
+
+    def promote(self, hashes: Sequence[bytes], on_done: Callable[[int], None]) -> Promotion:
+        """Bring what is missing of these columns into host memory, as far as some tier holds them without a gap.
+
+        `on_done(n)` is called once, later, on the loop, and within the load timeout: the first n columns are ready.
+        """
+        num_ready = self.num_ready(hashes)
+        wanted, num_reachable = self._wanted(hashes, num_ready)
+        keep = [block for digest in hashes[:num_reachable] for block in self._host.column(digest) or ()]
+        return self._up.start(wanted, keep, lambda: on_done(self.num_ready(hashes)))
+
+    def num_ready(self, hashes: Sequence[bytes]) -> int:
+        """Leading columns on the device or in the own host memory."""
+        for index, digest in enumerate(hashes):
+            if not self._is_ready(digest):
+                return index
+        return len(hashes)
+
+    async def close(self) -> None:
+        """End the threads after what they have in hand; queued work is dropped."""
+        await asyncio.to_thread(self._up.close)
+        await asyncio.to_thread(self._down.close)
+        await asyncio.sleep(0)  # the threads' last reports give the blocks back
+
+    def _is_ready(self, digest: bytes) -> bool:
+        keys = ((digest, group) for group in range(self._host.num_groups))
+        return all(self._device.pool.find(key) is not None or self._host.pool.find(key) is not None for key in keys)
+
+    def _wanted(self, hashes: Sequence[bytes], num_ready: int) -> tuple[list[Wanted], int]:
+        """Columns to load beyond the ready ones, up to the first that nobody has; and how far that reaches."""
+        wanted: list[Wanted] = []
+        for index in range(num_ready, len(hashes)):
+            if self._is_ready(hashes[index]):
+                continue
+            source = next((source for source in self._sources if source.holds(hashes[index])), None)
+            if source is None:
+                return wanted, index
+            wanted.append((hashes[index], source))
+        return wanted, len(hashes)

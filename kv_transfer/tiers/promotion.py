@@ -1,0 +1,216 @@
+"""Brings columns from neighbours or disk into the own host tier, where they are ordinary prefix hits.
+
+Belongs to the main loop; loads run on a thread of their own, in the order asked for, so that they do not queue behind
+copies that nobody waits for. Blocks stay leased until the thread is done with them, whoever stopped waiting before.
+A load that fails or is too late means fewer columns, never an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from engine.block_pool import BlockLease
+from kv_transfer.home_loop import HomeLoop
+from kv_transfer.tiers.memory import TierMemory
+from kv_transfer.tiers.sources import ColumnSource
+
+logger = logging.getLogger(__name__)
+
+Wanted = tuple[bytes, ColumnSource]
+"""A column, and where it is to come from."""
+
+_SMOOTHING = 0.3
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """Columns of one source that are loaded by one call."""
+
+    source: ColumnSource
+    hashes: list[bytes]
+    lease: BlockLease
+    columns: list[list[int]]  # host blocks of each column, by layer group
+    waiting: set[Promotion] = field(default_factory=set)
+    abandoned: bool = False  # read by the I/O thread: nobody waits any more
+
+
+class Promotion:
+    """One caller's wait for some columns. Over when the callback has been called, or after `cancel`."""
+
+    def __init__(self, promoter: Promoter, lease: BlockLease, on_settled: Callable[[], None]) -> None:
+        self._promoter = promoter
+        self.lease = lease  # of host blocks that must not be evicted meanwhile
+        self.on_settled = on_settled
+        self.pending: set[_Batch] = set()
+        self.deadline: asyncio.TimerHandle | None = None
+
+    def cancel(self) -> None:
+        """Nothing is called back any more. Harmless once it is over."""
+        self._promoter.leave(self)
+
+
+class Promoter:
+    """`bytes_per_s(source)` is what loads have been measured at, smoothed."""
+
+    def __init__(self, host: TierMemory, *, timeout_s: float, batch_columns: int = 8) -> None:
+        self._host = host
+        self._timeout_s = timeout_s
+        self._batch_columns = batch_columns
+        self._batch_of: dict[bytes, _Batch] = {}  # those that can still be joined
+        self._num_queued = 0  # columns
+        self._rates: dict[str, float] = {}
+        self._home = HomeLoop()
+        self._loop = asyncio.get_running_loop()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="promotion")
+        self._closed = False
+        self.loaded_columns = 0
+        self.failed_columns = 0
+
+    def bytes_per_s(self, source: ColumnSource) -> float:
+        return self._rates.get(source.name, source.assumed_bytes_per_s)
+
+    def predicted_s(self, wanted: Iterable[Wanted]) -> float:
+        """Until these columns would be here, those that are queued before them included."""
+        seconds, slowest = 0.0, 0.0
+        for _, source in wanted:
+            column_s = self._host.column_bytes / self.bytes_per_s(source)
+            seconds += column_s
+            slowest = max(slowest, column_s)
+        return seconds + self._num_queued * slowest
+
+    def start(self, wanted: Sequence[Wanted], keep: Iterable[int], on_settled: Callable[[], None]) -> Promotion:
+        """Load columns, as many as there is room for. `keep`: cached host blocks that must stay until it is over.
+
+        `on_settled` is called later, on the loop, within the timeout; what has come is in the host pool then.
+        """
+        lease = self._host.pool.lease()
+        self._host.pool.adopt(lease, keep)
+        promotion = Promotion(self, lease, on_settled)
+        for batch in self._batches(wanted):
+            batch.waiting.add(promotion)
+            promotion.pending.add(batch)
+        # Also where there is nothing to wait for: the caller is called back from the loop, never from in here.
+        delay_s = self._timeout_s if promotion.pending else 0.0
+        promotion.deadline = self._loop.call_later(delay_s, self._settle, promotion)
+        return promotion
+
+    def leave(self, promotion: Promotion) -> None:
+        """Stop waiting. What nobody waits for is not loaded."""
+        if promotion.deadline is None:
+            return
+        promotion.deadline.cancel()
+        promotion.deadline = None
+        for batch in promotion.pending:
+            batch.waiting.discard(promotion)
+            if not batch.waiting:
+                self._abandon(batch)
+        promotion.pending.clear()
+        self._host.pool.release(promotion.lease)
+
+    def close(self) -> None:
+        """End the thread after the load in hand; blocks until then."""
+        self._closed = True
+        for batch in list(self._batch_of.values()):
+            self._abandon(batch)
+        self._thread.shutdown()
+
+    def _batches(self, wanted: Sequence[Wanted]) -> list[_Batch]:
+        """Those that will bring the columns: under way already, or new ones."""
+        if self._closed:
+            return []
+        batches = list({self._batch_of[digest]: None for digest, _ in wanted if digest in self._batch_of})
+        new = [(digest, source) for digest, source in wanted if digest not in self._batch_of]
+        for _, run in groupby(new, key=lambda column: column[1].name):
+            columns = list(run)
+            for start in range(0, len(columns), self._batch_columns):
+                batch = self._begin(columns[start : start + self._batch_columns])
+                if batch is None:
+                    return batches
+                batches.append(batch)
+        return batches
+
+    def _begin(self, wanted: list[Wanted]) -> _Batch | None:
+        """Lease room and queue the load; of fewer columns, or none, where the host tier lacks blocks."""
+        groups = self._host.num_groups
+        count = min(len(wanted), self._host.pool.num_available // groups)
+        if count == 0:
+            return None
+        lease = self._host.pool.lease(count * groups)
+        columns = [lease.blocks[start : start + groups] for start in range(0, count * groups, groups)]
+        batch = _Batch(wanted[0][1], [digest for digest, _ in wanted[:count]], lease, columns)
+        self._batch_of.update(dict.fromkeys(batch.hashes, batch))
+        self._num_queued += count
+        self._thread.submit(self._load, batch, [self._host.views(column) for column in columns])
+        return batch
+
+    def _load(self, batch: _Batch, views: list[list[memoryview]]) -> None:
+        """On the I/O thread."""
+        loaded, seconds = [False] * len(batch.hashes), 0.0
+        try:
+            if not batch.abandoned:
+                started = time.perf_counter()
+                loaded = batch.source.load(batch.hashes, views)
+                seconds = time.perf_counter() - started
+                self._prepare(batch, loaded)
+        except Exception:  # the boundary of the thread: whatever a source suffers from, it is a miss
+            logger.exception("loading %d KV columns from %s failed", len(batch.hashes), batch.source.name)
+        self._home.run(self._finished, batch, loaded, seconds)
+
+    def _prepare(self, batch: _Batch, loaded: list[bool]) -> None:
+        for digest, blocks, good in zip(batch.hashes, batch.columns, loaded, strict=True):
+            for group, block in enumerate(blocks if good else ()):
+                self._host.prepare(block, (digest, group))
+
+    def _finished(self, batch: _Batch, loaded: list[bool], seconds: float) -> None:
+        self._num_queued -= len(batch.hashes)
+        self._forget(batch)
+        self._measure(batch, sum(loaded), seconds)
+        pool = self._host.pool
+        for digest, blocks, good in zip(batch.hashes, batch.columns, loaded, strict=True):
+            if good:
+                for group, block in enumerate(blocks):
+                    pool.publish(batch.lease, block, (digest, group))
+                self._keep(batch, digest)
+        pool.release(batch.lease)
+        for promotion in list(batch.waiting):
+            promotion.pending.discard(batch)
+            if not promotion.pending:
+                self._settle(promotion)
+
+    def _keep(self, batch: _Batch, digest: bytes) -> None:
+        """What has come stays until those who wait for it have been told."""
+        found = self._host.column(digest)
+        for promotion in batch.waiting if found else ():
+            self._host.pool.adopt(promotion.lease, found or ())
+
+    def _settle(self, promotion: Promotion) -> None:
+        if promotion.deadline is not None:
+            try:
+                promotion.on_settled()
+            finally:
+                self.leave(promotion)
+
+    def _abandon(self, batch: _Batch) -> None:
+        batch.abandoned = True
+        self._forget(batch)
+
+    def _forget(self, batch: _Batch) -> None:
+        for digest in batch.hashes:
+            if self._batch_of.get(digest) is batch:
+                del self._batch_of[digest]
+
+    def _measure(self, batch: _Batch, num_loaded: int, seconds: float) -> None:
+        self.loaded_columns += num_loaded
+        if batch.abandoned:
+            return
+        self.failed_columns += len(batch.hashes) - num_loaded
+        if num_loaded and seconds > 0:
+            old = self.bytes_per_s(batch.source)
+            new = num_loaded * self._host.column_bytes / seconds
+            self._rates[batch.source.name] = old + _SMOOTHING * (new - old)

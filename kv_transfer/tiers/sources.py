@@ -1,0 +1,53 @@
+"""What prefix columns can be fetched from and written to, besides the worker's own device and host memory.
+
+A *column* is one chained prefix hash with the blocks of all layer groups. Both ends of a copy are views of whole blocks
+in the host tier, one for each group. Knows neither files nor other workers' segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+ColumnViews = Sequence[memoryview]
+"""The bytes of a column's blocks, layer group by layer group."""
+
+
+class ColumnSource(Protocol):
+    """Somewhere columns may be loaded from: another worker's host memory, a disk."""
+
+    @property
+    def name(self) -> str:
+        """For logs and counters."""
+        ...
+
+    @property
+    def assumed_bytes_per_s(self) -> float:
+        """Believed until loads have been measured."""
+        ...
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether a load is worth trying. On the main loop: no I/O, no waiting."""
+        ...
+
+    def load(self, hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
+        """Copy columns out and verify them; blocks, on an I/O thread.
+
+        False for a column that is gone or damaged; its destination then holds anything.
+        """
+        ...
+
+
+class ColumnSink(Protocol):
+    """Somewhere columns are written to, without anyone waiting for it."""
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether the column needs no writing. On the main loop: no I/O, no waiting."""
+        ...
+
+    def store(self, digest: bytes, column: ColumnViews, on_done: Callable[[], None]) -> bool:
+        """Queue a column. Its bytes must stay until `on_done` has been called, from any thread.
+
+        False, and no call, where it is dropped because too much is queued already.
+        """
+        ...

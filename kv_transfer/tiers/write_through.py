@@ -1,0 +1,160 @@
+"""Copies what becomes findable on the device down to the host tier, and from there to a sink, once each.
+
+So eviction from a tier never has to move bytes. Nobody waits for these copies: they are dropped and counted where the
+host tier has no room or too many are queued. Belongs to the main loop; the copying itself has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.block_pool import BlockKey, BlockLease
+from engine.kv_cache import copy_blocks
+from kv_transfer.home_loop import HomeLoop
+from kv_transfer.tiers.memory import TierMemory
+from kv_transfer.tiers.sources import ColumnSink
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class WriteThroughStats:
+    copied_blocks: int = 0
+    skipped_columns: int = 0  # not copied to the host: no room, or too many queued
+    unwritten_columns: int = 0  # not taken by the sink
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Some blocks on their way from the device to the host."""
+
+    hashes: list[bytes] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+
+    def add(self, digest: bytes, blocks: dict[int, int]) -> None:
+        """`blocks` by layer group."""
+        self.hashes.append(digest)
+        for group, block in blocks.items():
+            self.keys.append((digest, group))
+            self.sources.append(block)
+
+
+class WriteThrough:
+    """`stored` after a publication is all that a worker has to call."""
+
+    def __init__(
+        self, device: TierMemory, host: TierMemory, sink: ColumnSink | None = None, *, max_queued_blocks: int = 4096
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._sink = sink
+        self._max_queued_blocks = max_queued_blocks
+        self._num_queued = 0
+        self._in_flight: set[bytes] = set()
+        self._home = HomeLoop()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-through")
+        self._closed = False
+        self.stats = WriteThroughStats()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being copied to the host."""
+        return not self._in_flight
+
+    def stored(self, hashes: Iterable[bytes]) -> None:
+        """These columns, first one first, have just become findable (groups that rest on the host: there)."""
+        copy = _Copy()
+        complete = []
+        room = min(self._max_queued_blocks - self._num_queued, self._host.pool.num_available)
+        for digest in hashes:
+            if digest in self._in_flight or self._closed:
+                continue
+            blocks = self._not_on_host(digest)
+            if blocks is None:  # evicted from the device meanwhile
+                continue
+            if not blocks:
+                complete.append(digest)
+            elif len(copy.keys) + len(blocks) <= room:
+                copy.add(digest, blocks)
+            else:
+                self.stats.skipped_columns += 1
+        if copy.keys:
+            self._begin(copy)
+        for digest in complete:
+            self._write(digest)
+
+    def close(self) -> None:
+        """End the thread after the copy in hand; blocks until then."""
+        self._closed = True
+        self._thread.shutdown()
+
+    def _not_on_host(self, digest: bytes) -> dict[int, int] | None:
+        """The device blocks, by layer group, of which the host has no copy; None if one is nowhere."""
+        blocks: dict[int, int] = {}
+        for group in range(self._device.num_groups):
+            key = (digest, group)
+            if self._host.pool.find(key) is None:
+                block = self._device.pool.find(key)
+                if block is None:
+                    return None
+                blocks[group] = block
+        return blocks
+
+    def _begin(self, copy: _Copy) -> None:
+        reading = self._device.pool.lease()
+        self._device.pool.adopt(reading, copy.sources)
+        writing = self._host.pool.lease(len(copy.keys))
+        self._num_queued += len(copy.keys)
+        self._in_flight.update(copy.hashes)
+        self._thread.submit(self._copy, copy, reading, writing, list(writing.blocks))
+
+    def _copy(self, copy: _Copy, reading: BlockLease, writing: BlockLease, to: list[int]) -> None:
+        done = False
+        try:
+            if not self._closed:
+                with torch.inference_mode():  # a thread's own mode
+                    copy_blocks(self._device.cache, _ids(copy.sources), self._host.cache, _ids(to))
+                for key, block in zip(copy.keys, to, strict=True):
+                    self._host.prepare(block, key)
+                done = True
+        except Exception:  # the boundary of the thread: a copy that failed must still give its blocks back
+            logger.exception("copying %d KV blocks to host memory failed", len(to))
+        self._home.run(self._finished, copy, reading, writing, done)
+
+    def _finished(self, copy: _Copy, reading: BlockLease, writing: BlockLease, done: bool) -> None:
+        self._num_queued -= len(copy.keys)
+        self._in_flight.difference_update(copy.hashes)
+        if done:
+            self.stats.copied_blocks += len(copy.keys)
+            for key, block in zip(copy.keys, writing.blocks, strict=True):
+                self._host.pool.publish(writing, block, key)
+            for digest in copy.hashes:
+                self._write(digest)
+        self._device.pool.release(reading)
+        self._host.pool.release(writing)
+
+    def _write(self, digest: bytes) -> None:
+        """On to the sink, if the host holds the whole column and the sink does not."""
+        blocks = self._host.column(digest)
+        if self._sink is None or blocks is None or self._closed or self._sink.holds(digest):
+            return
+        lease = self._host.pool.lease()
+        self._host.pool.adopt(lease, blocks)
+        if not self._sink.store(digest, self._host.views(blocks), lambda: self._home.run(self._written, lease)):
+            self.stats.unwritten_columns += 1
+            self._host.pool.release(lease)
+
+    def _written(self, lease: BlockLease) -> None:
+        self._host.pool.release(lease)
+
+
+def _ids(blocks: list[int]) -> npt.NDArray[np.int32]:
+    return np.array(blocks, dtype=np.int32)

@@ -1,0 +1,441 @@
+"""Columns on their way down and up the tiers: real caches, threads, segments and files; bytes are compared."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
+from kv_transfer.tiers.disk_files import ColumnFormat
+from kv_transfer.tiers.disk_tier import DiskLimits, DiskTier
+from kv_transfer.tiers.host_segment import HostSegment
+from kv_transfer.tiers.memory import TierMemory
+from kv_transfer.tiers.neighbours import Neighbours
+from kv_transfer.tiers.prefix_tiers import PrefixTiers, PrefixTiersConfig
+from kv_transfer.tiers.sources import ColumnSink, ColumnSource, ColumnViews
+from tests.tier_bench import GROUPS, LAYOUT, ScriptedSource, fill, hashes, holds, tier
+from tests.waiting import eventually
+
+SCOPE = "0123456789abcdef"
+
+
+class Tiers:
+    """A device of 8 columns, a host of 12."""
+
+    def __init__(
+        self,
+        *sources: ColumnSource,
+        sink: ColumnSink | None = None,
+        host_columns: int = 12,
+        load_timeout_s: float = 5.0,
+        max_queued_blocks: int = 4096,
+    ) -> None:
+        self.device, self.host = tier(8), tier(host_columns)
+        config = PrefixTiersConfig(load_timeout_s=load_timeout_s, max_queued_blocks=max_queued_blocks)
+        self.tiers = PrefixTiers(self.device, self.host, sources=sources, sink=sink, config=config)
+
+    async def promote(self, digests: Sequence[bytes]) -> int:
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.tiers.promote(digests, done.set_result)
+        return await asyncio.wait_for(done, 5)
+
+    async def settled(self) -> None:
+        await eventually(
+            lambda: self.device.pool.num_leases == self.host.pool.num_leases == 0, what="blocks are leased"
+        )
+
+
+@asynccontextmanager
+async def opened(bench: Tiers) -> AsyncIterator[Tiers]:
+    """Nothing may be held when it is over, not even for work that was dropped."""
+    try:
+        yield bench
+    finally:
+        await bench.tiers.close()
+        await bench.settled()
+        bench.device.pool.check_idle()
+        bench.host.pool.check_idle()
+
+
+class SlowSink:
+    """Takes `room` columns, is done with them when told."""
+
+    def __init__(self, room: int = 100) -> None:
+        self.room = room
+        self.written: dict[bytes, ColumnViews] = {}
+        self.done: list[Callable[[], None]] = []
+
+    def holds(self, digest: bytes) -> bool:
+        return digest in self.written
+
+    def store(self, digest: bytes, column: ColumnViews, on_done: Callable[[], None]) -> bool:
+        if len(self.written) >= self.room:
+            return False
+        self.written[digest] = column
+        self.done.append(on_done)
+        return True
+
+
+# --- down ---
+
+
+async def test_what_the_device_has_computed_outlives_its_eviction() -> None:
+    async with opened(Tiers()) as bench:
+        digests = hashes(6)
+        fill(bench.device, digests)
+        bench.tiers.stored(digests)
+        await bench.settled()
+        fill(bench.device, hashes(8, "other"))
+        assert not any(bench.device.column(digest) for digest in digests)
+        assert all(holds(bench.host, digest) for digest in digests)
+        assert bench.tiers.missing(digests + hashes(1, "new")).num_ready == 6
+
+
+async def test_each_block_is_copied_once() -> None:
+    async with opened(Tiers()) as bench:
+        digests = hashes(6)
+        fill(bench.device, digests)
+        for count in (2, 4, 6, 6):
+            bench.tiers.stored(digests[:count])
+        await bench.settled()
+        bench.tiers.stored(digests)
+        await bench.settled()
+        assert bench.tiers.write_through_stats.copied_blocks == 6 * GROUPS
+
+
+async def test_blocks_are_not_reused_while_they_are_copied() -> None:
+    """The device is asked for all it has; what is being copied is not given."""
+    async with opened(Tiers()) as bench:
+        digests = hashes(8)
+        fill(bench.device, digests)
+        bench.tiers.stored(digests[:3])
+        assert bench.device.pool.num_available == 5 * GROUPS
+        await bench.settled()
+        assert bench.device.pool.num_available == 8 * GROUPS
+
+
+async def test_without_room_on_the_host_the_first_columns_are_kept() -> None:
+    async with opened(Tiers(host_columns=3)) as bench:
+        held = bench.host.pool.lease(2 * GROUPS - 1)
+        digests = hashes(4)
+        fill(bench.device, digests)
+        bench.tiers.stored(digests)
+        bench.host.pool.release(held)
+        await bench.settled()
+        assert [holds(bench.host, digest) for digest in digests] == [True, False, False, False]
+        assert bench.tiers.write_through_stats.skipped_columns == 3
+
+
+async def test_a_queue_that_is_full_drops() -> None:
+    async with opened(Tiers(max_queued_blocks=2 * GROUPS)) as bench:
+        digests = hashes(5)
+        fill(bench.device, digests)
+        for digest in digests:
+            bench.tiers.stored([digest])
+        await bench.settled()
+        assert [holds(bench.host, digest) for digest in digests] == [True, True, False, False, False]
+        bench.tiers.stored(digests[2:4])
+        await bench.settled()
+        assert holds(bench.host, digests[3])
+
+
+async def test_columns_that_rest_on_the_host_in_part_are_completed() -> None:
+    """As a sequence leaves them whose layers are split over the tiers."""
+    async with opened(Tiers()) as bench:
+        digests = hashes(2)
+        fill(bench.device, digests)
+        blocks = bench.device.column(digests[0])
+        assert blocks is not None
+        lease = bench.host.pool.lease(1)
+        bench.host.views(lease.blocks)[0][:] = bench.device.views([blocks[1]])[0]
+        bench.host.pool.publish(lease, lease.blocks[0], (digests[0], 1))
+        bench.host.pool.release(lease)
+        assert bench.tiers.missing(digests).num_ready == 2
+        bench.tiers.stored(digests)
+        await bench.settled()
+        assert all(holds(bench.host, digest) for digest in digests)
+        assert bench.tiers.write_through_stats.copied_blocks == 2 * GROUPS - 1
+
+
+async def test_the_sink_gets_whole_columns_and_keeps_their_blocks_until_it_is_done() -> None:
+    sink = SlowSink(room=2)
+    async with opened(Tiers(sink=sink)) as bench:
+        digests = hashes(3)
+        fill(bench.device, digests)
+        bench.tiers.stored(digests)
+        await eventually(lambda: bench.device.pool.num_leases == 0)
+        assert list(sink.written) == digests[:2]
+        assert bench.host.pool.num_held == 2 * GROUPS
+        assert bench.tiers.write_through_stats.unwritten_columns == 1
+        sink.room = 3
+        bench.tiers.stored(digests)  # the host has it all; what the sink lacks is offered again
+        assert list(sink.written) == digests
+        for done in sink.done:
+            done()
+
+
+# --- up ---
+
+
+async def test_a_prefix_is_brought_up_as_far_as_somebody_has_it() -> None:
+    digests = hashes(10)
+    below = ScriptedSource([*digests[3:5], *digests[6:8], digests[9]])
+    async with opened(Tiers(below)) as bench:
+        fill(bench.device, digests[:2])
+        fill(bench.host, [digests[2], digests[5]])
+        plan = bench.tiers.missing(digests)
+        assert (plan.num_ready, plan.num_reachable) == (3, 8)
+        assert plan.load_s == pytest.approx(4 * bench.host.column_bytes / below.assumed_bytes_per_s)
+        assert await bench.promote(digests) == 8
+        assert below.loads == [*digests[3:5], *digests[6:8]]
+        assert all(holds(bench.host, digest) for digest in digests[2:8])
+        assert bench.tiers.missing(digests[:8]).load_s == 0
+
+
+async def test_the_first_source_that_has_a_column_is_asked() -> None:
+    digests = hashes(4)
+    near, far = ScriptedSource(digests[1:3], "near"), ScriptedSource(digests, "far")
+    async with opened(Tiers(near, far)) as bench:
+        assert await bench.promote(digests) == 4
+        assert (near.loads, far.loads) == (digests[1:3], [digests[0], digests[3]])
+
+
+async def test_rates_are_measured() -> None:
+    digests = hashes(4)
+    below = ScriptedSource(digests)
+    async with opened(Tiers(below)) as bench:
+        before = bench.tiers.missing(digests).load_s
+        await bench.promote(digests[:2])
+        assert bench.tiers.missing(digests[2:]).load_s != pytest.approx(before / 2)
+
+
+@pytest.mark.parametrize("failure", ["gone", "raises"])
+async def test_a_source_that_fails_means_fewer_columns(failure: str) -> None:
+    digests = hashes(6)
+    below = ScriptedSource(digests)
+    if failure == "gone":
+        below.gone = {digests[2]}
+    else:
+        below.before_load = _raise
+    async with opened(Tiers(below)) as bench:
+        assert await bench.promote(digests) == (2 if failure == "gone" else 0)
+        assert not holds(bench.host, digests[2])
+        assert bench.tiers.num_failed_columns == (1 if failure == "gone" else 6)
+
+
+async def test_a_source_that_hangs_is_waited_for_only_so_long() -> None:
+    digests = hashes(4)
+    below = ScriptedSource(digests)
+    async with opened(Tiers(below, load_timeout_s=0.1)) as bench:
+        below.go.clear()
+        assert await bench.promote(digests) == 0
+        assert bench.host.pool.num_held == 4 * GROUPS, "the thread still writes into them"
+        below.go.set()
+        await bench.settled()
+        assert all(holds(bench.host, digest) for digest in digests), "what has come is kept"
+
+
+async def test_two_who_want_the_same_wait_for_one_load() -> None:
+    digests = hashes(4)
+    below = ScriptedSource(digests)
+    async with opened(Tiers(below)) as bench:
+        below.go.clear()
+        waits = [asyncio.create_task(bench.promote(digests[:count])) for count in (3, 4, 2)]
+        await asyncio.sleep(0)
+        below.go.set()
+        assert [await wait for wait in waits] == [3, 4, 2]
+        assert sorted(below.loads) == sorted(digests)
+
+
+async def test_a_cancelled_promotion_calls_nobody_and_loads_nothing_more() -> None:
+    digests = hashes(12)
+    below = ScriptedSource(digests)
+    called: list[int] = []
+    async with opened(Tiers(below)) as bench:
+        below.go.clear()
+        started = Event()
+        below.before_load = started.set
+        promotion = bench.tiers.promote(digests, called.append)
+        promotion.cancel()
+        promotion.cancel()
+        below.go.set()
+        await bench.settled()
+        assert called == []
+        assert len(below.loads) <= 8, "only the load that was under way"
+        assert await bench.promote(digests) == 12
+
+
+async def test_one_who_leaves_does_not_take_the_load_from_the_others() -> None:
+    digests = hashes(4)
+    below = ScriptedSource(digests)
+    async with opened(Tiers(below)) as bench:
+        below.go.clear()
+        leaver = bench.tiers.promote(digests, lambda _: pytest.fail("it was cancelled"))
+        stayer = asyncio.create_task(bench.promote(digests))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        below.go.set()
+        assert await stayer == 4
+
+
+async def test_a_full_host_takes_what_fits_and_evicts_nothing_of_the_prefix() -> None:
+    digests = hashes(8)
+    below = ScriptedSource(digests[2:])
+    async with opened(Tiers(below, host_columns=5)) as bench:
+        fill(bench.host, digests[:2])
+        held = bench.host.pool.lease(GROUPS)
+        assert await bench.promote(digests) == 4
+        bench.host.pool.release(held)
+
+
+async def test_where_nothing_is_to_be_had_the_answer_still_comes() -> None:
+    async with opened(Tiers()) as bench:
+        fill(bench.device, hashes(2))
+        assert await bench.promote(hashes(4)) == 2
+
+
+async def test_closing_drops_what_is_queued() -> None:
+    below = ScriptedSource(hashes(12))
+    async with opened(Tiers(below)) as bench:
+        fill(bench.device, hashes(8, "down"))
+        bench.tiers.stored(hashes(8, "down")[:4])
+        done: list[int] = []
+        bench.tiers.promote(hashes(8), done.append)
+        await bench.tiers.close()
+        await eventually(lambda: done)
+
+
+# --- real tiers below ---
+
+
+def neighbour(folder: Path, digests: Sequence[bytes]) -> HostSegment:
+    segment = HostSegment.open(folder, SCOPE, "model", LAYOUT.block_bytes, 16 * GROUPS)
+    memory = tier(16)
+    fill(memory, digests)
+    for number, digest in enumerate(digests):
+        blocks = memory.column(digest)
+        assert blocks is not None
+        for group, view in enumerate(memory.views(blocks)):
+            segment.block(number * GROUPS + group)[:] = view
+            segment.stored(number * GROUPS + group, (digest, group))
+    return segment
+
+
+def disk_of(folder: Path) -> DiskTier:
+    form = ColumnFormat(fingerprint="model", num_groups=GROUPS, block_bytes=LAYOUT.block_bytes)
+    return DiskTier(folder, form, DiskLimits(budget_bytes=2**20))
+
+
+async def test_a_neighbours_host_memory_and_the_own_disk_serve_one_prefix(tmp_path: Path) -> None:
+    digests = hashes(8)
+    segment = neighbour(tmp_path, digests[:4])
+    neighbours = Neighbours(tmp_path, SCOPE, "model", None)
+    disk = disk_of(tmp_path / "disk")
+    columns = DiskColumns(disk)
+    try:
+        async with opened(Tiers(sink=columns)) as bench:
+            fill(bench.device, digests)
+            bench.tiers.stored(digests)
+            await bench.settled()
+        assert disk.flush(5)
+        for digest in digests[:4]:  # so that only the neighbour has these
+            assert columns.holds(digest)
+        async with opened(Tiers(NeighbourSource(neighbours, GROUPS), columns)) as bench:
+            assert bench.tiers.missing(digests).num_reachable == 8
+            assert await bench.promote(digests) == 8
+            assert all(holds(bench.host, digest) for digest in digests)
+            assert disk.counters().loaded == 4
+    finally:
+        disk.close()
+        neighbours.close()
+        segment.close(unlink=True)
+
+
+async def test_a_neighbour_that_lies_is_a_miss(tmp_path: Path) -> None:
+    """Bytes that are not those of the digest."""
+    digests = hashes(3)
+    segment = neighbour(tmp_path, digests)
+    neighbours = Neighbours(tmp_path, SCOPE, "model", None)
+    try:
+        segment.block(1 * GROUPS + 1)[7] ^= 1
+        async with opened(Tiers(NeighbourSource(neighbours, GROUPS))) as bench:
+            assert bench.tiers.missing(digests).num_reachable == 3
+            assert await bench.promote(digests) == 1
+            assert [holds(bench.host, digest) for digest in digests] == [True, False, True]
+    finally:
+        neighbours.close()
+        segment.close(unlink=True)
+
+
+async def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
+    digests = hashes(3)
+    disk = disk_of(tmp_path)
+    columns = DiskColumns(disk)
+    try:
+        async with opened(Tiers(sink=columns)) as bench:
+            fill(bench.device, digests)
+            bench.tiers.stored(digests)
+            await bench.settled()
+        assert disk.flush(5)
+        paths = sorted(disk.path.glob("*.kv"))
+        damaged = bytearray(paths[1].read_bytes())
+        damaged[4096 + 100] ^= 1
+        paths[1].write_bytes(damaged)
+        async with opened(Tiers(columns)) as bench:
+            assert await bench.promote(digests) == 1
+            assert bench.tiers.missing(digests).num_reachable == 1
+    finally:
+        disk.close()
+
+
+# --- everything at once ---
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_random_traffic_leaves_every_byte_in_its_place(seed: int) -> None:
+    chooser = random.Random(seed)
+    conversations = [hashes(6, f"c{number}") for number in range(8)]
+    below = ScriptedSource(conversations[0] + conversations[1] + conversations[2])
+    below.gone = set(chooser.sample(sorted(below.digests), 4))
+    sink = SlowSink(room=10**6)
+    async with opened(Tiers(below, sink=sink, max_queued_blocks=9 * GROUPS)) as bench:
+        for _ in range(60):
+            digests = chooser.choice(conversations)[: chooser.randint(1, 6)]
+            if chooser.random() < 0.5 and bench.device.pool.num_available >= 6 * GROUPS:
+                fill(bench.device, [digest for digest in digests if bench.device.column(digest) is None])
+                bench.tiers.stored(digests)
+            else:
+                promotion = bench.tiers.promote(digests, lambda _: None)
+                if chooser.random() < 0.3:
+                    promotion.cancel()
+            if chooser.random() < 0.5:
+                await asyncio.sleep(0.002)
+            while sink.done and chooser.random() < 0.7:
+                sink.done.pop()()
+            bench.device.pool.check()
+            bench.host.pool.check()
+            _compare(bench.host, conversations)
+
+        def drained() -> bool:
+            while sink.done:
+                sink.done.pop()()
+            return bench.host.pool.num_leases == 0
+
+        await eventually(drained)
+        _compare(bench.host, conversations)
+
+
+def _compare(memory: TierMemory, conversations: list[list[bytes]]) -> None:
+    for digests in conversations:
+        for digest in digests:
+            holds(memory, digest)
+
+
+def _raise() -> None:
+    raise OSError("the disk is gone")
