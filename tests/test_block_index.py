@@ -81,8 +81,10 @@ class ChannelMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.index = BlockIndex(retry_s=2.0)
         self.wire: list[BlockEvents | BlockIndexSnapshot] = []
+        self.delivered: list[BlockEvents | BlockIndexSnapshot] = []
         self.asked = False
         self.start_worker()
+        self.deliver_all()
 
     @rule()
     def start_worker(self) -> None:
@@ -101,11 +103,20 @@ class ChannelMachine(RuleBasedStateMachine):
     def store_half_a_column(self, tier: Tier, number: int) -> None:
         _store(self.pools[tier], [number], groups=1)
 
+    @rule(tier=st.sampled_from(TIERS), number=st.sampled_from(numbers), seconds=st.sampled_from([0.1, 3.0]))
+    def change_and_report(self, tier: Tier, number: int, seconds: float) -> None:
+        _store(self.pools[tier], [number])
+        self.report(seconds)
+
     @rule(tier=st.sampled_from(TIERS))
     def forget(self, tier: Tier) -> None:
         self.pools[tier].drop_cached()
+        self.report(0.1)
 
-    @rule(seconds=st.sampled_from([0.1, 3.0]))
+    @rule()
+    def send_a_snapshot_unasked(self) -> None:
+        self.wire += self.log.snapshot()
+
     def report(self, seconds: float) -> None:
         self.now += seconds
         if self.asked:
@@ -113,25 +124,26 @@ class ChannelMachine(RuleBasedStateMachine):
             self.wire += self.log.snapshot()
         self.wire += self.log.take()
 
-    @precondition(lambda self: self.wire)
-    @rule(data=st.data(), keep=st.booleans())
-    def deliver_any(self, data: st.DataObject, keep: bool) -> None:
-        """In any order; kept, it will arrive once more."""
-        position = data.draw(st.integers(0, len(self.wire) - 1))
-        self._deliver(self.wire[position])
-        if not keep:
-            del self.wire[position]
+    @rule(data=st.data())
+    def deliver_some(self, data: st.DataObject) -> None:
+        """Some of what is under way and of what has arrived before, in any order; the rest is lost."""
+        candidates = [*self.wire, *self.delivered[-12:]]
+        positions = st.lists(st.integers(0, max(0, len(candidates) - 1)), max_size=8 if candidates else 0)
+        self.wire = [candidates[position] for position in data.draw(positions)]
+        self.deliver_all()
 
-    @precondition(lambda self: self.wire)
     @rule()
     def deliver_all(self) -> None:
         for message in self.wire:
-            self._deliver(message)
+            received = decode(encode(message))
+            assert isinstance(received, BlockEvents | BlockIndexSnapshot)
+            self.asked = _hear(self.index, received, self.now) is not None or self.asked
+        self.delivered += self.wire
         self.wire.clear()
 
     @precondition(lambda self: self.wire)
     @rule(data=st.data())
-    def lose(self, data: st.DataObject) -> None:
+    def lose_one(self, data: st.DataObject) -> None:
         del self.wire[data.draw(st.integers(0, len(self.wire) - 1))]
 
     @rule()
@@ -140,8 +152,8 @@ class ChannelMachine(RuleBasedStateMachine):
 
     @rule()
     def be_quiet(self) -> None:
-        """Three reports that nothing disturbs: one to find a gap out, one for the answer, one more says nothing new."""
-        for _ in range(3):
+        """Two reports that nothing disturbs: one to find a gap, one for the answer."""
+        for _ in range(2):
             self.report(3.0)
             self.deliver_all()
         for tier, pool in self.pools.items():
@@ -155,11 +167,6 @@ class ChannelMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.be_quiet()
-
-    def _deliver(self, message: BlockEvents | BlockIndexSnapshot) -> None:
-        received = decode(encode(message))
-        assert isinstance(received, BlockEvents | BlockIndexSnapshot)
-        self.asked = _hear(self.index, received, self.now) is not None or self.asked
 
 
 class SmallMessagesMachine(ChannelMachine):
@@ -177,7 +184,7 @@ class SmallMessagesMachine(ChannelMachine):
 
 
 _SETTINGS = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestChannel = ChannelMachine.TestCase
 TestChannel.settings = _SETTINGS
@@ -247,6 +254,41 @@ def test_a_listener_that_missed_anothers_snapshot_notices() -> None:
     log.snapshot()  # for somebody else
     [events] = log.take()
     assert index.on_events(events, 0.0) == BlockIndexRequest(worker_id="worker")
+
+
+def _parts(next_id: int, epoch: int = 7) -> list[BlockIndexSnapshot]:
+    return [
+        BlockIndexSnapshot(
+            worker_id="worker",
+            epoch=epoch,
+            next_id=next_id,
+            part=part,
+            num_parts=3,
+            tier="device",
+            hashes=_hash(100 * next_id + part),
+        )
+        for part in range(3)
+    ]
+
+
+def test_a_snapshot_counts_only_when_it_is_whole() -> None:
+    first, second, third = _parts(1)
+    index = BlockIndex()
+    assert index.on_snapshot(first, 0.0) is None
+    assert index.on_snapshot(third, 0.0) == BlockIndexRequest(worker_id="worker")  # where is the second?
+    assert index.on_snapshot(third, 0.0) is None
+    assert index.on_snapshot(second, 0.0) is None
+    assert index.num_columns("worker") is None
+    answers = [index.on_snapshot(part, 9.0) for part in (first, second, first, second, third, second)]
+    assert (answers, index.num_columns("worker")) == ([None] * 6, 3)  # a part that comes twice does no harm
+
+
+def test_a_new_life_is_known_by_its_snapshot_however_few_changes_it_has_seen() -> None:
+    index = _index_after(*_parts(next_id=50))
+    assert index.columns("worker", "device") == {_hash(5000 + part) for part in range(3)}
+    for part in _parts(next_id=0, epoch=8):
+        assert index.on_snapshot(part, 0.0) is None
+    assert index.columns("worker", "device") == {_hash(part) for part in range(3)}
 
 
 def test_a_lost_request_is_repeated_but_not_at_every_message() -> None:

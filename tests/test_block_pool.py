@@ -7,22 +7,51 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from engine.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
+from engine.eviction import EVICTION_NAMES, EvictionName, eviction_policy
 
 _NUM_BLOCKS = 7
 _KEYS = st.tuples(st.sampled_from([b"a", b"b", b"c", b"d"]), st.integers(0, 1))
 
 
+class Shadow:
+    """What a pool's observer is told."""
+
+    def __init__(self) -> None:
+        self.block_of: dict[BlockKey, int] = {}
+
+    def stored(self, block: int, key: BlockKey) -> None:
+        assert key not in self.block_of
+        self.block_of[key] = block
+
+    def removed(self, block: int, key: BlockKey) -> None:
+        assert self.block_of.pop(key) == block
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Several holders lease, share, publish and release; the model knows what each block contains."""
+    """Several holders lease, share, publish and release; the model knows what each block contains.
+
+    Of the eviction policies it knows LRU's order; of the others, that what they evict was cached.
+    """
 
     leases: Bundle[BlockLease] = Bundle("leases")
+    eviction: EvictionName = "lru"
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(_NUM_BLOCKS, epoch=5)
+        policy = eviction_policy(self.eviction, _NUM_BLOCKS)
+        self.shadows = [Shadow()]
+        self.pool = BlockPool(_NUM_BLOCKS, epoch=5, eviction=policy, observers=self.shadows)
         self.blocks_of: dict[int, list[int]] = {}  # lease id -> blocks, in order
         self.block_of: dict[BlockKey, int] = {}
         self.cached: list[int] = []  # findable and held by none, next to be evicted first
@@ -42,11 +71,10 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfBlocksError, match=f"{num_blocks} blocks wanted"):
                 self.pool.lease(num_blocks)
             return multiple()  # type: ignore[return-value]
-        expected = self._expected_evictions(num_blocks)
         lease = self.pool.lease(num_blocks)
         assert lease.lease_id not in self.blocks_of
         self.blocks_of[lease.lease_id] = []
-        self._took(lease, list(lease.blocks), num_blocks, expected)
+        self._took(lease, list(lease.blocks), num_blocks)
         return lease
 
     @rule(lease=leases, num_blocks=st.integers(0, _NUM_BLOCKS + 1))
@@ -55,8 +83,7 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfBlocksError):
                 self.pool.extend(lease, num_blocks)
             return
-        expected = self._expected_evictions(num_blocks)
-        self._took(lease, self.pool.extend(lease, num_blocks), num_blocks, expected)
+        self._took(lease, self.pool.extend(lease, num_blocks), num_blocks)
 
     @rule(lease=leases, keys=st.lists(_KEYS, max_size=3, unique=True))
     def find_and_adopt(self, lease: BlockLease, keys: list[BlockKey]) -> None:
@@ -94,13 +121,9 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, lease: BlockLease) -> None:
         blocks = self.blocks_of.pop(lease.lease_id)
         self.pool.release(lease)
-        # The tail of a prefix is evicted before its head; a block held twice leaves with the last of its references.
-        still_held = self.held
-        idle = [block for block in dict.fromkeys(blocks) if block not in still_held]
-        first_seen = {block: blocks.index(block) for block in idle}
-        freed = sorted(idle, key=lambda block: -first_seen[block])
-        self.cached += [block for block in freed if block in self.block_of.values()]
+        self._let_go(blocks)
         for misuse in (
+            lambda: self.pool.give_back(lease, []),
             lambda: self.pool.release(lease),
             lambda: self.pool.extend(lease, 0),
             lambda: self.pool.adopt(lease, []),
@@ -108,6 +131,42 @@ class PoolMachine(RuleBasedStateMachine):
         ):
             with pytest.raises(ValueError, match="not open in this pool"):
                 misuse()
+
+    @rule(lease=leases, data=st.data())
+    def give_back(self, lease: BlockLease, data: st.DataObject) -> None:
+        own = self.blocks_of[lease.lease_id]
+        positions = data.draw(st.lists(st.integers(0, max(0, len(own) - 1)), unique=True, max_size=min(3, len(own))))
+        given = [own[position] for position in positions]
+        others = sorted(set(range(_NUM_BLOCKS)) - set(own))
+        if others:
+            with pytest.raises(ValueError, match="not the lease's"):
+                self.pool.give_back(lease, [*given, others[0]])
+        self.pool.give_back(lease, given)
+        for block in given:
+            own.remove(block)
+        assert lease.blocks == own
+        self._let_go(given)
+
+    @rule(block=st.integers(0, _NUM_BLOCKS - 1), key=_KEYS)
+    def restore(self, block: int, key: BlockKey) -> None:
+        is_free = block not in self.held and block not in self.cached
+        if key not in self.block_of and not is_free:
+            with pytest.raises(ValueError, match="not free"):
+                self.pool.restore(block, key)
+            return
+        self.pool.restore(block, key)
+        if key in self.block_of:
+            return
+        self.block_of[key] = block
+        self.cached.append(block)
+        self.generations[block] += 1
+
+    @rule()
+    def observe(self) -> None:
+        """Whoever comes late is told what is there already."""
+        if len(self.shadows) < 3:
+            self.shadows.append(Shadow())
+            self.pool.observe(self.shadows[-1])
 
     @rule()
     def drop_cached(self) -> None:
@@ -124,21 +183,32 @@ class PoolMachine(RuleBasedStateMachine):
         assert [self.pool.generation(block) for block in range(_NUM_BLOCKS)] == self.generations
         for name in self.block_of:
             assert self.pool.find(name) == self.block_of[name]
+        for shadow in self.shadows:
+            assert shadow.block_of == self.block_of
 
     def teardown(self) -> None:
         if self.blocks_of:
             with pytest.raises(AssertionError, match="still open"):
                 self.pool.check_idle()
 
-    def _expected_evictions(self, num_blocks: int) -> list[int]:
-        return self.cached[: max(0, num_blocks - self.num_free)]
+    def _let_go(self, blocks: list[int]) -> None:
+        """A prefix's tail is evicted before its head; a block held twice leaves with the last of its references."""
+        still_held = self.held
+        idle = [block for block in dict.fromkeys(blocks) if block not in still_held]
+        first_seen = {block: blocks.index(block) for block in idle}
+        freed = sorted(idle, key=lambda block: -first_seen[block])
+        self.cached += [block for block in freed if block in self.block_of.values()]
 
-    def _took(self, lease: BlockLease, taken: list[int], num_blocks: int, evicted: list[int]) -> None:
+    def _took(self, lease: BlockLease, taken: list[int], num_blocks: int) -> None:
+        num_evicted = max(0, num_blocks - self.num_free)
+        evicted = [block for block in self.cached if block in taken]
         assert len(set(taken)) == len(taken) == num_blocks
         assert not set(taken) & set(self.held), "a block that somebody holds was handed out"
-        assert set(taken) & set(self.cached) == set(evicted), "the wrong cached blocks were evicted"
+        assert len(evicted) == num_evicted, "free blocks come first"
+        if self.eviction == "lru":
+            assert evicted == self.cached[:num_evicted], "the wrong cached blocks were evicted"
         self._forget(evicted)
-        self.cached = self.cached[len(evicted) :]
+        self.cached = [block for block in self.cached if block not in evicted]
         self.blocks_of[lease.lease_id] += taken
         assert lease.blocks == self.blocks_of[lease.lease_id]
         for block in taken:
@@ -148,10 +218,65 @@ class PoolMachine(RuleBasedStateMachine):
         self.block_of = {name: block for name, block in self.block_of.items() if block not in blocks}
 
 
+_SETTINGS = settings(stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestPool.settings = settings(_SETTINGS, max_examples=250)
+
+
+@pytest.mark.parametrize("name", [name for name in EVICTION_NAMES if name != "lru"])
+def test_a_pool_with_another_eviction_policy(name: EvictionName) -> None:
+    machine = type(f"{name} pool", (PoolMachine,), {"eviction": name})
+    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=60))
+
+
+def _publish_columns(pool: BlockPool, lease: BlockLease, layer_groups: int) -> None:
+    """The lease's blocks are the columns of one sequence, all layer groups of a column together."""
+    for position, block in enumerate(lease.blocks):
+        pool.publish(lease, block, (bytes([position // layer_groups]), position % layer_groups))
+
+
+@pytest.mark.parametrize("times_read", [0, 1, 2])
+@pytest.mark.parametrize("name", EVICTION_NAMES)
+def test_a_sequence_is_evicted_tail_first_and_column_by_column(name: EvictionName, times_read: int) -> None:
+    layer_groups, num_columns = 3, 5
+    num_blocks = layer_groups * num_columns
+    pool = BlockPool(num_blocks, eviction=eviction_policy(name, num_blocks))
+    writer = pool.lease(num_blocks)
+    _publish_columns(pool, writer, layer_groups)
+    blocks = list(writer.blocks)
+    pool.release(writer)
+    for _ in range(times_read):
+        reader = pool.lease()
+        pool.adopt(reader, blocks)
+        pool.release(reader)
+    taker = pool.lease()
+    for column in reversed(range(num_columns)):
+        taken = pool.extend(taker, layer_groups)
+        assert sorted(taken) == sorted(blocks[column * layer_groups : (column + 1) * layer_groups])
+
+
+@pytest.mark.parametrize("name", [name for name in EVICTION_NAMES if name != "lru"])
+def test_what_is_read_again_outlives_a_flood_of_what_is_not(name: EvictionName) -> None:
+    """What every contender is for, and LRU cannot."""
+    pool = BlockPool(20, eviction=eviction_policy(name, 20))
+
+    def ask(numbers: list[int]) -> int:
+        lease = pool.lease()
+        found = [block for n in numbers if (block := pool.find((bytes([n]), 0))) is not None]
+        pool.adopt(lease, found)
+        for block, number in zip(pool.extend(lease, len(numbers) - len(found)), numbers[len(found) :], strict=True):
+            pool.publish(lease, block, (bytes([number]), 0))
+        pool.release(lease)
+        return len(found)
+
+    ask([0, 1])
+    ask(list(range(10, 30)))  # two reuses apart, so that policies with ghosts believe in them
+    for _ in range(3):
+        ask([0, 1])
+    for first in range(100, 190, 9):
+        ask(list(range(first, first + 9)))
+    assert ask([0, 1]) == 2
+
 
 _KEY: BlockKey = (b"key", 0)
 
