@@ -155,6 +155,12 @@ class BlockPool:
         self._remember_key(block, key)
         self._cached.add(block, key)
 
+    def forget(self, block: int) -> None:
+        """Make a held block unfindable: its content turned out not to be what its key says. Its holders keep it."""
+        if self._references[block] == 0:
+            raise ValueError(f"block {block} is held by no lease; forget it before releasing")
+        self._forget_key(block)
+
     def give_back(self, lease: BlockLease, blocks: Iterable[int]) -> None:
         """Release some blocks of a lease, which stays open, the last one first. All or nothing."""
         self._require_live(lease)
