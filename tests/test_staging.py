@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import engine.staging
 from engine.host_placement import StagingConfig
 from engine.kv_cache import GroupRow, KVCache, copy_blocks
-from engine.runner import ModelRunner
 from engine.sequence import ScheduledSequence, Sequence, StepPlan
 from engine.tokenizer import Tokenizer
 from tests.exactness import FACTS, STORY, count_near_ties, hf_reference
@@ -251,12 +250,17 @@ def test_a_step_that_fails_leaves_no_copy_behind(
     assert stepper.generate(seq, 5) == plain_tokens(folders["llama"], PROMPTS[0], 5)
 
 
-def test_a_copy_that_fails_fails_the_step(stepper: StagedStepper, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["fetch", "write-back"])
+def test_a_copy_that_fails_fails_the_step(
+    stepper: StagedStepper, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     seq = staged(stepper, PROMPTS[0], (3,))
     stepper.generate(seq, 1)
 
-    def fail(*args: object) -> None:
-        raise OSError("the mapping is gone")
+    def fail(source: KVCache, sources: GroupRow, target: KVCache, targets: GroupRow) -> None:
+        if (target is stepper.host_cache) == (failing == "write-back"):
+            raise OSError("the mapping is gone")
+        copy_blocks(source, sources, target, targets)
 
     with monkeypatch.context() as patched:
         patched.setattr(engine.staging, "copy_blocks", fail)
@@ -358,7 +362,6 @@ def test_closing_ends_the_thread(folders: dict[str, Path]) -> None:
 
     before = copy_threads()
     runner, _ = staged_runner(folders["llama"], ring=None)
-    assert isinstance(runner, ModelRunner)
     assert copy_threads() == before + 1
     runner.close()
     assert copy_threads() == before
