@@ -21,7 +21,15 @@ from benchmarks.summary import Json
 from benchmarks.table import RESULTS, headline, write_table
 
 # Seconds after which a part is stopped: several times what it takes on two quiet cores.
-PARTS = {"transports": 240, "gateway": 180, "handoff": 300, "sampling": 300, "engine": 600, "cluster": 600}
+PARTS = {
+    "transports": 240,
+    "gateway": 180,
+    "handoff": 300,
+    "sampling": 300,
+    "engine": 600,
+    "cluster": 600,
+    "eviction": 180,
+}
 STOP_TIMEOUT_S = 60.0
 
 

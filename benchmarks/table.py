@@ -196,6 +196,19 @@ def _sampling(results: Report) -> str:
     return _table([*columns, "log-probability differs by, median / max"], rows)
 
 
+def _eviction(results: Report) -> str:
+    rows: list[list[object]] = [
+        [f"{value:.1%}" if isinstance(value, float) else value for value in row.values()] for row in results["rows"]
+    ]
+    table = _table(["blocks found, of all: capacity", *list(results["rows"][0])[1:]], rows)
+    costs = ", ".join(f"{name} {_spread(cost)}" for name, cost in results["us_per_block"].items())
+    return (
+        f"{table}\nTrace {results['trace']}: {results['prompts']} prompts, {results['blocks']} full blocks; "
+        f"{results['distinct_blocks']} distinct blocks; kept for ever, {results['infinite_hit_rate']:.1%} are found. "
+        f"CPU of the whole pool per block asked for, us: {costs}.\n"
+    )
+
+
 def _transports(results: Report) -> str:
     names = list(results["rows"][0])
     return _table(["GB/s: " + names[0], *names[1:]], ([row[name] for name in names] for row in results["rows"]))
@@ -217,6 +230,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "gateway": _gateway,
     "sampling": _sampling,
     "transports": _transports,
+    "eviction": _eviction,
 }
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "engine": lambda results: {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]},
@@ -224,5 +238,6 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "handoff": _handoff_headline,
     "gateway": lambda results: {"cpu_us_per_token": results["whole_gateway"][1]["cpu_us_per_token"]["median"]},
     "sampling": lambda results: {"bf16_same_alone_and_batched": results["bfloat16"][0]["identical"]},
+    "eviction": lambda results: {"hit_rates at an eighth": results["rows"][3]},
     "transports": lambda results: {"largest_slab": results["rows"][-1]},
 }

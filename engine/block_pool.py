@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.eviction import DEFAULT_EVICTION, EvictionPolicy, eviction_policy
 from engine.eviction import BlockKey as BlockKey
-from engine.eviction import EvictionPolicy, Lru
 
 
 class OutOfBlocksError(Exception):
@@ -47,7 +47,7 @@ class BlockPool:
     """Free list, reference counts, generations and prefix keys of one tier's blocks.
 
     A block is in exactly one state: *free*; *held* by one or more leases; or *cached*: held by none, but found by its
-    prefix key until it is taken for something else, in the order of `eviction` (default: least recently used first).
+    prefix key until it is taken for something else, in the order of `eviction`.
 
     `generation(block)` grows each time a block is taken for new content, so a reference to old content can be told.
     """
@@ -70,7 +70,7 @@ class BlockPool:
         self._generations = [0] * num_blocks
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
-        self._cached = Lru() if eviction is None else eviction
+        self._cached = eviction_policy(DEFAULT_EVICTION, num_blocks) if eviction is None else eviction
         self._leases: dict[int, BlockLease] = {}
         self._next_lease_id = 1
         self._observers = list(observers)

@@ -255,9 +255,9 @@ def test_a_sequence_is_evicted_tail_first_and_column_by_column(name: EvictionNam
         assert sorted(taken) == sorted(blocks[column * layer_groups : (column + 1) * layer_groups])
 
 
-@pytest.mark.parametrize("name", [name for name in EVICTION_NAMES if name != "lru"])
+@pytest.mark.parametrize("name", [name for name in EVICTION_NAMES if name not in ("lru", "aged")])
 def test_what_is_read_again_outlives_a_flood_of_what_is_not(name: EvictionName) -> None:
-    """What every contender is for, and LRU cannot."""
+    """What these are for, and LRU cannot."""
     pool = BlockPool(20, eviction=eviction_policy(name, 20))
 
     def ask(numbers: list[int]) -> int:
@@ -411,3 +411,19 @@ def test_check_finds_damage(damage: str) -> None:
         pool._key_of[pool._free[0]] = _KEY
     with pytest.raises(AssertionError):
         pool.check()
+
+
+def test_what_was_reused_ages_half_as_fast() -> None:
+    """With ten blocks, LRU keeps one for nine releases."""
+    policy = eviction_policy("aged", 10)
+    for block in range(10):
+        policy.add(block, _KEY)
+    policy.use(0)
+    policy.add(0, _KEY)
+    lifetime = 0
+    while (victim := policy.evict()) != 0:
+        policy.add(victim, _KEY)
+        lifetime += 1
+    assert lifetime == 2 * 8 + 1  # the oldest of the nine others was released eight releases ago
+    policy.add(0, _KEY)  # other content by now, which is new again
+    assert [policy.evict() for _ in range(10)][-1] == 0
