@@ -5,31 +5,41 @@ What tests and benchmarks compare the cluster with, and the shortest way to use 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
-from decode_workers.scheduler import DecodeScheduler, Emission
-from engine.allocation import BlockAllocator
+from decode_workers.building import decode_scheduler
+from decode_workers.pacing import LayerKvConfig
+from decode_workers.scheduler import Emission
 from engine.loading import LoadedModel
 from engine.sequence import Sequence
+from engine.step_loop import StepRates
 
 
 class LocalEngine:
-    """Continuous batching with chunked prefill on one model. Add sequences at any time, then `step` until idle."""
+    """Continuous batching with chunked prefill on one model. Add sequences at any time, then `step` until idle.
 
-    def __init__(self, model: LoadedModel, *, max_num_seqs: int = 64, token_budget: int = 512) -> None:
+    `layerkv`: how sequences rest in the model's host memory, if it has some; None: they do not. `clock`: in seconds.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        max_num_seqs: int = 64,
+        token_budget: int = 512,
+        layerkv: LayerKvConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._runner = model.runner
-        allocator = BlockAllocator(
-            model.block_pool,
-            layer_groups=model.layout.num_layer_groups,
-            block_size=model.layout.block_size,
-            prefix_caching=model.prefix_caching,
-        )
-        self.scheduler = DecodeScheduler(
-            allocator,
+        self._clock = clock
+        self._rates = StepRates()
+        self.scheduler = decode_scheduler(
+            model,
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
-            max_model_len=model.max_model_len,
-            eos_token_ids=model.eos_token_ids,
+            layerkv=layerkv,
+            rates=lambda: self._rates,
         )
 
     def add(self, seq: Sequence) -> None:
@@ -37,10 +47,13 @@ class LocalEngine:
 
     def step(self) -> list[Emission]:
         """One step; empty when there was nothing to do."""
-        plan = self.scheduler.plan()
-        if not plan.items:
+        began = self._clock()
+        plan = self.scheduler.plan(began)
+        if not (plan.items or plan.copies):
             return []
-        return self.scheduler.finish_step(plan, self._runner.execute(plan))
+        output = self._runner.execute(plan)
+        self._rates.record(plan, max(self._clock() - began, 1e-9))
+        return self.scheduler.finish_step(plan, output)
 
     def run(self, seqs: Iterable[Sequence]) -> Iterator[Emission]:
         """Generate all of these to their ends, tokens as they come."""

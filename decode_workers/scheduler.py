@@ -1,7 +1,8 @@
 """What a decode worker computes in its next step: continuous batching with reservations, local prefill, preemption.
 
-A pure class: driven by calls, does no I/O, knows no clock. Every step advances all running sequences by one token; what
-the token budget leaves goes to sequences that must be computed here (placed locally, or preempted), in chunks.
+A pure class: driven by calls, does no I/O, and is told the time. Every step advances all running sequences by one
+token, or, where some of them rest in host memory, those whose turn it is; what the token budget leaves goes to
+sequences that must be computed here (placed locally, or preempted), in chunks.
 """
 
 from __future__ import annotations
@@ -10,8 +11,18 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
+from decode_workers.residency import Residency, Turn
 from engine.allocation import BlockAllocator
-from engine.sequence import SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
+from engine.sequence import (
+    BlockCopy,
+    SampledToken,
+    ScheduledSequence,
+    Sequence,
+    SequenceKey,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+)
 from engine.stopping import FinishReason, finish_reason
 
 
@@ -19,7 +30,7 @@ class DecodeState(Enum):
     RESERVED = "has blocks for its prompt; the KV is on its way from a prefill worker"
     WAITING = "has no blocks; to be computed here, from the first token or from where a prefix hit ends"
     PREFILLING = "has its blocks; chunks are being computed here"
-    RUNNING = "all KV but the newest token's is here; one more token each step"
+    RUNNING = "all KV but the newest token's is here, in one tier or another; one more token each step or turn"
 
 
 @dataclass(slots=True)
@@ -41,10 +52,10 @@ class Emission:
 
 
 class DecodeScheduler:
-    """Owns the sequences of one decode worker from reservation to their last token.
+    """Owns the sequences of one decode worker from reservation to their last token. `tiers`: also in host memory.
 
     The caller alternates `plan()` and `finish_step()`; everything else may come at any moment in between. Blocks that
-    the step in flight touches are never released before it is over.
+    the step in flight computes on or copies are never released before it is over.
     """
 
     def __init__(
@@ -55,9 +66,12 @@ class DecodeScheduler:
         token_budget: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        tiers: Residency | None = None,
     ) -> None:
         self._allocator = allocator
+        self._tiers = tiers
         self._max_num_seqs = max_num_seqs
+        self._max_in_flight = max_num_seqs if tiers is None else tiers.config.max_in_flight
         self._token_budget = token_budget
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
@@ -67,6 +81,7 @@ class DecodeScheduler:
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
         self._in_flight: set[SequenceKey] = set()
+        self._moving: list[Sequence] = []  # in the step in flight
         self.num_preemptions = 0
 
     def __contains__(self, key: SequenceKey) -> bool:
@@ -79,6 +94,11 @@ class DecodeScheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_paused(self) -> int:
+        """Of the running ones, those that rest in host memory at least in part and take turns."""
+        return sum(bool(seq.host_groups) for seq in self._running)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -97,11 +117,14 @@ class DecodeScheduler:
 
         Not while a preempted sequence waits for blocks: newcomers would starve it.
         """
-        return not self._waiting and len(self._entries) < self._max_num_seqs and self._has_headroom(num_tokens + 1)
+        has_place = not self._waiting and len(self._entries) < self._max_in_flight
+        return has_place and self._landing(num_tokens + 1) is not None
 
     def reserve(self, seq: Sequence) -> None:
         """Lease landing blocks for all tokens of `seq` and its next one. Ask `can_reserve` first."""
-        self._allocator.open(seq, use_cache=False)
+        host_groups = self._landing(seq.num_tokens + 1)
+        assert host_groups is not None, "reserve() without can_reserve()"
+        self._allocator.open(seq, use_cache=False, host_groups=host_groups)
         grown = self._allocator.grow(seq, seq.num_tokens + 1)
         assert grown, "reserve() without can_reserve()"
         self._entries[seq.key] = _Entry(seq, DecodeState.RESERVED)
@@ -112,8 +135,7 @@ class DecodeScheduler:
         assert entry.state is DecodeState.RESERVED, f"cannot renew a sequence that is {entry.state.name}"
         if not self._allocator.grow(entry.seq, seq.num_tokens + 1):
             return False
-        seq.lease, seq.block_table = entry.seq.lease, entry.seq.block_table
-        entry.seq.lease = entry.seq.block_table = None
+        self._allocator.pass_on(entry.seq, seq)
         del self._entries[key]
         self._entries[seq.key] = _Entry(seq, DecodeState.RESERVED)
         return True
@@ -137,7 +159,7 @@ class DecodeScheduler:
 
     def abandon_step(self) -> None:
         """The step in flight failed: nothing of it counts."""
-        for key in self._end_step():
+        for key in self._end_step(ok=False):
             self._remove(self._entries[key])
 
     def drop(self, key: SequenceKey) -> None:
@@ -150,28 +172,35 @@ class DecodeScheduler:
         else:
             self._remove(entry)
 
-    def plan(self) -> StepPlan:
-        """The next step: every running sequence's next token, then chunks of what must be computed here."""
-        items = [ScheduledSequence(seq, 1) for seq in self._make_room()]
-        budget = self._token_budget - len(items)
-        self._start_waiting(budget)
-        for seq in self._prefilling:
-            num_tokens = min(budget, seq.num_uncomputed)
-            if num_tokens <= 0:
-                break
-            items.append(ScheduledSequence(seq, num_tokens))
-            budget -= num_tokens
-        self._in_flight = {item.seq.key for item in items}
-        return StepPlan(tuple(items))
+    def plan(self, now: float = 0.0) -> StepPlan:
+        """The next step: running sequences' next tokens, then chunks of what must be computed here, then moves.
+
+        `now`: seconds on any clock that does not go back; only with `tiers` does it matter.
+        """
+        copies: list[BlockCopy] = []
+        ring_left = 0
+        if self._tiers is None:
+            ready = self._make_room()
+        else:
+            turn = self._take_turn(self._tiers, now)
+            ready, copies, self._moving, ring_left = turn.ready, turn.copies, turn.moving, turn.ring_left
+        items = [ScheduledSequence(seq, 1) for seq in ready]
+        budget = self._prefill_budget(self._token_budget - len(items), now)
+        copies += self._start_waiting(budget)
+        chunks = self._chunks(budget, ring_left)
+        if self._tiers is not None:
+            self._tiers.note_prefill(wanted=bool(self._prefilling or self._waiting), computed=bool(chunks))
+        items += chunks
+        self._in_flight = {item.seq.key for item in items} | {seq.key for seq in self._moving}
+        return StepPlan(tuple(items), tuple(copies))
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
         """Take a step's results in; finished sequences leave and their blocks are free."""
         emissions = []
-        doomed = self._end_step()
+        doomed = self._end_step(ok=True)
         for item, sampled, logprobs in zip(plan.items, output.sampled, output.prompt_logprobs, strict=True):
             entry = self._entries[item.seq.key]
             if item.seq.key in doomed:
-                self._remove(entry)
                 continue
             item.seq.num_computed += item.num_tokens
             self._allocator.publish(item.seq)
@@ -179,9 +208,18 @@ class DecodeScheduler:
                 self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
             if sampled is not None:
                 emissions.append(self._emit(entry, sampled))
+        for key in doomed:
+            self._remove(self._entries[key])
         return emissions
 
-    def _end_step(self) -> set[SequenceKey]:
+    def _end_step(self, *, ok: bool) -> set[SequenceKey]:
+        """Settles the moves; returns those that were dropped meanwhile."""
+        for seq in self._moving:
+            if not self._allocator.settle(seq, ok):  # its prefix did not come; its blocks are gone
+                self._prefilling.remove(seq)
+                self._entries[seq.key].state = DecodeState.WAITING
+                self._waiting.appendleft(seq)
+        self._moving = []
         doomed = {key for key in self._in_flight if self._entries[key].doomed}
         self._in_flight = set()
         return doomed
@@ -199,10 +237,46 @@ class DecodeScheduler:
             self._remove(entry)
         return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, prompt_logprobs)
 
-    def _has_headroom(self, num_tokens: int) -> bool:
-        """Whether a newcomer fits beside one more column for everyone who runs, so that it preempts nobody at once."""
+    def _landing(self, num_tokens: int) -> frozenset[int] | None:
+        """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now.
+
+        There is room beside one more column for everyone who runs, so that it preempts nobody at once.
+        """
+        if self._tiers is not None:
+            return self._tiers.landing(num_tokens, self._running)
         available = self._allocator.pool.num_available - len(self._running) * self._allocator.layer_groups
-        return self._allocator.num_blocks_for(num_tokens) <= available
+        return frozenset() if self._allocator.num_blocks_for(num_tokens) <= available else None
+
+    def _take_turn(self, tiers: Residency, now: float) -> Turn:
+        """A prompt that has waited for the ring too long has its columns before the decodes."""
+        kept = sum(map(self._staged_columns, self._prefilling)) if tiers.prefill_is_overdue else 0
+        limit = min(self._max_num_seqs, self._token_budget - bool(kept))
+        ring_columns = tiers.staging_columns - kept
+        turn = tiers.turn(self._running, now, limit=limit, ring_columns=ring_columns, preempt=self._preempt)
+        turn.ring_left += kept
+        return turn
+
+    def _staged_columns(self, seq: Sequence) -> int:
+        return self._allocator.num_columns_for(seq.num_tokens) if seq.host_groups else 0
+
+    def _prefill_budget(self, budget: int, now: float) -> int:
+        if self._tiers is None:
+            return budget
+        return self._tiers.prefill_budget(self._running, now, min(budget, self.num_uncomputed_tokens))
+
+    def _chunks(self, budget: int, ring_left: int) -> list[ScheduledSequence]:
+        chunks = []
+        for seq in self._prefilling:
+            num_tokens = min(budget, seq.num_uncomputed)
+            if num_tokens <= 0:
+                break
+            num_columns = self._staged_columns(seq)
+            if num_columns > ring_left:
+                continue
+            ring_left -= num_columns
+            budget -= num_tokens
+            chunks.append(ScheduledSequence(seq, num_tokens))
+        return chunks
 
     def _make_room(self) -> list[Sequence]:
         """The running sequences that can take their next token; preempts the youngest until the others can."""
@@ -227,24 +301,33 @@ class DecodeScheduler:
         self._entries[seq.key].state = DecodeState.WAITING
         self._waiting.appendleft(seq)
 
-    def _start_waiting(self, budget: int) -> None:
+    def _start_waiting(self, budget: int) -> list[BlockCopy]:
+        """Give blocks to waiting sequences, in order; returns the copies that their prefix hits need."""
+        copies: list[BlockCopy] = []
         planned = sum(seq.num_uncomputed for seq in self._prefilling)
-        while self._waiting and planned < budget and self.num_running < self._max_num_seqs:
+        while self._waiting and planned < budget and self.num_running < self._max_in_flight:
             seq = self._waiting[0]
-            if not self._has_headroom(seq.num_tokens):
-                break
-            self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs)
+            host_groups = self._landing(seq.num_tokens)
+            if host_groups is None or (host_groups and any(other.host_groups for other in self._prefilling)):
+                break  # one prompt at a time has the ring
+            wanted = self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs, host_groups=host_groups)
             grown = self._allocator.grow(seq, seq.num_tokens)
             assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
             self._waiting.popleft()
             self._entries[seq.key].state = DecodeState.PREFILLING
             self._prefilling.append(seq)
             planned += seq.num_uncomputed
+            if wanted:
+                self._moving.append(seq)
+                copies += wanted
+        return copies
 
     def _remove(self, entry: _Entry) -> None:
         seq = entry.seq
         del self._entries[seq.key]
         self._prompt_logprobs.pop(seq.key, None)
+        if self._tiers is not None:
+            self._tiers.pacer.forget(seq.key)
         if entry.state is DecodeState.WAITING:
             self._waiting.remove(seq)
             return

@@ -10,19 +10,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from decode_workers.scheduler import DecodeScheduler, DecodeState
-from engine.allocation import BlockAllocator
+from decode_workers.building import decode_scheduler
+from decode_workers.pacing import LayerKvConfig
+from decode_workers.pending import PendingReserves
+from decode_workers.scheduler import DecodeState
+from engine.kv_cache import GroupRow, KVCache
 from engine.loading import LoadedModel
 from engine.sequence import SequenceKey, StepOutput, StepPlan
 from engine.step_loop import StepLoop
-from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import (
     Cancel,
@@ -48,7 +46,7 @@ class DecodeWorkerConfig:
     """`token_budget` bounds a step's decodes and local prefill chunks together.
 
     A reservation that does not fit waits up to `reserve_wait_s` for room; one whose prefill is not heard of for
-    `lease_ttl_s` lapses.
+    `lease_ttl_s` lapses. `layerkv`: how sequences rest in host memory too; None: on the device only.
     """
 
     host: str = "127.0.0.1"
@@ -59,13 +57,7 @@ class DecodeWorkerConfig:
     lease_ttl_s: float = 30.0
     heartbeat_s: float = 0.5
     drain_s: float = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingReserve:
-    gateway: GatewayId
-    request: RequestSpec
-    deadline: float
+    layerkv: LayerKvConfig | None = None
 
 
 class DecodeWorker:
@@ -84,22 +76,15 @@ class DecodeWorker:
         self._identity = identity
         self._transport = transport
         self._locate_scheduler = locate_scheduler
-        allocator = BlockAllocator(
-            model.block_pool,
-            layer_groups=model.layout.num_layer_groups,
-            block_size=model.layout.block_size,
-            prefix_caching=model.prefix_caching,
-        )
-        self._scheduler = DecodeScheduler(
-            allocator,
+        self._scheduler = decode_scheduler(
+            model,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
-            max_model_len=model.max_model_len,
-            eos_token_ids=model.eos_token_ids,
+            layerkv=config.layerkv,
+            rates=lambda: self._steps.rates,
         )
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._key_of_lease: dict[int, SequenceKey] = {}
-        self._pending: deque[_PendingReserve] = deque()
         self._num_snapshots = 0
         self._draining = False
         self._drained = asyncio.Event()
@@ -107,12 +92,17 @@ class DecodeWorker:
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
         self._thread = LoopThread("kv")
-        self._pending_timer = DeadlineTimer(self._try_pending)
+        self._pending = PendingReserves(
+            wait_s=self._config.reserve_wait_s,
+            fits=lambda request: self._scheduler.can_reserve(request.num_tokens),
+            grant=self._grant,
+            refuse=self._refuse_for_room,
+        )
         self._receiver = KvReceiver(
-            self._model.kv_cache,
+            self._model.layout,
             self._transport,
             self._thread,
-            row_of=self._row_of,
+            target_of=self._target_of,
             on_admit=self._on_admit,
             on_release=self._on_lease_ended,
             on_failed=self._on_handoff_failed,
@@ -120,9 +110,7 @@ class DecodeWorker:
         await self._receiver.start(
             epoch=self._model.block_pool.epoch, worker_id=self._identity.worker_id, ttl_s=self._config.lease_ttl_s
         )
-        self._steps = StepLoop(
-            self._model.runner, plan=self._scheduler.plan, finish=self._finish, failed=self._step_failed
-        )
+        self._steps = StepLoop(self._model.runner, plan=self._plan, finish=self._finish, failed=self._step_failed)
         self._port = GatewayPort(self._identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
         endpoint = await self._port.start(self._config.host)
         self.info: WorkerInfo = worker_info(self._model, self._identity, "decode", endpoint)
@@ -153,6 +141,8 @@ class DecodeWorker:
             num_leases=self._model.block_pool.num_leases,
             prefill_tokens_per_s=self._steps.rates.prefill_tokens_per_s,
             decode_step_s=self._steps.rates.decode_step_s,
+            num_paused=self._scheduler.num_paused,
+            host_blocks_available=0 if self._model.host_pool is None else self._model.host_pool.num_available,
         )
 
     async def drain(self, timeout_s: float) -> None:
@@ -168,7 +158,7 @@ class DecodeWorker:
         await self._port.close("the decode worker stops")
         await self._steps.stop()
         self._receiver.stop()
-        self._pending_timer.stop()
+        self._pending.stop()
         await self._thread.run(self._transport.close())
         self._thread.stop()
 
@@ -210,12 +200,7 @@ class DecodeWorker:
         if self._renew(gateway, request):
             return
         self._cancel(request.request_id, request.attempt)
-        if self._pending or not self._scheduler.can_reserve(request.num_tokens):
-            deadline = time.monotonic() + self._config.reserve_wait_s
-            self._pending.append(_PendingReserve(gateway, request, deadline))
-            self._try_pending()
-        else:
-            self._grant(gateway, request)
+        self._pending.add(gateway, request)
 
     def _renew(self, gateway: GatewayId, request: RequestSpec) -> bool:
         if not self._receiver.holds(request.request_id):
@@ -243,21 +228,9 @@ class DecodeWorker:
         ticket = self._receiver.reserve(request, seq.lease.lease_id)
         self._port.post(gateway, Reserved(attempt=request.attempt, ticket=ticket))
 
-    def _try_pending(self) -> None:
-        """Grant waiting reservations in order while they fit; refuse those whose time is up."""
-        now = time.monotonic()
-        while self._pending:
-            head = self._pending[0]
-            if self._scheduler.can_reserve(head.request.num_tokens):
-                self._pending.popleft()
-                self._grant(head.gateway, head.request)
-            elif head.deadline <= now:
-                self._pending.popleft()
-                reason = f"no room for its KV within {self._config.reserve_wait_s:g} s"
-                self._port.refuse(head.gateway, head.request, reason, self._config.reserve_wait_s)
-            else:
-                break
-        self._pending_timer.arm(self._pending[0].deadline if self._pending else None)
+    def _refuse_for_room(self, gateway: GatewayId, request: RequestSpec) -> None:
+        reason = f"no room for its KV within {self._config.reserve_wait_s:g} s"
+        self._port.refuse(gateway, request, reason, self._config.reserve_wait_s)
 
     def _start_local(self, gateway: GatewayId, request: RequestSpec) -> None:
         self._cancel(request.request_id, request.attempt)
@@ -268,16 +241,14 @@ class DecodeWorker:
 
     def _on_gateway_lost(self, gateway: GatewayId) -> None:
         # First what waits: room that a cancelled request leaves must not go to another one that nobody waits for.
-        self._pending = deque(pending for pending in self._pending if pending.gateway != gateway)
+        self._pending.forget(gateway)
         for request_id, attempt in [key for key, owner in self._gateway_of.items() if owner == gateway]:
             self._cancel(request_id, attempt)
         self._on_room()
 
     def _cancel(self, request_id: str, attempt: int) -> None:
         """End every attempt up to this one, whatever state it is in."""
-        self._pending = deque(
-            p for p in self._pending if not (p.request.request_id == request_id and p.request.attempt <= attempt)
-        )
+        self._pending.cancel(request_id, attempt)
         for key in [key for key in self._gateway_of if key[0] == request_id and key[1] <= attempt]:
             del self._gateway_of[key]
             if self._scheduler.state(key) is DecodeState.RESERVED:
@@ -288,18 +259,21 @@ class DecodeWorker:
 
     def _on_room(self) -> None:
         """Something left. What waits for its blocks or its turn may come in, also when no step is going on."""
-        self._try_pending()
+        self._pending.retry()
         self._note_if_drained()
         self._steps.wake()
 
     # --- hand-offs ---
 
-    def _row_of(self, lease_id: int, layer: int) -> npt.NDArray[np.int32]:
+    def _target_of(self, lease_id: int, layer: int) -> tuple[KVCache, GroupRow]:
         seq = self._scheduler.sequence(self._key_of_lease[lease_id])
         assert seq is not None
-        assert seq.block_table is not None
-        row: npt.NDArray[np.int32] = seq.block_table.view[layer // self._model.layout.layers_per_group]
-        return row
+        group = layer // self._model.layout.layers_per_group
+        on_host = group in seq.host_groups
+        cache, table = (self._model.host_cache, seq.host_table) if on_host else (self._model.kv_cache, seq.block_table)
+        assert cache is not None
+        assert table is not None
+        return cache, table.view[group]
 
     def _on_admit(self, request_id: str, attempt: int, first_token: int) -> None:
         key = (request_id, attempt)
@@ -324,6 +298,9 @@ class DecodeWorker:
             self._drained.set()
 
     # --- steps ---
+
+    def _plan(self) -> StepPlan:
+        return self._scheduler.plan(time.monotonic())
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         for emission in self._scheduler.finish_step(plan, output):

@@ -37,7 +37,7 @@ class StepRates:
     def record(self, plan: StepPlan, duration_s: float) -> None:
         if plan.num_tokens > 4 * len(plan.items):
             self.prefill_tokens_per_s = self._smooth(self.prefill_tokens_per_s, plan.num_tokens / duration_s)
-        elif plan.num_tokens == len(plan.items):
+        elif plan.items and plan.num_tokens == len(plan.items):
             self.decode_step_s = self._smooth(self.decode_step_s, duration_s)
 
     def prefill_s(self, num_tokens: int) -> float:
@@ -100,7 +100,7 @@ class StepLoop:
         while True:
             self._wake.clear()
             plan = self._plan()
-            if plan.items:
+            if plan.items or plan.copies:
                 await self._step(plan)
             else:
                 await self._wake.wait()

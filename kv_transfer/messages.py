@@ -316,6 +316,8 @@ class WorkerSnapshot:
     num_leases: Count
     prefill_tokens_per_s: NonNegative  # measured; 0 until known
     decode_step_s: NonNegative  # measured; 0 until known
+    num_paused: Count = 0  # of the running, those that take turns because they rest in host memory
+    host_blocks_available: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
-from engine.kv_cache import KVCache
+from engine.kv_cache import GroupRow, KVCache, KVLayout
 from kv_transfer.copying import land_slab
 from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
@@ -38,7 +35,7 @@ logger = logging.getLogger(__name__)
 class KvReceiver:
     """Receives sequences into leased blocks. All public methods belong to the main loop.
 
-    `row_of(lease_id, layer)`: the block-table row to copy that layer into.
+    `target_of(lease_id, layer)`: the cache, of whichever tier, and the block-table row to copy that layer into.
     `on_admit(request_id, attempt, first_token)`: KV verified; the lease is the scheduler's again.
     `on_release(lease_id)`: the reservation ended otherwise; called once, never together with `on_admit`.
     `on_failed(request_id, attempt, reason, retryable)`: why, for the gateway.
@@ -46,19 +43,19 @@ class KvReceiver:
 
     def __init__(
         self,
-        kv_cache: KVCache,
+        layout: KVLayout,
         transport: Transport,
         thread: LoopThread,
         *,
-        row_of: Callable[[int, int], npt.NDArray[np.int32]],
+        target_of: Callable[[int, int], tuple[KVCache, GroupRow]],
         on_admit: Callable[[str, int, int], None],
         on_release: Callable[[int], None],
         on_failed: Callable[[str, int, str, bool], None],
     ) -> None:
-        self._kv_cache = kv_cache
+        self._layout = layout
         self._transport = transport
         self._thread = thread
-        self._row_of = row_of
+        self._target_of = target_of
         self._on_admit = on_admit
         self._on_release = on_release
         self._on_failed = on_failed
@@ -75,7 +72,7 @@ class KvReceiver:
         endpoint = await self._thread.run(self._transport.listen(self._serve_link))
         self._machine = HandoffReceiver(
             epoch=epoch,
-            num_layers=self._kv_cache.layout.num_layers,
+            num_layers=self._layout.num_layers,
             worker_id=worker_id,
             endpoint=endpoint,
             ttl_s=ttl_s,
@@ -127,8 +124,8 @@ class KvReceiver:
         for action in actions:
             match action:
                 case Copy():
-                    row = self._row_of(action.lease_id, action.header.layer)
-                    self._thread.call(self._land, action.delivery_id, action.header, row)
+                    cache, row = self._target_of(action.lease_id, action.header.layer)
+                    self._thread.call(self._land, action.delivery_id, action.header, cache, row)
                 case Drop():
                     self._thread.call(self._drop, action.delivery_id)
                 case Send():
@@ -172,13 +169,11 @@ class KvReceiver:
             self._deliveries[delivery_id] = delivery
         self._report(self._on_message, link_id, message, delivery_id)
 
-    def _land(self, delivery_id: int, header: SlabHeader, row: npt.NDArray[np.int32]) -> None:
+    def _land(self, delivery_id: int, header: SlabHeader, kv_cache: KVCache, row: GroupRow) -> None:
         delivery = self._deliveries.pop(delivery_id)
         assert delivery.payload is not None
         try:
-            digest = land_slab(
-                self._kv_cache, row, header.layer, header.token_start, header.num_tokens, delivery.payload
-            )
+            digest = land_slab(kv_cache, row, header.layer, header.token_start, header.num_tokens, delivery.payload)
         except (ValueError, RuntimeError) as error:  # the payload is not of the size that the header says
             self._report(self._on_copy_failed, delivery_id, str(error))
         else:

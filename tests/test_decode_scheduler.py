@@ -54,12 +54,15 @@ class Story:
 
 
 class DecodeMachine(RuleBasedStateMachine):
+    patience = 4  # steps for each token that is left, at most
+
     def __init__(self) -> None:
         super().__init__()
         self.stories: dict[SequenceKey, Story] = {}
         self.plan: StepPlan | None = None
         self.cancelled_in_flight: set[SequenceKey] = set()
         self.num_requests = 0
+        self.now = 0.0
 
     @initialize(layer_groups=st.integers(1, 2), columns=st.integers(MAX_MODEL_LEN // BLOCK_SIZE, 12))
     def set_out(self, layer_groups: int, columns: int) -> None:
@@ -121,9 +124,12 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(which=some)
     def drop(self, which: int) -> None:
         key = self._pick(list(self.stories.values()), which).seq.key
-        if self.plan is not None and any(item.seq.key == key for item in self.plan.items):
-            self.cancelled_in_flight.add(key)
         self.scheduler.drop(key)
+        in_step = self.plan is not None and any(item.seq.key == key for item in self.plan.items)
+        assert key in self.scheduler if in_step else True
+        if key in self.scheduler:
+            assert self.plan is not None, "nothing is in flight, so it can go at once"
+            self.cancelled_in_flight.add(key)
         self.scheduler.drop(("never heard of", 0))
         del self.stories[key]
 
@@ -132,12 +138,13 @@ class DecodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule()
     def begin_step(self) -> None:
-        plan = self.scheduler.plan()
+        self.now += 0.03
+        plan = self.scheduler.plan(self.now)
         keys = [item.seq.key for item in plan.items]
         assert len(set(keys)) == len(keys) and set(keys) <= self.stories.keys(), "a sequence that is not there"
         assert plan.num_tokens <= TOKEN_BUDGET
         assert not any(self.scheduler.state(key) is DecodeState.RESERVED for key in keys)
-        if not plan.items:
+        if not (plan.items or plan.copies):
             assert self._reserved() or not self.stories, "there is work, and nothing is done"
             return
         self.plan = plan
@@ -190,7 +197,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.scheduler.drop(story.seq.key)
             del self.stories[story.seq.key]
         num_left = sum(len(s.seq.prompt_token_ids) + s.seq.params.max_tokens for s in self.stories.values())
-        for _ in range(4 * num_left + 8):
+        for _ in range(self.patience * num_left + 8):
             if self.plan is not None:
                 self.finish_step()
             self.begin_step()

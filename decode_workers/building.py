@@ -1,0 +1,61 @@
+"""Puts a decode scheduler together for a loaded model: only wires."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from decode_workers.pacing import LayerKvConfig, Speeds
+from decode_workers.residency import Residency
+from decode_workers.scheduler import DecodeScheduler
+from engine.allocation import BlockAllocator
+from engine.loading import LoadedModel
+from engine.step_loop import StepRates
+
+
+def decode_scheduler(
+    model: LoadedModel,
+    *,
+    max_num_seqs: int,
+    token_budget: int,
+    layerkv: LayerKvConfig | None,
+    rates: Callable[[], StepRates],
+) -> DecodeScheduler:
+    """Sequences rest in host memory only if `layerkv` says how and the model has a host pool and a staging ring."""
+    allocator = BlockAllocator(
+        model.block_pool,
+        layer_groups=model.layout.num_layer_groups,
+        block_size=model.layout.block_size,
+        prefix_caching=model.prefix_caching,
+        host_pool=model.host_pool,
+    )
+    return DecodeScheduler(
+        allocator,
+        max_num_seqs=max_num_seqs,
+        token_budget=token_budget,
+        max_model_len=model.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        tiers=_residency(model, allocator, layerkv, rates),
+    )
+
+
+def _residency(
+    model: LoadedModel, allocator: BlockAllocator, layerkv: LayerKvConfig | None, rates: Callable[[], StepRates]
+) -> Residency | None:
+    if layerkv is None or model.host_pool is None or not model.staging_columns:
+        return None
+
+    def speeds() -> Speeds:
+        stats = model.runner.transfer_stats
+        return Speeds(
+            prefill_tokens_per_s=rates().prefill_tokens_per_s,
+            decode_step_s=rates().decode_step_s,
+            host_bytes_per_s=0.0 if stats is None else stats.host_bytes_per_s,
+        )
+
+    return Residency(
+        allocator,
+        layerkv,
+        staging_columns=model.staging_columns,
+        block_bytes=model.layout.block_bytes,
+        speeds=speeds,
+    )

@@ -1,0 +1,238 @@
+"""Which sequences decode in a step, and which layer groups move between device and host memory meanwhile.
+
+A pure class over the allocator. Sequences take turns by slack, least first: those in host memory while their columns
+fit the staging ring and their bytes fit the time that others can spare. A sequence that waits loses slack, so each has
+its turn. Knows nothing of requests, hand-offs or emissions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from decode_workers.pacing import LayerKvConfig, Pacer, Speeds
+from engine.allocation import BlockAllocator
+from engine.sequence import BlockCopy, Sequence
+
+_MAX_STEP_TARGETS = 2.0  # no step spends more than so many token times on fetching, whatever the slack
+
+
+@dataclass(slots=True)
+class Turn:
+    """A step's decodes, all with room for their next token, and its moves."""
+
+    ring_left: int  # columns of the staging ring
+    ready: list[Sequence] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    moving: list[Sequence] = field(default_factory=list)
+
+    def move(self, seq: Sequence, copies: tuple[BlockCopy, ...]) -> None:
+        self.moving.append(seq)
+        self.copies += copies
+
+
+class Residency:
+    """Decides where sequences rest. `staging_columns` is what the ring holds, `block_bytes` what one block has."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        config: LayerKvConfig,
+        *,
+        staging_columns: int,
+        block_bytes: int,
+        speeds: Callable[[], Speeds],
+    ) -> None:
+        assert allocator.host_pool is not None, "without host memory there is nothing to decide"
+        assert staging_columns > 0, "without a staging ring nothing in host memory can be computed"
+        self.config = config
+        self.staging_columns = staging_columns
+        self.pacer = Pacer(config.tpot_target_s)
+        self._allocator = allocator
+        self._host_pool = allocator.host_pool
+        self._block_bytes = block_bytes
+        self._speeds = speeds
+        self._steps_without_prefill = 0
+        self.num_offloads = 0
+        self.num_restores = 0
+
+    # --- where a newcomer goes ---
+
+    def landing(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:
+        """The host groups of a newcomer of so many tokens: none, if the device has room beside everyone's growth; all,
+        if the host has; None if neither."""
+        outgrown = any(self._outgrown(seq) for seq in running)  # they have been waiting for the device
+        if not outgrown and self._allocator.num_blocks_for(num_tokens) <= self._spare(running):
+            return frozenset()
+        groups = self._allocator.all_groups
+        grown = num_tokens + self.config.growth_tokens
+        needed = self._allocator.num_host_blocks_for(grown, groups)
+        longest = self.staging_columns * self._allocator.block_size
+        if num_tokens <= longest and needed <= self._host_pool.num_available:
+            return groups
+        alone = self._host_pool.num_held == 0 and num_tokens <= longest
+        fits = self._allocator.num_host_blocks_for(num_tokens, groups) <= self._host_pool.num_available
+        return groups if alone and fits else None
+
+    # --- a step ---
+
+    def turn(
+        self, running: list[Sequence], now: float, *, limit: int, ring_columns: int, preempt: Callable[[Sequence], None]
+    ) -> Turn:
+        """At most `limit` decodes with `ring_columns` of the ring, and moves for later steps.
+
+        `preempt` is called for sequences whose KV is to be computed again: where that is cheaper than moving it, or
+        where nothing could go on. It takes them out of `running`.
+        """
+        self.pacer.follow(running, now)
+        turn = self._attempt(running, now, limit, ring_columns, preempt)
+        while running and not (turn.ready or turn.moving) and ring_columns == self.staging_columns:
+            preempt(max(running, key=lambda seq: self.pacer.slack_s(seq, now)))
+            turn = self._attempt(running, now, limit, ring_columns, preempt)
+        return turn
+
+    def prefill_budget(self, running: list[Sequence], now: float, wanted: int) -> int:
+        """Of `wanted` prompt tokens, those that may be computed beside the running sequences now."""
+        speeds = self._speeds()
+        if wanted <= 0 or self.prefill_is_overdue or not speeds.prefill_tokens_per_s:
+            return wanted
+        spare_s = self.pacer.prefill_allowance_s(running, now, speeds.decode_step_s)
+        return wanted if wanted / speeds.prefill_tokens_per_s <= spare_s else 0
+
+    @property
+    def prefill_is_overdue(self) -> bool:
+        return self._steps_without_prefill >= self.config.max_steps_without_prefill
+
+    def note_prefill(self, *, wanted: bool, computed: bool) -> None:
+        """What the step that was planned does for prompts that are to be computed here."""
+        self._steps_without_prefill = self._steps_without_prefill + 1 if wanted and not computed else 0
+
+    def _attempt(
+        self,
+        running: list[Sequence],
+        now: float,
+        limit: int,
+        ring_columns: int,
+        preempt: Callable[[Sequence], None],
+    ) -> Turn:
+        turn = Turn(ring_columns)
+        queue = sorted(running, key=lambda seq: self.pacer.slack_s(seq, now))
+        stalled = self._take_turns(turn, queue, now, limit)
+        self._make_headroom(turn, queue, stalled, preempt)
+        if not turn.moving:
+            self._restore(turn, queue)
+        return turn
+
+    def _take_turns(self, turn: Turn, queue: list[Sequence], now: float, limit: int) -> list[Sequence]:
+        """Fill `ready`; returns those for whose next token a pool lacks blocks."""
+        stalled = []
+        bytes_left = self._fetch_budget(queue, now)
+        any_staged = False
+        for seq in queue:
+            if len(turn.ready) >= limit:
+                break
+            if seq.host_groups:
+                columns = self._allocator.num_columns_for(seq.num_tokens)
+                num_bytes = columns * len(seq.host_groups) * self._block_bytes
+                # The first one goes however little time there is: nobody waits for ever.
+                if columns > turn.ring_left or (any_staged and num_bytes > bytes_left):
+                    continue
+            if not self._allocator.grow(seq, seq.num_tokens):
+                stalled.append(seq)
+                continue
+            if seq.host_groups:
+                any_staged = True
+                turn.ring_left -= columns
+                bytes_left -= num_bytes
+            turn.ready.append(seq)
+        return stalled
+
+    def _fetch_budget(self, queue: list[Sequence], now: float) -> float:
+        """Bytes that may be fetched from host memory while the device-resident sequences keep to their schedules."""
+        target_s = self.config.tpot_target_s
+        slacks = [self.pacer.slack_s(seq, now) for seq in queue if not seq.host_groups]
+        allowed_s = min(max(target_s + min(slacks, default=target_s), 0.0), _MAX_STEP_TARGETS * target_s)
+        return allowed_s * self._speeds().host_bytes_per_s
+
+    def _make_headroom(
+        self, turn: Turn, queue: list[Sequence], stalled: list[Sequence], preempt: Callable[[Sequence], None]
+    ) -> None:
+        """Offload those furthest ahead, ahead of time: until everyone's next column on the device is there."""
+        shortage = -self._spare(queue)
+        victims = [seq for seq in reversed(queue) if self._num_device_groups(seq) and not self._outgrown(seq)]
+        if not stalled and len(victims) < 2:
+            return  # alone, and nothing lacks yet
+        for seq in victims:
+            if shortage <= 0:
+                return
+            shortage -= self._free_device_blocks(turn, seq, shortage, preempt)
+
+    def _free_device_blocks(self, turn: Turn, seq: Sequence, shortage: int, preempt: Callable[[Sequence], None]) -> int:
+        """Blocks that the next step will have; 0 if the host has no room for them."""
+        assert seq.block_table is not None
+        columns = seq.block_table.num_columns
+        if columns > self.staging_columns:
+            return 0
+        on_device = sorted(self._allocator.all_groups - seq.host_groups)
+        # Every other group first: the fetches of a step then alternate with groups that need none.
+        half = on_device[1::2] if len(on_device) > 1 and not seq.host_groups else on_device
+        groups = half if columns * len(half) >= shortage else on_device
+        if self._recomputing_is_cheaper(seq, len(groups)):
+            freed = columns * len(on_device)
+            self._drop_turn(turn, seq)
+            preempt(seq)
+            return freed
+        if columns * len(groups) + self._allocator.layer_groups > self._host_pool.num_available:
+            return 0  # not even its next column would have room
+        copies = self._allocator.begin_offload(seq, frozenset(groups))
+        if copies is None:
+            return 0
+        self.num_offloads += 1
+        self._drop_turn(turn, seq)
+        turn.move(seq, copies)
+        return columns * len(groups)
+
+    def _drop_turn(self, turn: Turn, seq: Sequence) -> None:
+        if seq in turn.ready:
+            turn.ready.remove(seq)
+            if seq.host_groups:
+                turn.ring_left += self._allocator.num_columns_for(seq.num_tokens)
+
+    def _recomputing_is_cheaper(self, seq: Sequence, num_groups: int) -> bool:
+        """Against moving the groups out and back again, by the measured rates."""
+        speeds = self._speeds()
+        if not (speeds.prefill_tokens_per_s and speeds.host_bytes_per_s):
+            return False
+        num_bytes = 2 * self._allocator.num_columns_for(seq.num_computed) * num_groups * self._block_bytes
+        return seq.num_computed / speeds.prefill_tokens_per_s < num_bytes / speeds.host_bytes_per_s
+
+    def _restore(self, turn: Turn, queue: list[Sequence]) -> None:
+        """Bring as many groups of one sequence back as the device has blocks for: of one that the ring cannot hold, or
+        else of the one with the least slack."""
+        staged = sorted((seq for seq in queue if seq.host_groups), key=lambda seq: not self._outgrown(seq))
+        if not staged:
+            return
+        seq = staged[0]
+        assert seq.block_table is not None
+        # Two columns for everyone stay free, so that what is restored need not leave again at once.
+        room = self._allocator.pool.num_available
+        if not self._outgrown(seq):
+            room -= 2 * self._allocator.layer_groups * len(queue)
+        num_groups = min(len(seq.host_groups), room // max(seq.block_table.num_columns, 1))
+        if num_groups <= 0:
+            return
+        copies = self._allocator.begin_restore(seq, frozenset(sorted(seq.host_groups)[:num_groups]))
+        if copies is not None:
+            self.num_restores += 1
+            turn.move(seq, copies)
+
+    def _outgrown(self, seq: Sequence) -> bool:
+        """Its KV is in host memory, and the ring is too small to compute it from there."""
+        return bool(seq.host_groups) and self._allocator.num_columns_for(seq.num_tokens) > self.staging_columns
+
+    def _num_device_groups(self, seq: Sequence) -> int:
+        return self._allocator.layer_groups - len(seq.host_groups)
+
+    def _spare(self, running: list[Sequence]) -> int:
+        """Device blocks beside one more column for everyone."""
+        return self._allocator.pool.num_available - sum(map(self._num_device_groups, running))
