@@ -199,6 +199,17 @@ def test_use_is_noted_on_disk_once_a_minute(tmp_path: Path) -> None:
         assert file.stat().st_mtime == 5
 
 
+def test_a_new_file_in_a_slot_is_noted_by_itself(tmp_path: Path) -> None:
+    with opened(tmp_path, 1) as tier:
+        store(tier, 1)
+        load(tier, 1)
+        store(tier, 2)
+        (file,) = files(tier)
+        os.utime(file, (5, 5))
+        load(tier, 2)
+        assert file.stat().st_mtime > 5
+
+
 def test_a_smaller_budget_keeps_the_newest(tmp_path: Path) -> None:
     with opened(tmp_path, 8) as tier:
         store(tier, *range(8))
@@ -321,6 +332,18 @@ def test_a_folder_that_cannot_be_made_is_said_at_the_start(tmp_path: Path) -> No
         DiskTier(tmp_path / "file", FORM, limits(3))
 
 
+def test_a_folder_that_cannot_be_listed_is_said_and_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fail)
+        with pytest.raises(DiskTierError, match="Remove that folder"):
+            DiskTier(tmp_path / "kv", FORM, limits(3))
+    with opened(tmp_path / "kv") as tier:
+        assert tier.path.name == "worker-000"
+
+
 def test_repeated_write_errors_stop_writing_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with opened(tmp_path, pause=WritePause(max_errors=3, pause_s=30, clock=clock)) as tier:
@@ -338,6 +361,32 @@ def test_repeated_write_errors_stop_writing_for_a_while(tmp_path: Path, monkeypa
         store(tier, 2)
         assert load(tier, 2) == [True]
         assert (tier.counters().write_errors, tier.counters().dropped_paused) == (4, 2)
+
+
+def test_a_write_that_succeeds_makes_earlier_errors_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, pause=WritePause(max_errors=3)) as tier:
+        for first in (0, 10, 20):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwrite", full_disk)
+                store(tier, first, first + 1)
+            store(tier, first + 2)
+        assert tier.counters().dropped_paused == 0
+
+
+def test_a_file_system_that_became_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with opened(tmp_path, 2) as tier:
+        store(tier, 1, 2)
+        with monkeypatch.context() as patch:
+            for name in ("rename", "pwrite", "unlink", "utime", "ftruncate"):
+                patch.setattr(os, name, refuse)
+            store(tier, 3)
+            assert load(tier, 2) == [True]
+        store(tier, 4)
+        assert load(tier, 2, 3, 4) == [True, False, True]
+        assert len(files(tier)) == 2
 
 
 def full_disk(fd: int, data: memoryview, offset: int) -> int:
@@ -426,7 +475,9 @@ def test_closing_gives_back_what_is_queued(tmp_path: Path, monkeypatch: pytest.M
     threading.Timer(0.05, disk.go_on.set).start()
     tier.close()
     assert done == [0, 1, 2]
+    assert present(tier, range(3)) == []
     assert load(tier, 0) == [False]
+    assert tier.counters().lost == 0
     assert not tier.store(hash_of(9), blocks_of(9), lambda: done.append(9))
     tier.close()
     with opened(tmp_path) as again:
