@@ -34,6 +34,7 @@ CONNECT_TIMEOUT_S = 5.0
 @dataclass(frozen=True, slots=True)
 class _SlabJob:
     action: SendSlab
+    kv_cache: KVCache  # where the layer rests
     group_row: npt.NDArray[np.int32]
 
 
@@ -104,7 +105,7 @@ class _Peer:
         try:
             slab = await link.acquire(action.num_tokens * self._owner.kv_cache.layout.bytes_per_token_layer)
             digest = fill_slab(
-                self._owner.kv_cache, job.group_row, action.layer, action.token_start, action.num_tokens, slab.view
+                job.kv_cache, job.group_row, action.layer, action.token_start, action.num_tokens, slab.view
             )
             await link.send(action.header(digest), slab)
         except BaseException as error:  # also when cancelled: whatever ends the job must end the read of its blocks
@@ -117,7 +118,7 @@ class _Peer:
 
 
 class KvSender:
-    """Hands computed sequences over. All methods belong to the main loop.
+    """Hands computed sequences over, each layer from the tier that it rests in. All methods belong to the main loop.
 
     `on_release(key)`: the sequence's blocks are no longer read and may be freed; called once per `begin`.
     `on_failed(key, reason, retryable)`: the hand-off came to nothing; `on_release` still follows or went before.
@@ -130,12 +131,14 @@ class KvSender:
         transport: Transport,
         thread: LoopThread,
         *,
+        host_cache: KVCache | None = None,
         max_slab_bytes: int,
         on_release: Callable[[SequenceKey], None],
         on_failed: Callable[[SequenceKey, str, bool], None],
         on_verified: Callable[[HandoffTimeline], None] = ignore_timeline,
     ) -> None:
         self.kv_cache = kv_cache
+        self._host_cache = host_cache
         self.transport = transport
         self._thread = thread
         self._machine = HandoffSender()
@@ -162,7 +165,7 @@ class KvSender:
         self._do(self._machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=now))
 
     def layer_ready(self, key: SequenceKey, layer: int, token_start: int, num_tokens: int) -> None:
-        """The KV of tokens [token_start, token_start + num_tokens) of `layer` stands in the cache."""
+        """The KV of tokens [token_start, token_start + num_tokens) of `layer` stands where the layer rests."""
         if key not in self._sequences:
             return
         for start in range(token_start, token_start + num_tokens, self._max_slab_tokens):
@@ -219,10 +222,7 @@ class KvSender:
         for action in actions:
             match action:
                 case SendSlab():
-                    seq = self._sequences[action.request_id, action.attempt]
-                    assert seq.block_table is not None
-                    row = seq.block_table.view[action.layer // self.kv_cache.layout.layers_per_group]
-                    self._enqueue(action.worker_id, _SlabJob(action, row))
+                    self._enqueue(action.worker_id, self._job(action))
                 case Send():
                     self._enqueue(action.peer_id, action.message)
                 case ReleaseSource():
@@ -233,6 +233,15 @@ class KvSender:
                 case Fail():
                     self._on_failed((action.request_id, action.attempt), action.reason, action.retryable)
         self._timer.arm(self._machine.next_deadline())
+
+    def _job(self, action: SendSlab) -> _SlabJob:
+        seq = self._sequences[action.request_id, action.attempt]
+        group = action.layer // self.kv_cache.layout.layers_per_group
+        on_host = group in seq.host_groups
+        cache, table = (self._host_cache, seq.host_table) if on_host else (self.kv_cache, seq.block_table)
+        assert cache is not None
+        assert table is not None
+        return _SlabJob(action, cache, table.view[group])
 
     def _enqueue(self, worker_id: str, job: _SlabJob | Message) -> None:
         peer = self._peers.get(worker_id)

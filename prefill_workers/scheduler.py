@@ -1,23 +1,30 @@
 """Which chunks of which prompts a prefill worker computes in its next step.
 
 A pure class: driven by calls, does no I/O, knows no clock. First come, first served; a long prompt is cut into chunks
-under the token budget, and what the budget leaves goes to the next prompt in the same step.
+under the token budget, and what the budget leaves goes to the next prompt in the same step. Only a prompt whose prefix
+is being loaded lets others pass.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from engine.allocation import BlockAllocator
-from engine.sequence import SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan
+from engine.sequence import BlockCopy, SampledToken, Sequence, SequenceKey, StepOutput, StepPlan
+from prefill_workers.step_filling import StepFilling
+
+Room = tuple[int, int, int]
+"""Blocks available on the device and in host memory, and columns of the staging ring."""
 
 
 class PrefillState(Enum):
+    LOADING = "accepted; its prefix is being brought into host memory"
     WAITING = "accepted; has no blocks yet"
     RUNNING = "has its blocks; chunks are being computed"
     HANDING_OVER = "computed; the blocks are held until decode has verified them"
+    BROKEN = "its prefix was lost in a failed step; the blocks are held until nobody reads them"
 
 
 @dataclass(slots=True)
@@ -27,21 +34,39 @@ class _Entry:
     doomed: bool = False  # to be released when the step in flight is over
 
 
+def _device_only(seq: Sequence) -> frozenset[int]:
+    return frozenset()
+
+
 class PrefillScheduler:
     """Owns the sequences of one prefill worker from acceptance until their blocks are released.
 
     The caller alternates `plan()` and `finish_step()`; everything else may come at any moment in between. Blocks that
     the step in flight touches are never released before it is over.
+
+    `host_groups(seq)`: which layer groups of a prompt may rest in host memory when the device lacks blocks for all;
+    none where a step can stage no columns of them.
     """
 
-    def __init__(self, allocator: BlockAllocator, *, token_budget: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        token_budget: int,
+        max_waiting: int,
+        staging_columns: int = 0,
+        host_groups: Callable[[Sequence], frozenset[int]] = _device_only,
+    ) -> None:
         self._allocator = allocator
         self._token_budget = token_budget
         self._max_waiting = max_waiting
+        self._staging_columns = staging_columns
+        self._host_groups = host_groups
         self._entries: dict[SequenceKey, _Entry] = {}
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: dict[SequenceKey, _Entry] = {}  # in order of arrival; also those that load
         self._running: list[Sequence] = []
         self._in_flight: set[SequenceKey] = set()
+        self._lacking: tuple[SequenceKey, Room] | None = None  # who found too little, and how much there was
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._entries
@@ -57,7 +82,8 @@ class PrefillScheduler:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Work that was accepted and not done."""
-        return sum(seq.num_uncomputed for seq in (*self._waiting, *self._running))
+        waiting = sum(entry.seq.num_uncomputed for entry in self._waiting.values())
+        return waiting + sum(seq.num_uncomputed for seq in self._running)
 
     def can_add(self) -> bool:
         return len(self._waiting) < self._max_waiting
@@ -66,24 +92,27 @@ class PrefillScheduler:
         entry = self._entries.get(key)
         return None if entry is None else entry.seq
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: Sequence, *, loading: bool = False) -> None:
+        """`loading`: it keeps its place in the queue, but enters only after `loaded`."""
         assert seq.key not in self._entries, f"request {seq.request_id} is here already"
-        self._entries[seq.key] = _Entry(seq, PrefillState.WAITING)
-        self._waiting.append(seq)
+        entry = _Entry(seq, PrefillState.LOADING if loading else PrefillState.WAITING)
+        self._entries[seq.key] = self._waiting[seq.key] = entry
+
+    def loaded(self, key: SequenceKey) -> None:
+        """Its prefix is in host memory, or is to be computed after all. Unknown ids are fine."""
+        entry = self._waiting.get(key)
+        if entry is not None:
+            entry.state = PrefillState.WAITING
 
     def plan(self) -> tuple[StepPlan, list[Sequence]]:
         """The next step, and the sequences that enter with it (their prefix hits are known now)."""
-        admitted = self._admit()
-        items: list[ScheduledSequence] = []
-        budget = self._token_budget
+        step = StepFilling(self._allocator, token_budget=self._token_budget, staging_columns=self._staging_columns)
         for seq in self._running:
-            num_tokens = min(budget, seq.num_uncomputed)
-            if num_tokens == 0:
-                break
-            items.append(ScheduledSequence(seq, num_tokens))
-            budget -= num_tokens
-        self._in_flight = {item.seq.key for item in items}
-        return StepPlan(tuple(items)), admitted
+            step.add(seq)
+        admitted = self._admit(step)
+        plan = step.plan()
+        self._in_flight = {item.seq.key for item in plan.items}
+        return plan, admitted
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[tuple[Sequence, SampledToken]]:
         """Take a step's results in; returns the first tokens of the sequences that are now computed."""
@@ -94,6 +123,7 @@ class PrefillScheduler:
             if item.seq.key in doomed:
                 self._drop(entry)
                 continue
+            self._allocator.settle(item.seq, ok=True)
             item.seq.num_computed += item.num_tokens
             self._allocator.publish(item.seq)
             if sampled is not None:
@@ -103,9 +133,15 @@ class PrefillScheduler:
         return first_tokens
 
     def abandon_step(self) -> None:
-        """The step in flight failed: nothing of it counts."""
+        """The step in flight failed: nothing of it counts. What had a prefix to be copied in it cannot go on."""
+        in_flight = self._in_flight
         for key in self._end_step():
             self._drop(self._entries[key])
+        for key in in_flight & self._entries.keys():
+            entry = self._entries[key]
+            if self._allocator.is_moving(entry.seq):
+                entry.state = PrefillState.BROKEN
+                self._running.remove(entry.seq)
 
     def release(self, key: SequenceKey) -> None:
         """Forget a sequence and free its blocks, at once or when the step in flight is over. Unknown ids are fine."""
@@ -122,28 +158,61 @@ class PrefillScheduler:
         self._in_flight = set()
         return doomed
 
-    def _admit(self) -> list[Sequence]:
+    def _admit(self, step: StepFilling) -> list[Sequence]:
         """Give blocks to waiting sequences, in order, while the running ones leave token budget."""
         admitted = []
-        planned = sum(seq.num_uncomputed for seq in self._running)
-        while self._waiting and planned < self._token_budget:
-            seq = self._waiting[0]
-            self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs)
-            if not self._allocator.grow(seq, seq.num_tokens):
-                self._allocator.release(seq)
-                seq.num_cached = 0
+        for entry in [entry for entry in self._waiting.values() if entry.state is PrefillState.WAITING]:
+            if step.is_full:
                 break
-            self._waiting.popleft()
-            self._entries[seq.key].state = PrefillState.RUNNING
-            self._running.append(seq)
-            admitted.append(seq)
-            planned += seq.num_uncomputed
+            copies = self._open(entry.seq, step.columns_left)
+            if copies is None:
+                break
+            del self._waiting[entry.seq.key]
+            entry.state = PrefillState.RUNNING
+            self._running.append(entry.seq)
+            admitted.append(entry.seq)
+            step.add(entry.seq, copies)
         return admitted
+
+    def _open(self, seq: Sequence, columns_left: int) -> tuple[BlockCopy, ...] | None:
+        """Blocks on the device, else split over both tiers; None and nothing taken if there are too few."""
+        room = self._room(columns_left)
+        lacking, then = self._lacking or (None, room)
+        if lacking == seq.key and all(now <= before for now, before in zip(room, then, strict=True)):
+            return None
+        copies = self._try(seq, frozenset()) if self._may_fit_device(seq) else None
+        if copies is None and self._allocator.num_columns_for(seq.num_tokens) <= columns_left:
+            host_groups = self._host_groups(seq)
+            copies = self._try(seq, host_groups) if host_groups else None
+        self._lacking = None if copies is not None else (seq.key, room)
+        return copies
+
+    def _may_fit_device(self, seq: Sequence) -> bool:
+        """False where opening it there would only evict what the prefix cache holds."""
+        pool, num_found = self._allocator.pool, 0
+        if self._allocator.prefix_caching:
+            hashes = self._allocator.hashes(seq, (seq.num_tokens - 1) // self._allocator.block_size)
+            keys = ((digest, group) for digest in hashes for group in range(self._allocator.layer_groups))
+            num_found = sum(pool.find(key) is not None for key in keys)
+        return self._allocator.num_blocks_for(seq.num_tokens) - num_found <= pool.num_available
+
+    def _try(self, seq: Sequence, host_groups: frozenset[int]) -> tuple[BlockCopy, ...] | None:
+        copies = self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs, host_groups=host_groups)
+        if self._allocator.grow(seq, seq.num_tokens):
+            return copies
+        self._allocator.release(seq)
+        seq.num_cached = 0
+        return None
+
+    def _room(self, columns_left: int) -> Room:
+        host_pool = self._allocator.host_pool
+        on_host = 0 if host_pool is None else host_pool.num_available
+        return self._allocator.pool.num_available, on_host, columns_left
 
     def _drop(self, entry: _Entry) -> None:
         del self._entries[entry.seq.key]
-        if entry.state is PrefillState.WAITING:
-            self._waiting.remove(entry.seq)
+        if entry.state in (PrefillState.WAITING, PrefillState.LOADING):
+            del self._waiting[entry.seq.key]
             return
         if entry.state is PrefillState.RUNNING:
             self._running.remove(entry.seq)

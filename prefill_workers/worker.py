@@ -17,6 +17,7 @@ from engine.loading import LoadedModel
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
 from engine.step_loop import StepLoop
 from engine.stopping import finish_reason
+from kv_transfer.block_events import BlockEventLog
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import (
     Cancel,
@@ -29,9 +30,12 @@ from kv_transfer.messages import (
 )
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.sending import KvSender
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.timeline import HandoffTimeline, ignore_timeline
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
+from prefill_workers.placement import host_placement
+from prefill_workers.prefix_loading import PrefixLoading
 from prefill_workers.scheduler import PrefillScheduler
 
 logger = logging.getLogger(__name__)
@@ -50,7 +54,10 @@ class PrefillWorkerConfig:
 
 
 class PrefillWorker:
-    """Accepts `Start` with a ticket; answers with the first token, or `Refused`, or a failure."""
+    """Accepts `Start` with a ticket; answers with the first token, or `Refused`, or a failure.
+
+    `lower_tiers` and `events` are of the model's own pools. The tiers are closed by who made them, after `stop`.
+    """
 
     def __init__(
         self,
@@ -60,6 +67,8 @@ class PrefillWorker:
         transport: Transport,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         on_handed_over: Callable[[HandoffTimeline], None] = ignore_timeline,
+        lower_tiers: PrefixTiers | None = None,
+        events: BlockEventLog | None = None,
     ) -> None:
         self._model = model
         self._config = config
@@ -67,20 +76,32 @@ class PrefillWorker:
         self._transport = transport
         self._locate_scheduler = locate_scheduler
         self._on_handed_over = on_handed_over
+        self._events = events
         self._allocator = BlockAllocator(
             model.block_pool,
             layer_groups=model.layout.num_layer_groups,
             block_size=model.layout.block_size,
             prefix_caching=model.prefix_caching,
+            host_pool=model.host_pool,
         )
+        self._prefix = PrefixLoading(lower_tiers, self._allocator, prefill_s=self._prefill_s, on_over=self._on_prefix)
+        placement = host_placement(model, self._allocator, config.chunk_tokens, self._prefill_s)
         self._scheduler = PrefillScheduler(
-            self._allocator, token_budget=config.chunk_tokens, max_waiting=config.max_waiting
+            self._allocator,
+            token_budget=config.chunk_tokens,
+            max_waiting=config.max_waiting,
+            staging_columns=model.staging_columns,
+            host_groups=placement.host_groups,
         )
+        self._streamed: frozenset[SequenceKey] = frozenset()  # of the step in flight: hits that are copied in it
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
         self._num_snapshots = 0
         self._draining = False
         self._drained = asyncio.Event()
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        return self._steps.rates.prefill_s(num_tokens)
 
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
@@ -90,6 +111,7 @@ class PrefillWorker:
             self._model.kv_cache,
             self._transport,
             self._thread,
+            host_cache=self._model.host_cache,
             max_slab_bytes=self._config.max_slab_bytes,
             on_release=self._on_release,
             on_failed=self._fail,
@@ -107,6 +129,7 @@ class PrefillWorker:
             locate_scheduler=self._locate_scheduler,
             snapshot=self.snapshot,
             period_s=self._config.heartbeat_s,
+            events=self._events,
         )
         self._steps.start()
         self._registration.start()
@@ -142,6 +165,7 @@ class PrefillWorker:
         await self._registration.stop()
         await self._port.close("the prefill worker stops")
         await self._steps.stop()
+        self._prefix.close()
         self._sender.stop()
         await self._thread.run(self._transport.close())
         self._thread.stop()
@@ -175,7 +199,7 @@ class PrefillWorker:
             return
         seq = sequence_of(request)
         self._gateway_of[key] = gateway
-        self._scheduler.add(seq)
+        self._scheduler.add(seq, loading=self._prefix.begin(seq))
         self._sender.begin(ticket, seq)
         self._steps.wake()
 
@@ -191,19 +215,31 @@ class PrefillWorker:
 
     def _plan(self) -> StepPlan:
         plan, admitted = self._scheduler.plan()
-        for seq in admitted:
-            if seq.num_cached:
+        hits = [seq for seq in admitted if seq.num_cached]
+        self._streamed = frozenset(seq.key for seq in hits if self._allocator.is_moving(seq))
+        for seq in hits:
+            if seq.key not in self._streamed:
                 self._announce_hit(seq)
         return plan
 
     def _announce_hit(self, seq: Sequence) -> None:
-        """What the prefix cache holds goes out before anything is computed."""
+        """What stands in the prefix cache already goes out before anything is computed."""
         for layer in range(self._model.layout.num_layers):
             self._sender.layer_ready(seq.key, layer, 0, seq.num_cached)
 
+    def _on_prefix(self, key: SequenceKey) -> None:
+        self._scheduler.loaded(key)
+        self._steps.wake()
+
     def _on_layer(self, plan: StepPlan, layer: int) -> None:
-        """In the compute thread: `num_computed` cannot change while the step is in flight, later it will."""
-        ready = [(item.seq.key, item.seq.num_computed, item.num_tokens) for item in plan.items]
+        """Not on the main loop: `num_computed` cannot change while the step is in flight, later it will.
+
+        A hit that the step copies to the device is ready with the tokens that follow it.
+        """
+        ready = []
+        for item in plan.items:
+            start = 0 if item.seq.key in self._streamed else item.seq.num_computed
+            ready.append((item.seq.key, start, item.seq.num_computed + item.num_tokens - start))
         self._loop.call_soon_threadsafe(self._layer_ready, layer, ready)
 
     def _layer_ready(self, layer: int, ready: list[tuple[SequenceKey, int, int]]) -> None:
@@ -214,7 +250,11 @@ class PrefillWorker:
         for item, logprobs in zip(plan.items, output.prompt_logprobs, strict=True):
             if logprobs and item.seq.wants_prompt_logprobs and item.seq.key in self._gateway_of:
                 self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
-        for seq, sampled in self._scheduler.finish_step(plan, output):
+        published = {item.seq: item.seq.num_published for item in plan.items}
+        first_tokens = self._scheduler.finish_step(plan, output)
+        for seq, before in published.items():
+            self._prefix.published(seq, before)
+        for seq, sampled in first_tokens:
             if seq.key in self._gateway_of:
                 self._first_token(seq, sampled)
         self._port.flush()
@@ -249,6 +289,7 @@ class PrefillWorker:
     def _on_release(self, key: SequenceKey) -> None:
         self._gateway_of.pop(key, None)
         self._prompt_logprobs.pop(key, None)
+        self._prefix.cancel(key)
         self._scheduler.release(key)
         self._steps.wake()
         self._note_if_drained()

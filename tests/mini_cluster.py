@@ -20,6 +20,9 @@ from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import StepOutput, StepPlan
 from kv_transfer.messages import Endpoint, RequestSpec, TokenEvent
+from kv_transfer.tiers.memory import TierMemory
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.tiers.sources import ColumnSink, ColumnSource
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity
 from kv_transfer.worker_port import worker_identity
@@ -41,6 +44,8 @@ class MiniClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
+    prefill_sources: tuple[ColumnSource, ...] = ()  # below the prefill workers' host memory, if they have any
+    prefill_sink: ColumnSink | None = None
 
 
 class MiniCluster:
@@ -52,6 +57,7 @@ class MiniCluster:
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []
         self.models: list[LoadedModel] = []
+        self._tiers: list[PrefixTiers] = []
 
     @property
     def workers(self) -> list[PrefillWorker | DecodeWorker]:
@@ -85,7 +91,12 @@ class MiniCluster:
         model = self._load(self.config.prefill_engine)
         identity = self._worker_identity(model, "prefill")
         worker = PrefillWorker(
-            model, self.config.prefill, identity, self.config.transfer.open(identity, "127.0.0.1"), self._locate
+            model,
+            self.config.prefill,
+            identity,
+            self.config.transfer.open(identity, "127.0.0.1"),
+            self._locate,
+            lower_tiers=self._prefix_tiers(model),
         )
         await worker.start()
         self.prefills.append(worker)
@@ -114,6 +125,8 @@ class MiniCluster:
         await self.orchestrator.stop()
         for worker in self.workers:
             await worker.stop()
+        for tiers in self._tiers:
+            await tiers.close()
         await self.scheduler.stop()
 
     async def generate(
@@ -138,13 +151,24 @@ class MiniCluster:
         await eventually(lambda: not self._held(), timeout_s, "blocks are still held")
         for model in self.models:
             model.block_pool.check_idle()
+            if model.host_pool is not None:
+                model.host_pool.check_idle()
         for worker in self.workers:
             assert not worker._gateway_of, f"{worker.info.worker_id} still lists {list(worker._gateway_of)}"
             assert worker._scheduler.num_running == worker._scheduler.num_waiting == 0
         assert not any(decode._pending or decode._key_of_lease for decode in self.decodes)
 
     def _held(self) -> int:
-        return sum(model.block_pool.num_leases for model in self.models)
+        pools = [pool for model in self.models for pool in (model.block_pool, model.host_pool)]
+        return sum(pool.num_leases for pool in pools if pool is not None)
+
+    def _prefix_tiers(self, model: LoadedModel) -> PrefixTiers | None:
+        if model.host_cache is None or model.host_pool is None:
+            return None
+        device, host = TierMemory(model.kv_cache, model.block_pool), TierMemory(model.host_cache, model.host_pool)
+        tiers = PrefixTiers(device, host, sources=self.config.prefill_sources, sink=self.config.prefill_sink)
+        self._tiers.append(tiers)
+        return tiers
 
     def _identity(self, worker_id: str) -> Identity:
         return Identity(worker_id=worker_id, node_id="node", secret=self._secret, compatibility={})

@@ -1,0 +1,40 @@
+"""One step as it is filled: chunks under the token budget, host-resident sequences under the staging ring's columns."""
+
+from __future__ import annotations
+
+from engine.allocation import BlockAllocator
+from engine.sequence import BlockCopy, ScheduledSequence, Sequence, StepPlan
+
+
+class StepFilling:
+    """Sequences are offered in order; each gets what the ones before it have left."""
+
+    def __init__(self, allocator: BlockAllocator, *, token_budget: int, staging_columns: int) -> None:
+        self._allocator = allocator
+        self._tokens_left = token_budget
+        self._columns_left = staging_columns
+        self._items: list[ScheduledSequence] = []
+        self._copies: list[BlockCopy] = []
+
+    @property
+    def is_full(self) -> bool:
+        return self._tokens_left == 0
+
+    @property
+    def columns_left(self) -> int:
+        """Of the staging ring."""
+        return self._columns_left
+
+    def add(self, seq: Sequence, copies: tuple[BlockCopy, ...] = ()) -> None:
+        """Its next chunk, or nothing where that does not fit."""
+        num_tokens = min(self._tokens_left, seq.num_uncomputed)
+        staged = self._allocator.num_columns_for(seq.num_computed + num_tokens) if seq.host_groups else 0
+        if num_tokens == 0 or staged > self._columns_left:
+            return
+        self._items.append(ScheduledSequence(seq, num_tokens))
+        self._copies += copies
+        self._tokens_left -= num_tokens
+        self._columns_left -= staged
+
+    def plan(self) -> StepPlan:
+        return StepPlan(tuple(self._items), tuple(self._copies))
