@@ -109,15 +109,18 @@ class AgedLru:
         self._used.add(block)
 
     def evict(self) -> int:
-        if self._reused and self._slowdown * self._age(self._new) < self._age(self._reused):
+        if self._reused and self._reused_is_next():
             block, _ = self._reused.popitem(last=False)
             self._used.remove(block)
             return block
         return self._new.popitem(last=False)[0]
 
-    def _age(self, queue: OrderedDict[int, int]) -> int:
-        """Of its oldest block; below any real one if it has none."""
-        return self._clock - next(iter(queue.values())) if queue else -1
+    def _reused_is_next(self) -> bool:
+        """Whether the oldest reused block is more than `slowdown` times as old as the oldest new one."""
+        if not self._new:
+            return True
+        reused_at, new_at = next(iter(self._reused.values())), next(iter(self._new.values()))
+        return self._clock - reused_at > self._slowdown * (self._clock - new_at)
 
     def __len__(self) -> int:
         return len(self._new) + len(self._reused)
