@@ -187,6 +187,15 @@ def test_least_recently_used_goes_first_after_a_restart_too(tmp_path: Path) -> N
         assert present(tier, [1, 2, 3, 4]) == [1, 3, 4]
 
 
+def test_being_found_at_the_start_does_not_count_as_use(tmp_path: Path) -> None:
+    """Else what lies there would outlive what comes anew under policies that favour what was used again."""
+    with opened(tmp_path, 4) as tier:
+        store(tier, 1, 2)
+    with opened(tmp_path, 4) as tier:
+        store(tier, 3, 4, 5, 6)
+        assert present(tier, range(9)) == [3, 4, 5, 6]
+
+
 def test_use_is_noted_on_disk_once_a_minute(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         store(tier, 1)

@@ -27,12 +27,7 @@ class DiskSlots:
         self._pool = BlockPool(num_slots, eviction=eviction, observers=observers)
         self._closed = False
         self._changed = threading.Condition()
-        for slot, prefix_hash in sorted(restored):
-            self._pool.restore(slot, (prefix_hash, 0))
-        # A lease lets go of its last block first: that puts them into the order in which they were used.
-        lease = self._pool.lease()
-        self._pool.adopt(lease, [slot for slot, _ in reversed(restored)])
-        self._pool.release(lease)
+        self._restore(restored)
 
     def find(self, prefix_hash: bytes) -> int | None:
         with self._changed:
@@ -85,6 +80,19 @@ class DiskSlots:
     def check_idle(self) -> None:
         with self._changed:
             self._pool.check_idle()
+
+    def _restore(self, restored: Sequence[tuple[int, bytes]]) -> None:
+        """Slots are given back last one first, so the pool hears of them in the order in which they were used.
+
+        `BlockPool.restore` would have to look for each of them among all free ones.
+        """
+        lease = self._pool.lease(self._pool.num_blocks)
+        for slot, prefix_hash in restored:
+            self._pool.publish(lease, slot, (prefix_hash, 0))
+        newest_first = [slot for slot, _ in reversed(restored)]
+        vacant = set(lease.blocks).difference(newest_first)
+        self._pool.give_back(lease, newest_first + sorted(vacant, reverse=True))
+        self._pool.release(lease)
 
     def _release(self, lease: BlockLease) -> None:
         with self._changed:
