@@ -19,8 +19,9 @@ from decode_workers.pending import PendingReserves
 from decode_workers.scheduler import DecodeState
 from engine.kv_cache import GroupRow, KVCache
 from engine.loading import LoadedModel
-from engine.sequence import SequenceKey, StepOutput, StepPlan
+from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.step_loop import StepLoop
+from kv_transfer.block_events import BlockEventLog
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import (
     Cancel,
@@ -35,6 +36,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.receiving import KvReceiver
 from kv_transfer.requests import sequence_of, token_event
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
 
@@ -61,7 +63,11 @@ class DecodeWorkerConfig:
 
 
 class DecodeWorker:
-    """Accepts `Reserve` (KV will come) and `Start` (compute it here); answers with tokens, `Refused`, or a failure."""
+    """Accepts `Reserve` (KV will come) and `Start` (compute it here); answers with tokens, `Refused`, or a failure.
+
+    `lower_tiers` and `events` are of the model's own pools. The tiers are their maker's to close, after the worker's
+    stop.
+    """
 
     def __init__(
         self,
@@ -70,12 +76,17 @@ class DecodeWorker:
         identity: Identity,
         transport: Transport,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        *,
+        lower_tiers: PrefixTiers | None = None,
+        events: BlockEventLog | None = None,
     ) -> None:
         self._model = model
         self._config = config
         self._identity = identity
         self._transport = transport
         self._locate_scheduler = locate_scheduler
+        self._lower_tiers = lower_tiers
+        self._events = events
         self._scheduler = decode_scheduler(
             model,
             max_num_seqs=config.max_num_seqs,
@@ -120,6 +131,7 @@ class DecodeWorker:
             locate_scheduler=self._locate_scheduler,
             snapshot=self.snapshot,
             period_s=self._config.heartbeat_s,
+            events=self._events,
         )
         self._steps.start()
         self._registration.start()
@@ -282,6 +294,7 @@ class DecodeWorker:
         assert seq.lease is not None
         del self._key_of_lease[seq.lease.lease_id]  # no copy will ask for it any more
         self._scheduler.admit(key, first_token)
+        self._pass_on_published({seq: 0})
         self._steps.wake()
 
     def _on_lease_ended(self, lease_id: int) -> None:
@@ -303,7 +316,10 @@ class DecodeWorker:
         return self._scheduler.plan(time.monotonic())
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
-        for emission in self._scheduler.finish_step(plan, output):
+        published = {item.seq: item.seq.num_published for item in plan.items}
+        emissions = self._scheduler.finish_step(plan, output)
+        self._pass_on_published(published)
+        for emission in emissions:
             seq = emission.seq
             first = emission.index == seq.num_prior_output
             event = token_event(
@@ -321,6 +337,14 @@ class DecodeWorker:
                 self._gateway_of.pop(seq.key, None)
         self._port.flush()
         self._on_room()
+
+    def _pass_on_published(self, before: dict[Sequence, int]) -> None:
+        """To the lower tiers: the columns that became findable, unless their sequence is gone."""
+        if self._lower_tiers is None:
+            return
+        for seq, num_before in before.items():
+            if seq.prefix is not None and seq.num_published > num_before:
+                self._lower_tiers.stored(seq.prefix.hashes[num_before : seq.num_published])
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         self._scheduler.abandon_step()
