@@ -26,8 +26,10 @@ from cluster.scheduler_server import SchedulerServer
 from cluster.settings import AutoscalingSettings, LegatoConfig, PoolSettings
 from cluster.translate import (
     decode_engine,
+    decode_tiers,
     decode_worker,
     prefill_engine,
+    prefill_tiers,
     prefill_worker,
     transfer_config,
 )
@@ -59,12 +61,24 @@ def build_application(config: LegatoConfig) -> Application:
         prefill = pool_deployment(PrefillDeployment, "PrefillWorker", config.prefill, config.prefill.replicas)
         pools.append(
             prefill.bind(
-                prefill_engine(config), prefill_worker(config, host), transfer_config(config), secret, scheduler
+                prefill_engine(config),
+                prefill_worker(config, host),
+                prefill_tiers(config),
+                transfer_config(config),
+                secret,
+                scheduler,
             )
         )
     decode = pool_deployment(DecodeDeployment, "DecodeWorker", config.decode, config.decode.replicas)
     pools.append(
-        decode.bind(decode_engine(config), decode_worker(config, host), transfer_config(config), secret, scheduler)
+        decode.bind(
+            decode_engine(config),
+            decode_worker(config, host),
+            decode_tiers(config),
+            transfer_config(config),
+            secret,
+            scheduler,
+        )
     )
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,

@@ -1,4 +1,4 @@
-"""Types of single settings: sizes that people write as "2GiB", and KV memory as a size or as a number of blocks.
+"""Types of single settings: sizes that people write as "2GiB", budgets also as "25%", KV memory also in blocks.
 
 Knows how to read and print them, not where they are used.
 """
@@ -9,11 +9,14 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
+
+from kv_transfer.tiers.tiers_config import Budget
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)\s*")
+_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _BLOCKS: Final = re.compile(r"\s*(\d+)\s*blocks?\s*")
 
 
@@ -36,6 +39,30 @@ def format_size(num_bytes: int) -> str:
 
 
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+
+
+def parse_budget(value: object) -> Budget:
+    """From bytes, a text such as "2GiB", or a share such as "25%". Raises ValueError with the accepted forms."""
+    if isinstance(value, Budget):
+        return value
+    if isinstance(value, str) and (match := _SHARE.fullmatch(value)):
+        return Budget(share=float(match[1]) / 100)
+    try:
+        return Budget(num_bytes=parse_size(value))
+    except ValueError as error:
+        raise ValueError(f"{error} (or a share of what the machine has, such as 25%)") from error
+
+
+def format_budget(budget: Budget) -> str:
+    return f"{100 * (budget.share or 0.0):g}%" if budget.num_bytes is None else format_size(budget.num_bytes)
+
+
+BudgetField = Annotated[
+    Budget,
+    PlainValidator(parse_budget),
+    PlainSerializer(format_budget),
+    WithJsonSchema({"type": ["string", "integer"]}),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from cluster.config_fields import KvMemory, SizeBytes
+from cluster.config_fields import BudgetField, KvMemory, SizeBytes
+from kv_transfer.tiers.tiers_config import Budget
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -60,15 +61,76 @@ class KvPoolSettings(Settings):
         KvMemory(num_bytes=2**30),
         description="KV cache of one worker: bytes, a text such as 2GiB, or a number of blocks such as 4096 blocks.",
     )
+    host_memory: BudgetField = Field(
+        Budget(num_bytes=2**30),
+        description="Host memory of one worker's KV, on top: bytes, a size, or a share of the machine's memory such as"
+        " 20%; 0: no host tier.",
+    )
+    staging: SizeBytes = Field(
+        64 * 2**20,
+        description="Device memory, on top, through which layers that rest in host memory pass while they compute:"
+        " bounds what one step can fetch.",
+    )
+
+    @property
+    def has_host_memory(self) -> bool:
+        return self.host_memory.num_bytes != 0
+
+
+class DiskSettings(Settings):
+    path: str = Field(
+        min_length=1, description="Folder on each node; survives restarts. Each worker takes a subfolder."
+    )
+    budget: BudgetField = Field(
+        Budget(num_bytes=10 * 2**30), description="Most that one worker keeps there: a size, or a share of the disk."
+    )
+    sync: bool = Field(
+        False,
+        description="Wait for the disk to confirm each block; without, a crash of the machine may lose the newest.",
+    )
+
+    @field_validator("budget")
+    @classmethod
+    def _check_budget(cls, budget: Budget) -> Budget:
+        if budget.num_bytes == 0:
+            raise ValueError("a disk tier of 0 bytes keeps nothing; leave kv.disk out instead")
+        return budget
 
 
 class KvSettings(Settings):
-    layers_per_group: int | None = Field(
-        None, ge=1, description="Layers that share a block; empty: all layers in one group."
+    layerkv: Literal["auto", "off"] = Field(
+        "auto",
+        description="`auto`: layers of a sequence may rest in host memory wherever a worker has some, so that requests"
+        " do not queue for device KV; `off`: a sequence is computed on the device only.",
     )
+    layers_per_group: int | None = Field(
+        None,
+        ge=1,
+        description="Layers that share a block; empty: 6 to 12 groups where LayerKV is on, else all layers in one.",
+    )
+    ring_groups: int = Field(
+        2, ge=1, description="Layer groups that `staging` is cut into; 2 fetches one while another computes."
+    )
+    host_folder: str = Field(
+        "/dev/shm", min_length=1, description="Where host memory lies as files: a file system in memory."
+    )
+    disk: DiskSettings | None = Field(None, description="Keep the KV of prompts on disk as well; empty: no disk tier.")
     prefix_cache: bool = Field(True, description="Reuse the KV of prompts that begin alike.")
     prefill: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each prefill worker.")
     decode: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each decode worker.")
+
+    @model_validator(mode="after")
+    def _check_disk(self) -> Self:
+        if self.disk is None:
+            return self
+        if not self.prefix_cache:
+            raise ValueError("kv.disk keeps prompts for the prefix cache; set kv.prefix_cache: true or leave it out")
+        if not (self.prefill.has_host_memory or self.decode.has_host_memory):
+            raise ValueError(
+                "kv.disk is filled from host memory, and no worker has any; give kv.prefill.host_memory or"
+                " kv.decode.host_memory a size"
+            )
+        return self
 
 
 class AutoscalingSettings(Settings):
@@ -121,6 +183,21 @@ class DecodeSettings(PoolSettings):
     reserve_wait_s: float = Field(
         60.0, ge=0, description="How long a reservation may wait for free KV blocks before it is refused."
     )
+    max_in_flight: int = Field(
+        256, ge=1, description="Sequences that one worker may hold in all its tiers, with LayerKV; the others pause."
+    )
+    tpot_target_ms: float = Field(
+        100.0, gt=0, description="Time per output token that sequences are paced by: those ahead of it wait first."
+    )
+
+    @model_validator(mode="after")
+    def _check_in_flight(self) -> Self:
+        if self.max_in_flight < self.max_num_seqs:
+            raise ValueError(
+                f"max_in_flight is {self.max_in_flight}, fewer than one step may hold (max_num_seqs is"
+                f" {self.max_num_seqs}); raise the first or lower the second"
+            )
+        return self
 
 
 class TransferSettings(Settings):

@@ -14,10 +14,19 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from cluster.config import submodels
-from cluster.config_fields import KvMemory, format_size, parse_size
+from cluster.config_fields import KvMemory, format_budget, format_size, parse_size
 from cluster.settings import LegatoConfig
+from kv_transfer.tiers.tiers_config import Budget
 
-_NAMES = {KvMemory: "size or blocks", SecretStr: "text", str: "text", int: "integer", float: "number", bool: "yes/no"}
+_NAMES = {
+    Budget: "size or share",
+    KvMemory: "size or blocks",
+    SecretStr: "text",
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "yes/no",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +87,8 @@ def _default(info: FieldInfo) -> str:
         return "empty"
     if isinstance(info.default, bool):
         return "yes" if info.default else "no"
+    if isinstance(info.default, Budget):
+        return f"`{format_budget(info.default)}`"
     return f"`{format_size(info.default)}`" if _is_size(info) else f"`{info.default}`"
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from cluster.settings import KvPoolSettings, LegatoConfig, PoolSettings
+from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.loading import EngineConfig
+from kv_transfer.tiers.tiers_config import DiskConfig, TiersConfig
 from kv_transfer.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 
@@ -36,7 +38,16 @@ def decode_worker(config: LegatoConfig, host: str) -> DecodeWorkerConfig:
         reserve_wait_s=config.decode.reserve_wait_s,
         lease_ttl_s=config.transfer.lease_ttl_s,
         heartbeat_s=config.scheduler.heartbeat_s,
+        layerkv=_layerkv(config),
     )
+
+
+def prefill_tiers(config: LegatoConfig) -> TiersConfig:
+    return _tiers(config, config.kv.prefill)
+
+
+def decode_tiers(config: LegatoConfig) -> TiersConfig:
+    return _tiers(config, config.kv.decode)
 
 
 def transfer_config(config: LegatoConfig) -> TransferConfig:
@@ -58,6 +69,23 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings) -> Eng
         layers_per_group=config.kv.layers_per_group,
         kv_bytes=kv.memory.num_bytes,
         kv_blocks=kv.memory.num_blocks,
+        staging_bytes=kv.staging if config.kv.layerkv == "auto" and kv.has_host_memory else 0,
+        ring_groups=config.kv.ring_groups,
         num_threads=pool.threads,
         prefix_caching=config.kv.prefix_cache,
+    )
+
+
+def _layerkv(config: LegatoConfig) -> LayerKvConfig | None:
+    if config.kv.layerkv == "off":
+        return None
+    return LayerKvConfig(tpot_target_s=config.decode.tpot_target_ms / 1000, max_in_flight=config.decode.max_in_flight)
+
+
+def _tiers(config: LegatoConfig, kv: KvPoolSettings) -> TiersConfig:
+    disk = config.kv.disk
+    return TiersConfig(
+        host=kv.host_memory,
+        host_folder=config.kv.host_folder,
+        disk=None if disk is None else DiskConfig(folder=disk.path, budget=disk.budget, sync=disk.sync),
     )

@@ -47,10 +47,13 @@ class BlockEventLog:
         """Follow the pool from what it holds now on."""
         pool.observe(self.observer(tier))
 
-    def observer(self, tier: Tier) -> PoolObserver:
-        """For what is to be told of a tier in another way. A tier has one source."""
+    def observer(self, tier: Tier, *, blocks_per_column: int | None = None) -> PoolObserver:
+        """For what is to be told of a tier in another way. A tier has one source.
+
+        `blocks_per_column` None: one for each layer group.
+        """
         assert tier not in self._tiers, f"the {tier} tier is being watched already"
-        columns = _TierColumns(self._layer_groups, self._lock, self._changed)
+        columns = _TierColumns(blocks_per_column or self._layer_groups, self._lock, self._changed)
         with self._lock:
             self._tiers[tier] = columns
         return columns

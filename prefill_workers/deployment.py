@@ -10,8 +10,11 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from engine.loading import EngineConfig, load_model
+from engine.loading import EngineConfig
+from kv_transfer.block_events import BlockEventLog
 from kv_transfer.messages import Endpoint
+from kv_transfer.tiers.tiers_config import TiersConfig
+from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.worker_port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
@@ -24,6 +27,7 @@ class PrefillDeployment:
         self,
         engine: EngineConfig,
         worker: PrefillWorkerConfig,
+        tiers: TiersConfig,
         transfer: TransferConfig,
         secret: bytes,
         scheduler: DeploymentHandle,
@@ -35,7 +39,8 @@ class PrefillDeployment:
             endpoint: Endpoint = await scheduler.endpoint.remote()
             return endpoint
 
-        model = await asyncio.to_thread(load_model, engine)
+        self._tiers = WorkerTiers(tiers, engine, secret)
+        model = await asyncio.to_thread(self._tiers.load)
         identity = worker_identity(
             model,
             worker_id=f"prefill-{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}",
@@ -46,7 +51,16 @@ class PrefillDeployment:
         if worker.host == "node":
             worker = replace(worker, host=ray.util.get_node_ip_address())
         transport = transfer.open(identity, worker.host)
-        self._worker = PrefillWorker(model, worker, identity, transport, locate_scheduler)
+        events = BlockEventLog(identity.worker_id, layer_groups=model.layout.num_layer_groups)
+        self._worker = PrefillWorker(
+            model,
+            worker,
+            identity,
+            transport,
+            locate_scheduler,
+            lower_tiers=self._tiers.open(model, events),
+            events=events,
+        )
         await self._worker.start()
 
     async def check_health(self) -> None:
@@ -62,3 +76,4 @@ class PrefillDeployment:
         """Serve's graceful shutdown: finish what is here, as far as time allows."""
         await self._worker.drain(self._drain_s)
         await self._worker.stop()
+        await self._tiers.close()

@@ -1,0 +1,156 @@
+"""One worker's tiers below the device: opened as the model asks for its host memory, closed after the last step.
+
+Composition only: which file, which folder, in which order. What moves between the tiers, and when, is `prefix_tiers`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from engine.block_pool import BlockPool
+from engine.kv_cache import KVCache, KVLayout
+from engine.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
+from engine.model_store import resolve_model
+from kv_transfer.block_events import BlockEventLog
+from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
+from kv_transfer.tiers.disk_files import ColumnFormat
+from kv_transfer.tiers.disk_folder import DiskTierError
+from kv_transfer.tiers.disk_tier import DiskLimits, DiskTier
+from kv_transfer.tiers.host_segment import HostSegment
+from kv_transfer.tiers.memory import TierMemory
+from kv_transfer.tiers.neighbours import Neighbours
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.tiers.segment_files import sweep
+from kv_transfer.tiers.sources import ColumnSource
+from kv_transfer.tiers.tiers_config import DiskConfig, TiersConfig
+from kv_transfer.transports.segment import SegmentError
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+"""Of the bytes in a block. To be raised when the same name would stand for other bytes."""
+REFRESH_S = 1.0
+
+
+class WorkerTiers:
+    """What a worker's model and scheduler get of its tiers, and the one who closes them."""
+
+    def __init__(self, config: TiersConfig, engine: EngineConfig, secret: bytes) -> None:
+        self._config = config
+        self._engine = engine
+        # Applications do not share KV: whoever does not know the secret cannot name another one's files.
+        self._scope = hashlib.blake2b(secret, digest_size=16, person=b"legato-scope").hexdigest()
+        self._segment: HostSegment | None = None
+        self._neighbours: Neighbours | None = None
+        self._disk: DiskTier | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._prefix: PrefixTiers | None = None
+
+    def load(self) -> LoadedModel:
+        """The model with its host memory. Blocks for long; raises ValueError where the configuration cannot be met."""
+        host_bytes = self._config.host.resolve(psutil.virtual_memory().total)
+        model = load_model(replace(self._engine, host_bytes=host_bytes), self._host_memory)
+        if model.host_pool is not None and self._segment is not None:
+            for block, key in self._segment.restored():
+                model.host_pool.restore(block, key)
+            model.host_pool.observe(self._segment)
+        return model
+
+    def open(self, model: LoadedModel, events: BlockEventLog) -> PrefixTiers | None:
+        """The prefix cache over all tiers; None where there is but the device, or where prefixes are not kept.
+
+        On the worker's loop. `events` follows what the tiers hold from here on.
+        """
+        events.watch("device", model.block_pool)
+        if model.host_cache is None or model.host_pool is None:
+            return None
+        events.watch("host", model.host_pool)
+        if not model.prefix_caching:
+            return None
+        host, sources = self._own_and_neighbours(model, model.host_cache, model.host_pool)
+        disk = None
+        if self._config.disk is not None:
+            self._disk = _open_disk(self._config.disk, self._fingerprint(model.layout), model.layout, events)
+            disk = DiskColumns(self._disk)
+            sources.append(disk)
+        self._prefix = PrefixTiers(TierMemory(model.kv_cache, model.block_pool), host, sources=sources, sink=disk)
+        return self._prefix
+
+    def _own_and_neighbours(
+        self, model: LoadedModel, cache: KVCache, pool: BlockPool
+    ) -> tuple[TierMemory, list[ColumnSource]]:
+        if self._segment is None:
+            return TierMemory(cache, pool), []
+        self._neighbours = Neighbours(
+            Path(self._config.host_folder), self._scope, self._fingerprint(model.layout), self._segment.path
+        )
+        self._following = asyncio.create_task(_follow(self._neighbours), name="neighbours")
+        return TierMemory(cache, pool, self._segment.prepare), [
+            NeighbourSource(self._neighbours, model.layout.num_layer_groups)
+        ]
+
+    async def close(self) -> None:
+        """After the worker has stopped. Its host memory is given up; what is on disk stays."""
+        if self._following is not None:
+            self._following.cancel()
+        if self._prefix is not None:
+            await self._prefix.close()
+        if self._disk is not None:
+            await asyncio.to_thread(self._disk.close)
+        if self._neighbours is not None:
+            self._neighbours.close()
+        if self._segment is not None:
+            self._segment.close(unlink=True)
+
+    def _host_memory(self, layout: KVLayout, num_blocks: int) -> memoryview:
+        """In a file that the node shares; private where no such file can be made."""
+        folder = Path(self._config.host_folder)
+        try:
+            sweep(folder, self._scope)  # what applications left that ended without a chance to clean up
+            self._segment = HostSegment.open(
+                folder, self._scope, self._fingerprint(layout), layout.block_bytes, num_blocks
+            )
+        except SegmentError as error:
+            logger.warning("Host KV memory is private to this worker: no other can use or adopt it. %s", error)
+            return memoryview(bytearray(num_blocks * layout.block_bytes))
+        return self._segment.memory
+
+    def _fingerprint(self, layout: KVLayout) -> str:
+        """All that must be equal for a block of one process to be of use to another, as text."""
+        facts = {
+            "format": FORMAT_VERSION,
+            "model": model_fingerprint(resolve_model(self._engine.model_ref)),
+            "layout": [layout.num_layers, layout.layers_per_group, layout.num_kv_heads, layout.head_dim],
+            "block_size": layout.block_size,
+            "dtype": str(layout.dtype),
+        }
+        return json.dumps(facts, sort_keys=True)
+
+
+async def _follow(neighbours: Neighbours) -> None:
+    """An idle worker asks for nothing, and would keep segments mapped that are gone."""
+    while True:
+        neighbours.refresh()
+        await asyncio.sleep(REFRESH_S)
+
+
+def _open_disk(config: DiskConfig, fingerprint: str, layout: KVLayout, events: BlockEventLog) -> DiskTier:
+    folder = Path(config.folder).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskTierError(
+            f"The folder for KV on disk, {folder}, cannot be made: {error}. Name one that this user may write to in"
+            " kv.disk.path, or leave kv.disk out."
+        ) from error
+    limits = DiskLimits(budget_bytes=config.budget.resolve(shutil.disk_usage(folder).total), sync=config.sync)
+    form = ColumnFormat(fingerprint=fingerprint, num_groups=layout.num_layer_groups, block_bytes=layout.block_bytes)
+    return DiskTier(folder, form, limits, observers=[events.observer("disk", blocks_per_column=1)])
