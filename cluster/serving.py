@@ -148,9 +148,13 @@ def _show_first_answer(url: str, model: str) -> None:
         headers={"content-type": "application/json"},
     )
     print(f"\n> {FIRST_QUESTION}\n", flush=True)
-    with urllib.request.urlopen(request, timeout=120) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    print(choice["delta"].get("content", ""), end="", flush=True)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        print(choice["delta"].get("content", ""), end="", flush=True)
+    except urllib.error.HTTPError as error:
+        # A base model without a chat template, for example: it serves completions all the same.
+        print(f"(no first answer: {error.read().decode(errors='replace')[:300]})", end="", flush=True)
     print(flush=True)
