@@ -18,7 +18,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(300)]
 
 CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL},
-    "kv": {"prefill": {"memory": "256MiB"}, "decode": {"memory": "256MiB"}, "prefix_cache": False},
+    "kv": {
+        "prefill": {"memory": "256MiB", "host_memory": "64MiB"},
+        "decode": {"memory": "256MiB", "host_memory": "64MiB"},
+        "prefix_cache": False,
+    },
     "prefill": {
         "num_cpus": 0.2,
         "chunk_tokens": 256,

@@ -29,10 +29,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 NUM_TOKENS = 64
 CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL, "dtype": "float32"},
+    # The device alone: sequences that do not fit are preempted and computed again. test_ray_tiers has the other tiers.
     "kv": {
-        "prefill": {"block_size": 16, "memory": "256 blocks"},
+        "layerkv": "off",
+        "prefill": {"block_size": 16, "memory": "256 blocks", "host_memory": 0},
         # 2,048 tokens: about twenty of the test's sequences, while up to 64 arrive.
-        "decode": {"block_size": 32, "memory": "64 blocks"},
+        "decode": {"block_size": 32, "memory": "64 blocks", "host_memory": 0},
     },
     "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 96},
     "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240},
