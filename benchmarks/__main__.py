@@ -29,6 +29,8 @@ PARTS = {
     "engine": 600,
     "cluster": 600,
     "eviction": 180,
+    "prefix": 300,
+    "layerkv": 1200,
 }
 STOP_TIMEOUT_S = 60.0
 

@@ -36,6 +36,11 @@ async def stream_wave(port: int, model: str, load: Load) -> Wave:
         return Wave(tuple(await asyncio.gather(*(_stream(port, body, load.output_tokens) for body in bodies))))
 
 
+async def stream_one(port: int, model: str, prompt: list[int], num_tokens: int) -> RequestTiming:
+    """One request, streamed to its end. Raises AnswerError."""
+    return await _stream(port, _body(model, prompt, num_tokens), num_tokens)
+
+
 def _body(model: str, prompt: list[int], num_tokens: int) -> bytes:
     fields: dict[str, Any] = {
         "model": model,

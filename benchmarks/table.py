@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from benchmarks.plots import plot_layerkv
 from benchmarks.provenance import ROOT
 from benchmarks.summary import Json
 
@@ -209,6 +210,40 @@ def _eviction(results: Report) -> str:
     )
 
 
+def _layerkv(results: Report) -> str:
+    rows: list[list[object]] = []
+    for row in results["rows"]:
+        for setting in ("off", "on"):
+            cell = row[setting]
+            rows.append(
+                [
+                    row["rate"],
+                    setting,
+                    cell["requests"],
+                    f"{cell['mean_ttft_ms']:g}",
+                    _tail(cell["ttft_ms"]),
+                    _tail(cell["tpot_ms"]),
+                    cell["output_tokens_per_s"],
+                    "" if setting == "off" else f"{row['mean_ttft_times_lower']}",
+                ]
+            )
+    columns = ["requests/s", "LayerKV", "requests", "mean TTFT, ms", "TTFT P50 / P99", "TPOT P50 / P99", "tokens/s"]
+    table = _table([*columns, "mean TTFT lower by"], rows)
+    plot_layerkv(results, RESULTS / "layerkv.svg")
+    return (
+        f"{table}\nLoad {results['load']}; the device holds {results['device_holds_sequences']} sequences at their full"
+        " length.\n\n![TTFT and TPOT against load](layerkv.svg)\n"
+    )
+
+
+def _prefix(results: Report) -> str:
+    rows: list[list[object]] = [
+        [tier, _spread(cell), results["times_lower"].get(tier, ""), results["aims_times_lower"].get(tier, "")]
+        for tier, cell in results["ttft_ms"].items()
+    ]
+    return _table([f"{results['prompt']}: prefix found in", "TTFT, ms", "times lower than a miss", "aim"], rows)
+
+
 def _transports(results: Report) -> str:
     names = list(results["rows"][0])
     return _table(["GB/s: " + names[0], *names[1:]], ([row[name] for name in names] for row in results["rows"]))
@@ -231,6 +266,8 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "sampling": _sampling,
     "transports": _transports,
     "eviction": _eviction,
+    "layerkv": _layerkv,
+    "prefix": _prefix,
 }
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "engine": lambda results: {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]},
@@ -239,5 +276,7 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "gateway": lambda results: {"cpu_us_per_token": results["whole_gateway"][1]["cpu_us_per_token"]["median"]},
     "sampling": lambda results: {"bf16_same_alone_and_batched": results["bfloat16"][0]["identical"]},
     "eviction": lambda results: {"hit_rates at an eighth": results["rows"][3]},
+    "layerkv": lambda results: {"steepest": max(results["rows"], key=lambda row: row["mean_ttft_times_lower"])},
+    "prefix": lambda results: {"times_lower": results["times_lower"]},
     "transports": lambda results: {"largest_slab": results["rows"][-1]},
 }
