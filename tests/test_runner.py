@@ -165,7 +165,7 @@ def test_loading_reports_sizes(folder: Path, caplog: pytest.LogCaptureFixture) -
         ({"kv_bytes": 10}, "cannot hold a single token"),
     ],
 )
-def test_impossible_kv_sizes_are_refused(folder: Path, sizes: dict[str, int], complaint: str) -> None:
+def test_impossible_kv_sizes_are_refused(folder: Path, sizes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         load_runner(folder, dtype=torch.float32, block_size=4, layers_per_group=1, **sizes)
 
