@@ -88,6 +88,11 @@ class DecodeScheduler:
         return key in self._entries
 
     @property
+    def allocator(self) -> BlockAllocator:
+        """Who gives its sequences their blocks."""
+        return self._allocator
+
+    @property
     def num_running(self) -> int:
         return len(self._entries) - len(self._waiting)
 

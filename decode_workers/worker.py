@@ -34,6 +34,7 @@ from kv_transfer.messages import (
     WorkerInfo,
     WorkerSnapshot,
 )
+from kv_transfer.prefix_loading import Columns, PrefixLoading
 from kv_transfer.receiving import KvReceiver
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
@@ -85,7 +86,6 @@ class DecodeWorker:
         self._identity = identity
         self._transport = transport
         self._locate_scheduler = locate_scheduler
-        self._lower_tiers = lower_tiers
         self._events = events
         self._scheduler = decode_scheduler(
             model,
@@ -93,6 +93,12 @@ class DecodeWorker:
             token_budget=config.token_budget,
             layerkv=config.layerkv,
             rates=lambda: self._steps.rates,
+        )
+        self._prefix = PrefixLoading(
+            lower_tiers,
+            self._scheduler.allocator,
+            prefill_s=lambda num_tokens: self._steps.rates.prefill_s(num_tokens),
+            on_over=self._compute,
         )
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._key_of_lease: dict[int, SequenceKey] = {}
@@ -140,6 +146,10 @@ class DecodeWorker:
     def healthy(self) -> bool:
         return self._steps.healthy
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._pending) + self._prefix.num_loading + self._scheduler.num_waiting
+
     def snapshot(self) -> WorkerSnapshot:
         self._num_snapshots += 1
         return WorkerSnapshot(
@@ -147,8 +157,8 @@ class DecodeWorker:
             sequence_number=self._num_snapshots,
             draining=self._draining,
             num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting + len(self._pending),
-            queued_prefill_tokens=self._scheduler.num_uncomputed_tokens,
+            num_waiting=self._num_waiting,
+            queued_prefill_tokens=self._scheduler.num_uncomputed_tokens + self._prefix.num_loading_tokens,
             blocks_available=self._model.block_pool.num_available,
             num_leases=self._model.block_pool.num_leases,
             prefill_tokens_per_s=self._steps.rates.prefill_tokens_per_s,
@@ -169,6 +179,8 @@ class DecodeWorker:
         await self._registration.stop()
         await self._port.close("the decode worker stops")
         await self._steps.stop()
+        await asyncio.to_thread(self._model.runner.close)
+        self._prefix.close()
         self._receiver.stop()
         self._pending.stop()
         await self._thread.run(self._transport.close())
@@ -198,7 +210,7 @@ class DecodeWorker:
             key = (request.request_id, request.attempt)
             self._port.fail(gateway, key, "the decode worker is about to stop", retryable=True)
             return False
-        if len(self._pending) + self._scheduler.num_waiting >= self._config.max_waiting:
+        if self._num_waiting >= self._config.max_waiting:
             self._port.refuse(gateway, request, "the decode queue is full", self._config.reserve_wait_s)
             return False
         return True
@@ -248,6 +260,11 @@ class DecodeWorker:
         self._cancel(request.request_id, request.attempt)
         seq = sequence_of(request)
         self._gateway_of[seq.key] = gateway
+        if not self._prefix.begin(seq):
+            self._compute(seq)
+
+    def _compute(self, seq: Sequence) -> None:
+        """Entirely here, from where its prefix in the own memory ends."""
         self._scheduler.add(seq)
         self._steps.wake()
 
@@ -266,6 +283,7 @@ class DecodeWorker:
             if self._scheduler.state(key) is DecodeState.RESERVED:
                 self._receiver.cancel(*key)  # the lease follows once no copy is in flight
             else:
+                self._prefix.cancel(key)
                 self._scheduler.drop(key)
         self._on_room()
 
@@ -294,7 +312,7 @@ class DecodeWorker:
         assert seq.lease is not None
         del self._key_of_lease[seq.lease.lease_id]  # no copy will ask for it any more
         self._scheduler.admit(key, first_token)
-        self._pass_on_published({seq: 0})
+        self._prefix.stored([Columns(seq, 0, seq.num_published)])
         self._steps.wake()
 
     def _on_lease_ended(self, lease_id: int) -> None:
@@ -316,9 +334,9 @@ class DecodeWorker:
         return self._scheduler.plan(time.monotonic())
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
-        published = {item.seq: item.seq.num_published for item in plan.items}
+        completed = self._prefix.completed_by(plan)
         emissions = self._scheduler.finish_step(plan, output)
-        self._pass_on_published(published)
+        self._prefix.stored(completed)
         for emission in emissions:
             seq = emission.seq
             first = emission.index == seq.num_prior_output
@@ -335,16 +353,9 @@ class DecodeWorker:
                 self._port.emit(gateway, event)
             if emission.finish is not None:
                 self._gateway_of.pop(seq.key, None)
+                self._prefix.ended(seq)
         self._port.flush()
         self._on_room()
-
-    def _pass_on_published(self, before: dict[Sequence, int]) -> None:
-        """To the lower tiers: the columns that became findable, unless their sequence is gone."""
-        if self._lower_tiers is None:
-            return
-        for seq, num_before in before.items():
-            if seq.prefix is not None and seq.num_published > num_before:
-                self._lower_tiers.stored(seq.prefix.hashes[num_before : seq.num_published])
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         self._scheduler.abandon_step()

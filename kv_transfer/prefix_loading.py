@@ -1,20 +1,30 @@
-"""What a prefill worker does with its prefix tiers: loads prefixes before they are computed, passes on what was.
+"""What a worker does with its prefix tiers: loads prefixes before they are computed, passes on what was.
 
 Compares predicted times; the tiers do the work. Knows nothing of steps or of hand-offs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from engine.allocation import BlockAllocator
-from engine.sequence import Sequence, SequenceKey
+from engine.sequence import Sequence, SequenceKey, StepPlan
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.promotion import Promotion
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns `[first, stop)` of a sequence."""
+
+    seq: Sequence
+    first: int
+    stop: int
+
+
 class PrefixLoading:
-    """Owns the promotions of sequences that wait for their prefix. `on_over(key)`: what could be had is there.
+    """Owns the promotions of sequences that wait for their prefix. `on_over(seq)`: what could be had is there.
 
     Without `tiers` there is nothing to load.
     """
@@ -25,13 +35,22 @@ class PrefixLoading:
         allocator: BlockAllocator,
         *,
         prefill_s: Callable[[int], float],
-        on_over: Callable[[SequenceKey], None],
+        on_over: Callable[[Sequence], None],
     ) -> None:
         self._tiers = tiers
         self._allocator = allocator
         self._prefill_s = prefill_s
         self._on_over = on_over
-        self._promotions: dict[SequenceKey, Promotion] = {}
+        self._loading: dict[SequenceKey, tuple[Sequence, Promotion]] = {}
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    @property
+    def num_loading_tokens(self) -> int:
+        """Of the sequences whose prefix is being loaded, all."""
+        return sum(seq.num_tokens for seq, _ in self._loading.values())
 
     def begin(self, seq: Sequence) -> bool:
         """Start loading if that is predicted to be faster than computing; True: `on_over` will be called, later."""
@@ -43,26 +62,45 @@ class PrefixLoading:
         num_gained = (plan.num_reachable - plan.num_ready) * block_size
         if num_gained == 0 or plan.load_s >= self._prefill_s(num_gained):
             return False
-        promoted = hashes[: plan.num_reachable]
-        self._promotions[seq.key] = self._tiers.promote(promoted, lambda _: self._over(seq.key))
+        promotion = self._tiers.promote(hashes[: plan.num_reachable], lambda _: self._over(seq.key))
+        self._loading[seq.key] = seq, promotion
         return True
 
     def cancel(self, key: SequenceKey) -> None:
         """Harmless if nothing is loaded for it."""
-        promotion = self._promotions.pop(key, None)
-        if promotion is not None:
+        if key in self._loading:
+            _, promotion = self._loading.pop(key)
             promotion.cancel()
 
-    def published(self, seq: Sequence, before: int) -> None:
-        """A step has made columns of `seq` findable, from the `before`-th on, unless it was dropped."""
-        if self._tiers is not None and seq.lease is not None and seq.num_published > before:
-            self._tiers.stored(self._allocator.hashes(seq, seq.num_published)[before:])
+    def completed_by(self, plan: StepPlan) -> list[Columns]:
+        """What the step in flight makes findable, if all goes well: for `stored`, when it is over.
+
+        To be asked before its results are taken in: a sequence that ends with them holds no blocks any more.
+        """
+        block_size = self._allocator.block_size
+        return [
+            Columns(item.seq, item.seq.num_published, (item.seq.num_computed + item.num_tokens) // block_size)
+            for item in plan.items
+        ]
+
+    def stored(self, columns: Iterable[Columns]) -> None:
+        """These columns have become findable, unless their sequence was dropped; they go down the tiers."""
+        if self._tiers is None:
+            return
+        for stretch in columns:
+            if stretch.seq.prefix is not None and stretch.stop > stretch.first:
+                self._tiers.stored(stretch.seq.prefix.hashes[stretch.first : stretch.stop])
+
+    def ended(self, seq: Sequence) -> None:
+        """It will store no more: what is kept of it is let go from its end on, in every tier."""
+        if self._tiers is not None and seq.prefix is not None:
+            self._tiers.used(seq.prefix.hashes)
 
     def close(self) -> None:
         """Nobody is called back any more."""
-        for key in list(self._promotions):
+        for key in list(self._loading):
             self.cancel(key)
 
     def _over(self, key: SequenceKey) -> None:
-        del self._promotions[key]
-        self._on_over(key)
+        seq, _ = self._loading.pop(key)
+        self._on_over(seq)

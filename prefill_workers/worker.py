@@ -28,6 +28,7 @@ from kv_transfer.messages import (
     Ticket,
     WorkerSnapshot,
 )
+from kv_transfer.prefix_loading import PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.sending import KvSender
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
@@ -35,7 +36,6 @@ from kv_transfer.timeline import HandoffTimeline, ignore_timeline
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
 from prefill_workers.placement import host_placement
-from prefill_workers.prefix_loading import PrefixLoading
 from prefill_workers.scheduler import PrefillScheduler
 
 logger = logging.getLogger(__name__)
@@ -165,6 +165,7 @@ class PrefillWorker:
         await self._registration.stop()
         await self._port.close("the prefill worker stops")
         await self._steps.stop()
+        await asyncio.to_thread(self._model.runner.close)
         self._prefix.close()
         self._sender.stop()
         await self._thread.run(self._transport.close())
@@ -227,8 +228,8 @@ class PrefillWorker:
         for layer in range(self._model.layout.num_layers):
             self._sender.layer_ready(seq.key, layer, 0, seq.num_cached)
 
-    def _on_prefix(self, key: SequenceKey) -> None:
-        self._scheduler.loaded(key)
+    def _on_prefix(self, seq: Sequence) -> None:
+        self._scheduler.loaded(seq.key)
         self._steps.wake()
 
     def _on_layer(self, plan: StepPlan, layer: int) -> None:
@@ -250,11 +251,11 @@ class PrefillWorker:
         for item, logprobs in zip(plan.items, output.prompt_logprobs, strict=True):
             if logprobs and item.seq.wants_prompt_logprobs and item.seq.key in self._gateway_of:
                 self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
-        published = {item.seq: item.seq.num_published for item in plan.items}
+        completed = self._prefix.completed_by(plan)
         first_tokens = self._scheduler.finish_step(plan, output)
-        for seq, before in published.items():
-            self._prefix.published(seq, before)
+        self._prefix.stored(completed)
         for seq, sampled in first_tokens:
+            self._prefix.ended(seq)
             if seq.key in self._gateway_of:
                 self._first_token(seq, sampled)
         self._port.flush()

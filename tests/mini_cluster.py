@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler import SchedulerPolicy
@@ -19,10 +20,13 @@ from engine.loading import EngineConfig, LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import StepOutput, StepPlan
+from kv_transfer.block_events import BlockEventLog
 from kv_transfer.messages import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
+from kv_transfer.tiers.tiers_config import TiersConfig
+from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity
 from kv_transfer.worker_port import worker_identity
@@ -46,6 +50,8 @@ class MiniClusterConfig:
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
     prefill_sources: tuple[ColumnSource, ...] = ()  # below the prefill workers' host memory, if they have any
     prefill_sink: ColumnSink | None = None
+    tiers: TiersConfig | None = None  # of all workers, as they are opened in production; the engines' `host_bytes` then
+    # do not count
 
 
 class MiniCluster:
@@ -57,7 +63,8 @@ class MiniCluster:
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []
         self.models: list[LoadedModel] = []
-        self._tiers: list[PrefixTiers] = []
+        self.tiers: list[PrefixTiers] = []  # of the workers in `models` that have some
+        self._close_tiers: list[Callable[[], Awaitable[None]]] = []
 
     @property
     def workers(self) -> list[PrefillWorker | DecodeWorker]:
@@ -88,25 +95,30 @@ class MiniCluster:
         assert await self.orchestrator._links.wait_up(wanted, timeout_s), "the workers did not come up"
 
     async def add_prefill(self) -> PrefillWorker:
-        model = self._load(self.config.prefill_engine)
-        identity = self._worker_identity(model, "prefill")
+        model, identity, lower_tiers, events = self._load(self.config.prefill_engine, "prefill")
         worker = PrefillWorker(
             model,
             self.config.prefill,
             identity,
             self.config.transfer.open(identity, "127.0.0.1"),
             self._locate,
-            lower_tiers=self._prefix_tiers(model),
+            lower_tiers=lower_tiers,
+            events=events,
         )
         await worker.start()
         self.prefills.append(worker)
         return worker
 
     async def add_decode(self) -> DecodeWorker:
-        model = self._load(self.config.decode_engine)
-        identity = self._worker_identity(model, "decode")
+        model, identity, lower_tiers, events = self._load(self.config.decode_engine, "decode")
         worker = DecodeWorker(
-            model, self.config.decode, identity, self.config.transfer.open(identity, "127.0.0.1"), self._locate
+            model,
+            self.config.decode,
+            identity,
+            self.config.transfer.open(identity, "127.0.0.1"),
+            self._locate,
+            lower_tiers=lower_tiers,
+            events=events,
         )
         await worker.start()
         self.decodes.append(worker)
@@ -125,8 +137,8 @@ class MiniCluster:
         await self.orchestrator.stop()
         for worker in self.workers:
             await worker.stop()
-        for tiers in self._tiers:
-            await tiers.close()
+        for close in self._close_tiers:
+            await close()
         await self.scheduler.stop()
 
     async def generate(
@@ -162,12 +174,12 @@ class MiniCluster:
         pools = [pool for model in self.models for pool in (model.block_pool, model.host_pool)]
         return sum(pool.num_leases for pool in pools if pool is not None)
 
-    def _prefix_tiers(self, model: LoadedModel) -> PrefixTiers | None:
+    def _private_tiers(self, model: LoadedModel) -> PrefixTiers | None:
         if model.host_cache is None or model.host_pool is None:
             return None
         device, host = TierMemory(model.kv_cache, model.block_pool), TierMemory(model.host_cache, model.host_pool)
         tiers = PrefixTiers(device, host, sources=self.config.prefill_sources, sink=self.config.prefill_sink)
-        self._tiers.append(tiers)
+        self._close_tiers.append(tiers.close)
         return tiers
 
     def _identity(self, worker_id: str) -> Identity:
@@ -176,7 +188,9 @@ class MiniCluster:
     async def _locate(self) -> Endpoint:
         return self.scheduler.endpoint
 
-    def _load(self, options: dict[str, object]) -> LoadedModel:
+    def _load(
+        self, options: dict[str, object], role: Literal["prefill", "decode"]
+    ) -> tuple[LoadedModel, Identity, PrefixTiers | None, BlockEventLog | None]:
         defaults = EngineConfig(
             model_ref=self.config.model_ref,
             model_name="model",
@@ -185,9 +199,23 @@ class MiniCluster:
             kv_blocks=512,
             num_threads=1,
         )
-        model = load_model(replace(defaults, **options))  # type: ignore[arg-type]
+        engine = replace(defaults, **options)  # type: ignore[arg-type]
+        events = None
+        if self.config.tiers is None:
+            model = load_model(engine)
+            identity = self._worker_identity(model, role)
+            lower = self._private_tiers(model) if role == "prefill" else None
+        else:
+            worker_tiers = WorkerTiers(self.config.tiers, engine, self._secret)
+            self._close_tiers.append(worker_tiers.close)
+            model = worker_tiers.load()
+            identity = self._worker_identity(model, role)
+            events = BlockEventLog(identity.worker_id, layer_groups=model.layout.num_layer_groups)
+            lower = worker_tiers.open(model, events)
         self.models.append(model)
-        return model
+        if lower is not None:
+            self.tiers.append(lower)
+        return model, identity, lower, events
 
     def _worker_identity(self, model: LoadedModel, role: str) -> Identity:
         number = secrets.token_hex(4)
@@ -197,8 +225,8 @@ class MiniCluster:
 @contextlib.asynccontextmanager
 async def mini_cluster(config: MiniClusterConfig) -> AsyncIterator[MiniCluster]:
     cluster = MiniCluster(config)
-    await cluster.start()
     try:
+        await cluster.start()
         yield cluster
     finally:
         await cluster.stop()

@@ -313,6 +313,17 @@ def test_a_prefix_loses_its_tail_first(tmp_path: Path) -> None:
         assert present(tier, [1, 2, 9, 10, 11]) == [1, 9, 10, 11]
 
 
+def test_a_prefix_is_touched_when_all_of_it_is_written(tmp_path: Path) -> None:
+    numbers = [1, 2, 3, 4]
+    with opened(tmp_path, 4) as tier:
+        for number in numbers:
+            assert tier.store(hash_of(number), blocks_of(number), lambda: None)
+        tier.touch_later([hash_of(number) for number in numbers])
+        assert tier.flush(10)
+        store(tier, 9)
+        assert present(tier, [*numbers, 9]) == [1, 2, 3, 9]
+
+
 def test_observers_know_what_can_be_found(tmp_path: Path) -> None:
     with opened(tmp_path, 3) as tier:
         store(tier, 1, 2)

@@ -70,6 +70,10 @@ class SlowSink:
         self.room = room
         self.written: dict[bytes, ColumnViews] = {}
         self.done: list[Callable[[], None]] = []
+        self.used: list[tuple[Sequence[bytes], int]] = []  # with how many columns had been taken by then
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        self.used.append((hashes, len(self.written)))
 
     def holds(self, digest: bytes) -> bool:
         return digest in self.written
@@ -181,6 +185,20 @@ async def test_the_sink_gets_whole_columns_and_keeps_their_blocks_until_it_is_do
 
 
 # --- up ---
+
+
+async def test_the_sink_hears_that_a_prefix_was_used_after_it_has_got_its_last_column() -> None:
+    sink = SlowSink()
+    async with opened(Tiers(sink=sink)) as bench:
+        digests = hashes(6)
+        fill(bench.device, digests)
+        bench.tiers.stored(digests[:4])
+        bench.tiers.stored(digests[4:])
+        bench.tiers.used(digests)
+        await eventually(lambda: bool(sink.used))
+        assert sink.used == [(digests, 6)]
+        for done in sink.done:
+            done()
 
 
 async def test_a_prefix_is_brought_up_as_far_as_somebody_has_it() -> None:

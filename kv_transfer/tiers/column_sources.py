@@ -45,3 +45,6 @@ class DiskColumns:
 
     def store(self, digest: bytes, column: ColumnViews, on_done: Callable[[], None]) -> bool:
         return self._disk.store(digest, column, on_done)
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        self._disk.touch_later(hashes)

@@ -7,8 +7,8 @@ its file is read or written, so no file is ever replaced under a reader.
 What is on disk is a cache and nothing else. A file that is damaged, torn by a crash or unreadable is a miss; a write
 that fails is dropped; neither ever fails a request. Knows nothing of sequences, nor of the tiers above.
 
-`find`, `store`, `predicted_load_s` and `counters` never wait for the disk and may be called on an event loop; the
-others block. All may be called from any thread, at the same time.
+`find`, `store`, `touch_later`, `predicted_load_s` and `counters` never wait for the disk and may be called on an event
+loop; the others block. All may be called from any thread, at the same time.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DiskTier:
         self._health.count(restored=len(restored))
         self._buffers: deque[memoryview] = deque()
         self._touched_at: dict[int, float] = {}  # slot -> when, on time.monotonic's clock
-        self._writer = DiskWriter(form, limits.queue_bytes, self._write_file)
+        self._writer = DiskWriter(form, limits.queue_bytes, self._write_file, self.touch)
 
     @property
     def path(self) -> Path:
@@ -122,6 +122,10 @@ class DiskTier:
         """
         with self._slots.hold(hashes) as slots:
             self._touch(slots)
+
+    def touch_later(self, hashes: Sequence[bytes]) -> None:
+        """`touch`, in another thread, after all that `store` took before is written. Dropped where too much waits."""
+        self._writer.touch(hashes)
 
     def predicted_load_s(self, num_columns: int) -> float:
         """How long a `load` of so many columns should take, by the rate of those before."""

@@ -1,6 +1,6 @@
 """The thread that brings columns to disk, behind a queue that drops rather than delays.
 
-Knows nothing of slots or of what may go wrong on a disk: the tier's `write_file` does.
+Knows nothing of slots or of what may go wrong on a disk: the tier's `write_file` and `touch` do.
 """
 
 from __future__ import annotations
@@ -23,15 +23,27 @@ class _Job:
     done: Callable[[], None]
 
 
+_Touch = Sequence[bytes]
+"""A prefix that was used."""
+
+
 class DiskWriter:
     """One writing thread. `max_bytes` of columns may wait; a single one may whatever its size."""
 
-    def __init__(self, form: ColumnFormat, max_bytes: int, write_file: Callable[[bytes, memoryview], None]) -> None:
+    def __init__(
+        self,
+        form: ColumnFormat,
+        max_bytes: int,
+        write_file: Callable[[bytes, memoryview], None],
+        touch: Callable[[Sequence[bytes]], None],
+    ) -> None:
         self._form = form
         self._max_columns = max(1, max_bytes // form.column_bytes)
         self._write_file = write_file
+        self._touch = touch
         self._buffer = aligned_buffer(form.file_bytes)
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_Job | _Touch] = deque()
+        self._num_undone = 0  # jobs that are queued or in hand
         self._unwritten: set[bytes] = set()  # queued, or being written
         self._closing = False
         self._changed = threading.Condition()
@@ -55,15 +67,20 @@ class DiskWriter:
         with self._changed:
             if self._closing or self.is_full:
                 return False
-            self._jobs.append(_Job(prefix_hash=prefix_hash, blocks=blocks, done=done))
+            self._queue(_Job(prefix_hash=prefix_hash, blocks=blocks, done=done))
             self._unwritten.add(prefix_hash)
-            self._changed.notify_all()
         return True
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was offered is on disk or has failed. False if that took too long."""
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Have a prefix touched after what was offered before is written; nothing, if the queue is full or closed."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._unwritten, timeout_s)
+            if not (self._closing or self.is_full):
+                self._queue(hashes)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was offered is on disk or has failed, and touched. False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_undone, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Finish the column being written, give back the queued ones unwritten, end. False if that took too long."""
@@ -73,17 +90,27 @@ class DiskWriter:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _queue(self, job: _Job | _Touch) -> None:
+        self._jobs.append(job)
+        self._num_undone += 1
+        self._changed.notify_all()
+
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                self._process(job)
+                if isinstance(job, _Job):
+                    self._process(job)
+                elif not self._closing:
+                    self._touch(job)
             except Exception:  # the thread's boundary: the next column may do better
                 logger.exception("a column could not be handed to the disk")
             with self._changed:
-                self._unwritten.discard(job.prefix_hash)
+                if isinstance(job, _Job):
+                    self._unwritten.discard(job.prefix_hash)
+                self._num_undone -= 1
                 self._changed.notify_all()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Job | _Touch | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closing)  # a job, or `close`, which always comes
             return self._jobs.popleft() if self._jobs else None

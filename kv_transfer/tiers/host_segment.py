@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine.block_pool import BlockKey
@@ -89,10 +90,15 @@ class HostSegment:
     def prepare(self, block: int, key: BlockKey) -> None:
         """Compute the digest now, so that `stored` need not; for the thread that has just written the block.
 
-        From here on the bytes must stay as they are until the pool has told of the block's removal, or has it leased
-        anew. A preparation that comes to nothing costs nothing.
+        From here on the bytes must stay as they are until the pool has told of the block's removal, or until
+        `unprepare`, if the pool has not stored it.
         """
         self._prepared[block] = key, block_digest(key, self.block(block))
+
+    def unprepare(self, blocks: Iterable[int]) -> None:
+        """Forget preparations that came to nothing: the pool knew the content by another block, or a copy failed."""
+        for block in blocks:
+            self._prepared.pop(block, None)
 
     def stored(self, block: int, key: BlockKey) -> None:
         """The pool finds the block from now on, and so may the neighbours."""

@@ -75,6 +75,10 @@ class PrefixTiers:
         """These columns have just been published; they go down the tiers in the background."""
         self._down.stored(hashes)
 
+    def used(self, hashes: Sequence[bytes]) -> None:
+        """A prefix, in its order, was used now, and all of it that will be stored has been."""
+        self._down.used(hashes)
+
     def missing(self, hashes: Sequence[bytes]) -> PrefixPlan:
         """How much of a prompt, given by the hashes of its full blocks, is here and how much could be."""
         num_ready = self.num_ready(hashes)

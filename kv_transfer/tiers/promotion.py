@@ -177,6 +177,7 @@ class Promoter:
                 for group, block in enumerate(blocks):
                     pool.publish(batch.lease, block, (digest, group))
                 self._keep(batch, digest)
+        self._host.unprepare(batch.lease.blocks)
         pool.release(batch.lease)
         for promotion in list(batch.waiting):
             promotion.pending.discard(batch)

@@ -51,3 +51,10 @@ class ColumnSink(Protocol):
         False, and no call, where it is dropped because too much is queued already.
         """
         ...
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """A prefix, in its order, was used, what `store` has taken before included: its last column is to go first.
+
+        A hint. On the main loop: no I/O, no waiting.
+        """
+        ...

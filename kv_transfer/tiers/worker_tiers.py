@@ -93,7 +93,7 @@ class WorkerTiers:
             Path(self._config.host_folder), self._scope, self._fingerprint(model.layout), self._segment.path
         )
         self._following = asyncio.create_task(_follow(self._neighbours), name="neighbours")
-        return TierMemory(cache, pool, self._segment.prepare), [
+        return TierMemory(cache, pool, self._segment.prepare, self._segment.unprepare), [
             NeighbourSource(self._neighbours, model.layout.num_layer_groups)
         ]
 

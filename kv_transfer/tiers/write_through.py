@@ -7,7 +7,7 @@ host tier has no room or too many are queued. Belongs to the main loop; the copy
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,6 +22,9 @@ from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.sources import ColumnSink
 
 logger = logging.getLogger(__name__)
+
+# What the main loop publishes in one go once it is copied: some milliseconds.
+_MAX_COPY_BLOCKS = 256
 
 
 @dataclass(slots=True)
@@ -71,7 +74,7 @@ class WriteThrough:
 
     def stored(self, hashes: Iterable[bytes]) -> None:
         """These columns, first one first, have just become findable (groups that rest on the host: there)."""
-        copy = _Copy()
+        copies = [_Copy()]
         complete = []
         room = min(self._max_queued_blocks - self._num_queued, self._host.pool.num_available)
         for digest in hashes:
@@ -82,14 +85,23 @@ class WriteThrough:
                 continue
             if not blocks:
                 complete.append(digest)
-            elif len(copy.keys) + len(blocks) <= room:
-                copy.add(digest, blocks)
+            elif len(blocks) <= room:
+                room -= len(blocks)
+                if len(copies[-1].keys) + len(blocks) > _MAX_COPY_BLOCKS:
+                    copies.append(_Copy())
+                copies[-1].add(digest, blocks)
             else:
                 self.stats.skipped_columns += 1
-        if copy.keys:
-            self._begin(copy)
+        for copy in copies:
+            if copy.keys:
+                self._begin(copy)
         for digest in complete:
             self._write(digest)
+
+    def used(self, hashes: Sequence[bytes]) -> None:
+        """Tell the sink of a prefix that was used, once it has been offered all that was stored before this."""
+        if self._sink is not None and not self._closed:
+            self._thread.submit(self._home.run, self._sink.touch, list(hashes))
 
     def close(self) -> None:
         """End the thread after the copy in hand; blocks until then."""
@@ -138,6 +150,7 @@ class WriteThrough:
                 self._host.pool.publish(writing, block, key)
             for digest in copy.hashes:
                 self._write(digest)
+        self._host.unprepare(writing.blocks)
         self._device.pool.release(reading)
         self._host.pool.release(writing)
 
