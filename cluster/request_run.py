@@ -109,12 +109,22 @@ class RequestRun:
 
     def next_attempt(self, failed_worker: str | None) -> None:
         """Forget the attempt, keep what was emitted."""
+        self.excluded = self._suspects(failed_worker)
         self.attempt += 1
         self.state = RequestState.PLACING
-        self.excluded = set() if failed_worker is None else {failed_worker}
         self.placement = None
         self.decode_took_over = False
         self._early.clear()
+
+    def _suspects(self, failed_worker: str | None) -> set[str]:
+        """Who should not have the next attempt. A hand-off that decode reports as failed may be its prefill's fault."""
+        if failed_worker is None:
+            return set()
+        started = self.state in (RequestState.PREFILLING, RequestState.DECODING) and not self.decode_took_over
+        prefill = None if self.placement is None else self.placement.prefill
+        if prefill is None or failed_worker == prefill or not started:
+            return {failed_worker}
+        return {failed_worker, prefill}
 
     def merge(self, worker_id: str, event: TokenEvent) -> list[TokenEvent]:
         """The tokens that this event makes ready to go out. Repetitions and older attempts bring none."""

@@ -148,3 +148,27 @@ def test_a_new_attempt_avoids_who_failed_the_last_one_only() -> None:
     query = run.place_query(prefer_decode="decode")
     assert (query.exclude, query.prefer_decode, query.attempt) == (["prefill"], "decode", 2)
     assert run.spec() == replace(run.request, attempt=2)
+
+
+@pytest.mark.parametrize(
+    ("state", "failed", "expected"),
+    [
+        (RequestState.RESERVING, "decode", ["decode"]),
+        (RequestState.PREFILLING, "decode", ["decode", "prefill"]),
+        (RequestState.PREFILLING, "prefill", ["prefill"]),
+    ],
+)
+def test_a_failed_hand_off_may_be_either_end_s_fault(state: RequestState, failed: str, expected: list[str]) -> None:
+    run = _run()
+    run.state = state
+    run.next_attempt(failed)
+    assert run.place_query(prefer_decode=None).exclude == expected
+
+
+def test_a_decode_that_fails_on_its_own_casts_no_doubt_on_prefill() -> None:
+    run = _run()
+    run.state = RequestState.PREFILLING
+    run.merge("prefill", _event(0))
+    run.merge("decode", _event(1))
+    run.next_attempt("decode")
+    assert run.place_query(prefer_decode=None).exclude == ["decode"]
