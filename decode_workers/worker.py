@@ -99,6 +99,7 @@ class DecodeWorker:
             self._scheduler.allocator,
             prefill_s=lambda num_tokens: self._steps.rates.prefill_s(num_tokens),
             on_over=self._compute,
+            on_room=self._on_room,
         )
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._key_of_lease: dict[int, SequenceKey] = {}

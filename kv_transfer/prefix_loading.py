@@ -25,6 +25,7 @@ class Columns:
 
 class PrefixLoading:
     """Owns the promotions of sequences that wait for their prefix. `on_over(seq)`: what could be had is there.
+    `on_room()`: blocks that the tiers' own threads held, in either pool, are free.
 
     Without `tiers` there is nothing to load.
     """
@@ -36,12 +37,15 @@ class PrefixLoading:
         *,
         prefill_s: Callable[[int], float],
         on_over: Callable[[Sequence], None],
+        on_room: Callable[[], None],
     ) -> None:
         self._tiers = tiers
         self._allocator = allocator
         self._prefill_s = prefill_s
         self._on_over = on_over
         self._loading: dict[SequenceKey, tuple[Sequence, Promotion]] = {}
+        if tiers is not None:
+            tiers.tell_of_room(on_room)
 
     @property
     def num_loading(self) -> int:
@@ -98,6 +102,8 @@ class PrefixLoading:
 
     def close(self) -> None:
         """Nobody is called back any more."""
+        if self._tiers is not None:
+            self._tiers.tell_of_room(lambda: None)
         for key in list(self._loading):
             self.cancel(key)
 

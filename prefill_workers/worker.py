@@ -84,7 +84,13 @@ class PrefillWorker:
             prefix_caching=model.prefix_caching,
             host_pool=model.host_pool,
         )
-        self._prefix = PrefixLoading(lower_tiers, self._allocator, prefill_s=self._prefill_s, on_over=self._on_prefix)
+        self._prefix = PrefixLoading(
+            lower_tiers,
+            self._allocator,
+            prefill_s=self._prefill_s,
+            on_over=self._on_prefix,
+            on_room=lambda: self._steps.wake(),
+        )
         placement = host_placement(model, self._allocator, config.chunk_tokens, self._prefill_s)
         self._scheduler = PrefillScheduler(
             self._allocator,

@@ -39,6 +39,10 @@ class PrefixPlan:
     load_s: float  # predicted, for bringing those beyond num_ready here
 
 
+def _nobody_waits() -> None:
+    """For room."""
+
+
 class PrefixTiers:
     """Write-through of what was computed; lookup and loading of what may be used again."""
 
@@ -53,11 +57,14 @@ class PrefixTiers:
     ) -> None:
         assert device.cache.layout == host.cache.layout, "tiers of one worker share a layout"
         config = config or PrefixTiersConfig()
+        self._loop = asyncio.get_running_loop()
+        self._on_room: Callable[[], None] = _nobody_waits
+        self._room_is_told = True  # since there was some
         self._device = device
         self._host = host
         self._sources = tuple(sources)
-        self._down = WriteThrough(device, host, sink, max_queued_blocks=config.max_queued_blocks)
-        self._up = Promoter(host, timeout_s=config.load_timeout_s)
+        self._down = WriteThrough(device, host, sink, max_queued_blocks=config.max_queued_blocks, on_room=self._room)
+        self._up = Promoter(host, timeout_s=config.load_timeout_s, on_room=self._room)
 
     @property
     def write_through_stats(self) -> WriteThroughStats:
@@ -102,11 +109,24 @@ class PrefixTiers:
                 return index
         return len(hashes)
 
+    def tell_of_room(self, on_room: Callable[[], None]) -> None:
+        """From now on this is called on the loop, never from in here, after blocks that were held here are free."""
+        self._on_room = on_room
+
     async def close(self) -> None:
         """End the threads after what they have in hand; queued work is dropped."""
         await asyncio.to_thread(self._up.close)
         await asyncio.to_thread(self._down.close)
         await asyncio.sleep(0)  # the threads' last reports give the blocks back
+
+    def _room(self) -> None:
+        if self._room_is_told:
+            self._room_is_told = False
+            self._loop.call_soon(self._tell_of_room)
+
+    def _tell_of_room(self) -> None:
+        self._room_is_told = True
+        self._on_room()
 
     def _is_ready(self, digest: bytes) -> bool:
         keys = ((digest, group) for group in range(self._host.num_groups))

@@ -56,10 +56,13 @@ class Promotion:
 
 
 class Promoter:
-    """`bytes_per_s(source)` is what loads have been measured at, smoothed."""
+    """`bytes_per_s(source)` is what loads have been measured at, smoothed. `on_room()`: blocks were given back."""
 
-    def __init__(self, host: TierMemory, *, timeout_s: float, batch_columns: int = 8) -> None:
+    def __init__(
+        self, host: TierMemory, *, timeout_s: float, on_room: Callable[[], None], batch_columns: int = 8
+    ) -> None:
         self._host = host
+        self._on_room = on_room
         self._timeout_s = timeout_s
         self._batch_columns = batch_columns
         self._batch_of: dict[bytes, _Batch] = {}  # those that can still be joined
@@ -112,6 +115,7 @@ class Promoter:
                 self._abandon(batch)
         promotion.pending.clear()
         self._host.pool.release(promotion.lease)
+        self._on_room()
 
     def close(self) -> None:
         """End the thread after the load in hand; blocks until then."""
@@ -179,6 +183,7 @@ class Promoter:
                 self._keep(batch, digest)
         self._host.unprepare(batch.lease.blocks)
         pool.release(batch.lease)
+        self._on_room()
         for promotion in list(batch.waiting):
             promotion.pending.discard(batch)
             if not promotion.pending:

@@ -7,7 +7,7 @@ host tier has no room or too many are queued. Belongs to the main loop; the copy
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -51,14 +51,21 @@ class _Copy:
 
 
 class WriteThrough:
-    """`stored` after a publication is all that a worker has to call."""
+    """`stored` after a publication is all that a worker has to call. `on_room()`: blocks were given back."""
 
     def __init__(
-        self, device: TierMemory, host: TierMemory, sink: ColumnSink | None = None, *, max_queued_blocks: int = 4096
+        self,
+        device: TierMemory,
+        host: TierMemory,
+        sink: ColumnSink | None = None,
+        *,
+        on_room: Callable[[], None],
+        max_queued_blocks: int = 4096,
     ) -> None:
         self._device = device
         self._host = host
         self._sink = sink
+        self._on_room = on_room
         self._max_queued_blocks = max_queued_blocks
         self._num_queued = 0
         self._in_flight: set[bytes] = set()
@@ -153,6 +160,7 @@ class WriteThrough:
         self._host.unprepare(writing.blocks)
         self._device.pool.release(reading)
         self._host.pool.release(writing)
+        self._on_room()
 
     def _write(self, digest: bytes) -> None:
         """On to the sink, if the host holds the whole column and the sink does not."""
@@ -167,6 +175,7 @@ class WriteThrough:
 
     def _written(self, lease: BlockLease) -> None:
         self._host.pool.release(lease)
+        self._on_room()
 
 
 def _ids(blocks: list[int]) -> npt.NDArray[np.int32]:
