@@ -25,13 +25,14 @@ from benchmarks.timing import MS, RequestTiming, Wave
 from benchmarks.workload import MODEL, Load, draw_prompts
 
 PROMPT_TOKENS = 256
-OUTPUT_TOKENS = 128
-RESIDENT_SEQUENCES = 4  # that the device holds
-RATES = (0.3, 0.5, 0.7, 0.9)  # requests per second
-STEADY_S = 30.0
+OUTPUT_TOKENS = 512
+RESIDENT_SEQUENCES = 4  # that the device holds when they have grown
+RATES = (0.15, 0.2, 0.25, 0.3)  # requests per second
+TPOT_TARGET_MS = 80
+STEADY_S = 60.0
 BURST_S = 1.5
 BURST_FACTOR = 10
-DEADLINE_S = 280.0
+DEADLINE_S = 500.0
 AIMS = {"mean_ttft_times_lower": 20.0, "p99_tpot_ratio": 1.05, "throughput_ratio": 0.97}
 
 KV_BYTES_PER_TOKEN = 23_040  # of the default model in bfloat16
@@ -86,7 +87,7 @@ def _settings(layerkv: str) -> Json:
     pool = {"memory": tokens * KV_BYTES_PER_TOKEN, "host_memory": "512MiB", "staging": "64MiB"}
     return {
         "kv": {"layerkv": layerkv, "prefix_cache": False, "prefill": {"memory": "256MiB"}, "decode": pool},
-        "decode": {"threads": 1, "max_num_seqs": 32, "reserve_wait_s": DEADLINE_S},
+        "decode": {"threads": 1, "max_num_seqs": 32, "reserve_wait_s": DEADLINE_S, "tpot_target_ms": TPOT_TARGET_MS},
     }
 
 
