@@ -42,7 +42,7 @@ class Hindsight:
         self._added[block] = self._clock
         heapq.heappush(self._heap, (-self.next_use[key], self._clock, block))
 
-    def use(self, block: int) -> None:
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
         self._added.pop(block, None)
 
     def evict(self) -> int:

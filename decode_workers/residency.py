@@ -86,8 +86,14 @@ class Residency:
         """
         self.pacer.follow(running, now)
         turn = self._attempt(running, now, limit, ring_columns, preempt)
-        while running and not (turn.ready or turn.moving) and ring_columns == self.staging_columns:
-            preempt(max(running, key=lambda seq: self.pacer.slack_s(seq, now)))
+        is_first = True
+        while running and not (turn.ready or turn.copies) and (turn.moving or ring_columns == self.staging_columns):
+            # Moves to where all the content is already: no step is needed for them, and none comes of this turn.
+            for seq in turn.moving:
+                self._allocator.settle(seq, True)
+            if not (turn.moving and is_first):
+                preempt(max(running, key=lambda seq: self.pacer.slack_s(seq, now)))
+            is_first = False
             turn = self._attempt(running, now, limit, ring_columns, preempt)
         return turn
 
@@ -171,8 +177,8 @@ class Residency:
         """Blocks that the next step will have; 0 if the host has no room for them."""
         assert seq.block_table is not None
         columns = seq.block_table.num_columns
-        if columns > self.staging_columns:
-            return 0
+        if self._allocator.num_columns_for(seq.num_tokens) > self.staging_columns:
+            return 0  # with its next token it could not be computed from there
         on_device = sorted(self._allocator.all_groups - seq.host_groups)
         # Every other group first: the fetches of a step then alternate with groups that need none.
         half = on_device[1::2] if len(on_device) > 1 and not seq.host_groups else on_device

@@ -1,19 +1,20 @@
-"""Gives sequences their blocks: prefix lookup, growth, publication, moves between memory tiers, release.
+"""Gives sequences their blocks: prefix hits, growth, publication, moves between memory tiers, release.
 
-The only writer of a sequence's leases, block tables, `host_groups`, `prefix`, `num_cached` and `num_published`; the
-pools behind it stay the sole owners of blocks. Knows nothing of what runs when, nor who makes the copies it asks for.
+The only writer of a sequence's leases, block tables, `host_groups`, `num_cached` and `num_published`; the pools behind
+it stay the sole owners of blocks. Knows nothing of what runs when, who makes the copies it asks for, nor how a prefix
+is found (`engine.prefix_lookup`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
 from engine.block_pool import BlockLease, BlockPool
-from engine.prefix import PrefixHasher
+from engine.prefix_lookup import PrefixHit, PrefixLookup
 from engine.sequence import BlockCopy, BlockTable, Sequence
-from engine.tier_moves import Blocks, Fetch, Move, Opening, Relocation, by_columns, fetch_copies, row_copies
+from engine.tier_moves import Blocks, Move, Opening, Relocation, by_columns, row_copies
 
 
 class BlockAllocator:
@@ -40,6 +41,7 @@ class BlockAllocator:
         self.layer_groups = layer_groups
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self._lookup = PrefixLookup(pool, host_pool, layer_groups=layer_groups, block_size=block_size)
         self._moves: dict[Sequence, Move] = {}
 
     @property
@@ -67,6 +69,10 @@ class BlockAllocator:
     def num_host_blocks_for(self, num_tokens: int, host_groups: frozenset[int]) -> int:
         return self.num_columns_for(num_tokens) * len(host_groups)
 
+    def hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """Of the first `num_blocks` full blocks."""
+        return self._lookup.hashes(seq, num_blocks)
+
     def is_moving(self, seq: Sequence) -> bool:
         """Whether a step has copies to make for `seq` that are not settled."""
         return seq in self._moves
@@ -76,9 +82,8 @@ class BlockAllocator:
     ) -> tuple[BlockCopy, ...]:
         """Give `seq` empty leases or, on a prefix hit, ones that share the cached columns.
 
-        A hit never covers the last token: its logits are what the next token is sampled from. Blocks that are only in
-        host memory get device blocks, unless of `host_groups`, and the copies to make in the step that first uses them
-        are returned. The hit is shorter where the device lacks blocks for that.
+        Blocks that are only in host memory get device blocks, unless of `host_groups`, and the copies to make in the
+        step that first uses them are returned.
         """
         assert seq.lease is None, f"sequence {seq.request_id} has a lease already"
         seq.lease = self.pool.lease()
@@ -86,8 +91,8 @@ class BlockAllocator:
         seq.host_groups = host_groups
         if host_groups:
             self._lease_host(seq, with_table=True)
-        seq.num_computed = seq.num_cached = seq.num_published = 0
-        return self._adopt_prefix(seq) if use_cache and self.prefix_caching else ()
+        seq.num_computed = seq.num_cached = seq.num_cached_on_host = seq.num_published = 0
+        return self._adopt(seq, self._lookup.longest(seq)) if use_cache and self.prefix_caching else ()
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens of `seq`. False, and nothing taken, if a pool lacks blocks."""
@@ -191,23 +196,15 @@ class BlockAllocator:
         pool, lease = self._tier(seq, on_device=to_device)
         rows = sorted(groups)
         near, far = (seq.host_table, seq.block_table) if to_device else (seq.block_table, seq.host_table)
-        blocks = self._shared_blocks(seq, rows, pool)
-        pool.adopt(lease, by_columns(blocks))
+        blocks = np.full((len(rows), seq.block_table.num_columns), -1, dtype=np.int32)
+        blocks[:, : seq.num_published] = self._lookup.published(seq, rows, pool)
+        pool.adopt(lease, by_columns(blocks), is_reuse=False)
         is_new = blocks < 0
         blocks.T[is_new.T] = pool.extend(lease, int(is_new.sum()))
         far.view[rows] = blocks
         is_new[:, self.num_columns_for(seq.num_computed) :] = False  # nothing stands there yet
         self._moves[seq] = Relocation(rows, to_device)
         return row_copies(rows, "device" if to_device else "host", near.view[rows], blocks, is_new)
-
-    def _shared_blocks(self, seq: Sequence, rows: list[int], pool: BlockPool) -> Blocks:
-        """`[len(rows), num_columns]`: what the pool has of the sequence's published blocks; -1 elsewhere."""
-        assert seq.block_table is not None
-        blocks = np.full((len(rows), seq.block_table.num_columns), -1, dtype=np.int32)
-        for column, digest in enumerate(self.hashes(seq, seq.num_published)):
-            found = [pool.find((digest, group)) for group in rows]
-            blocks[:, column] = [-1 if block is None else block for block in found]
-        return blocks
 
     def _settle_relocation(self, seq: Sequence, move: Relocation, ok: bool) -> None:
         """Only the tier that the groups rest in keeps their rows."""
@@ -261,60 +258,40 @@ class BlockAllocator:
 
     # --- prefix cache ---
 
-    def _adopt_prefix(self, seq: Sequence) -> tuple[BlockCopy, ...]:
+    def _adopt(self, seq: Sequence, hit: PrefixHit) -> tuple[BlockCopy, ...]:
+        """Share the hit's blocks. Copies of those that are only in host memory, to new device blocks."""
         assert seq.block_table is not None
-        fetches: list[Fetch] = []
-        num_columns = 0
-        for digest in self.hashes(seq, (seq.num_tokens - 1) // self.block_size):
-            fetched = self._adopt_column(seq, digest)
-            if fetched is None:
-                break
-            fetches += fetched
-            num_columns += 1
-            if not fetches:
-                seq.num_published = num_columns  # what is fetched can be published when it has been
-        seq.num_computed = seq.num_cached = num_columns * self.block_size
-        if fetches:
-            self._moves[seq] = Opening([fetch.source for fetch in fetches])
-        return fetch_copies(fetches)
-
-    def _adopt_column(self, seq: Sequence, digest: bytes) -> list[Fetch] | None:
-        """Share the next column of a prefix. What must be fetched of it; None if it cannot be had."""
-        assert seq.block_table is not None
-        on_device = {g: self.pool.find((digest, g)) for g in range(self.layer_groups) if g not in seq.host_groups}
-        missing = [group for group, block in on_device.items() if block is None]
-        on_host = self._find_on_host(digest, (*missing, *seq.host_groups))
-        if on_host is None:
-            return None
         pool, lease = self._tier(seq, on_device=True)
-        found = [block for block in on_device.values() if block is not None]
-        pool.adopt(lease, found)
-        if len(missing) > pool.num_available:
-            pool.give_back(lease, found)
-            return None
-        new = dict(zip(missing, pool.extend(lease, len(missing)), strict=True))
-        held = {group: block for group, block in on_device.items() if block is not None} | new
-        seq.block_table.append(_column(self.layer_groups, held))
-        if on_host:
+        blocks = hit.on_device.copy()
+        is_fetched = blocks < 0
+        is_fetched[sorted(seq.host_groups)] = False
+        pool.adopt(lease, by_columns(blocks))  # before blocks are taken, which could be these
+        blocks.T[is_fetched.T] = pool.extend(lease, int(is_fetched.sum()))
+        seq.block_table.append(blocks)
+        self._adopt_on_host(seq, hit)
+        seq.num_computed = seq.num_cached = hit.num_columns * self.block_size
+        seq.num_cached_on_host = int((hit.on_host >= 0).any(axis=0).sum()) * self.block_size
+        # What is fetched can be published when it has been.
+        seq.num_published = int(is_fetched.any(axis=0).argmax()) if is_fetched.any() else hit.num_columns
+        if is_fetched.any():
+            self._moves[seq] = Opening(hit.on_host.T[is_fetched.T].tolist())
+        return row_copies(range(self.layer_groups), "device", hit.on_host, blocks, is_fetched)
+
+    def _adopt_on_host(self, seq: Sequence, hit: PrefixHit) -> None:
+        """What is to be fetched is leased until it has been; what rests there is also in the table."""
+        shared = by_columns(hit.on_host)
+        if shared:
             self._lease_host(seq, with_table=False)
             host_pool, host_lease = self._tier(seq, on_device=False)
-            host_pool.adopt(host_lease, on_host.values())
+            host_pool.adopt(host_lease, shared)
         if seq.host_table is not None:
-            seq.host_table.append(_column(self.layer_groups, {group: on_host[group] for group in seq.host_groups}))
-        return [Fetch(group, on_host[group], new[group]) for group in missing]
-
-    def _find_on_host(self, digest: bytes, groups: Iterable[int]) -> dict[int, int] | None:
-        """The host blocks of these groups; None unless all are there."""
-        found: dict[int, int] = {}
-        for group in groups:
-            block = None if self.host_pool is None else self.host_pool.find((digest, group))
-            if block is None:
-                return None
-            found[group] = block
-        return found
+            rows = sorted(seq.host_groups)
+            columns = np.full_like(hit.on_host, -1)
+            columns[rows] = hit.on_host[rows]
+            seq.host_table.append(columns)
 
     def _publish(self, seq: Sequence, groups: Iterable[int], first: int, stop: int) -> None:
-        hashes = self.hashes(seq, stop)
+        hashes = self._lookup.hashes(seq, stop)
         rows = list(groups)
         for column in range(first, stop):
             for group in rows:
@@ -323,20 +300,3 @@ class BlockAllocator:
                 assert table is not None
                 pool, lease = self._tier(seq, on_device=not on_host)
                 pool.publish(lease, int(table.view[group, column]), (hashes[column], group))
-
-    def hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Of the first `num_blocks` full blocks; each token is hashed once in the sequence's life."""
-        if seq.prefix is None:
-            seq.prefix = PrefixHasher(self.block_size, seq.cache_salt)
-        num_hashed = len(seq.prefix.hashes)
-        if num_blocks > num_hashed:
-            seq.prefix.extend(seq.tokens(num_hashed * self.block_size, num_blocks * self.block_size))
-        return seq.prefix.hashes[:num_blocks]
-
-
-def _column(layer_groups: int, blocks: Mapping[int, int]) -> Blocks:
-    """`[layer_groups, 1]`"""
-    column = np.full((layer_groups, 1), -1, dtype=np.int32)
-    for group, block in blocks.items():
-        column[group, 0] = block
-    return column

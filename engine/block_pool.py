@@ -81,12 +81,21 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_cached(self) -> int:
+        """Of those, the ones whose content is kept until they are taken."""
+        return len(self._cached)
+
+    @property
     def num_held(self) -> int:
         return self.num_blocks - self.num_available
 
     @property
     def num_leases(self) -> int:
         return len(self._leases)
+
+    def is_held(self, block: int) -> bool:
+        """Whether a lease has it. Adopting a block that none has makes one fewer available."""
+        return self._references[block] > 0
 
     def observe(self, observer: PoolObserver) -> None:
         """Tell the observer what is findable now, and from now on what changes."""
@@ -118,15 +127,18 @@ class BlockPool:
         """The block that holds the content named by `key`, or None. Takes nothing: `adopt` it at once."""
         return self._block_of.get(key)
 
-    def adopt(self, lease: BlockLease, blocks: Iterable[int]) -> None:
-        """Let the lease share blocks that `find` returned. Their content may be read, never written. All or nothing."""
+    def adopt(self, lease: BlockLease, blocks: Iterable[int], *, is_reuse: bool = True) -> None:
+        """Let the lease share blocks that `find` returned. Their content may be read, never written. All or nothing.
+
+        Not `is_reuse`: the content comes back to who had it before, which the eviction policy is not to take for a hit.
+        """
         self._require_live(lease)
         adopted = list(blocks)
         for block in adopted:
             if block not in self._key_of:
                 raise ValueError(f"block {block} has no key: only a block that find() returned can be adopted")
         for block in adopted:
-            self._cached.use(block)
+            self._cached.use(block, is_reuse=is_reuse)
             self._references[block] += 1
         lease.blocks.extend(adopted)
 

@@ -28,8 +28,11 @@ class EvictionPolicy(Protocol):
         """The block is held by nobody from now on. It holds the content named by `key`."""
         ...
 
-    def use(self, block: int) -> None:
-        """A lease adopts the block, which is not evictable until it is added again. It may be held already."""
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
+        """A lease adopts the block, which is not evictable until it is added again. It may be held already.
+
+        Not `is_reuse`: by the sequence that had it before, which says nothing of what others will ask for.
+        """
         ...
 
     def evict(self) -> int:
@@ -71,7 +74,7 @@ class Lru:
     def add(self, block: int, key: BlockKey) -> None:
         self._blocks[block] = None
 
-    def use(self, block: int) -> None:
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
         self._blocks.pop(block, None)
 
     def evict(self) -> int:
@@ -103,10 +106,11 @@ class AgedLru:
         queue = self._reused if block in self._used else self._new
         queue[block] = self._clock
 
-    def use(self, block: int) -> None:
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
         if self._new.pop(block, None) is None:
             self._reused.pop(block, None)
-        self._used.add(block)
+        if is_reuse:
+            self._used.add(block)
 
     def evict(self) -> int:
         if self._reused and self._reused_is_next():
@@ -152,10 +156,10 @@ class SegmentedLru:
             demoted, its_key = self._protected.popitem(last=False)
             self._probation[demoted] = its_key
 
-    def use(self, block: int) -> None:
-        if self._probation.pop(block, None) is None:
-            self._protected.pop(block, None)
-        self._reused.add(block)
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
+        was_protected = self._probation.pop(block, None) is None and self._protected.pop(block, None) is not None
+        if is_reuse or was_protected:
+            self._reused.add(block)
 
     def evict(self) -> int:
         return (self._probation or self._protected).popitem(last=False)[0]
@@ -214,7 +218,7 @@ class TwoQueues:
         else:
             self._short[block] = key
 
-    def use(self, block: int) -> None:
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
         if self._short.pop(block, None) is None:
             self._long.pop(block, None)
 
@@ -261,10 +265,11 @@ class S3Fifo:
         else:
             self._small[block] = key
 
-    def use(self, block: int) -> None:
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
         if self._small.pop(block, None) is None:
             self._main.pop(block, None)
-        self._uses[block] = min(_MAX_USES, self._uses.get(block, 0) + 1)
+        if is_reuse:
+            self._uses[block] = min(_MAX_USES, self._uses.get(block, 0) + 1)
 
     def evict(self) -> int:
         while True:
@@ -312,10 +317,10 @@ class Arc:
         else:
             self._recent[block] = key
 
-    def use(self, block: int) -> None:
-        if self._recent.pop(block, None) is None:
-            self._frequent.pop(block, None)
-        self._reused.add(block)
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
+        was_frequent = self._recent.pop(block, None) is None and self._frequent.pop(block, None) is not None
+        if is_reuse or was_frequent:
+            self._reused.add(block)
 
     def evict(self) -> int:
         if self._recent and (len(self._recent) > self._target or not self._frequent):

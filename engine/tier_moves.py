@@ -36,38 +36,14 @@ class Relocation:
 Move = Opening | Relocation
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """One block of a prefix hit that is only in host memory."""
-
-    group: int
-    source: int
-    destination: int
-
-
-def fetch_copies(fetches: Iterable[Fetch]) -> tuple[BlockCopy, ...]:
-    by_group: dict[int, list[Fetch]] = {}
-    for fetch in fetches:
-        by_group.setdefault(fetch.group, []).append(fetch)
-    return tuple(
-        BlockCopy(
-            group=group,
-            to="device",
-            source=np.array([fetch.source for fetch in fetched], dtype=np.int32),
-            destination=np.array([fetch.destination for fetch in fetched], dtype=np.int32),
-        )
-        for group, fetched in sorted(by_group.items())
-    )
-
-
 def row_copies(
-    groups: list[int],
+    groups: Iterable[int],
     to: Literal["device", "host"],
     source: Blocks,
     destination: Blocks,
     is_copied: npt.NDArray[np.bool_],
 ) -> tuple[BlockCopy, ...]:
-    """Of the rows of these groups, those blocks that `is_copied` names, `[len(groups), columns]` all."""
+    """Of the rows of these groups, those blocks that `is_copied` names; `[num_groups, columns]` all."""
     return tuple(
         BlockCopy(group=group, to=to, source=source[row][chosen], destination=destination[row][chosen])
         for row, (group, chosen) in enumerate(zip(groups, is_copied, strict=True))

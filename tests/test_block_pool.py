@@ -427,3 +427,34 @@ def test_what_was_reused_ages_half_as_fast() -> None:
     assert lifetime == 2 * 8 + 1  # the oldest of the nine others was released eight releases ago
     policy.add(0, _KEY)  # other content by now, which is new again
     assert [policy.evict() for _ in range(10)][-1] == 0
+
+
+@pytest.mark.parametrize("name", EVICTION_NAMES)
+def test_what_its_own_worker_read_is_evicted_as_the_last_that_was_released(name: EvictionName) -> None:
+    pool = BlockPool(4, eviction=eviction_policy(name, 4))
+    for number in range(4):
+        lease = pool.lease(1)
+        pool.publish(lease, lease.blocks[0], (bytes([number]), 0))
+        pool.release(lease)
+    reader = pool.lease()
+    pool.adopt(reader, [0, 1], is_reuse=False)
+    pool.check()
+    pool.release(reader)
+    assert [pool.lease(1).blocks[0] for _ in range(4)] == [2, 3, 1, 0]
+
+
+@pytest.mark.parametrize("is_reuse", [True, False])
+def test_only_a_reuse_ages_half_as_fast(is_reuse: bool) -> None:
+    pool = BlockPool(8, eviction=eviction_policy("aged", 8))
+    first = pool.lease(1)
+    pool.publish(first, first.blocks[0], (b"first", 0))
+    reader = pool.lease()
+    pool.adopt(reader, first.blocks, is_reuse=is_reuse)
+    pool.release(first)
+    pool.release(reader)
+    for number in range(7):
+        lease = pool.lease(1)
+        pool.publish(lease, lease.blocks[0], (bytes([number]), 0))
+        pool.release(lease)
+    pool.lease(1)
+    assert (pool.find((b"first", 0)) is not None) is is_reuse

@@ -11,6 +11,7 @@ from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
 from engine.allocation import BlockAllocator
 from engine.block_pool import BlockPool
+from engine.prefix import block_hashes
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, StepPlan
 from tests.ghost_runner import GhostRunner, next_token
@@ -261,4 +262,40 @@ def test_a_move_of_a_step_that_failed_has_not_happened_and_a_drop_waits_for_it()
     bench.scheduler.abandon_step()
     assert moved.key not in bench.scheduler
     assert moved.lease is None and moved.host_groups <= before
+    bench.run()
+
+
+def test_a_move_to_where_the_content_is_already_needs_no_step() -> None:
+    """Two with the same tokens share what they publish: when the first one ends, its copy is on the device for free."""
+    bench = Bench(columns=6, host_columns=6, staging_columns=3, max_num_seqs=1, step_s=0.03)
+    for name in ("first", "second"):
+        bench.scheduler.add(sequence(name, [2, 2], 12))
+    for _ in range(40):
+        if not (bench.scheduler.num_running or bench.scheduler.num_waiting):
+            break
+        plan = bench.step()
+        assert plan.items or plan.copies, "a step of which nothing comes is never made"
+    bench.run()
+    assert bench.tiers.num_restores > 0
+
+
+def test_moves_of_what_the_other_tier_has_already_need_no_step() -> None:
+    """The device is full, everyone's next token needs a column, and all of it was copied to the host before."""
+    bench = Bench(columns=4)
+    prompts = [[2] * 8, [3] * 8]
+    lease = bench.host_pool.lease(8)
+    keys = [(digest, group) for prompt in prompts for digest in block_hashes(prompt, BLOCK_SIZE) for group in (0, 1)]
+    for block, key in zip(list(lease.blocks), keys, strict=True):
+        bench.host_pool.publish(lease, block, key)
+    for number, prompt in enumerate(prompts):
+        seq = sequence(f"r{number}", prompt, 6)
+        bench.scheduler.add(seq)
+        assert bench.scheduler.allocator.pool.num_available
+    bench.scheduler.allocator.prefix_caching = False  # computed, not fetched
+    bench.step()
+    bench.scheduler.allocator.prefix_caching = True
+    plan = bench.scheduler.plan(bench.now)
+    assert plan.items
+    assert bench.tiers.num_offloads == 1
+    bench.scheduler.finish_step(plan, bench.runner.execute(plan))
     bench.run()

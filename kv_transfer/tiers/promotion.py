@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from itertools import groupby
 
 from engine.block_pool import BlockLease
 from kv_transfer.home_loop import HomeLoop
+from kv_transfer.messages import SourceName
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.sources import ColumnSource
 
@@ -43,8 +45,11 @@ class _Batch:
 class Promotion:
     """One caller's wait for some columns. Over when the callback has been called, or after `cancel`."""
 
-    def __init__(self, promoter: Promoter, lease: BlockLease, on_settled: Callable[[], None]) -> None:
+    def __init__(
+        self, promoter: Promoter, wanted: Sequence[Wanted], lease: BlockLease, on_settled: Callable[[], None]
+    ) -> None:
         self._promoter = promoter
+        self.wanted = wanted
         self.lease = lease  # of host blocks that must not be evicted meanwhile
         self.on_settled = on_settled
         self.pending: set[_Batch] = set()
@@ -72,8 +77,8 @@ class Promoter:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="promotion")
         self._closed = False
-        self.loaded_columns = 0
-        self.failed_columns = 0
+        self.loaded_columns: Counter[SourceName] = Counter()
+        self.failed_columns: Counter[SourceName] = Counter()
 
     def bytes_per_s(self, source: ColumnSource) -> float:
         return self._rates.get(source.name, source.assumed_bytes_per_s)
@@ -93,8 +98,8 @@ class Promoter:
         `on_settled` is called later, on the loop, within the timeout; what has come is in the host pool then.
         """
         lease = self._host.pool.lease()
-        self._host.pool.adopt(lease, keep)
-        promotion = Promotion(self, lease, on_settled)
+        self._host.pool.adopt(lease, keep, is_reuse=False)
+        promotion = Promotion(self, wanted, lease, on_settled)
         for batch in self._batches(wanted):
             batch.waiting.add(promotion)
             promotion.pending.add(batch)
@@ -193,7 +198,7 @@ class Promoter:
         """What has come stays until those who wait for it have been told."""
         found = self._host.column(digest)
         for promotion in batch.waiting if found else ():
-            self._host.pool.adopt(promotion.lease, found or ())
+            self._host.pool.adopt(promotion.lease, found or (), is_reuse=False)
 
     def _settle(self, promotion: Promotion) -> None:
         if promotion.deadline is not None:
@@ -212,10 +217,10 @@ class Promoter:
                 del self._batch_of[digest]
 
     def _measure(self, batch: _Batch, num_loaded: int, seconds: float) -> None:
-        self.loaded_columns += num_loaded
+        self.loaded_columns[batch.source.name] += num_loaded
         if batch.abandoned:
             return
-        self.failed_columns += len(batch.hashes) - num_loaded
+        self.failed_columns[batch.source.name] += len(batch.hashes) - num_loaded
         if num_loaded and seconds > 0:
             old = self.bytes_per_s(batch.source)
             new = num_loaded * self._host.column_bytes / seconds

@@ -30,6 +30,7 @@ _MAX_COPY_BLOCKS = 256
 @dataclass(slots=True)
 class WriteThroughStats:
     copied_blocks: int = 0
+    copied_columns: int = 0
     skipped_columns: int = 0  # not copied to the host: no room, or too many queued
     unwritten_columns: int = 0  # not taken by the sink
 
@@ -129,7 +130,7 @@ class WriteThrough:
 
     def _begin(self, copy: _Copy) -> None:
         reading = self._device.pool.lease()
-        self._device.pool.adopt(reading, copy.sources)
+        self._device.pool.adopt(reading, copy.sources, is_reuse=False)
         writing = self._host.pool.lease(len(copy.keys))
         self._num_queued += len(copy.keys)
         self._in_flight.update(copy.hashes)
@@ -153,6 +154,7 @@ class WriteThrough:
         self._in_flight.difference_update(copy.hashes)
         if done:
             self.stats.copied_blocks += len(copy.keys)
+            self.stats.copied_columns += len(copy.hashes)
             for key, block in zip(copy.keys, writing.blocks, strict=True):
                 self._host.pool.publish(writing, block, key)
             for digest in copy.hashes:
@@ -168,7 +170,7 @@ class WriteThrough:
         if self._sink is None or blocks is None or self._closed or self._sink.holds(digest):
             return
         lease = self._host.pool.lease()
-        self._host.pool.adopt(lease, blocks)
+        self._host.pool.adopt(lease, blocks, is_reuse=False)
         if not self._sink.store(digest, self._host.views(blocks), lambda: self._home.run(self._written, lease)):
             self.stats.unwritten_columns += 1
             self._host.pool.release(lease)
