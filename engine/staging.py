@@ -36,6 +36,7 @@ class TransferStats:
     fetched_bytes: int = 0  # host to device, ring and copies
     fetch_s: float = 0.0  # that took the copy thread
     written_bytes: int = 0  # device to host
+    write_s: float = 0.0  # that took the copy thread
     exposed_s: float = 0.0  # that the compute thread waited for copies
     host_bytes_per_s: float = 0.0  # smoothed rate of fetches
 
@@ -93,8 +94,10 @@ class Staging:
         self.stats.record_fetch(len(pairs) * self.kv_cache.layout.block_bytes, time.perf_counter() - started)
 
     def write(self, pairs: BlockPairs) -> None:
+        started = time.perf_counter()
         copy_blocks(self.kv_cache, pairs.device, self.host_cache, pairs.host)
         self.stats.written_bytes += len(pairs) * self.kv_cache.layout.block_bytes
+        self.stats.write_s += time.perf_counter() - started
 
 
 class StagedStep:

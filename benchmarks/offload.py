@@ -1,0 +1,240 @@
+"""What it costs that KV rests in host memory: decode steps and prompts beside the same ones on the device alone.
+
+One thread computes and another one copies. What is compared takes turns step by step, so that what disturbs one
+disturbs all. A CPU has one memory for both tiers: whatever is copied meanwhile takes bandwidth and cache from what is
+computed, which an accelerator's own memory and copy engine would not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.offload_gate import NEEDED_TOKENS, require_equal_logprobs
+from benchmarks.part import note, run_part
+from benchmarks.quiet import QuietMachine
+from benchmarks.summary import Json, ratio, spread
+from benchmarks.tiered_engine import StepCost, TieredEngine
+from benchmarks.timing import MS
+from benchmarks.workload import MODEL, draw_prompts, greedy
+from engine.loading import EngineConfig, load_model
+from engine.sequence import Sequence
+
+LAYERS_PER_GROUP = 3  # what the engine chooses for these 30 layers
+NUM_GROUPS = 10
+BLOCK_SIZE = 16
+RINGS = (1, 2, NUM_GROUPS)  # slots: nothing overlaps, the default, everything is fetched at once
+DECODE_RING = 2
+HOST_GROUPS = {
+    "none": range(0),
+    "none, again": range(0),  # what noise alone makes of it
+    "every other": range(1, NUM_GROUPS, 2),
+    "all": range(NUM_GROUPS),
+}
+AIMS = {"decode step, every other group in host memory": 1.1, "prefill, exposed share of the copying": 0.1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much is measured."""
+
+    num_sequences: int = 8
+    context_tokens: int = 512
+    steps_a_round: int = 6
+    decode_rounds: int = 16
+    prompt_tokens: tuple[int, ...] = (1024, 2048, 4096)  # multiples of a chunk
+    chunk_tokens: int = 512
+    prefill_repeats: int = 3
+
+    @property
+    def num_columns(self) -> int:
+        """Block columns that a step touches, at most."""
+        decode_tokens = self.num_sequences * (self.context_tokens + self.steps_a_round + BLOCK_SIZE)
+        tokens = max(decode_tokens, NEEDED_TOKENS + 3 * BLOCK_SIZE, *self.prompt_tokens)
+        return -(-tokens // BLOCK_SIZE)
+
+
+def measure(extent: Extent) -> Json:
+    torch.set_num_threads(1)
+    engines = {num_slots: _load(num_slots, extent) for num_slots in RINGS}
+    gate = require_equal_logprobs(engines, extent.chunk_tokens)
+    quiet = QuietMachine()
+    decode = _measure_decode(engines[DECODE_RING], extent, quiet)
+    prefill = _measure_prefill(engines, extent, quiet)
+    for engine in engines.values():
+        engine.close()
+    return {
+        "model": f"{MODEL}, bf16, 1 thread that computes, {NUM_GROUPS} layer groups",
+        "aims": AIMS,
+        "gate": gate,
+        "decode": decode,
+        "prefill": prefill,
+        "quiet": quiet.report(),
+    }
+
+
+def _load(num_slots: int, extent: Extent) -> TieredEngine:
+    """Its device holds what decode keeps there; its host memory as much, and a prompt."""
+    column_bytes = LAYERS_PER_GROUP * BLOCK_SIZE * 2 * 3 * 64 * 2
+    tier_bytes = 4 * NUM_GROUPS * extent.num_columns * column_bytes
+    engine = TieredEngine(
+        load_model(
+            EngineConfig(
+                model_ref=MODEL,
+                model_name=MODEL,
+                dtype="bfloat16",
+                block_size=BLOCK_SIZE,
+                layers_per_group=LAYERS_PER_GROUP,
+                kv_bytes=tier_bytes,
+                host_bytes=tier_bytes,
+                staging_bytes=num_slots * extent.num_columns * column_bytes,
+                ring_groups=num_slots,
+                num_threads=1,
+            )
+        )
+    )
+    assert engine.layout.num_layer_groups == NUM_GROUPS
+    assert engine.layout.block_bytes == column_bytes
+    return engine
+
+
+# --- decode ---
+
+
+def _measure_decode(engine: TieredEngine, extent: Extent, quiet: QuietMachine) -> Json:
+    """Steps of one token for each sequence, all of the same context, whatever rests where."""
+    prompts = draw_prompts(extent.num_sequences, extent.context_tokens)
+    batches = {name: _computed(engine, prompts, groups, extent) for name, groups in HOST_GROUPS.items()}
+    costs: dict[str, list[StepCost]] = {name: [] for name in HOST_GROUPS}
+    for _ in range(extent.decode_rounds):
+        for name, cost in quiet.run(lambda: list(_decode_round(engine, batches, extent))):
+            costs[name].append(cost)
+    for batch in batches.values():
+        engine.release(batch)
+    load = f"{extent.num_sequences} sequences of {extent.context_tokens} tokens, a ring of {DECODE_RING} slots"
+    return {"load": load, "rows": [_decode_row(name, costs) for name in HOST_GROUPS]}
+
+
+def _computed(engine: TieredEngine, prompts: list[list[int]], groups: range, extent: Extent) -> list[Sequence]:
+    """Sequences with their first output token."""
+    batch = [engine.open(prompt, groups, greedy(extent.steps_a_round + 1)) for prompt in prompts]
+    for seq in batch:
+        while not seq.output_token_ids:
+            engine.step([seq], extent.chunk_tokens)
+    return batch
+
+
+def _decode_round(
+    engine: TieredEngine, batches: dict[str, list[Sequence]], extent: Extent
+) -> Iterable[tuple[str, StepCost]]:
+    for batch in batches.values():
+        for seq in batch:
+            engine.rewind(seq, extent.context_tokens)
+    for _ in range(extent.steps_a_round):
+        for name, batch in batches.items():
+            yield name, engine.step(batch, 1)[0]
+
+
+def _decode_row(name: str, costs: dict[str, list[StepCost]]) -> Json:
+    def over_device(seconds: Callable[[StepCost], float]) -> float:
+        return ratio(list(map(seconds, costs[name])), list(map(seconds, costs["none"])))
+
+    row: Json = {
+        "host_groups": name,
+        "tpot_ms": spread([cost.wall_s / MS for cost in costs[name]]),
+        "over_device": over_device(lambda cost: cost.wall_s),
+        # Without what other processes took of the core: a lower bound that a busy machine gives too.
+        "computed_and_waited_over_device": over_device(lambda cost: cost.compute_s + cost.waited_s),
+        "waited_ms": spread([cost.waited_s / MS for cost in costs[name]]),
+        "copied_ms": spread([cost.copied_s / MS for cost in costs[name]]),
+    }
+    note(f"decode, in host memory {name}: {row['over_device']} times the step on the device")
+    return row
+
+
+# --- prefill ---
+
+
+def _measure_prefill(engines: dict[int, TieredEngine], extent: Extent, quiet: QuietMachine) -> Json:
+    """One prompt, all of whose layers stream to host memory as they finish, or none.
+
+    A shorter prompt is the longer one's first chunks: only the last of all ends with a sampled token.
+    """
+    variants = {"device": (engines[DECODE_RING], range(0))} | {
+        _ring_name(num_slots): (engine, range(NUM_GROUPS)) for num_slots, engine in engines.items()
+    }
+    costs: dict[str, list[list[StepCost]]] = {name: [] for name in variants}  # [repeat][chunk]
+    for prompt in draw_prompts(extent.prefill_repeats, max(extent.prompt_tokens)):
+        opened = {name: engine.open(prompt, groups, greedy(1)) for name, (engine, groups) in variants.items()}
+        for name in variants:
+            costs[name].append([])
+        for start in range(0, len(prompt), extent.chunk_tokens):
+
+            def compute_chunk(opened: dict[str, Sequence] = opened, start: int = start) -> dict[str, StepCost]:
+                return {
+                    name: _chunk(variants[name][0], seq, start, extent.chunk_tokens) for name, seq in opened.items()
+                }
+
+            for name, cost in quiet.run(compute_chunk).items():
+                costs[name][-1].append(cost)
+        for name, seq in opened.items():
+            variants[name][0].release([seq])
+    rows = [
+        _prefill_row(num_tokens, name, costs, num_tokens // extent.chunk_tokens)
+        for num_tokens in extent.prompt_tokens
+        for name in variants
+        if name != "device"
+    ]
+    return {"load": f"one prompt in chunks of {extent.chunk_tokens} tokens, all groups in host memory", "rows": rows}
+
+
+def _ring_name(num_slots: int) -> str:
+    return f"{num_slots} slots" if num_slots > 1 else "1 slot"
+
+
+def _chunk(engine: TieredEngine, seq: Sequence, start: int, num_tokens: int) -> StepCost:
+    if seq.num_computed > start:
+        engine.rewind(seq, start)
+    return engine.step([seq], num_tokens)[0]
+
+
+def _prefill_row(num_tokens: int, name: str, costs: dict[str, list[list[StepCost]]], num_chunks: int) -> Json:
+    device = [sum(cost.wall_s for cost in chunks[:num_chunks]) for chunks in costs["device"]]
+    slower = _longer(costs, name, num_chunks, lambda cost: cost.wall_s)
+    more_compute = _longer(costs, name, num_chunks, lambda cost: cost.compute_s)
+    waited = [sum(cost.waited_s for cost in chunks[:num_chunks]) for chunks in costs[name]]
+    copied = [sum(cost.copied_s for cost in chunks[:num_chunks]) for chunks in costs[name]]
+    row: Json = {
+        "prompt_tokens": num_tokens,
+        "ring": name,
+        "device_ms": spread([s / MS for s in device]),
+        "copied_ms": spread([s / MS for s in copied]),
+        "waited_ms": spread([s / MS for s in waited]),
+        "slower_ms": spread([s / MS for s in slower]),
+        "more_compute_ms": spread([s / MS for s in more_compute]),
+        "waited_share_of_copying": ratio(waited, copied),
+        "slower_share_of_copying": ratio(slower, copied),
+        "slower_share_of_prefill": ratio(slower, device),
+    }
+    note(
+        f"prefill {num_tokens}, {name}: waits for {row['waited_share_of_copying']} of the copying; takes "
+        f"{statistics.median(slower) / MS:.1f} of {statistics.median(device) / MS:.0f} ms longer"
+    )
+    return row
+
+
+def _longer(
+    costs: dict[str, list[list[StepCost]]], name: str, num_chunks: int, seconds: Callable[[StepCost], float]
+) -> list[float]:
+    """By how much than on the device, in each repeat."""
+    return [
+        sum(seconds(cost) - seconds(base) for cost, base in zip(chunks[:num_chunks], bases[:num_chunks], strict=True))
+        for chunks, bases in zip(costs[name], costs["device"], strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    run_part("offload", lambda: measure(Extent()))

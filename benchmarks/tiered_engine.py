@@ -1,0 +1,84 @@
+"""The in-process engine with its memory tiers, stepped by hand: who rests where is said, not decided.
+
+Tells what each step cost, of which copies between the tiers were a part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from engine.allocation import BlockAllocator
+from engine.loading import LoadedModel
+from engine.sampling_params import SamplingParams
+from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds of one step."""
+
+    wall_s: float
+    compute_s: float  # CPU time of the thread that computes: what others take of its core is not in it
+    waited_s: float  # that it waited for copies
+    copied_s: float  # that the copy thread copied, most of it meanwhile
+
+
+class TieredEngine:
+    """Sequences on one model, without schedulers and without a prefix cache."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        assert model.runner.transfer_stats is not None, "there is no host memory to measure"
+        self.layout = model.layout
+        self._runner = model.runner
+        self._stats = model.runner.transfer_stats
+        self._num_opened = 0
+        self._allocator = BlockAllocator(
+            model.block_pool,
+            layer_groups=model.layout.num_layer_groups,
+            block_size=model.layout.block_size,
+            prefix_caching=False,
+            host_pool=model.host_pool,
+        )
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def open(self, prompt: list[int], host_groups: Collection[int], params: SamplingParams) -> Sequence:
+        """Nothing of it is computed yet; these layer groups of it will rest in host memory."""
+        self._num_opened += 1
+        seq = Sequence(request_id=f"tiered-{self._num_opened}", attempt=0, params=params, prompt_token_ids=prompt)
+        self._allocator.open(seq, use_cache=False, host_groups=frozenset(host_groups))
+        return seq
+
+    def release(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self._allocator.release(seq)
+
+    def step(self, seqs: list[Sequence], most_tokens: int) -> tuple[StepCost, list[SampledToken | None]]:
+        """Compute what each lacks, at most so many tokens. What is sampled is appended, and returned."""
+        plan = StepPlan(tuple(ScheduledSequence(seq, min(seq.num_uncomputed, most_tokens)) for seq in seqs))
+        for item in plan.items:
+            grown = self._allocator.grow(item.seq, item.seq.num_computed + item.num_tokens)
+            assert grown, "the engine was made too small for what is measured"
+        started = self._clocks()
+        output = self._runner.execute(plan)
+        ended = self._clocks()
+        for item, token in zip(plan.items, output.sampled, strict=True):
+            item.seq.num_computed += item.num_tokens
+            if token is not None:
+                item.seq.output_token_ids.append(token.token_id)
+        wall_s, compute_s, waited_s, copied_s = (end - start for start, end in zip(started, ended, strict=True))
+        return StepCost(wall_s=wall_s, compute_s=compute_s, waited_s=waited_s, copied_s=copied_s), output.sampled
+
+    def rewind(self, seq: Sequence, num_computed: int) -> None:
+        """To an earlier moment, whose step can then be taken again. Its blocks stay."""
+        assert num_computed <= seq.num_computed
+        seq.num_computed = num_computed
+        del seq.output_token_ids[max(0, num_computed + 1 - len(seq.prompt_token_ids)) :]
+
+    def _clocks(self) -> tuple[float, float, float, float]:
+        """In the order of `StepCost`."""
+        stats = self._stats
+        return time.perf_counter(), time.thread_time(), stats.exposed_s, stats.fetch_s + stats.write_s
