@@ -33,6 +33,7 @@ from cluster.translate import (
     prefill_worker,
     transfer_config,
 )
+from cluster.worker_metrics import WorkerMetrics
 from decode_workers.deployment import DecodeDeployment
 from engine.model_store import resolve_model
 from engine.tokenizer import Tokenizer
@@ -197,12 +198,14 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve after the constructor."""
         config = self._config
+        metrics = Metrics()
+        metrics.registry.register(WorkerMetrics(self._orchestrator.reports))
         api = Api(
             generator=self._orchestrator,
             tokenizer=Tokenizer(resolve_model(config.model.ref)),
             model_name=config.model.name,
             settings=config.gateway,
-            metrics=Metrics(),
+            metrics=metrics,
             in_flight=InFlight(config.gateway.max_concurrent),
         )
         return create_app(api)

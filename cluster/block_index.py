@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.prefix import HASH_BYTES
-from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, Tier
+from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport, Tier
 
 RETRY_S: Final = 2.0
 _BIT: Final[dict[Tier, int]] = {"device": 1, "host": 2, "disk": 4}
@@ -27,16 +27,42 @@ class PrefixReach:
     disk: int
 
 
+class _TierBits(dict[bytes, int]):
+    """The tiers that hold a column, as a set of bits; counts the columns of each tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_columns: dict[Tier, int] = dict.fromkeys(_BIT, 0)
+
+    def apply(self, change: BlockChange) -> None:
+        bit, count = _BIT[change.tier], 0
+        for digest in _split(change.removed):
+            bits = self.get(digest, 0)
+            count -= bool(bits & bit)
+            if bits & ~bit:
+                self[digest] = bits & ~bit
+            else:
+                self.pop(digest, None)
+        for digest in _split(change.stored):
+            bits = self.get(digest, 0)
+            count += not bits & bit
+            self[digest] = bits | bit
+        self.num_columns[change.tier] += count
+
+
 @dataclass(slots=True)
 class _WorkerColumns:
-    """`tiers[hash]` is a set of bits. `next_id` None: changes are missing, a snapshot is awaited."""
+    """`next_id` None: changes are missing, a snapshot is awaited."""
 
     epoch: int = -1
     next_id: int | None = None
-    tiers: dict[bytes, int] = field(default_factory=dict)
+    tiers: _TierBits = field(default_factory=_TierBits)
     next_part: int = 0  # of the snapshot that is arriving
     snapshot: tuple[int, int, int] = (-1, -1, 0)  # its epoch, next id and number of parts
     asked_at: float = float("-inf")
+    num_gaps: int = 0
+    num_asked: int = 0
+    num_taken: int = 0
 
 
 class BlockIndex:
@@ -55,7 +81,7 @@ class BlockIndex:
             return self._lose_track(events.worker_id, worker, now)
         num_known = worker.next_id - events.first_id
         for change in events.changes[num_known:]:
-            _apply(worker.tiers, change)
+            worker.tiers.apply(change)
             worker.next_id += 1
         return None
 
@@ -68,14 +94,15 @@ class BlockIndex:
         if worker.snapshot == identity and part.part < worker.next_part:
             return None
         if part.part == 0:
-            worker.epoch, worker.next_id, worker.tiers = part.epoch, None, {}
+            worker.epoch, worker.next_id, worker.tiers = part.epoch, None, _TierBits()
             worker.next_part, worker.snapshot = 0, identity
         elif worker.snapshot != identity or part.part > worker.next_part:
             return self._lose_track(part.worker_id, worker, now)
-        _apply(worker.tiers, BlockChange(tier=part.tier, stored=part.hashes, removed=b""))
+        worker.tiers.apply(BlockChange(tier=part.tier, stored=part.hashes, removed=b""))
         worker.next_part += 1
         if worker.next_part == part.num_parts:
             worker.next_id, worker.asked_at = part.next_id, float("-inf")
+            worker.num_taken += 1
         return None
 
     def forget(self, worker_id: str) -> None:
@@ -94,6 +121,20 @@ class BlockIndex:
             return set()
         return {digest for digest, bits in worker.tiers.items() if bits & _BIT[tier]}
 
+    def report(self) -> list[IndexReport]:
+        """For operators, of every worker that was heard of; takes no longer however much is known."""
+        return [
+            IndexReport(
+                worker_id=worker_id,
+                in_step=worker.next_id is not None,
+                columns=dict(worker.tiers.num_columns) if worker.next_id is not None else {},
+                num_gaps=worker.num_gaps,
+                num_snapshots_asked=worker.num_asked,
+                num_snapshots_taken=worker.num_taken,
+            )
+            for worker_id, worker in self._workers.items()
+        ]
+
     def longest_prefix(self, hashes: Sequence[bytes]) -> dict[str, PrefixReach]:
         """Of the sequence with these hashes, how much each worker holds; those that hold nothing are left out."""
         return {
@@ -103,8 +144,8 @@ class BlockIndex:
         }
 
     def _lose_track(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
-        worker.next_id, worker.snapshot = None, (-1, -1, 0)
-        worker.tiers.clear()
+        worker.next_id, worker.snapshot, worker.tiers = None, (-1, -1, 0), _TierBits()
+        worker.num_gaps += 1
         return self._ask_again(worker_id, worker, now)
 
     def _ask_again(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
@@ -112,19 +153,8 @@ class BlockIndex:
         if now - worker.asked_at < self._retry_s:
             return None
         worker.asked_at = now
+        worker.num_asked += 1
         return BlockIndexRequest(worker_id=worker_id)
-
-
-def _apply(tiers: dict[bytes, int], change: BlockChange) -> None:
-    bit = _BIT[change.tier]
-    for digest in _split(change.removed):
-        left = tiers.get(digest, 0) & ~bit
-        if left:
-            tiers[digest] = left
-        else:
-            tiers.pop(digest, None)
-    for digest in _split(change.stored):
-        tiers[digest] = tiers.get(digest, 0) | bit
 
 
 def _split(joined: bytes) -> Iterator[bytes]:

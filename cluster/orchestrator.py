@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.generation import ServingLimits
 from cluster.request_run import FromWorker, RequestRun, RequestState, WorkerLost
-from cluster.scheduler_client import SchedulerClient
+from cluster.scheduler_client import SchedulerClient, Worker
 from cluster.worker_links import WorkerLinks
 from kv_transfer.messages import (
     Cancel,
@@ -94,11 +94,26 @@ class Orchestrator:
         return ServingLimits(max_model_len=max(i.max_model_len for i in decodes), ready=ready, reason=reason)
 
     def workers(self) -> list[dict[str, object]]:
-        """Each live worker by its registration and its newest snapshot."""
+        """Each live worker by its registration, its newest snapshot, and what the scheduler's block index knows."""
         return [
-            {**asdict(info), **asdict(snapshot), "connected": self._links.is_up(info.worker_id)}
+            {
+                **asdict(info),
+                **asdict(snapshot),
+                "connected": self._links.is_up(info.worker_id),
+                "index": self._index_of(info.worker_id),
+            }
             for info, snapshot in self._scheduler.workers.values()
         ]
+
+    def reports(self) -> list[Worker]:
+        return list(self._scheduler.workers.values())
+
+    def _index_of(self, worker_id: str) -> dict[str, object] | None:
+        """None where the scheduler has not told of one."""
+        report = self._scheduler.indexes.get(worker_id)
+        if report is None:
+            return None
+        return {name: value for name, value in asdict(report).items() if name != "worker_id"}
 
     async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""

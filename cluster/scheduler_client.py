@@ -18,6 +18,7 @@ from kv_transfer.connection import Connection, connect
 from kv_transfer.messages import (
     Ended,
     Endpoint,
+    IndexReport,
     Message,
     Place,
     Placement,
@@ -56,6 +57,7 @@ class SchedulerClient:
         self._waiting: dict[SequenceKey, asyncio.Future[Placement | Unplaceable]] = {}
         self._task: asyncio.Task[None] | None = None
         self.workers: dict[str, Worker] = {}
+        self.indexes: dict[str, IndexReport] = {}  # what the scheduler knows of a worker's blocks
         self._settles_at = 0.0
 
     def start(self) -> None:
@@ -158,6 +160,7 @@ class SchedulerClient:
                 self._on_message(message)
         finally:
             self._connection = None
+            self.indexes = {}
             connection.close("the gateway reconnects")
             for answer in self._waiting.values():
                 if not answer.done():
@@ -165,7 +168,8 @@ class SchedulerClient:
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case Replicas(workers=workers):
+            case Replicas(workers=workers, indexes=indexes):
+                self.indexes = {report.worker_id: report for report in indexes}
                 if any(info.role == "decode" for info, _ in workers):
                     self._settles_at = 0.0
                 if self._settling:

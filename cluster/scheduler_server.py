@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from cluster.block_index import BlockIndex
 from cluster.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.connection import Connection, Server, serve
-from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, Ended, Endpoint, Heartbeat, Place, Register
+from kv_transfer.messages import (
+    BlockEvents,
+    BlockIndexSnapshot,
+    Ended,
+    Endpoint,
+    Heartbeat,
+    Place,
+    Register,
+    Replicas,
+)
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +116,7 @@ class SchedulerServer:
         self._gateways.add(connection)
         unfinished: set[str] = set()
         try:
-            connection.post(self._scheduler.replicas())
+            connection.post(self._replicas())
             while True:
                 message, _ = await connection.receive()
                 match message:
@@ -123,8 +133,11 @@ class SchedulerServer:
             for request_id in unfinished:
                 self._scheduler.ended(request_id)
 
+    def _replicas(self) -> Replicas:
+        return replace(self._scheduler.replicas(), indexes=self.block_index.report())
+
     def _broadcast(self) -> None:
-        replicas = self._scheduler.replicas()
+        replicas = self._replicas()
         for gateway in self._gateways:
             gateway.post(replicas)
 

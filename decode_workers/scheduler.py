@@ -83,6 +83,7 @@ class DecodeScheduler:
         self._in_flight: set[SequenceKey] = set()
         self._moving: list[Sequence] = []  # in the step in flight
         self.num_preemptions = 0
+        self.num_host_landings = 0
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._entries
@@ -104,6 +105,19 @@ class DecodeScheduler:
     def num_paused(self) -> int:
         """Of the running ones, those that rest in host memory at least in part and take turns."""
         return sum(bool(seq.host_groups) for seq in self._running)
+
+    @property
+    def num_in_host(self) -> int:
+        """Of all that have blocks, those that rest in host memory at least in part."""
+        return sum(bool(entry.seq.host_groups) for entry in self._entries.values())
+
+    @property
+    def num_offloads(self) -> int:
+        return 0 if self._tiers is None else self._tiers.num_offloads
+
+    @property
+    def num_restores(self) -> int:
+        return 0 if self._tiers is None else self._tiers.num_restores
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -132,6 +146,7 @@ class DecodeScheduler:
         self._allocator.open(seq, use_cache=False, host_groups=host_groups)
         grown = self._allocator.grow(seq, seq.num_tokens + 1)
         assert grown, "reserve() without can_reserve()"
+        self.num_host_landings += bool(host_groups)
         self._entries[seq.key] = _Entry(seq, DecodeState.RESERVED)
 
     def renew(self, key: SequenceKey, seq: Sequence) -> bool:
@@ -326,6 +341,7 @@ class DecodeScheduler:
             wanted = self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs, host_groups=host_groups)
             grown = self._allocator.grow(seq, seq.num_tokens)
             assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
+            self.num_host_landings += bool(host_groups)
             self._waiting.popleft()
             self._entries[seq.key].state = DecodeState.PREFILLING
             self._prefilling.append(seq)

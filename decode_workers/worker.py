@@ -38,6 +38,7 @@ from kv_transfer.prefix_loading import Columns, PrefixLoading
 from kv_transfer.receiving import KvReceiver
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.tiers.report import tiers_report
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
 
@@ -166,6 +167,15 @@ class DecodeWorker:
             decode_step_s=self._steps.rates.decode_step_s,
             num_paused=self._scheduler.num_paused,
             host_blocks_available=0 if self._model.host_pool is None else self._model.host_pool.num_available,
+            tiers=tiers_report(
+                self._model,
+                self._prefix,
+                num_in_host=self._scheduler.num_in_host,
+                num_host_landings=self._scheduler.num_host_landings,
+                num_offloads=self._scheduler.num_offloads,
+                num_restores=self._scheduler.num_restores,
+                num_preemptions=self._scheduler.num_preemptions,
+            ),
         )
 
     async def drain(self, timeout_s: float) -> None:
@@ -341,6 +351,8 @@ class DecodeWorker:
         for emission in emissions:
             seq = emission.seq
             first = emission.index == seq.num_prior_output
+            if first:
+                self._prefix.count(seq)
             event = token_event(
                 seq,
                 emission.index,

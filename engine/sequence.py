@@ -74,6 +74,9 @@ class Sequence:
     host_table: BlockTable | None = None  # in host memory; the rows of other groups hold -1
     num_computed: int = 0  # tokens whose KV is in the blocks
     num_cached: int = 0  # of the prompt's, tokens found in the prefix cache (or known computed elsewhere)
+    num_cached_on_host: int = 0  # of those, tokens that the host tier had and the device lacked at least a part of
+    # of those, tokens that were brought to the host tier for it
+    num_brought: dict[Literal["neighbours", "disk"], int] = field(default_factory=dict)
     prefix: PrefixHasher | None = None  # of the tokens hashed so far; tokens never change, so it is only extended
     num_published: int = 0  # leading full blocks already made findable in the prefix cache
 

@@ -38,6 +38,8 @@ Items = Annotated[list[_Item], Field(fail_fast=True)]
 MAX_HASHES: Final = 16_384  # in one value
 MAX_EVENT_CHANGES: Final = 32  # in one message: 8 MiB of hashes, half of what a frame may hold
 Tier = Literal["device", "host", "disk"]
+SourceName = Literal["neighbours", "disk"]
+PrefixSource = Literal["device", "host", "neighbours", "disk"]
 
 
 def _whole_hashes(joined: bytes) -> bytes:
@@ -302,6 +304,53 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierBlocks:
+    """Blocks of one tier; on disk a block is a whole column."""
+
+    __pydantic_config__ = _STRICT
+    free: Count
+    cached: Count
+    held: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskReport:
+    """What a worker's disk tier did since it was opened, in columns where the name does not say otherwise."""
+
+    __pydantic_config__ = _STRICT
+    restored: Count = 0
+    lost: Count = 0
+    stored: Count = 0
+    dropped_queue: Count = 0
+    dropped_paused: Count = 0
+    dropped_slots: Count = 0
+    write_errors: Count = 0
+    read_bytes: Count = 0
+    written_bytes: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersReport:
+    """A worker's memory tiers: what they hold now, and what was done with them since the worker's start."""
+
+    __pydantic_config__ = _STRICT
+    blocks: dict[Tier, TierBlocks] = field(default_factory=dict)
+    num_in_host: Count = 0  # sequences of which a part, or all, rests in host memory now
+    host_bytes_per_s: NonNegative = 0.0  # measured, of copies between device and host; 0 without host memory
+    num_host_landings: Count = 0  # sequences that had a part in host memory when they got their blocks
+    num_offloads: Count = 0
+    num_restores: Count = 0
+    num_preemptions: Count = 0
+    hit_tokens: dict[PrefixSource, Count] = field(default_factory=dict)  # of prompts computed here
+    missed_tokens: Count = 0  # of the same prompts
+    loaded_columns: dict[SourceName, Count] = field(default_factory=dict)  # into host memory
+    failed_columns: dict[SourceName, Count] = field(default_factory=dict)  # that a load did not bring
+    host_stored_columns: Count = 0
+    host_dropped_columns: Count = 0  # not copied to host memory: no room, or too many copies queued
+    disk: DiskReport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSnapshot:
     """What changes. `sequence_number` grows with each snapshot of a worker."""
 
@@ -318,6 +367,7 @@ class WorkerSnapshot:
     decode_step_s: NonNegative  # measured; 0 until known
     num_paused: Count = 0  # of the running, those that take turns because they rest in host memory
     host_blocks_available: Count = 0
+    tiers: TiersReport = field(default_factory=TiersReport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,11 +463,25 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexReport:
+    """What the scheduler's block index knows of one worker, and what befell it since the worker registered."""
+
+    __pydantic_config__ = _STRICT
+    worker_id: Text
+    in_step: Flag  # False: changes are missing, and a snapshot is awaited
+    columns: dict[Tier, Count]
+    num_gaps: Count
+    num_snapshots_asked: Count
+    num_snapshots_taken: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
     """Scheduler to gateways: all live workers with their newest snapshots. Sent on change and periodically."""
 
     __pydantic_config__ = _STRICT
     workers: Items[tuple[WorkerInfo, WorkerSnapshot]]
+    indexes: Items[IndexReport] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,13 @@ Compares predicted times; the tiers do the work. Knows nothing of steps or of ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey, StepPlan
+from kv_transfer.messages import PrefixSource
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.promotion import Promotion
 
@@ -44,8 +46,14 @@ class PrefixLoading:
         self._prefill_s = prefill_s
         self._on_over = on_over
         self._loading: dict[SequenceKey, tuple[Sequence, Promotion]] = {}
+        self.hit_tokens: Counter[PrefixSource] = Counter()
+        self.missed_tokens = 0
         if tiers is not None:
             tiers.tell_of_room(on_room)
+
+    @property
+    def tiers(self) -> PrefixTiers | None:
+        return self._tiers
 
     @property
     def num_loading(self) -> int:
@@ -66,7 +74,7 @@ class PrefixLoading:
         num_gained = (plan.num_reachable - plan.num_ready) * block_size
         if num_gained == 0 or plan.load_s >= self._prefill_s(num_gained):
             return False
-        promotion = self._tiers.promote(hashes[: plan.num_reachable], lambda _: self._over(seq.key))
+        promotion = self._tiers.promote(hashes[: plan.num_reachable], lambda num_ready: self._over(seq.key, num_ready))
         self._loading[seq.key] = seq, promotion
         return True
 
@@ -100,6 +108,17 @@ class PrefixLoading:
         if self._tiers is not None and seq.prefix is not None:
             self._tiers.used(seq.prefix.hashes)
 
+    def count(self, seq: Sequence) -> None:
+        """It has been computed here, for its first token: note where its prefix came from."""
+        on_host = seq.num_cached_on_host
+        self.hit_tokens["device"] += seq.num_cached - on_host
+        for source, num_tokens in seq.num_brought.items():
+            used = min(num_tokens, on_host)  # the others were left out, or found on the device meanwhile
+            self.hit_tokens[source] += used
+            on_host -= used
+        self.hit_tokens["host"] += on_host
+        self.missed_tokens += len(seq.prompt_token_ids) + seq.num_prior_output - seq.num_cached
+
     def close(self) -> None:
         """Nobody is called back any more."""
         if self._tiers is not None:
@@ -107,6 +126,9 @@ class PrefixLoading:
         for key in list(self._loading):
             self.cancel(key)
 
-    def _over(self, key: SequenceKey) -> None:
-        seq, _ = self._loading.pop(key)
+    def _over(self, key: SequenceKey, num_ready: int) -> None:
+        seq, promotion = self._loading.pop(key)
+        ready = set(self._allocator.hashes(seq, num_ready))
+        brought = Counter(source.name for digest, source in promotion.wanted if digest in ready)
+        seq.num_brought = {name: count * self._allocator.block_size for name, count in brought.items()}
         self._on_over(seq)

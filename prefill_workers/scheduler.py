@@ -66,6 +66,7 @@ class PrefillScheduler:
         self._waiting: dict[SequenceKey, _Entry] = {}  # in order of arrival; also those that load
         self._running: list[Sequence] = []
         self._in_flight: set[SequenceKey] = set()
+        self.num_host_landings = 0
         self._lacking: tuple[SequenceKey, Room] | None = None  # who found too little, and how much there was
 
     def __contains__(self, key: SequenceKey) -> bool:
@@ -78,6 +79,11 @@ class PrefillScheduler:
     @property
     def num_running(self) -> int:
         return len(self._entries) - len(self._waiting)
+
+    @property
+    def num_in_host(self) -> int:
+        """Of those that have blocks, the ones that rest in host memory at least in part."""
+        return sum(bool(entry.seq.host_groups) for entry in self._entries.values())
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -168,6 +174,7 @@ class PrefillScheduler:
             if copies is None:
                 break
             del self._waiting[entry.seq.key]
+            self.num_host_landings += bool(entry.seq.host_groups)
             entry.state = PrefillState.RUNNING
             self._running.append(entry.seq)
             admitted.append(entry.seq)

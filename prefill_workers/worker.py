@@ -32,6 +32,7 @@ from kv_transfer.prefix_loading import PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.sending import KvSender
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.tiers.report import tiers_report
 from kv_transfer.timeline import HandoffTimeline, ignore_timeline
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
@@ -157,6 +158,13 @@ class PrefillWorker:
             num_leases=self._model.block_pool.num_leases,
             prefill_tokens_per_s=self._steps.rates.prefill_tokens_per_s,
             decode_step_s=0.0,
+            host_blocks_available=0 if self._model.host_pool is None else self._model.host_pool.num_available,
+            tiers=tiers_report(
+                self._model,
+                self._prefix,
+                num_in_host=self._scheduler.num_in_host,
+                num_host_landings=self._scheduler.num_host_landings,
+            ),
         )
 
     async def drain(self, timeout_s: float) -> None:
@@ -261,6 +269,7 @@ class PrefillWorker:
         first_tokens = self._scheduler.finish_step(plan, output)
         self._prefix.stored(completed)
         for seq, sampled in first_tokens:
+            self._prefix.count(seq)
             self._prefix.ended(seq)
             if seq.key in self._gateway_of:
                 self._first_token(seq, sampled)

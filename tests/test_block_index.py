@@ -165,6 +165,13 @@ class ChannelMachine(RuleBasedStateMachine):
         if self.index.num_columns("worker") is None:
             assert self.index.longest_prefix([_hash(number) for number in self.numbers]) == {}
 
+    @invariant()
+    def the_report_counts_what_is_known(self) -> None:
+        for report in self.index.report():
+            assert report.in_step is (self.index.num_columns("worker") is not None)
+            counted = {tier: len(self.index.columns("worker", tier)) for tier in TIERS}
+            assert report.columns == (counted if report.in_step else {})
+
     def teardown(self) -> None:
         self.be_quiet()
 
@@ -190,6 +197,23 @@ TestChannel = ChannelMachine.TestCase
 TestChannel.settings = _SETTINGS
 TestSmallMessages = SmallMessagesMachine.TestCase
 TestSmallMessages.settings = _SETTINGS
+
+
+def test_the_report_tells_of_gaps_and_of_what_was_done_about_them() -> None:
+    log, pool = _log_with_pool()
+    index = _index_after(*log.snapshot())
+    assert [(r.in_step, r.num_gaps, r.num_snapshots_taken) for r in index.report()] == [(True, 0, 1)]
+    _store(pool, [1])
+    log.take()  # lost
+    for now in (1.0, 2.0):
+        index.on_events(log.take()[0], now)
+    (report,) = index.report()
+    assert (report.in_step, report.columns) == (False, {})
+    assert (report.num_gaps, report.num_snapshots_asked, report.num_snapshots_taken) == (1, 1, 1)
+    _hear(index, log.snapshot()[0], 2.1)
+    (report,) = index.report()
+    assert (report.in_step, report.columns) == (True, {"device": 1, "host": 0, "disk": 0})
+    assert report.num_snapshots_taken == 2
 
 
 def _log_with_pool(num_blocks: int = 8, layer_groups: int = LAYER_GROUPS) -> tuple[BlockEventLog, BlockPool]:

@@ -49,6 +49,8 @@ def _strategy(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of([_strategy(argument) for argument in arguments])
     if origin is Literal:
         return st.sampled_from(arguments)
+    if origin is dict:
+        return st.dictionaries(*map(_strategy, arguments), max_size=3)
     if origin is tuple:
         return st.tuples(*[_strategy(argument) for argument in arguments])
     if hint is SamplingParams:
@@ -91,7 +93,7 @@ def test_every_message_survives_the_wire(kind: type[Any]) -> None:
 
 def test_every_message_of_the_module_is_known_to_the_decoder() -> None:
     parts = {"RequestSpec", "Endpoint", "Fence", "Ticket", "TokenEvent", "FailureEvent", "WorkerInfo", "WorkerSnapshot"}
-    parts |= {"BlockChange"}
+    parts |= {"BlockChange", "TierBlocks", "DiskReport", "TiersReport", "IndexReport"}
     defined = {
         name
         for name, kind in vars(messages).items()

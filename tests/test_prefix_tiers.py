@@ -218,7 +218,7 @@ async def test_a_prefix_is_brought_up_as_far_as_somebody_has_it() -> None:
 
 async def test_the_first_source_that_has_a_column_is_asked() -> None:
     digests = hashes(4)
-    near, far = ScriptedSource(digests[1:3], "near"), ScriptedSource(digests, "far")
+    near, far = ScriptedSource(digests[1:3], "neighbours"), ScriptedSource(digests, "disk")
     async with opened(Tiers(near, far)) as bench:
         assert await bench.promote(digests) == 4
         assert (near.loads, far.loads) == (digests[1:3], [digests[0], digests[3]])

@@ -11,6 +11,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache, KVLayout
+from kv_transfer.messages import SourceName
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.sources import ColumnViews
 
@@ -60,7 +61,7 @@ class ScriptedSource:
 
     assumed_bytes_per_s = 1e6
 
-    def __init__(self, digests: Sequence[bytes] = (), name: str = "scripted") -> None:
+    def __init__(self, digests: Sequence[bytes] = (), name: SourceName = "disk") -> None:
         self.name = name
         self.digests = set(digests)
         self.gone: set[bytes] = set()  # still believed to be there

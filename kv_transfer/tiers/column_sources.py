@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kv_transfer.messages import SourceName
 from kv_transfer.tiers.disk_tier import DiskTier
 from kv_transfer.tiers.neighbours import Neighbours
 from kv_transfer.tiers.sources import ColumnViews
@@ -12,7 +13,7 @@ from kv_transfer.tiers.sources import ColumnViews
 class NeighbourSource:
     """Host memory of the node's other workers. A column may be put together from several of them."""
 
-    name = "neighbours"
+    name: SourceName = "neighbours"
     assumed_bytes_per_s = 2e9
 
     def __init__(self, neighbours: Neighbours, num_groups: int) -> None:
@@ -31,7 +32,7 @@ class NeighbourSource:
 class DiskColumns:
     """The disk tier, both ways."""
 
-    name = "disk"
+    name: SourceName = "disk"
     assumed_bytes_per_s = 5e8
 
     def __init__(self, disk: DiskTier) -> None:

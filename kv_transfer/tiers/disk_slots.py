@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine.block_pool import BlockLease, BlockPool, PoolObserver
 from engine.eviction import EvictionPolicy
+from kv_transfer.messages import TierBlocks
+from kv_transfer.tiers.memory import tier_blocks
 
 
 class DiskSlots:
@@ -65,6 +67,11 @@ class DiskSlots:
         with self._changed:
             if self._pool.find((prefix_hash, 0)) == slot:
                 self._pool.forget(slot)
+
+    def blocks(self) -> TierBlocks:
+        """How many slots there are of each state."""
+        with self._changed:
+            return tier_blocks(self._pool)
 
     def close(self) -> bool:
         """Find nothing from now on. False if that was so before."""

@@ -7,8 +7,8 @@ its file is read or written, so no file is ever replaced under a reader.
 What is on disk is a cache and nothing else. A file that is damaged, torn by a crash or unreadable is a miss; a write
 that fails is dropped; neither ever fails a request. Knows nothing of sequences, nor of the tiers above.
 
-`find`, `store`, `touch_later`, `predicted_load_s` and `counters` never wait for the disk and may be called on an event
-loop; the others block. All may be called from any thread, at the same time.
+`find`, `store`, `touch_later`, `predicted_load_s`, `counters` and `blocks` never wait for the disk and may be called on
+an event loop; the others block. All may be called from any thread, at the same time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Final
 
 from engine.block_pool import OutOfBlocksError, PoolObserver
 from engine.eviction import EvictionPolicy
+from kv_transfer.messages import TierBlocks
 from kv_transfer.tiers.disk_files import ColumnFormat, DamagedColumnError, aligned_buffer, copy_bytes
 from kv_transfer.tiers.disk_folder import MAX_SLOTS, DiskFolder, DiskTierError
 from kv_transfer.tiers.disk_health import DiskCounters, DiskHealth, WritePause
@@ -133,6 +134,9 @@ class DiskTier:
 
     def counters(self) -> DiskCounters:
         return self._health.counters()
+
+    def blocks(self) -> TierBlocks:
+        return self._slots.blocks()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that `store` took is on disk or dropped. False if that took too long."""

@@ -9,6 +9,12 @@ import torch
 
 from engine.block_pool import BlockKey, BlockPool
 from engine.kv_cache import KVCache
+from kv_transfer.messages import TierBlocks
+
+
+def tier_blocks(pool: BlockPool) -> TierBlocks:
+    """How many blocks of a tier are in which state."""
+    return TierBlocks(free=pool.num_available - pool.num_cached, cached=pool.num_cached, held=pool.num_held)
 
 
 def _nothing_to_prepare(block: int, key: BlockKey) -> None:

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from kv_transfer.messages import SourceName
+from kv_transfer.tiers.disk_tier import DiskTier
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.promotion import Promoter, Promotion, Wanted
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
@@ -53,8 +55,10 @@ class PrefixTiers:
         *,
         sources: Sequence[ColumnSource] = (),
         sink: ColumnSink | None = None,
+        disk: DiskTier | None = None,
         config: PrefixTiersConfig | None = None,
     ) -> None:
+        """`disk`: the tier behind a source and the sink, if it is one, for who wants to know how it fares."""
         assert device.cache.layout == host.cache.layout, "tiers of one worker share a layout"
         config = config or PrefixTiersConfig()
         self._loop = asyncio.get_running_loop()
@@ -63,6 +67,7 @@ class PrefixTiers:
         self._device = device
         self._host = host
         self._sources = tuple(sources)
+        self.disk = disk
         self._down = WriteThrough(device, host, sink, max_queued_blocks=config.max_queued_blocks, on_room=self._room)
         self._up = Promoter(host, timeout_s=config.load_timeout_s, on_room=self._room)
 
@@ -72,11 +77,21 @@ class PrefixTiers:
 
     @property
     def num_loaded_columns(self) -> int:
-        return self._up.loaded_columns
+        return self._up.loaded_columns.total()
 
     @property
     def num_failed_columns(self) -> int:
-        return self._up.failed_columns
+        return self._up.failed_columns.total()
+
+    @property
+    def loaded_columns(self) -> dict[SourceName, int]:
+        """Brought into host memory, by where they came from."""
+        return dict(self._up.loaded_columns)
+
+    @property
+    def failed_columns(self) -> dict[SourceName, int]:
+        """That a load was to bring and did not, by where they were to come from."""
+        return dict(self._up.failed_columns)
 
     def stored(self, hashes: Iterable[bytes]) -> None:
         """These columns have just been published; they go down the tiers in the background."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kv_transfer.messages import SourceName
+
 ColumnViews = Sequence[memoryview]
 """The bytes of a column's blocks, layer group by layer group."""
 
@@ -17,7 +19,7 @@ class ColumnSource(Protocol):
     """Somewhere columns may be loaded from: another worker's host memory, a disk."""
 
     @property
-    def name(self) -> str:
+    def name(self) -> SourceName:
         """For logs and counters."""
         ...
 

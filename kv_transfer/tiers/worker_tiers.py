@@ -81,7 +81,8 @@ class WorkerTiers:
             self._disk = _open_disk(self._config.disk, self._fingerprint(model.layout), model.layout, events)
             disk = DiskColumns(self._disk)
             sources.append(disk)
-        self._prefix = PrefixTiers(TierMemory(model.kv_cache, model.block_pool), host, sources=sources, sink=disk)
+        device = TierMemory(model.kv_cache, model.block_pool)
+        self._prefix = PrefixTiers(device, host, sources=sources, sink=disk, disk=self._disk)
         return self._prefix
 
     def _own_and_neighbours(

@@ -1,0 +1,197 @@
+"""Prometheus metrics of the workers, out of what they report: where their KV rests, and what became of prefixes.
+
+Workers listen for no scraper. What they count travels with their snapshots to every gateway, so whichever gateway is
+asked shows all workers, each under its own label, some seconds old at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kv_transfer.messages import DiskReport, PrefixSource, SourceName, TiersReport, WorkerInfo, WorkerSnapshot
+
+Worker = tuple[WorkerInfo, WorkerSnapshot]
+_Samples = Iterable[tuple[tuple[str, ...], float]]
+"""Values of the family's own labels, and the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    samples: Callable[[TiersReport], _Samples]
+
+    def collect(self, workers: Iterable[Worker]) -> Metric:
+        metric = self.kind(self.name, self.help, labels=("worker", "role", *self.labels))
+        for info, snapshot in workers:
+            for labels, value in self.samples(snapshot.tiers):
+                metric.add_metric([info.worker_id, info.role, *labels], value)
+        return metric
+
+
+class WorkerMetrics(Collector):
+    """`workers()` gives the live ones and their newest snapshots."""
+
+    def __init__(self, workers: Callable[[], Iterable[Worker]]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        workers = list(self._workers())
+        return (family.collect(workers) for family in _FAMILIES)
+
+
+def _one(number: Callable[[TiersReport], float]) -> Callable[[TiersReport], _Samples]:
+    return lambda tiers: [((), number(tiers))]
+
+
+def _disk(numbers: Callable[[DiskReport], dict[str, int]]) -> Callable[[TiersReport], _Samples]:
+    """By one label; nothing where the worker has no disk tier."""
+
+    def samples(tiers: TiersReport) -> _Samples:
+        return [] if tiers.disk is None else [((label,), number) for label, number in numbers(tiers.disk).items()]
+
+    return samples
+
+
+def _blocks(tiers: TiersReport) -> _Samples:
+    for tier, blocks in tiers.blocks.items():
+        yield (tier, "free"), blocks.free
+        yield (tier, "cached"), blocks.cached
+        yield (tier, "held"), blocks.held
+
+
+def _stored(tiers: TiersReport) -> _Samples:
+    if "host" in tiers.blocks:
+        yield ("host",), tiers.host_stored_columns
+    if tiers.disk is not None:
+        yield ("disk",), tiers.disk.stored
+
+
+def _dropped(tiers: TiersReport) -> _Samples:
+    if "host" in tiers.blocks:
+        yield ("host", "no_room"), tiers.host_dropped_columns
+    if tiers.disk is not None:
+        yield ("disk", "queue"), tiers.disk.dropped_queue
+        yield ("disk", "paused"), tiers.disk.dropped_paused
+        yield ("disk", "slots"), tiers.disk.dropped_slots
+
+
+def _by_source(numbers: Mapping[PrefixSource, int] | Mapping[SourceName, int]) -> _Samples:
+    return [((source,), number) for source, number in numbers.items()]
+
+
+_FAMILIES: Final = (
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_kv_blocks",
+        "KV blocks of a tier (on disk: columns) by state; their sum is the tier's size",
+        ("tier", "state"),
+        _blocks,
+    ),
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_host_sequences",
+        "Sequences of which some layers rest in host memory",
+        (),
+        _one(lambda tiers: tiers.num_in_host),
+    ),
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_host_copy_bytes_per_second",
+        "Measured rate of copies between device and host memory",
+        (),
+        _one(lambda tiers: tiers.host_bytes_per_s),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_host_landings",
+        "Sequences that got some of their first blocks in host memory",
+        (),
+        _one(lambda tiers: tiers.num_host_landings),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_offloads",
+        "Moves of a running sequence's layers to host memory",
+        (),
+        _one(lambda tiers: tiers.num_offloads),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_restores",
+        "Moves of a running sequence's layers back to the device",
+        (),
+        _one(lambda tiers: tiers.num_restores),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_preemptions",
+        "Sequences whose KV was given up, to be computed again",
+        (),
+        _one(lambda tiers: tiers.num_preemptions),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_prefix_hit_tokens",
+        "Prompt tokens that were not computed, by where their KV was",
+        ("source",),
+        lambda tiers: _by_source(tiers.hit_tokens),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_prefix_missed_tokens",
+        "Prompt tokens that were computed",
+        (),
+        _one(lambda tiers: tiers.missed_tokens),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_kv_loaded_columns",
+        "Columns brought into the worker's host memory, by where they were",
+        ("source",),
+        lambda tiers: _by_source(tiers.loaded_columns),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_kv_load_failed_columns",
+        "Columns that a load did not bring: gone, damaged, or unreadable",
+        ("source",),
+        lambda tiers: _by_source(tiers.failed_columns),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_kv_stored_columns",
+        "Columns copied down into a tier",
+        ("tier",),
+        _stored,
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_kv_dropped_columns",
+        "Columns not copied down into a tier, and why",
+        ("tier", "reason"),
+        _dropped,
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_kv_disk_bytes",
+        "Bytes read from and written to the disk tier",
+        ("direction",),
+        _disk(lambda disk: {"read": disk.read_bytes, "written": disk.written_bytes}),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_kv_disk_failures",
+        "Files of the disk tier that were damaged or unreadable (read), and writes that failed",
+        ("direction",),
+        _disk(lambda disk: {"read": disk.lost, "write": disk.write_errors}),
+    ),
+)

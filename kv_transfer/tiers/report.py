@@ -1,0 +1,65 @@
+"""What a worker tells of its memory tiers: numbers that others keep, brought together. Counts nothing itself."""
+
+from __future__ import annotations
+
+from engine.block_pool import BlockPool
+from engine.loading import LoadedModel
+from kv_transfer.messages import DiskReport, Tier, TierBlocks, TiersReport
+from kv_transfer.prefix_loading import PrefixLoading
+from kv_transfer.tiers.disk_tier import DiskTier
+from kv_transfer.tiers.memory import tier_blocks
+
+
+def tiers_report(
+    model: LoadedModel,
+    prefix: PrefixLoading,
+    *,
+    num_in_host: int,
+    num_host_landings: int,
+    num_offloads: int = 0,
+    num_restores: int = 0,
+    num_preemptions: int = 0,
+) -> TiersReport:
+    """The tiers of `model` and those below it, and what the worker's scheduler has counted. Never waits for a disk."""
+    lower = prefix.tiers
+    stats = model.runner.transfer_stats
+    return TiersReport(
+        blocks=_blocks(model.block_pool, model.host_pool, None if lower is None else lower.disk),
+        num_in_host=num_in_host,
+        host_bytes_per_s=0.0 if stats is None else stats.host_bytes_per_s,
+        num_host_landings=num_host_landings,
+        num_offloads=num_offloads,
+        num_restores=num_restores,
+        num_preemptions=num_preemptions,
+        hit_tokens=dict(prefix.hit_tokens),
+        missed_tokens=prefix.missed_tokens,
+        loaded_columns={} if lower is None else lower.loaded_columns,
+        failed_columns={} if lower is None else lower.failed_columns,
+        host_stored_columns=0 if lower is None else lower.write_through_stats.copied_columns,
+        host_dropped_columns=0 if lower is None else lower.write_through_stats.skipped_columns,
+        disk=None if lower is None or lower.disk is None else _disk_report(lower.disk),
+    )
+
+
+def _blocks(device: BlockPool, host: BlockPool | None, disk: DiskTier | None) -> dict[Tier, TierBlocks]:
+    blocks: dict[Tier, TierBlocks] = {"device": tier_blocks(device)}
+    if host is not None:
+        blocks["host"] = tier_blocks(host)
+    if disk is not None:
+        blocks["disk"] = disk.blocks()
+    return blocks
+
+
+def _disk_report(disk: DiskTier) -> DiskReport:
+    counters = disk.counters()
+    return DiskReport(
+        restored=counters.restored,
+        lost=counters.lost,
+        stored=counters.stored,
+        dropped_queue=counters.dropped_queue,
+        dropped_paused=counters.dropped_paused,
+        dropped_slots=counters.dropped_slots,
+        write_errors=counters.write_errors,
+        read_bytes=counters.read_bytes,
+        written_bytes=counters.written_bytes,
+    )
