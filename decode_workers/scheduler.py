@@ -195,16 +195,8 @@ class DecodeScheduler:
     def plan(self, now: float = 0.0) -> StepPlan:
         """The next step: running sequences' next tokens, then chunks of what must be computed here, then moves.
 
-        `now`: seconds on any clock that does not go back; only with `tiers` does it matter. An empty plan need not be
-        executed nor finished: it comes only where there is nothing to do before something is added or freed.
+        `now`: seconds on any clock that does not go back; only with `tiers` does it matter.
         """
-        plan = self._next_step(now)
-        while self._moving and not (plan.items or plan.copies):
-            self._end_step(ok=True)  # the other tier has all blocks already: moved without a step
-            plan = self._next_step(now)
-        return plan
-
-    def _next_step(self, now: float) -> StepPlan:
         copies: list[BlockCopy] = []
         ring_left = 0
         if self._tiers is None:

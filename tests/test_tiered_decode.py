@@ -12,7 +12,6 @@ from decode_workers.scheduler import DecodeScheduler
 from engine.allocation import BlockAllocator
 from engine.block_pool import BlockPool
 from engine.prefix import block_hashes
-from engine.prefix import block_hashes
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, StepPlan
 from tests.ghost_runner import GhostRunner, next_token
@@ -278,48 +277,3 @@ def test_a_move_to_where_the_content_is_already_needs_no_step() -> None:
         assert plan.items or plan.copies, "a step of which nothing comes is never made"
     bench.run()
     assert bench.tiers.num_restores > 0
-
-
-def test_moves_of_what_the_other_tier_has_already_need_no_step() -> None:
-    """The device is full, everyone's next token needs a column, and all of it was copied to the host before."""
-    bench = Bench(columns=4)
-    prompts = [[2] * 8, [3] * 8]
-    lease = bench.host_pool.lease(8)
-    keys = [(digest, group) for prompt in prompts for digest in block_hashes(prompt, BLOCK_SIZE) for group in (0, 1)]
-    for block, key in zip(list(lease.blocks), keys, strict=True):
-        bench.host_pool.publish(lease, block, key)
-    for number, prompt in enumerate(prompts):
-        seq = sequence(f"r{number}", prompt, 6)
-        bench.scheduler.add(seq)
-        assert bench.scheduler.allocator.pool.num_available
-    bench.scheduler.allocator.prefix_caching = False  # computed, not fetched
-    bench.step()
-    bench.scheduler.allocator.prefix_caching = True
-    plan = bench.scheduler.plan(bench.now)
-    assert plan.items
-    assert bench.tiers.num_offloads == 1
-    bench.scheduler.finish_step(plan, bench.runner.execute(plan))
-    bench.run()
-
-
-def test_moves_of_what_the_other_tier_has_already_need_no_step() -> None:
-    """The device is full, everyone's next token needs a column, and all of it was copied to the host before."""
-    bench = Bench(columns=4)
-    prompts = [[2] * 8, [3] * 8]
-    for number, prompt in enumerate(prompts):
-        bench.scheduler.add(sequence(f"r{number}", prompt, 6))
-    bench.step()
-    keys = [(digest, group) for prompt in prompts for digest in block_hashes(prompt, BLOCK_SIZE) for group in (0, 1)]
-    lease = bench.host_pool.lease(len(keys))
-    for block, key in zip(lease.blocks, keys, strict=True):
-        bench.host_pool.publish(lease, block, key)
-        device_block = bench.pool.find(key)
-        assert device_block is not None
-        for offset in range(BLOCK_SIZE):
-            bench.runner._kv["host", block, offset] = bench.runner._kv["device", device_block, offset]
-    bench.host_pool.release(lease)
-    plan = bench.scheduler.plan(bench.now)
-    assert plan.items
-    assert bench.tiers.num_offloads == 1
-    bench.scheduler.finish_step(plan, bench.runner.execute(plan))
-    bench.run()
