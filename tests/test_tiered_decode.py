@@ -11,7 +11,6 @@ from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
 from engine.allocation import BlockAllocator
 from engine.block_pool import BlockPool
-from engine.prefix import block_hashes
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, StepPlan
 from tests.ghost_runner import GhostRunner, next_token
