@@ -13,11 +13,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache, KVLayout
 from engine.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
+from engine.machine_memory import memory_bytes
 from engine.model_store import resolve_model
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
@@ -30,7 +29,7 @@ from kv_transfer.tiers.neighbours import Neighbours
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.segment_files import sweep
 from kv_transfer.tiers.sources import ColumnSource
-from kv_transfer.tiers.tiers_config import DiskConfig, TiersConfig
+from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
 from kv_transfer.transports.segment import SegmentError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 """Of the bytes in a block. To be raised when the same name would stand for other bytes."""
 REFRESH_S = 1.0
+MAX_HOST_SHARE = 0.9
 
 
 class WorkerTiers:
@@ -56,7 +56,7 @@ class WorkerTiers:
 
     def load(self) -> LoadedModel:
         """The model with its host memory. Blocks for long; raises ValueError where the configuration cannot be met."""
-        host_bytes = self._config.host.resolve(psutil.virtual_memory().total)
+        host_bytes = _host_bytes(self._config.host)
         model = load_model(replace(self._engine, host_bytes=host_bytes), self._host_memory)
         if model.host_pool is not None and self._segment is not None:
             for block, key in self._segment.restored():
@@ -141,6 +141,18 @@ async def _follow(neighbours: Neighbours) -> None:
     while True:
         neighbours.refresh()
         await asyncio.sleep(REFRESH_S)
+
+
+def _host_bytes(budget: Budget) -> int:
+    """Raises ValueError rather than have the kernel end the worker when it fills its host memory."""
+    total = memory_bytes()
+    wanted = budget.resolve(total)
+    if wanted > MAX_HOST_SHARE * total:
+        raise ValueError(
+            f"host memory of {wanted} bytes is more than {MAX_HOST_SHARE:.0%} of the {total} bytes that this machine or"
+            " container has. Lower kv.prefill.host_memory or kv.decode.host_memory, or give a share such as 20%."
+        )
+    return wanted
 
 
 def _open_disk(config: DiskConfig, fingerprint: str, layout: KVLayout, events: BlockEventLog) -> DiskTier:

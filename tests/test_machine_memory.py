@@ -1,0 +1,41 @@
+"""Limits of control groups, from files laid out as the kernel does it, and on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from engine.machine_memory import memory_bytes
+
+MIB = 2**20
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_the_lowest_limit_of_the_groups_above_counts(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/pod/worker\n")
+    write(tmp_path / "sys/fs/cgroup/pod/worker/memory.max", "max\n")
+    write(tmp_path / "sys/fs/cgroup/pod/memory.max", f"{300 * MIB}\n")
+    assert memory_bytes(tmp_path) == 300 * MIB
+
+
+def test_groups_of_the_first_version(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "5:cpu,cpuacct:/x\n4:memory:/x\n")
+    write(tmp_path / "sys/fs/cgroup/memory/x/memory.limit_in_bytes", f"{200 * MIB}\n")
+    write(tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    assert memory_bytes(tmp_path) == 200 * MIB
+
+
+def test_a_container_sees_its_group_at_the_top(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/not/mounted/here\n")
+    write(tmp_path / "sys/fs/cgroup/memory.max", f"{100 * MIB}\n")
+    assert memory_bytes(tmp_path) == 100 * MIB
+
+
+def test_without_limits_it_is_the_machine_s(tmp_path: Path) -> None:
+    assert memory_bytes(tmp_path) == psutil.virtual_memory().total
+    assert 0 < memory_bytes() <= psutil.virtual_memory().total
