@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -244,3 +245,9 @@ async def test_without_a_scheduler_nothing_is_claimed_of_its_index(llama: SmallM
         await eventually(lambda: index_of(cluster, worker) == {}, 5.0, "an index is claimed")
         await cluster.start_scheduler()
         await eventually(lambda: index_of(cluster, worker).get("in_step") is True, 5.0, "the index does not come back")
+
+
+def test_every_metric_of_the_workers_is_documented() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "operations.md").read_text(encoding="utf-8")
+    told = {family.name + ("_total" if family.type == "counter" else "") for family in WorkerMetrics(list).collect()}
+    assert told == set(re.findall(r"`(legato_worker_\w+)(?:\{[\w,]+\})?`", text))
