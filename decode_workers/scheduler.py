@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
+from decode_workers.local_prefill import LocalPrefill
 from decode_workers.residency import Residency, Turn
 from engine.allocation import BlockAllocator
 from engine.sequence import (
@@ -76,8 +77,7 @@ class DecodeScheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._entries: dict[SequenceKey, _Entry] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._prefilling: list[Sequence] = []
+        self._local = LocalPrefill(allocator, self._landing)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
         self._in_flight: set[SequenceKey] = set()
@@ -95,11 +95,11 @@ class DecodeScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._entries) - len(self._waiting)
+        return len(self._entries) - self.num_waiting
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._local.num_waiting
 
     @property
     def num_paused(self) -> int:
@@ -121,7 +121,7 @@ class DecodeScheduler:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return sum(seq.num_uncomputed for seq in (*self._waiting, *self._prefilling))
+        return self._local.num_uncomputed_tokens
 
     def sequence(self, key: SequenceKey) -> Sequence | None:
         entry = self._entries.get(key)
@@ -136,7 +136,7 @@ class DecodeScheduler:
 
         Not while a preempted sequence waits for blocks: newcomers would starve it.
         """
-        has_place = not self._waiting and len(self._entries) < self._max_in_flight
+        has_place = not self.num_waiting and len(self._entries) < self._max_in_flight
         return has_place and self._landing(num_tokens + 1) is not None
 
     def reserve(self, seq: Sequence) -> None:
@@ -175,7 +175,7 @@ class DecodeScheduler:
         """A sequence to compute entirely here."""
         assert seq.key not in self._entries, f"request {seq.request_id} is here already"
         self._entries[seq.key] = _Entry(seq, DecodeState.WAITING)
-        self._waiting.append(seq)
+        self._local.add(seq)
 
     def abandon_step(self) -> None:
         """The step in flight failed: nothing of it counts."""
@@ -206,10 +206,10 @@ class DecodeScheduler:
             ready, copies, self._moving, ring_left = turn.ready, turn.copies, turn.moving, turn.ring_left
         items = [ScheduledSequence(seq, 1) for seq in ready]
         budget = self._prefill_budget(self._token_budget - len(items), now)
-        copies += self._start_waiting(budget)
-        chunks = self._chunks(budget, ring_left)
+        copies += self._start_local(budget)
+        chunks = self._local.chunks(budget, ring_left)
         if self._tiers is not None:
-            self._tiers.note_prefill(wanted=bool(self._prefilling or self._waiting), computed=bool(chunks))
+            self._tiers.note_prefill(wanted=self._local.oldest is not None, computed=bool(chunks))
         items += chunks
         self._in_flight = {item.seq.key for item in items} | {seq.key for seq in self._moving}
         return StepPlan(tuple(items), tuple(copies))
@@ -236,9 +236,7 @@ class DecodeScheduler:
         """Settles the moves; returns those that were dropped meanwhile."""
         for seq in self._moving:
             if not self._allocator.settle(seq, ok):  # its prefix did not come; its blocks are gone
-                self._prefilling.remove(seq)
-                self._entries[seq.key].state = DecodeState.WAITING
-                self._waiting.appendleft(seq)
+                self._put_back(seq)
         self._moving = []
         doomed = {key for key in self._in_flight if self._entries[key].doomed}
         self._in_flight = set()
@@ -248,7 +246,7 @@ class DecodeScheduler:
         seq = entry.seq
         if entry.state is DecodeState.PREFILLING:
             entry.state = DecodeState.RUNNING
-            self._prefilling.remove(seq)
+            self._local.remove(seq)
             self._running.append(seq)
         seq.output_token_ids.append(sampled.token_id)
         finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
@@ -269,34 +267,17 @@ class DecodeScheduler:
 
     def _take_turn(self, tiers: Residency, now: float) -> Turn:
         """A prompt that has waited for the ring too long has its columns before the decodes."""
-        kept = sum(map(self._staged_columns, self._prefilling)) if tiers.prefill_is_overdue else 0
+        kept = self._local.staged_columns if tiers.prefill_is_overdue else 0
         limit = min(self._max_num_seqs, self._token_budget - bool(kept))
         ring_columns = tiers.staging_columns - kept
         turn = tiers.turn(self._running, now, limit=limit, ring_columns=ring_columns, preempt=self._preempt)
         turn.ring_left += kept
         return turn
 
-    def _staged_columns(self, seq: Sequence) -> int:
-        return self._allocator.num_columns_for(seq.num_tokens) if seq.host_groups else 0
-
     def _prefill_budget(self, budget: int, now: float) -> int:
         if self._tiers is None:
             return budget
         return self._tiers.prefill_budget(self._running, now, min(budget, self.num_uncomputed_tokens))
-
-    def _chunks(self, budget: int, ring_left: int) -> list[ScheduledSequence]:
-        chunks = []
-        for seq in self._prefilling:
-            num_tokens = min(budget, seq.num_uncomputed)
-            if num_tokens <= 0:
-                break
-            num_columns = self._staged_columns(seq)
-            if num_columns > ring_left:
-                continue
-            ring_left -= num_columns
-            budget -= num_tokens
-            chunks.append(ScheduledSequence(seq, num_tokens))
-        return chunks
 
     def _make_room(self) -> list[Sequence]:
         """The running sequences that can take their next token; preempts the youngest until the others can."""
@@ -318,29 +299,21 @@ class DecodeScheduler:
         self.num_preemptions += 1
         self._running.remove(seq)
         self._allocator.release(seq)
-        self._entries[seq.key].state = DecodeState.WAITING
-        self._waiting.appendleft(seq)
+        self._put_back(seq)
 
-    def _start_waiting(self, budget: int) -> list[BlockCopy]:
-        """Give blocks to waiting sequences, in order; returns the copies that their prefix hits need."""
+    def _put_back(self, seq: Sequence) -> None:
+        self._entries[seq.key].state = DecodeState.WAITING
+        self._local.put_back(seq)
+
+    def _start_local(self, budget: int) -> list[BlockCopy]:
+        """Returns the copies that prefix hits of new sequences need."""
         copies: list[BlockCopy] = []
-        planned = sum(seq.num_uncomputed for seq in self._prefilling)
-        while self._waiting and planned < budget and self.num_running < self._max_in_flight:
-            seq = self._waiting[0]
-            host_groups = self._landing(seq.num_tokens)
-            if host_groups is None or (host_groups and any(other.host_groups for other in self._prefilling)):
-                break  # one prompt at a time has the ring
-            wanted = self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs, host_groups=host_groups)
-            grown = self._allocator.grow(seq, seq.num_tokens)
-            assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
-            self.num_host_landings += bool(host_groups)
-            self._waiting.popleft()
-            self._entries[seq.key].state = DecodeState.PREFILLING
-            self._prefilling.append(seq)
-            planned += seq.num_uncomputed
-            if wanted:
-                self._moving.append(seq)
-                copies += wanted
+        for started in self._local.start(budget, self._max_in_flight - self.num_running):
+            self._entries[started.seq.key].state = DecodeState.PREFILLING
+            self.num_host_landings += bool(started.seq.host_groups)
+            if started.copies:
+                self._moving.append(started.seq)
+                copies += started.copies
         return copies
 
     def _remove(self, entry: _Entry) -> None:
@@ -349,11 +322,9 @@ class DecodeScheduler:
         self._prompt_logprobs.pop(seq.key, None)
         if self._tiers is not None:
             self._tiers.pacer.forget(seq.key)
-        if entry.state is DecodeState.WAITING:
-            self._waiting.remove(seq)
-            return
-        if entry.state is DecodeState.PREFILLING:
-            self._prefilling.remove(seq)
+        if entry.state in (DecodeState.WAITING, DecodeState.PREFILLING):
+            self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:
             self._running.remove(seq)
-        self._allocator.release(seq)
+        if entry.state is not DecodeState.WAITING:
+            self._allocator.release(seq)

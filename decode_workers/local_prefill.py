@@ -1,0 +1,102 @@
+"""The prompts that a decode worker computes itself: placed here, preempted, or without the prefix that they counted on.
+
+Knows who waits for blocks and who is being computed in chunks, both first come, first served. Does not know of
+hand-offs or decodes, nor how much of a step prompts may have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.allocation import BlockAllocator
+from engine.sequence import BlockCopy, ScheduledSequence, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A sequence that has its blocks from now on, and the copies that its prefix hit needs in this step."""
+
+    seq: Sequence
+    copies: tuple[BlockCopy, ...]
+
+
+class LocalPrefill:
+    """Owns the order in which prompts get blocks and chunks.
+
+    `landing(num_tokens)`: the layer groups that a prompt keeps in host memory; None: no tier has room for it now.
+    """
+
+    def __init__(self, allocator: BlockAllocator, landing: Callable[[int], frozenset[int] | None]) -> None:
+        self._allocator = allocator
+        self._landing = landing
+        self._waiting: deque[Sequence] = deque()
+        self._computing: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that have no blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return sum(seq.num_uncomputed for seq in (*self._waiting, *self._computing))
+
+    @property
+    def oldest(self) -> Sequence | None:
+        """Who is next, with blocks or without; None if there is nothing to compute."""
+        return next(iter((*self._computing, *self._waiting)), None)
+
+    @property
+    def staged_columns(self) -> int:
+        """What chunks of all that have blocks need of the staging ring."""
+        return sum(map(self._staged_columns, self._computing))
+
+    def add(self, seq: Sequence) -> None:
+        self._waiting.append(seq)
+
+    def put_back(self, seq: Sequence) -> None:
+        """It has lost its blocks, and is before all others when there are some again."""
+        if seq in self._computing:
+            self._computing.remove(seq)
+        self._waiting.appendleft(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """It is computed, or dropped."""
+        (self._computing if seq in self._computing else self._waiting).remove(seq)
+
+    def start(self, budget: int, num_places: int) -> list[Started]:
+        """Give blocks to waiting sequences, in order, while the token budget goes beyond those that have some."""
+        started: list[Started] = []
+        planned = sum(seq.num_uncomputed for seq in self._computing)
+        while self._waiting and planned < budget and len(started) < num_places:
+            seq = self._waiting[0]
+            host_groups = self._landing(seq.num_tokens)
+            if host_groups is None or (host_groups and any(other.host_groups for other in self._computing)):
+                break  # one prompt at a time has the ring
+            copies = self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs, host_groups=host_groups)
+            grown = self._allocator.grow(seq, seq.num_tokens)
+            assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
+            self._computing.append(self._waiting.popleft())
+            planned += seq.num_uncomputed
+            started.append(Started(seq, copies))
+        return started
+
+    def chunks(self, budget: int, ring_left: int) -> list[ScheduledSequence]:
+        """Oldest first; those in host memory only while their columns fit what decodes leave of the staging ring."""
+        chunks = []
+        for seq in self._computing:
+            num_tokens = min(budget, seq.num_uncomputed)
+            if num_tokens <= 0:
+                break
+            num_columns = self._staged_columns(seq)
+            if num_columns > ring_left:
+                continue
+            ring_left -= num_columns
+            budget -= num_tokens
+            chunks.append(ScheduledSequence(seq, num_tokens))
+        return chunks
+
+    def _staged_columns(self, seq: Sequence) -> int:
+        return self._allocator.num_columns_for(seq.num_tokens) if seq.host_groups else 0
