@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from decode_workers.pacing import LayerKvConfig, Pacer, Speeds
 from engine.allocation import BlockAllocator
-from engine.sequence import BlockCopy, Sequence
+from engine.sequence import BlockCopy, Sequence, SequenceKey
 
 _MAX_STEP_TARGETS = 2.0  # no step spends more than so many token times on fetching, whatever the slack
 
@@ -55,6 +55,14 @@ class Residency:
         self._steps_without_prefill = 0
         self.num_offloads = 0
         self.num_restores = 0
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.config.max_in_flight
+
+    def forget(self, key: SequenceKey) -> None:
+        """The sequence is gone. Unknown ids are fine."""
+        self.pacer.forget(key)
 
     # --- where a newcomer goes ---
 

@@ -7,10 +7,10 @@ sequences that must be computed here (placed locally, or preempted), in chunks.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
+from decode_workers.device_only import DeviceOnly
 from decode_workers.local_prefill import LocalPrefill
 from decode_workers.residency import Residency, Turn
 from engine.allocation import BlockAllocator
@@ -70,9 +70,9 @@ class DecodeScheduler:
         tiers: Residency | None = None,
     ) -> None:
         self._allocator = allocator
-        self._tiers = tiers
+        self._tiers = tiers or DeviceOnly(allocator, max_num_seqs=max_num_seqs)
         self._max_num_seqs = max_num_seqs
-        self._max_in_flight = max_num_seqs if tiers is None else tiers.config.max_in_flight
+        self._max_in_flight = self._tiers.max_in_flight
         self._token_budget = token_budget
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
@@ -113,11 +113,11 @@ class DecodeScheduler:
 
     @property
     def num_offloads(self) -> int:
-        return 0 if self._tiers is None else self._tiers.num_offloads
+        return self._tiers.num_offloads
 
     @property
     def num_restores(self) -> int:
-        return 0 if self._tiers is None else self._tiers.num_restores
+        return self._tiers.num_restores
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -197,19 +197,14 @@ class DecodeScheduler:
 
         `now`: seconds on any clock that does not go back; only with `tiers` does it matter.
         """
-        copies: list[BlockCopy] = []
-        ring_left = 0
-        if self._tiers is None:
-            ready = self._make_room()
-        else:
-            turn = self._take_turn(self._tiers, now)
-            ready, copies, self._moving, ring_left = turn.ready, turn.copies, turn.moving, turn.ring_left
-        items = [ScheduledSequence(seq, 1) for seq in ready]
-        budget = self._prefill_budget(self._token_budget - len(items), now)
-        copies += self._start_local(budget)
-        chunks = self._local.chunks(budget, ring_left)
-        if self._tiers is not None:
-            self._tiers.note_prefill(wanted=self._local.oldest is not None, computed=bool(chunks))
+        turn = self._take_turn(now)
+        self._moving = turn.moving
+        items = [ScheduledSequence(seq, 1) for seq in turn.ready]
+        wanted = min(self._token_budget - len(items), self.num_uncomputed_tokens)
+        budget = self._tiers.prefill_budget(self._running, now, wanted)
+        copies = turn.copies + self._start_local(budget)
+        chunks = self._local.chunks(budget, turn.ring_left)
+        self._tiers.note_prefill(wanted=self._local.oldest is not None, computed=bool(chunks))
         items += chunks
         self._in_flight = {item.seq.key for item in items} | {seq.key for seq in self._moving}
         return StepPlan(tuple(items), tuple(copies))
@@ -260,39 +255,16 @@ class DecodeScheduler:
 
         There is room beside one more column for everyone who runs, so that it preempts nobody at once.
         """
-        if self._tiers is not None:
-            return self._tiers.landing(num_tokens, self._running)
-        available = self._allocator.pool.num_available - len(self._running) * self._allocator.layer_groups
-        return frozenset() if self._allocator.num_blocks_for(num_tokens) <= available else None
+        return self._tiers.landing(num_tokens, self._running)
 
-    def _take_turn(self, tiers: Residency, now: float) -> Turn:
+    def _take_turn(self, now: float) -> Turn:
         """A prompt that has waited for the ring too long has its columns before the decodes."""
-        kept = self._local.staged_columns if tiers.prefill_is_overdue else 0
+        kept = self._local.staged_columns if self._tiers.prefill_is_overdue else 0
         limit = min(self._max_num_seqs, self._token_budget - bool(kept))
-        ring_columns = tiers.staging_columns - kept
-        turn = tiers.turn(self._running, now, limit=limit, ring_columns=ring_columns, preempt=self._preempt)
+        ring_columns = self._tiers.staging_columns - kept
+        turn = self._tiers.turn(self._running, now, limit=limit, ring_columns=ring_columns, preempt=self._preempt)
         turn.ring_left += kept
         return turn
-
-    def _prefill_budget(self, budget: int, now: float) -> int:
-        if self._tiers is None:
-            return budget
-        return self._tiers.prefill_budget(self._running, now, min(budget, self.num_uncomputed_tokens))
-
-    def _make_room(self) -> list[Sequence]:
-        """The running sequences that can take their next token; preempts the youngest until the others can."""
-        ready: list[Sequence] = []
-        candidates = deque(self._running)
-        while candidates:
-            seq = candidates.popleft()
-            while not self._allocator.grow(seq, seq.num_tokens):
-                victim = candidates.pop() if candidates else seq
-                self._preempt(victim)
-                if victim is seq:
-                    break
-            else:
-                ready.append(seq)
-        return ready
 
     def _preempt(self, seq: Sequence) -> None:
         """Take the blocks back; the tokens stay, and their KV will be computed again (from a prefix hit, if any)."""
@@ -320,8 +292,7 @@ class DecodeScheduler:
         seq = entry.seq
         del self._entries[seq.key]
         self._prompt_logprobs.pop(seq.key, None)
-        if self._tiers is not None:
-            self._tiers.pacer.forget(seq.key)
+        self._tiers.forget(seq.key)
         if entry.state in (DecodeState.WAITING, DecodeState.PREFILLING):
             self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:
