@@ -138,6 +138,16 @@ def remove_dead(folder: Path, scope: str) -> list[Path]:
     return [removed for path in segment_paths(folder, scope) for removed in _remove_if_dead([path])]
 
 
+def remove_if_last(folder: Path, scope: str) -> list[Path]:
+    """Remove an application's segments if none has an owner; returns what was removed. For an owner that has left.
+
+    It has no way to tell whether its application ends or only it does. If another owner lives, the application goes on
+    here, and what killed workers left stays to be adopted. If none does, it most likely ends: what is lost otherwise is
+    the cache of a worker that was killed and has not been replaced yet.
+    """
+    return _remove_if_dead(segment_paths(folder, scope))
+
+
 def _remove_if_dead(paths: list[Path]) -> list[Path]:
     """Remove all of them, or none if one of them has an owner."""
     with ExitStack() as stack:

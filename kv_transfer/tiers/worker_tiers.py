@@ -27,7 +27,7 @@ from kv_transfer.tiers.host_segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.neighbours import Neighbours
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.segment_files import sweep
+from kv_transfer.tiers.segment_files import remove_if_last, sweep
 from kv_transfer.tiers.sources import ColumnSource
 from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
 from kv_transfer.transports.segment import SegmentError
@@ -99,7 +99,10 @@ class WorkerTiers:
         ]
 
     async def close(self) -> None:
-        """After the worker has stopped. Its host memory is given up; what is on disk stays."""
+        """After the worker has stopped. Its host memory is given up; what is on disk stays.
+
+        The node's last worker takes along the host memory that killed ones have left.
+        """
         if self._following is not None:
             self._following.cancel()
         if self._prefix is not None:
@@ -110,6 +113,7 @@ class WorkerTiers:
             self._neighbours.close()
         if self._segment is not None:
             self._segment.close(unlink=True)
+            remove_if_last(Path(self._config.host_folder), self._scope)
 
     def _host_memory(self, layout: KVLayout, num_blocks: int) -> memoryview:
         """In a file that the node shares; private where no such file can be made."""
