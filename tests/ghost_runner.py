@@ -6,6 +6,9 @@ block or never computed is noticed the moment it is read.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import MutableMapping
+
 from engine.allocation import BlockAllocator
 from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput, StepPlan, TokenLogprobs
 
@@ -30,6 +33,12 @@ def next_token(token_ids: list[int]) -> int:
     return chain_of(token_ids) // 7 % VOCAB_SIZE
 
 
+def kv_of(token_ids: list[int], group: int) -> list[int]:
+    """The KV of each of these tokens, which begin a sequence, in one layer group."""
+    states = itertools.accumulate(token_ids, _chain, initial=_START)
+    return [_chain(state, group) for state in itertools.islice(states, 1, None)]
+
+
 _Slot = tuple[str, int, int]
 """(tier, block, offset)"""
 
@@ -37,10 +46,11 @@ _Slot = tuple[str, int, int]
 class GhostRunner:
     """Executes plans on ghost KV. Raises AssertionError where a sequence's KV is not what it should be."""
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    def __init__(self, allocator: BlockAllocator, kv: MutableMapping[_Slot, int] | None = None) -> None:
+        """`kv`: what to keep the KV in, by (tier, block, offset); None: in nothing real."""
         self._block_size = allocator.block_size
         self._layer_groups = allocator.layer_groups
-        self._kv: dict[_Slot, int] = {}  # hash of the chain and the layer group
+        self._kv: MutableMapping[_Slot, int] = {} if kv is None else kv  # hash of the chain and the layer group
         self.num_copied_blocks = 0
 
     def execute(self, plan: StepPlan) -> StepOutput:
