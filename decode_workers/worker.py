@@ -1,6 +1,6 @@
 """A decode worker as plain Python: reserves, receives KV, verifies, and streams tokens.
 
-Composition of the scheduler (what runs), the step loop (when), the receiver (KV in) and the gateway port (requests in,
+Composition of the scheduler (what runs), the step loop (when), the landings (KV in) and the gateway port (requests in,
 tokens out). It can also compute a request entirely by itself. Knows nothing of Ray or of prefill workers.
 """
 
@@ -14,10 +14,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from decode_workers.building import decode_scheduler
+from decode_workers.landings import Landings
 from decode_workers.pacing import LayerKvConfig
-from decode_workers.pending import PendingReserves
 from decode_workers.scheduler import DecodeState
-from engine.kv_cache import GroupRow, KVCache
 from engine.loading import LoadedModel
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.step_loop import StepLoop
@@ -29,13 +28,11 @@ from kv_transfer.messages import (
     Message,
     RequestSpec,
     Reserve,
-    Reserved,
     Start,
     WorkerInfo,
     WorkerSnapshot,
 )
 from kv_transfer.prefix_loading import Columns, PrefixLoading
-from kv_transfer.receiving import KvReceiver
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.report import tiers_report
@@ -103,7 +100,6 @@ class DecodeWorker:
             on_room=self._on_room,
         )
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
-        self._key_of_lease: dict[int, SequenceKey] = {}
         self._num_snapshots = 0
         self._draining = False
         self._drained = asyncio.Event()
@@ -111,26 +107,21 @@ class DecodeWorker:
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
         self._thread = LoopThread("kv")
-        self._pending = PendingReserves(
-            wait_s=self._config.reserve_wait_s,
-            fits=lambda request: self._scheduler.can_reserve(request.num_tokens),
-            grant=self._grant,
-            refuse=self._refuse_for_room,
-        )
-        self._receiver = KvReceiver(
-            self._model.layout,
+        self._port = GatewayPort(self._identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
+        self._landings = Landings(
+            self._model,
+            self._scheduler,
+            self._port,
             self._transport,
             self._thread,
-            target_of=self._target_of,
-            on_admit=self._on_admit,
-            on_release=self._on_lease_ended,
-            on_failed=self._on_handoff_failed,
+            wait_s=self._config.reserve_wait_s,
+            on_reserved=self._on_reserved,
+            on_landed=self._on_landed,
+            on_ended=self._on_room,
+            on_failed=self._fail,
         )
-        await self._receiver.start(
-            epoch=self._model.block_pool.epoch, worker_id=self._identity.worker_id, ttl_s=self._config.lease_ttl_s
-        )
+        await self._landings.start(worker_id=self._identity.worker_id, ttl_s=self._config.lease_ttl_s)
         self._steps = StepLoop(self._model.runner, plan=self._plan, finish=self._finish, failed=self._step_failed)
-        self._port = GatewayPort(self._identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
         endpoint = await self._port.start(self._config.host)
         self.info: WorkerInfo = worker_info(self._model, self._identity, "decode", endpoint)
         self._registration = Registration(
@@ -150,7 +141,7 @@ class DecodeWorker:
 
     @property
     def _num_waiting(self) -> int:
-        return len(self._pending) + self._prefix.num_loading + self._scheduler.num_waiting
+        return self._landings.num_waiting + self._prefix.num_loading + self._scheduler.num_waiting
 
     def snapshot(self) -> WorkerSnapshot:
         self._num_snapshots += 1
@@ -192,8 +183,7 @@ class DecodeWorker:
         await self._steps.stop()
         await asyncio.to_thread(self._model.runner.close)
         self._prefix.close()
-        self._receiver.stop()
-        self._pending.stop()
+        self._landings.stop()
         await self._thread.run(self._transport.close())
         self._thread.stop()
 
@@ -228,44 +218,23 @@ class DecodeWorker:
 
     def _reserve(self, gateway: GatewayId, request: RequestSpec) -> None:
         """Renew what an older attempt reserved, else reserve anew, else wait for room."""
-        void = self._receiver.refusal(request)
+        void = self._landings.refusal(request)
         if void is not None:
             self._port.refuse(gateway, request, void, 0.0)
             return
-        if self._renew(gateway, request):
+        if self._landings.renew(gateway, request):
             return
         self._cancel(request.request_id, request.attempt)
-        self._pending.add(gateway, request)
+        self._landings.add(gateway, request)
 
-    def _renew(self, gateway: GatewayId, request: RequestSpec) -> bool:
-        if not self._receiver.holds(request.request_id):
-            return False
-        older = next(key for key in self._gateway_of if key[0] == request.request_id)
-        if older[1] == request.attempt:
-            return True  # a repetition: it has been answered
-        seq = sequence_of(request)
-        if self._scheduler.state(older) is not DecodeState.RESERVED or not self._scheduler.renew(older, seq):
-            return False
-        assert seq.lease is not None
-        del self._gateway_of[older]
-        self._gateway_of[seq.key] = gateway
-        self._key_of_lease[seq.lease.lease_id] = seq.key
-        ticket = self._receiver.renew(request)
-        self._port.post(gateway, Reserved(attempt=request.attempt, ticket=ticket))
-        return True
+    def _on_reserved(self, gateway: GatewayId, key: SequenceKey, instead_of: SequenceKey | None) -> None:
+        if instead_of is not None:
+            self._gateway_of.pop(instead_of, None)
+        self._gateway_of[key] = gateway
 
-    def _grant(self, gateway: GatewayId, request: RequestSpec) -> None:
-        seq = sequence_of(request)
-        self._scheduler.reserve(seq)
-        assert seq.lease is not None
-        self._gateway_of[seq.key] = gateway
-        self._key_of_lease[seq.lease.lease_id] = seq.key
-        ticket = self._receiver.reserve(request, seq.lease.lease_id)
-        self._port.post(gateway, Reserved(attempt=request.attempt, ticket=ticket))
-
-    def _refuse_for_room(self, gateway: GatewayId, request: RequestSpec) -> None:
-        reason = f"no room for its KV within {self._config.reserve_wait_s:g} s"
-        self._port.refuse(gateway, request, reason, self._config.reserve_wait_s)
+    def _on_landed(self, seq: Sequence) -> None:
+        self._prefix.stored([Columns(seq, 0, seq.num_published)])
+        self._steps.wake()
 
     def _start_local(self, gateway: GatewayId, request: RequestSpec) -> None:
         self._cancel(request.request_id, request.attempt)
@@ -281,18 +250,18 @@ class DecodeWorker:
 
     def _on_gateway_lost(self, gateway: GatewayId) -> None:
         # First what waits: room that a cancelled request leaves must not go to another one that nobody waits for.
-        self._pending.forget(gateway)
+        self._landings.forget(gateway)
         for request_id, attempt in [key for key, owner in self._gateway_of.items() if owner == gateway]:
             self._cancel(request_id, attempt)
         self._on_room()
 
     def _cancel(self, request_id: str, attempt: int) -> None:
         """End every attempt up to this one, whatever state it is in."""
-        self._pending.cancel(request_id, attempt)
+        self._landings.cancel_waiting(request_id, attempt)
         for key in [key for key in self._gateway_of if key[0] == request_id and key[1] <= attempt]:
             del self._gateway_of[key]
             if self._scheduler.state(key) is DecodeState.RESERVED:
-                self._receiver.cancel(*key)  # the lease follows once no copy is in flight
+                self._landings.cancel(key)
             else:
                 self._prefix.cancel(key)
                 self._scheduler.drop(key)
@@ -300,43 +269,17 @@ class DecodeWorker:
 
     def _on_room(self) -> None:
         """Something left. What waits for its blocks or its turn may come in, also when no step is going on."""
-        self._pending.retry()
+        self._landings.retry()
         self._note_if_drained()
         self._steps.wake()
 
-    # --- hand-offs ---
-
-    def _target_of(self, lease_id: int, layer: int) -> tuple[KVCache, GroupRow]:
-        seq = self._scheduler.sequence(self._key_of_lease[lease_id])
-        assert seq is not None
-        group = layer // self._model.layout.layers_per_group
-        on_host = group in seq.host_groups
-        cache, table = (self._model.host_cache, seq.host_table) if on_host else (self._model.kv_cache, seq.block_table)
-        assert cache is not None
-        assert table is not None
-        return cache, table.view[group]
-
-    def _on_admit(self, request_id: str, attempt: int, first_token: int) -> None:
-        key = (request_id, attempt)
-        seq = self._scheduler.sequence(key)
-        assert seq is not None
-        assert seq.lease is not None
-        del self._key_of_lease[seq.lease.lease_id]  # no copy will ask for it any more
-        self._scheduler.admit(key, first_token)
-        self._prefix.stored([Columns(seq, 0, seq.num_published)])
-        self._steps.wake()
-
-    def _on_lease_ended(self, lease_id: int) -> None:
-        self._scheduler.drop(self._key_of_lease.pop(lease_id))
-        self._on_room()
-
-    def _on_handoff_failed(self, request_id: str, attempt: int, reason: str, retryable: bool) -> None:
-        gateway = self._gateway_of.pop((request_id, attempt), None)
+    def _fail(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        gateway = self._gateway_of.pop(key, None)
         if gateway is not None:
-            self._port.fail(gateway, (request_id, attempt), reason, retryable=retryable)
+            self._port.fail(gateway, key, reason, retryable=retryable)
 
     def _note_if_drained(self) -> None:
-        if self._draining and not self._gateway_of and not self._pending:
+        if self._draining and not self._gateway_of and not self._landings.num_waiting:
             self._drained.set()
 
     # --- steps ---
@@ -373,6 +316,6 @@ class DecodeWorker:
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         self._scheduler.abandon_step()
         for item in plan.items:
-            self._on_handoff_failed(*item.seq.key, f"the decode step failed: {error}", True)
+            self._fail(item.seq.key, f"the decode step failed: {error}", True)
             self._scheduler.drop(item.seq.key)
         self._on_room()

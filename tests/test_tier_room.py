@@ -94,6 +94,6 @@ async def test_a_reservation_that_waits_for_blocks_that_are_being_copied_is_gran
         with copies_hang(cluster.tiers[1]) as go:
             assert await ask(cluster, "first", FIRST) == llama.local(FIRST, TOKENS).tokens
             asking = asyncio.create_task(ask(cluster, "second", SECOND))
-            await eventually(lambda: len(cluster.decodes[0]._pending) == 1)
+            await eventually(lambda: cluster.decodes[0]._landings.num_waiting == 1)
             go.set()
             assert await asyncio.wait_for(asking, 5) == llama.local(SECOND, TOKENS).tokens
