@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from kernels.interface import CacheGeometry
 
 GroupRow = npt.NDArray[np.int32]
 """One layer group's row of a block table: its blocks, in the order of the tokens they hold."""
+
+_LONG_RUN_BLOCKS = 16  # as long as it takes to start a gather of them, or longer, does their copying
+_SCATTER_BYTES = 4 << 20  # gathered before they are scattered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +161,48 @@ def copy_blocks(source: KVCache, sources: GroupRow, target: KVCache, targets: Gr
     """Copy whole blocks `sources [n]` of one cache to `targets [n]` of another one of the same layout, pairwise."""
     if not len(sources):
         return
-    indices = torch.from_numpy(sources.astype(np.int64)).to(source.tensor.device)
-    # A gather of whole rows runs at memory speed; writing to scattered rows by index is ten times slower. So each run
-    # of consecutive targets is one gather.
-    stops = [*(np.flatnonzero(np.diff(targets) != 1) + 1).tolist(), len(targets)]
-    start = 0
-    for stop in stops:
+    # A gather of whole rows runs at memory speed, and so each run of consecutive targets is one gather; but short runs
+    # are bound by their number, 8 us each, and then all of them are one scatter.
+    starts = np.flatnonzero(np.diff(targets, prepend=targets[0] - 2) != 1)
+    if len(targets) < _LONG_RUN_BLOCKS * len(starts) and len(starts) > 1:
+        _scatter(source, sources, target, targets)
+        return
+    indices = _indices(sources, source)
+    for start, stop in pairwise([*starts.tolist(), len(targets)]):
         first = int(targets[start])
         out = target.blocks[first : first + stop - start]
         torch.index_select(source.blocks, 0, indices[start:stop], out=out)
-        start = stop
+
+
+def _scatter(source: KVCache, sources: GroupRow, target: KVCache, targets: GroupRow) -> None:
+    rows, targeted_rows = _as_words(source, target)
+    at_once = max(1, _SCATTER_BYTES // source.layout.block_bytes)
+    for start in range(0, len(targets), at_once):
+        picked = slice(start, start + at_once)
+        targeted_rows.index_copy_(0, _indices(targets[picked], target), _gathered(rows, sources[picked], source))
+
+
+def _gathered(rows: Tensor, chosen: GroupRow, cache: KVCache) -> Tensor:
+    """In place, where they lie side by side."""
+    first, last = int(chosen[0]), int(chosen[-1])
+    if last - first + 1 == len(chosen) and (np.diff(chosen) == 1).all():
+        return rows[first : last + 1]
+    return rows.index_select(0, _indices(chosen, cache))
+
+
+def _as_words(*caches: KVCache) -> list[Tensor]:
+    """Their blocks as rows of words as wide as can be: a scatter takes as long for a word of 16 bytes as for one of 2.
+
+    Nothing is computed with the words, so it does not matter what their bits would mean.
+    """
+    for word in (torch.complex128, torch.int64, torch.int32, torch.int16):
+        if all(
+            cache.layout.block_bytes % word.itemsize == 0 and cache.blocks.data_ptr() % word.itemsize == 0
+            for cache in caches
+        ):
+            return [cache.blocks.view(word) for cache in caches]
+    return [cache.blocks.view(torch.uint8) for cache in caches]
+
+
+def _indices(blocks: GroupRow, cache: KVCache) -> Tensor:
+    return torch.from_numpy(blocks.astype(np.int64)).to(cache.tensor.device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv_cache import GroupRow, KVCache, KVLayout
+from engine.kv_cache import GroupRow, KVCache, KVLayout, copy_blocks
 
 
 def make_layout(*, num_layers: int = 5, layers_per_group: int = 2, block_size: int = 4) -> KVLayout:
@@ -143,3 +143,29 @@ def test_a_slab_of_the_wrong_kind_is_a_mistake(slab: Tensor) -> None:
     kv_cache = poisoned(make_layout())
     with pytest.raises(AssertionError, match="slab"):
         kv_cache.read_layer(0, shuffled_row(kv_cache, 2), 0, 4, slab)
+
+
+def noisy_cache(layout: KVLayout, seed: int, *, offset: int = 0) -> KVCache:
+    """All bit patterns, in memory that begins `offset` bytes after an aligned address."""
+    noise = np.random.default_rng(seed).bytes(offset + 200 * layout.block_bytes)
+    return KVCache(layout, 200, memory=memoryview(bytearray(noise))[offset:])
+
+
+@pytest.mark.parametrize("offset", [0, 8, 2])
+@pytest.mark.parametrize("head_dim", [8, 3])  # blocks of 32 bytes, and of 12
+@pytest.mark.parametrize("run", [1, 3, 40])
+def test_blocks_are_copied_bit_by_bit_however_they_lie(run: int, head_dim: int, offset: int) -> None:
+    layout = KVLayout(
+        num_layers=1, layers_per_group=1, num_kv_heads=1, head_dim=head_dim, block_size=1, dtype=torch.bfloat16
+    )
+    source, target = noisy_cache(layout, 1), noisy_cache(layout, 2, offset=offset)
+    expected = target.tensor.view(torch.int16).clone()
+    random = np.random.default_rng(3)
+    starts = random.permutation(200 // run)[: 120 // run] * run
+    targets = (starts[:, None] + np.arange(run)).ravel().astype(np.int32)
+    for sources in (random.integers(0, 200, len(targets)).astype(np.int32), np.arange(7, 7 + len(targets))):
+        copy_blocks(source, sources.astype(np.int32), target, targets)
+        expected[targets] = source.tensor.view(torch.int16)[sources]
+        assert torch.equal(target.tensor.view(torch.int16), expected)
+    copy_blocks(source, targets[:0], target, targets[:0])
+    assert torch.equal(target.tensor.view(torch.int16), expected)
