@@ -73,9 +73,14 @@ class TiersMachine(RuleBasedStateMachine):
 
     # --- requests ---
 
-    @rule(prompt=prompts, max_tokens=st.integers(1, 10), salt=st.sampled_from(["", "", "tenant"]))
-    def compute_at_decode(self, prompt: tuple[int, int, list[int]], max_tokens: int, salt: str) -> None:
-        self._with_loop(self.decode.add, self._sequence(prompt, max_tokens, salt))
+    @rule(
+        wanted=st.lists(prompts, min_size=1, max_size=4),
+        max_tokens=st.integers(1, 10),
+        salt=st.sampled_from(["", "", "tenant"]),
+    )
+    def compute_at_decode(self, wanted: list[tuple[int, int, list[int]]], max_tokens: int, salt: str) -> None:
+        for prompt in wanted:
+            self._with_loop(self.decode.add, self._sequence(prompt, max_tokens, salt))
 
     @rule(prompt=prompts, salt=st.sampled_from(["", "", "tenant"]))
     def compute_at_prefill(self, prompt: tuple[int, int, list[int]], salt: str) -> None:
@@ -104,12 +109,24 @@ class TiersMachine(RuleBasedStateMachine):
 
     # --- steps ---
 
-    @rule(at_decode=st.booleans())
-    def step(self, at_decode: bool) -> None:
-        """Whole, or the end of the one that is under way."""
+    @rule(at_decode=st.booleans(), count=st.integers(1, 8))
+    def step(self, at_decode: bool, count: int) -> None:
+        """The end of one that is under way, then whole ones."""
         worker = self.workers[not at_decode]
-        if worker.plan is not None or worker.begin_step():
+        for _ in range(count):
+            if worker.plan is None and not worker.begin_step():
+                return
             self._with_loop(worker.finish_step)
+            self.every_tier_is_whole()
+
+    @rule(at_decode=st.booleans())
+    def calm(self, at_decode: bool) -> None:
+        """All that is under way between the tiers comes to its end."""
+        worker = self.workers[not at_decode]
+        if worker.plan is None:
+            self.loop.run_until_complete(eventually(lambda: not worker.prefix.num_loading))
+            assert worker.disk.flush(5)
+            self.loop.run_until_complete(asyncio.sleep(0.001))
 
     @rule(at_decode=st.booleans())
     def begin_step(self, at_decode: bool) -> None:
@@ -130,20 +147,21 @@ class TiersMachine(RuleBasedStateMachine):
         """The tiers' threads get on with it, and report."""
         self.loop.run_until_complete(asyncio.sleep(milliseconds / 1e3))
 
-    @rule(at_decode=st.booleans(), on_host=st.booleans())
-    def evict(self, at_decode: bool, on_host: bool) -> None:
+    @rule(at_decode=st.booleans(), tiers=st.sampled_from(["device", "host", "device and host"]))
+    def evict(self, at_decode: bool, tiers: str) -> None:
         worker = self.workers[not at_decode]
-        (worker.host if on_host else worker.device).pool.drop_cached()
+        for name, memory in (("device", worker.device), ("host", worker.host)):
+            if name in tiers:
+                memory.pool.drop_cached()
 
     @rule(which=some, at=some, torn=st.booleans())
     def damage(self, which: int, at: int, torn: bool) -> None:
         paths = sorted(self.folder.rglob("*.kv"))
-        if paths:
-            path = paths[which % len(paths)]
-            content = bytearray(path.read_bytes())
+        path = paths[which % len(paths)] if paths else None
+        if path is not None and (content := bytearray(path.read_bytes())):
             if torn:
                 del content[at % len(content) :]
-            elif content:
+            else:
                 content[at % len(content)] ^= 1 << at % 8
             path.write_bytes(content)
 
@@ -173,10 +191,10 @@ class TiersMachine(RuleBasedStateMachine):
                 self.loop.run_until_complete(self._run_out(worker))
                 self.every_tier_is_whole()
                 worker.check_disk(self.truth, list(self.digests))
-                worker.disk.check_idle()
         finally:
             for worker in self.workers:
                 self.loop.run_until_complete(worker.close(crash=False))
+                worker.disk.check_idle()
             self.loop.close()
             shutil.rmtree(self.folder)
             assert not list(SHARED_MEMORY.glob(f"*{self.decode.sizes.scope}*"))
