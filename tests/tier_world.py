@@ -30,6 +30,7 @@ from kv_transfer.tiers.host_segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.neighbours import Neighbours
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.tiers.segment_index import block_digest
 from kv_transfer.tiers.sources import ColumnSource
 from prefill_workers.scheduler import PrefillScheduler
 from tests.ghost_runner import GhostRunner, kv_of, next_token
@@ -173,7 +174,11 @@ class Worker:
         for memory in (self.device, self.host):
             memory.pool.check()
             truth.check(memory.pool, memory.cache)
-        assert self.segment.published() == self.host.pool._block_of
+        records = {record.key: (block, record.digest) for block, record in self.segment._index.valid_records()}
+        assert records == {
+            key: (block, block_digest(key, self.segment.block(block)))
+            for key, block in self.host.pool._block_of.items()
+        }, "what neighbours are told is not what is there"
 
     def check_disk(self, truth: Truth, digests: list[bytes]) -> None:
         for digest in digests:
