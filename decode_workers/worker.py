@@ -7,7 +7,6 @@ tokens out). It can also compute a request entirely by itself. Knows nothing of 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -16,11 +15,13 @@ from dataclasses import dataclass
 from decode_workers.building import decode_scheduler
 from decode_workers.landings import Landings
 from decode_workers.pacing import LayerKvConfig
+from decode_workers.reporting import DecodeReport
 from decode_workers.scheduler import DecodeState
 from engine.loading import LoadedModel
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.step_loop import StepLoop
 from kv_transfer.block_events import BlockEventLog
+from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import (
     Cancel,
@@ -35,7 +36,6 @@ from kv_transfer.messages import (
 from kv_transfer.prefix_loading import Columns, PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.report import tiers_report
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
 
@@ -100,9 +100,10 @@ class DecodeWorker:
             on_room=self._on_room,
         )
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
-        self._num_snapshots = 0
-        self._draining = False
-        self._drained = asyncio.Event()
+        self._drain = Drain(lambda: not self._gateway_of and not self._landings.num_waiting)
+        self._report = DecodeReport(
+            identity.worker_id, model, self._scheduler, self._prefix, rates=lambda: self._steps.rates
+        )
 
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
@@ -144,37 +145,11 @@ class DecodeWorker:
         return self._landings.num_waiting + self._prefix.num_loading + self._scheduler.num_waiting
 
     def snapshot(self) -> WorkerSnapshot:
-        self._num_snapshots += 1
-        return WorkerSnapshot(
-            worker_id=self._identity.worker_id,
-            sequence_number=self._num_snapshots,
-            draining=self._draining,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._num_waiting,
-            queued_prefill_tokens=self._scheduler.num_uncomputed_tokens + self._prefix.num_loading_tokens,
-            blocks_available=self._model.block_pool.num_available,
-            num_leases=self._model.block_pool.num_leases,
-            prefill_tokens_per_s=self._steps.rates.prefill_tokens_per_s,
-            decode_step_s=self._steps.rates.decode_step_s,
-            num_paused=self._scheduler.num_paused,
-            host_blocks_available=0 if self._model.host_pool is None else self._model.host_pool.num_available,
-            tiers=tiers_report(
-                self._model,
-                self._prefix,
-                num_in_host=self._scheduler.num_in_host,
-                num_host_landings=self._scheduler.num_host_landings,
-                num_offloads=self._scheduler.num_offloads,
-                num_restores=self._scheduler.num_restores,
-                num_preemptions=self._scheduler.num_preemptions,
-            ),
-        )
+        return self._report.snapshot(num_waiting=self._num_waiting, draining=self._drain.has_begun)
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new and wait until everything here is done, at most so long."""
-        self._draining = True
-        self._note_if_drained()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._drained.wait(), timeout_s)
+        await self._drain.wait(timeout_s)
 
     async def stop(self) -> None:
         """Leave at once: what is unfinished fails over to other workers."""
@@ -207,7 +182,7 @@ class DecodeWorker:
             reason = f"{request.num_tokens} tokens leave no room in {self.info.max_model_len}"
             self._port.refuse(gateway, request, reason, None)
             return False
-        if self._draining:  # since it was placed: no reason to turn the client away
+        if self._drain.has_begun:  # since it was placed: no reason to turn the client away
             key = (request.request_id, request.attempt)
             self._port.fail(gateway, key, "the decode worker is about to stop", retryable=True)
             return False
@@ -270,17 +245,13 @@ class DecodeWorker:
     def _on_room(self) -> None:
         """Something left. What waits for its blocks or its turn may come in, also when no step is going on."""
         self._landings.retry()
-        self._note_if_drained()
+        self._drain.note()
         self._steps.wake()
 
     def _fail(self, key: SequenceKey, reason: str, retryable: bool) -> None:
         gateway = self._gateway_of.pop(key, None)
         if gateway is not None:
             self._port.fail(gateway, key, reason, retryable=retryable)
-
-    def _note_if_drained(self) -> None:
-        if self._draining and not self._gateway_of and not self._landings.num_waiting:
-            self._drained.set()
 
     # --- steps ---
 

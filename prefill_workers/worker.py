@@ -7,7 +7,6 @@ first tokens out). Knows nothing of Ray or of decode workers beyond the tickets 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, Ste
 from engine.step_loop import StepLoop
 from engine.stopping import finish_reason
 from kv_transfer.block_events import BlockEventLog
+from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import (
     Cancel,
@@ -36,6 +36,7 @@ from kv_transfer.tiers.report import tiers_report
 from kv_transfer.timeline import HandoffTimeline, ignore_timeline
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
+from prefill_workers.layer_stream import LayerStream
 from prefill_workers.placement import host_placement
 from prefill_workers.scheduler import PrefillScheduler
 
@@ -100,19 +101,16 @@ class PrefillWorker:
             staging_columns=model.staging_columns,
             host_groups=placement.host_groups,
         )
-        self._streamed: frozenset[SequenceKey] = frozenset()  # of the step in flight: hits that are copied in it
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
         self._num_snapshots = 0
-        self._draining = False
-        self._drained = asyncio.Event()
+        self._drain = Drain(lambda: self._sender.num_handing_over == 0)
 
     def _prefill_s(self, num_tokens: int) -> float:
         return self._steps.rates.prefill_s(num_tokens)
 
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
-        self._loop = asyncio.get_running_loop()
         self._thread = LoopThread("kv")
         self._sender = KvSender(
             self._model.kv_cache,
@@ -124,8 +122,15 @@ class PrefillWorker:
             on_failed=self._fail,
             on_verified=self._on_handed_over,
         )
+        self._stream = LayerStream(
+            self._model.layout.num_layers, self._sender.layer_ready, is_moving=self._allocator.is_moving
+        )
         self._steps = StepLoop(
-            self._model.runner, plan=self._plan, finish=self._finish, failed=self._step_failed, on_layer=self._on_layer
+            self._model.runner,
+            plan=self._plan,
+            finish=self._finish,
+            failed=self._step_failed,
+            on_layer=self._stream.on_layer,
         )
         self._port = GatewayPort(self._identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
         endpoint = await self._port.start(self._config.host)
@@ -150,7 +155,7 @@ class PrefillWorker:
         return WorkerSnapshot(
             worker_id=self._identity.worker_id,
             sequence_number=self._num_snapshots,
-            draining=self._draining,
+            draining=self._drain.has_begun,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             queued_prefill_tokens=self._scheduler.num_uncomputed_tokens,
@@ -169,10 +174,7 @@ class PrefillWorker:
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new and wait until everything here is done, at most so long."""
-        self._draining = True
-        self._note_if_drained()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._drained.wait(), timeout_s)
+        await self._drain.wait(timeout_s)
 
     async def stop(self) -> None:
         """Leave at once: what is unfinished fails over to other workers."""
@@ -205,7 +207,7 @@ class PrefillWorker:
         if request.num_tokens > self.info.max_model_len:
             self._port.refuse(gateway, request, f"{request.num_tokens} tokens exceed {self.info.max_model_len}", None)
             return
-        if self._draining:  # since it was placed: no reason to turn the client away
+        if self._drain.has_begun:  # since it was placed: no reason to turn the client away
             self._port.fail(gateway, key, "the prefill worker is about to stop", retryable=True)
             return
         if not self._scheduler.can_add():
@@ -230,36 +232,12 @@ class PrefillWorker:
 
     def _plan(self) -> StepPlan:
         plan, admitted = self._scheduler.plan()
-        hits = [seq for seq in admitted if seq.num_cached]
-        self._streamed = frozenset(seq.key for seq in hits if self._allocator.is_moving(seq))
-        for seq in hits:
-            if seq.key not in self._streamed:
-                self._announce_hit(seq)
+        self._stream.entered(admitted)
         return plan
-
-    def _announce_hit(self, seq: Sequence) -> None:
-        """What stands in the prefix cache already goes out before anything is computed."""
-        for layer in range(self._model.layout.num_layers):
-            self._sender.layer_ready(seq.key, layer, 0, seq.num_cached)
 
     def _on_prefix(self, seq: Sequence) -> None:
         self._scheduler.loaded(seq.key)
         self._steps.wake()
-
-    def _on_layer(self, plan: StepPlan, layer: int) -> None:
-        """Not on the main loop: `num_computed` cannot change while the step is in flight, later it will.
-
-        A hit that the step copies to the device is ready with the tokens that follow it.
-        """
-        ready = []
-        for item in plan.items:
-            start = 0 if item.seq.key in self._streamed else item.seq.num_computed
-            ready.append((item.seq.key, start, item.seq.num_computed + item.num_tokens - start))
-        self._loop.call_soon_threadsafe(self._layer_ready, layer, ready)
-
-    def _layer_ready(self, layer: int, ready: list[tuple[SequenceKey, int, int]]) -> None:
-        for key, start, num_tokens in ready:
-            self._sender.layer_ready(key, layer, start, num_tokens)
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         for item, logprobs in zip(plan.items, output.prompt_logprobs, strict=True):
@@ -308,13 +286,9 @@ class PrefillWorker:
         self._prefix.cancel(key)
         self._scheduler.release(key)
         self._steps.wake()
-        self._note_if_drained()
+        self._drain.note()
 
     def _fail(self, key: SequenceKey, reason: str, retryable: bool) -> None:
         gateway = self._gateway_of.pop(key, None)
         if gateway is not None:
             self._port.fail(gateway, key, reason, retryable=retryable)
-
-    def _note_if_drained(self) -> None:
-        if self._draining and self._sender.num_handing_over == 0:
-            self._drained.set()

@@ -1,0 +1,49 @@
+"""Tells who sends KV which tokens of which layer stand: while a step computes them, and at once for a prefix hit.
+
+Knows steps and prefix hits; nothing of tickets, links or blocks. The runner's thread calls `on_layer`, all else happens
+on the main loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from engine.sequence import Sequence, SequenceKey, StepPlan
+
+LayerReady = Callable[[SequenceKey, int, int, int], None]
+"""(sequence, layer, first token, number of tokens)"""
+
+
+class LayerStream:
+    """Calls `layer_ready` for each token and layer of a prompt once, in the order of its tokens."""
+
+    def __init__(self, num_layers: int, layer_ready: LayerReady, *, is_moving: Callable[[Sequence], bool]) -> None:
+        self._num_layers = num_layers
+        self._layer_ready = layer_ready
+        self._is_moving = is_moving
+        self._loop = asyncio.get_running_loop()
+        self._copied_in: frozenset[SequenceKey] = frozenset()  # by the step in flight: prefix hits
+
+    def entered(self, seqs: Iterable[Sequence]) -> None:
+        """These are new in the step that is about to be made. What they found goes out before anything is computed."""
+        hits = [seq for seq in seqs if seq.num_cached]
+        self._copied_in = frozenset(seq.key for seq in hits if self._is_moving(seq))
+        for seq in hits:
+            for layer in range(self._num_layers) if seq.key not in self._copied_in else ():
+                self._layer_ready(seq.key, layer, 0, seq.num_cached)
+
+    def on_layer(self, plan: StepPlan, layer: int) -> None:
+        """A layer of the step stands. `num_computed` cannot change while the step is in flight, later it will.
+
+        A hit that the step copies to the device is ready with the tokens that follow it.
+        """
+        ready = []
+        for item in plan.items:
+            start = 0 if item.seq.key in self._copied_in else item.seq.num_computed
+            ready.append((item.seq.key, start, item.seq.num_computed + item.num_tokens - start))
+        self._loop.call_soon_threadsafe(self._tell, layer, ready)
+
+    def _tell(self, layer: int, ready: list[tuple[SequenceKey, int, int]]) -> None:
+        for key, start, num_tokens in ready:
+            self._layer_ready(key, layer, start, num_tokens)
