@@ -51,8 +51,8 @@ class _Step:
 class LayerHooks(Protocol):
     """What else happens in a forward pass, in the thread that computes it."""
 
-    def before_layer(self, layer: int) -> None:
-        """The layer's KV of earlier tokens must be in the cache when this returns."""
+    def before_store(self, layer: int) -> None:
+        """The layer's KV of earlier tokens must be in the cache when this returns; that of the batch's comes next."""
         ...
 
     def stored(self, layer: int) -> None:
@@ -93,9 +93,11 @@ class Model:
             x *= self._embedding_scale
         last = self.config.num_layers - 1
         for index, layer in enumerate(self._layers):
-            if hooks is not None:
-                hooks.before_layer(index)
             q, k, v = self._project(x, layer, step, index)
+            if hooks is not None:
+                hooks.before_store(index)
+            group = index // kv_cache.layout.layers_per_group
+            kv_cache.store(index, batch.slot_mapping[group], k, v)
             if hooks is not None:
                 hooks.stored(index)
             if index == last and not len(batch.output_rows):
@@ -129,7 +131,7 @@ class Model:
         return _Step(batch, kv_cache, rotations, attentions)
 
     def _project(self, x: Tensor, layer: Layer, step: _Step, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[T, Q, D]`, keys and values `[T, H, D]`, the latter two stored in the cache."""
+        """Queries `[T, Q, D]`, keys and values `[T, H, D]`."""
         config = self.config
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = layer.qkv(self._rms_norm(x, layer.attention_norm)).view(len(x), -1, config.head_dim)
@@ -138,8 +140,6 @@ class Model:
             qk = self._rms_norm(qk, layer.qk_norm)
         qk = self._kernels.rotate(qk, *step.rotations[config.layers[index].rope])
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-        group = index // step.kv_cache.layout.layers_per_group
-        step.kv_cache.store(index, step.batch.slot_mapping[group], k, v)
         return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: _Step, index: int) -> Tensor:

@@ -162,7 +162,7 @@ class _StoredLayers:
     def __init__(self, on_layer: Callable[[int], None]) -> None:
         self.stored = on_layer
 
-    def before_layer(self, layer: int) -> None:
+    def before_store(self, layer: int) -> None:
         pass
 
     def attended(self, layer: int) -> None:

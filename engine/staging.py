@@ -145,7 +145,7 @@ class StagedStep:
         if error is None:
             _raise_first(self._jobs)
 
-    def before_layer(self, layer: int) -> None:
+    def before_store(self, layer: int) -> None:
         needed = self._needed.pop(layer // self._layout.layers_per_group, None)
         if needed is not None:
             self._wait(needed)
