@@ -1,4 +1,5 @@
-"""Types of single settings: sizes that people write as "2GiB", budgets also as "25%", KV memory also in blocks.
+"""What settings are made of: frozen nodes, and sizes that people write as "2GiB", budgets also as "25%", KV memory also
+in blocks.
 
 Knows how to read and print them, not where they are used.
 """
@@ -9,7 +10,16 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from kv_transfer.tiers.tiers_config import Budget
@@ -18,6 +28,12 @@ _UNITS: Final = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB":
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)\s*")
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _BLOCKS: Final = re.compile(r"\s*(\d+)\s*blocks?\s*")
+
+
+class Settings(BaseModel):
+    """A node of the configuration's tree: frozen, refuses unknown fields and does not convert types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 def parse_size(value: object) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.settings import KvPoolSettings, LegatoConfig, PoolSettings
+from cluster.kv_settings import KvPoolSettings
+from cluster.settings import LegatoConfig, PoolSettings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.loading import EngineConfig
