@@ -1,0 +1,176 @@
+"""What became of each request of a simulation, and what that amounts to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from cluster.slo import RequestSlo
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """Times are of the virtual clock, as the gateway sees them. None: it did not come to that.
+
+    `arrival_s` is of the last time that the client came; it was turned away `num_rejections` times in all, at last for
+    `rejected` if it never was served.
+    """
+
+    request_id: str
+    slo: RequestSlo
+    first_arrival_s: float
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    placed_s: float | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    cached_tokens: int = 0
+    first_token_s: float | None = None
+    end_s: float | None = None
+    num_rejections: int = 0
+    rejected: str = ""
+    retry_after_s: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None also where only one token was asked for."""
+        if self.end_s is None or self.first_token_s is None or self.output_tokens == 1:
+            return None
+        return (self.end_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.end_s is None else self.end_s - self.arrival_s
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it was served, and in time."""
+        ttft_s = self.ttft_s
+        return (
+            self.end_s is not None
+            and ttft_s is not None
+            and self.slo.meets_ttft(ttft_s)
+            and self.slo.meets_tpot(self.tpot_s)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+    """Seconds; 0 where nothing was measured."""
+
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Quantiles:
+        known = [value for value in values if value is not None]
+        p50, p95, p99 = np.quantile(known, (0.5, 0.95, 0.99)).tolist() if known else (0.0, 0.0, 0.0)
+        return cls(p50=p50, p95=p95, p99=p99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassSummary:
+    """Of one SLO class, or of `all`. `attainment`: the share of all that came which were served in time; who was turned
+    away and never served counts as missed. `goodput`: those in time, per second of the time in which requests came."""
+
+    name: str
+    num_requests: int
+    num_served: int
+    num_rejected: int
+    attainment: float
+    goodput: float
+    ttft: Quantiles
+    tpot: Quantiles
+    e2e: Quantiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """`utilisation`: by pool, the share of the time from second 0 to the last end in which its workers computed.
+    `offered_per_s` counts a client that comes back once."""
+
+    router: str
+    offered_per_s: float
+    output_tokens_per_s: float
+    cached_share: float
+    num_preemptions: int
+    duration_s: float
+    utilisation: dict[str, float]
+    classes: tuple[ClassSummary, ...]
+
+    @property
+    def overall(self) -> ClassSummary:
+        return self.classes[0]
+
+    def json_line(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    def table(self) -> str:
+        head = ["class", "requests", "served", "rejected", "in time", "good/s"]
+        head += [f"{name} {p}" for name in ("TTFT", "TPOT", "E2E") for p in ("P50", "P95", "P99")]
+        rows = [head, *map(_row, self.classes)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        pools = ", ".join(f"{pool} {share:.0%}" for pool, share in self.utilisation.items())
+        lines.append(
+            f"{self.router}: {self.offered_per_s:.2f} requests/s offered, {self.output_tokens_per_s:.0f} output"
+            f" tokens/s, {self.cached_share:.0%} of prompt tokens found, {self.num_preemptions} preemptions;"
+            f" busy: {pools}"
+        )
+        return "\n".join(lines)
+
+
+def _row(summary: ClassSummary) -> list[str]:
+    counts = [summary.num_requests, summary.num_served, summary.num_rejected]
+    cells = [summary.name, *map(str, counts), f"{summary.attainment:.1%}", f"{summary.goodput:.2f}"]
+    times = [summary.ttft, summary.tpot, summary.e2e]
+    return cells + [f"{value:.4g}" for quantiles in times for value in (quantiles.p50, quantiles.p95, quantiles.p99)]
+
+
+def summarise(
+    records: Sequence[Record], utilisation: dict[str, float], router: str, num_preemptions: int = 0
+) -> Summary:
+    """The first of the classes is `all`. Raises ValueError without requests."""
+    if not records:
+        raise ValueError("nothing was simulated: the trace, or the slice of it, holds no requests")
+    first = min(r.first_arrival_s for r in records)
+    offered_s = max(r.first_arrival_s for r in records) - first
+    duration_s = max(r.end_s or r.arrival_s for r in records) - first
+    served = [r for r in records if r.end_s is not None]
+    names = sorted({r.slo.slo_class for r in records})
+    groups = [("all", list(records)), *((name, [r for r in records if r.slo.slo_class == name]) for name in names)]
+    return Summary(
+        router=router,
+        offered_per_s=len(records) / offered_s if offered_s else 0.0,
+        output_tokens_per_s=sum(r.output_tokens for r in served) / duration_s if duration_s else 0.0,
+        cached_share=sum(r.cached_tokens for r in served) / max(1, sum(r.prompt_tokens for r in served)),
+        num_preemptions=num_preemptions,
+        duration_s=duration_s,
+        utilisation=utilisation,
+        classes=tuple(_summary_of(name, group, offered_s) for name, group in groups),
+    )
+
+
+def _summary_of(name: str, records: list[Record], offered_s: float) -> ClassSummary:
+    num_met = sum(r.is_met for r in records)
+    num_served = sum(r.end_s is not None for r in records)
+    return ClassSummary(
+        name=name,
+        num_requests=len(records),
+        num_served=num_served,
+        num_rejected=len(records) - num_served,
+        attainment=num_met / len(records),
+        goodput=num_met / offered_s if offered_s else 0.0,
+        ttft=Quantiles.of(r.ttft_s for r in records),
+        tpot=Quantiles.of(r.tpot_s for r in records),
+        e2e=Quantiles.of(r.e2e_s for r in records),
+    )

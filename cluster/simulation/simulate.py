@@ -1,0 +1,228 @@
+"""A trace over simulated workers, placed by a router: the life of each request from arrival to its last token.
+
+    arrival -> place -> (turned away, and back after Retry-After if clients do that)
+                     -> decode reserves, or the request waits for room there -> prefill computes, first token
+                        -> hand-off -> decode computes the rest
+                     -> or decode computes all of it
+
+Each message takes `message_s`. The same trace, router and settings give the same records bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from cluster.simulation.clock import VirtualClock
+from cluster.simulation.heartbeats import Heart
+from cluster.simulation.prompts import ContentHasher, sequence_of
+from cluster.simulation.records import Record, Summary, summarise
+from cluster.simulation.router import PlaceQuery, Router
+from cluster.simulation.traces import TraceRequest
+from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, WorkerShape
+from cluster.slo import SloConfig
+from engine.prefix import PrefixHasher
+from engine.sequence import Sequence
+from kv_transfer.messages import Placement, Unplaceable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """`declared_tokens`: the most new tokens that clients say they want; None: exactly what they will get, as if they
+    knew. Clients that are turned away come back after Retry-After, up to `max_returns` times."""
+
+    num_prefill: int
+    num_decode: int
+    prefill: WorkerShape
+    decode: WorkerShape
+    slo: SloConfig = field(default_factory=SloConfig)
+    heartbeat_s: float = 0.5
+    message_s: float = 0.0002
+    declared_tokens: int | None = None
+    max_returns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_prefill < 0 or self.num_decode < 1:
+            raise ValueError(f"{self.num_prefill} prefill and {self.num_decode} decode workers cannot serve requests")
+        if self.prefill.block_size != self.decode.block_size:
+            raise ValueError("prefill and decode workers name prompts' blocks alike: give both the same block size")
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request that is in the cluster, or whose client will come back."""
+
+    request: TraceRequest
+    hasher: PrefixHasher
+    record: Record
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    records: list[Record]  # in order of first arrival
+    summary: Summary
+
+
+def simulate(config: SimulationConfig, requests: Iterable[TraceRequest], router: Router) -> SimulationResult:
+    """Play the trace to its end. Raises ValueError where it holds no requests or not in order of arrival."""
+    return _Simulation(config, router).run(iter(requests))
+
+
+class _Simulation:
+    def __init__(self, config: SimulationConfig, router: Router) -> None:
+        self._config = config
+        self._router = router
+        self._clock = VirtualClock()
+        self._live: dict[str, _Live] = {}
+        self._records: list[Record] = []
+        self._prefills = {
+            w.worker_id: w
+            for w in (
+                SimulatedPrefill(f"prefill-{i}", config.prefill, self._clock, self, epoch=i)
+                for i in range(config.num_prefill)
+            )
+        }
+        self._decodes = {
+            w.worker_id: w
+            for w in (
+                SimulatedDecode(f"decode-{i}", config.decode, self._clock, self, epoch=i)
+                for i in range(config.num_decode)
+            )
+        }
+        workers: list[SimulatedPrefill | SimulatedDecode] = [*self._prefills.values(), *self._decodes.values()]
+        for index, worker in enumerate(workers):
+            phase_s = config.heartbeat_s * index / len(workers)
+            Heart(worker, router, self._clock, period_s=config.heartbeat_s, phase_s=phase_s)
+
+    def run(self, requests: Iterator[TraceRequest]) -> SimulationResult:
+        self._await_next(requests)
+        while self._clock.step():
+            pass
+        assert not self._live, f"{len(self._live)} requests are stuck, such as {next(iter(self._live.values()))}"
+        for worker in (*self._prefills.values(), *self._decodes.values()):
+            worker.pool.check_idle()
+        num_preemptions = sum(worker.scheduler.num_preemptions for worker in self._decodes.values())
+        router = type(self._router).__name__
+        return SimulationResult(self._records, summarise(self._records, self._utilisation(), router, num_preemptions))
+
+    def _utilisation(self) -> dict[str, float]:
+        pools: dict[str, list[SimulatedPrefill | SimulatedDecode]] = {
+            "prefill": [*self._prefills.values()],
+            "decode": [*self._decodes.values()],
+        }
+        return {
+            name: sum(worker.steps.busy_s for worker in pool) / (len(pool) * self._clock.now)
+            for name, pool in pools.items()
+            if pool and self._clock.now
+        }
+
+    # --- the gateway ---
+
+    def _await_next(self, requests: Iterator[TraceRequest]) -> None:
+        request = next(requests, None)
+        if request is None:
+            return
+        if request.arrival_s < self._clock.now:
+            raise ValueError(f"request {request.request_id} arrives before the one that it follows in the trace")
+        self._clock.at(request.arrival_s, lambda: self._arrive(request, requests))
+
+    def _arrive(self, request: TraceRequest, requests: Iterator[TraceRequest]) -> None:
+        slo_class = self._config.slo.named(request.slo_class or self._config.slo.default)
+        if slo_class is None or request.request_id in self._live:
+            raise ValueError(f"request {request.request_id} of class {request.slo_class!r}: no such class, or a twin")
+        record = Record(
+            request_id=request.request_id,
+            slo=slo_class.promise(),
+            first_arrival_s=self._clock.now,
+            arrival_s=self._clock.now,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens,
+        )
+        hasher = ContentHasher(request, len(self._records), self._config.decode.block_size)
+        self._records.append(record)
+        self._live[request.request_id] = live = _Live(request, hasher, record)
+        self._come(live)
+        self._await_next(requests)
+
+    def _come(self, live: _Live) -> None:
+        live.record.arrival_s = self._clock.now
+        self._clock.after(self._config.message_s, lambda: self._place(live))
+
+    def _place(self, live: _Live) -> None:
+        answer = self._router.place(self._query(live), self._clock.now)
+        if isinstance(answer, Unplaceable):
+            self._clock.after(self._config.message_s, lambda: self._turn_away(live, answer))
+        else:
+            self._clock.after(2 * self._config.message_s, lambda: self._begin(live, answer))
+
+    def _query(self, live: _Live) -> PlaceQuery:
+        request, declared = live.request, self._config.declared_tokens
+        num_findable = (request.prompt_tokens - 1) // self._config.decode.block_size
+        return PlaceQuery(
+            request_id=request.request_id,
+            attempt=0,
+            num_tokens=request.prompt_tokens,
+            max_new_tokens=request.output_tokens if declared is None else max(declared, request.output_tokens),
+            slo=live.record.slo,
+            hashes=tuple(live.hasher.hashes[:num_findable]),
+        )
+
+    def _begin(self, live: _Live, placement: Placement) -> None:
+        """The decode worker has the gateway's message."""
+        live.record.placed_s = self._clock.now
+        live.record.prefill, live.record.decode = placement.prefill, placement.decode
+        decode = self._decodes[placement.decode]
+        seq = sequence_of(live.request, live.hasher, live.attempt)
+
+        def refuse(reason: str, retry_after_s: float | None) -> None:
+            self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
+
+        def granted() -> None:
+            self._clock.after(2 * self._config.message_s, lambda: self._prefill(live, placement, seq))
+
+        if placement.prefill is None:
+            decode.start(seq, refuse)
+        else:
+            decode.reserve(seq, granted, refuse)
+
+    def _prefill(self, live: _Live, placement: Placement, reserved: Sequence) -> None:
+        assert placement.prefill is not None
+        decode = self._decodes[placement.decode]
+
+        def refuse(reason: str, retry_after_s: float | None) -> None:
+            self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
+            self._clock.after(2 * self._config.message_s, lambda: decode.drop(reserved.key))
+
+        seq = sequence_of(live.request, live.hasher, live.attempt)
+        self._prefills[placement.prefill].start(seq, decode, refuse)
+
+    def _refused(self, live: _Live, reason: str, retry_after_s: float | None) -> None:
+        self._router.ended(live.request.request_id)
+        self._reject(live, reason, retry_after_s)
+
+    def _turn_away(self, live: _Live, answer: Unplaceable) -> None:
+        self._reject(live, answer.reason, answer.retry_after_s)
+
+    def _reject(self, live: _Live, reason: str, retry_after_s: float | None) -> None:
+        live.record.num_rejections += 1
+        live.record.rejected, live.record.retry_after_s = reason, retry_after_s
+        if retry_after_s is None or live.record.num_rejections > self._config.max_returns:
+            del self._live[live.request.request_id]
+            return
+        live.attempt += 1  # of the sequences' keys: workers may hold on to the last ones for a moment
+        self._clock.after(retry_after_s, lambda: self._come(live))
+
+    # --- what workers tell ---
+
+    def on_first_token(self, seq: Sequence, worker_id: str) -> None:
+        live = self._live[seq.request_id]
+        live.record.cached_tokens = seq.num_cached
+        live.record.first_token_s = self._clock.now + self._config.message_s
+        self._router.first_token(seq.request_id, self._clock.now)
+
+    def on_finished(self, seq: Sequence) -> None:
+        live = self._live.pop(seq.request_id)
+        live.record.end_s = self._clock.now + self._config.message_s
+        live.record.rejected, live.record.retry_after_s = "", None
+        self._router.ended(seq.request_id)
