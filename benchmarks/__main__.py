@@ -29,6 +29,7 @@ PARTS = {
     "engine": 600,
     "cluster": 600,
     "eviction": 180,
+    "offload": 420,
     "prefix": 300,
     "layerkv": 1200,
 }

@@ -34,6 +34,7 @@ HOST_GROUPS = {
     "every other": range(1, NUM_GROUPS, 2),
     "all": range(NUM_GROUPS),
 }
+FEWEST_UNDISTURBED = 8  # steps, of which a median is worth telling
 AIMS = {"decode step, every other group in host memory": 1.1, "prefill, exposed share of the copying": 0.1}
 
 
@@ -139,20 +140,29 @@ def _decode_round(
 
 
 def _decode_row(name: str, costs: dict[str, list[StepCost]]) -> Json:
-    def over_device(seconds: Callable[[StepCost], float]) -> float:
-        return ratio(list(map(seconds, costs[name])), list(map(seconds, costs["none"])))
-
+    ours, device = costs[name], costs["none"]
     row: Json = {
         "host_groups": name,
-        "tpot_ms": spread([cost.wall_s / MS for cost in costs[name]]),
-        "over_device": over_device(lambda cost: cost.wall_s),
-        # Without what other processes took of the core: a lower bound that a busy machine gives too.
-        "computed_and_waited_over_device": over_device(lambda cost: cost.compute_s + cost.waited_s),
-        "waited_ms": spread([cost.waited_s / MS for cost in costs[name]]),
-        "copied_ms": spread([cost.copied_s / MS for cost in costs[name]]),
+        "tpot_ms": spread([cost.wall_s / MS for cost in ours]),
+        "over_device": _ratio(ours, device, lambda cost: cost.wall_s),
+        "undisturbed": _undisturbed(ours, device),
+        "computed_and_waited_over_device": _ratio(ours, device, lambda cost: cost.compute_s + cost.waited_s),
+        "waited_ms": spread([cost.waited_s / MS for cost in ours]),
+        "copied_ms": spread([cost.copied_s / MS for cost in ours]),
     }
-    note(f"decode, in host memory {name}: {row['over_device']} times the step on the device")
+    note(f"decode, in host memory {name}: {row['over_device']} times the step on the device; {row['undisturbed']}")
     return row
+
+
+def _undisturbed(ours: list[StepCost], device: list[StepCost]) -> Json:
+    """The same of those steps during which nobody took the core: what there is to see on a busy machine."""
+    ours, device = ([cost for cost in costs if not cost.num_preemptions] for costs in (ours, device))
+    enough = min(len(ours), len(device)) >= FEWEST_UNDISTURBED
+    return {"steps": len(ours), "over_device": _ratio(ours, device, lambda cost: cost.wall_s) if enough else None}
+
+
+def _ratio(ours: list[StepCost], theirs: list[StepCost], seconds: Callable[[StepCost], float]) -> float:
+    return ratio(list(map(seconds, ours)), list(map(seconds, theirs)))
 
 
 # --- prefill ---

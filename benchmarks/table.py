@@ -6,15 +6,18 @@ A cell is `median [min-max]` of the repeats.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
+from benchmarks.cells import Report
+from benchmarks.cells import spread as _spread
+from benchmarks.cells import table as _table
+from benchmarks.cells import tail as _tail
+from benchmarks.offload_table import offload_headline, offload_tables
 from benchmarks.plots import plot_layerkv
 from benchmarks.provenance import ROOT
 from benchmarks.summary import Json
 
 RESULTS = ROOT / "benchmarks" / "results"
-Report = dict[str, Any]
 
 
 def write_table() -> None:
@@ -55,19 +58,6 @@ def _section(part: str, report: Report) -> str:
     )
     body = _TABLES[part](report["results"]) if report["status"] == "ok" else f"No numbers: {report['reason']}\n"
     return f"## {part}\n\n{where}\n\n{body}"
-
-
-def _table(columns: list[str], rows: Iterable[list[object]]) -> str:
-    lines: list[list[object]] = [[*columns], ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
-
-
-def _spread(cell: Report) -> str:
-    return f"{cell['median']:g} [{cell['min']:g}–{cell['max']:g}]"
-
-
-def _tail(cell: Report) -> str:
-    return f"{cell['p50']:g} / {cell['p99']:g}"
 
 
 def _engine(results: Report) -> str:
@@ -268,6 +258,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "eviction": _eviction,
     "layerkv": _layerkv,
     "prefix": _prefix,
+    "offload": offload_tables,
 }
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "engine": lambda results: {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]},
@@ -278,5 +269,6 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "eviction": lambda results: {"hit_rates at an eighth": results["rows"][3]},
     "layerkv": lambda results: {"steepest": max(results["rows"], key=lambda row: row["mean_ttft_times_lower"])},
     "prefix": lambda results: {"times_lower": results["times_lower"]},
+    "offload": offload_headline,
     "transports": lambda results: {"largest_slab": results["rows"][-1]},
 }

@@ -5,6 +5,7 @@ Tells what each step cost, of which copies between the tiers were a part.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds of one step."""
+    """Of one step, for the thread that computes."""
 
     wall_s: float
-    compute_s: float  # CPU time of the thread that computes: what others take of its core is not in it
-    waited_s: float  # that it waited for copies
-    copied_s: float  # that the copy thread copied, most of it meanwhile
+    compute_s: float  # of CPU time: what others take of its core is not in it
+    waited_s: float  # for copies
+    copied_s: float  # by the copy thread, most of it meanwhile
+    num_preemptions: int  # how often another thread took its core, the copy thread perhaps
 
 
 class TieredEngine:
@@ -69,8 +71,15 @@ class TieredEngine:
             item.seq.num_computed += item.num_tokens
             if token is not None:
                 item.seq.output_token_ids.append(token.token_id)
-        wall_s, compute_s, waited_s, copied_s = (end - start for start, end in zip(started, ended, strict=True))
-        return StepCost(wall_s=wall_s, compute_s=compute_s, waited_s=waited_s, copied_s=copied_s), output.sampled
+        wall_s, compute_s, waited_s, copied_s, preempted = (b - a for a, b in zip(started, ended, strict=True))
+        cost = StepCost(
+            wall_s=wall_s,
+            compute_s=compute_s,
+            waited_s=waited_s,
+            copied_s=copied_s,
+            num_preemptions=int(preempted),
+        )
+        return cost, output.sampled
 
     def rewind(self, seq: Sequence, num_computed: int) -> None:
         """To an earlier moment, whose step can then be taken again. Its blocks stay."""
@@ -78,7 +87,13 @@ class TieredEngine:
         seq.num_computed = num_computed
         del seq.output_token_ids[max(0, num_computed + 1 - len(seq.prompt_token_ids)) :]
 
-    def _clocks(self) -> tuple[float, float, float, float]:
+    def _clocks(self) -> tuple[float, ...]:
         """In the order of `StepCost`."""
         stats = self._stats
-        return time.perf_counter(), time.thread_time(), stats.exposed_s, stats.fetch_s + stats.write_s
+        return (
+            time.perf_counter(),
+            time.thread_time(),
+            stats.exposed_s,
+            stats.fetch_s + stats.write_s,
+            resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw,
+        )

@@ -1,0 +1,64 @@
+"""The benchmark of KV in host memory, small: that it still measures what it says. Its numbers are nobody's aim here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import benchmarks.offload_gate
+from benchmarks.offload import HOST_GROUPS, RINGS, Extent, measure
+from benchmarks.offload_table import offload_headline, offload_tables
+from benchmarks.part import GateError
+from benchmarks.quiet import PATIENCE_VARIABLE
+from benchmarks.tiered_engine import TieredEngine
+from engine.sequence import SampledToken
+
+SMALL = Extent(
+    num_sequences=2,
+    context_tokens=32,
+    steps_a_round=2,
+    decode_rounds=1,
+    prompt_tokens=(64, 128),
+    chunk_tokens=64,
+    prefill_repeats=1,
+)
+
+
+@pytest.fixture(autouse=True)
+def small_gate(monkeypatch: pytest.MonkeyPatch, smollm2_folder: Path) -> None:
+    monkeypatch.setenv(PATIENCE_VARIABLE, "0")
+    monkeypatch.setattr(benchmarks.offload_gate, "PROMPT_TOKENS", (5, 40, 90))
+    monkeypatch.setattr(benchmarks.offload_gate, "OUTPUT_TOKENS", 3)
+
+
+def test_what_rests_in_host_memory_is_copied_and_nothing_else() -> None:
+    results: dict[str, Any] = measure(SMALL)
+    assert results["gate"]["compared_tokens"] == 3 * 3 * 3 * 3  # prompts, tokens, rings, placements
+    decode = {row["host_groups"]: row for row in results["decode"]["rows"]}
+    assert list(decode) == list(HOST_GROUPS)
+    assert all((row["copied_ms"]["min"] > 0) is bool(HOST_GROUPS[name]) for name, row in decode.items())
+    assert decode["none"]["over_device"] == 1.0
+    prefill = results["prefill"]["rows"]
+    assert [row["prompt_tokens"] for row in prefill] == [64] * len(RINGS) + [128] * len(RINGS)
+    assert all(row["copied_ms"]["median"] > 0 for row in prefill)
+    assert torch.get_num_threads() == 1
+    rows = [line for line in offload_tables(results).splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 * 2 + len(decode) + len(prefill)  # each table begins with two lines
+    assert set(offload_headline(results)) == {"decode_half_over_device", "prefill_largest_waited_share"}
+
+
+def test_wrong_logits_bring_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = benchmarks.offload_gate._generate
+
+    def wrong_in_host_memory(
+        engine: TieredEngine, prompts: list[list[int]], host_groups: range, chunk_tokens: int
+    ) -> list[SampledToken]:
+        tokens = generate(engine, prompts, host_groups, chunk_tokens)
+        return [*tokens[:-1], SampledToken(0)] if host_groups else tokens
+
+    monkeypatch.setattr(benchmarks.offload_gate, "_generate", wrong_in_host_memory)
+    with pytest.raises(GateError, match="every other of the layer groups"):
+        measure(SMALL)
