@@ -7,8 +7,6 @@ is found (`engine.prefix_lookup`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from engine.block_pool import BlockLease, BlockPool
@@ -39,14 +37,11 @@ class BlockAllocator:
         self.pool = pool
         self.host_pool = host_pool
         self.layer_groups = layer_groups
+        self.all_groups = frozenset(range(layer_groups))
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._lookup = PrefixLookup(pool, host_pool, layer_groups=layer_groups, block_size=block_size)
         self._moves: dict[Sequence, Move] = {}
-
-    @property
-    def all_groups(self) -> frozenset[int]:
-        return frozenset(range(self.layer_groups))
 
     @property
     def max_tokens(self) -> int:
@@ -116,7 +111,7 @@ class BlockAllocator:
             return
         num_full = seq.num_computed // self.block_size
         if num_full > seq.num_published:
-            self._publish(seq, range(self.layer_groups), seq.num_published, num_full)
+            self._publish(seq, self.all_groups, seq.num_published, num_full)
             seq.num_published = num_full
 
     def release(self, seq: Sequence) -> None:
@@ -217,7 +212,7 @@ class BlockAllocator:
         table.view[move.groups] = -1
         seq.host_groups = seq.host_groups - groups if ends_on_device else seq.host_groups | groups
         if ok and self.prefix_caching:
-            self._publish(seq, move.groups, 0, seq.num_published)
+            self._publish(seq, groups, 0, seq.num_published)
 
     # --- leases ---
 
@@ -285,18 +280,16 @@ class BlockAllocator:
             host_pool, host_lease = self._tier(seq, on_device=False)
             host_pool.adopt(host_lease, shared)
         if seq.host_table is not None:
-            rows = sorted(seq.host_groups)
-            columns = np.full_like(hit.on_host, -1)
-            columns[rows] = hit.on_host[rows]
-            seq.host_table.append(columns)
+            rests_there = np.isin(np.arange(self.layer_groups), sorted(seq.host_groups))
+            seq.host_table.append(np.where(rests_there[:, None], hit.on_host, -1))
 
-    def _publish(self, seq: Sequence, groups: Iterable[int], first: int, stop: int) -> None:
-        hashes = self._lookup.hashes(seq, stop)
-        rows = list(groups)
-        for column in range(first, stop):
-            for group in rows:
-                on_host = group in seq.host_groups
-                table = seq.host_table if on_host else seq.block_table
-                assert table is not None
-                pool, lease = self._tier(seq, on_device=not on_host)
-                pool.publish(lease, int(table.view[group, column]), (hashes[column], group))
+    def _publish(self, seq: Sequence, groups: frozenset[int], first: int, stop: int) -> None:
+        hashes = self._lookup.hashes(seq, stop)[first:]
+        for table, is_host in ((seq.block_table, False), (seq.host_table, True)):
+            rows = sorted(groups & seq.host_groups if is_host else groups - seq.host_groups)
+            if table is None or not rows:
+                continue
+            pool, lease = self._tier(seq, on_device=not is_host)
+            for digest, blocks in zip(hashes, table.view[rows, first:stop].T.tolist(), strict=True):
+                for group, block in zip(rows, blocks, strict=True):
+                    pool.publish(lease, block, (digest, group))
