@@ -1,0 +1,194 @@
+"""Learns what steps cost from the steps themselves: `StepCost`'s coefficients, fitted online.
+
+Knows seconds and the work they bought; not who runs the steps, nor what the predictions are used for.
+
+The coefficients are multiples of a seed's, and each step is one equation in them: its predicted duration, in units of
+that prediction, was `seconds / predicted`. So long and short steps weigh alike, and noise is relative. They are
+estimated by a Kalman filter that forgets only in the direction in which a step informs (Kulhavy, "Restricted
+exponential forgetting in real-time identification", Automatica 23, 1987): what a worker does not see, its steps say
+nothing about and the seed, or what was learnt earlier, stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.step_cost import StepCost, StepWork
+
+StepKind = Literal["prefill", "decode"]
+
+_Vector = npt.NDArray[np.float64]
+
+# Of the information in a step's direction, what is kept at the next step in that direction.
+_KEPT = 0.95
+# Variances are in units of a step's own, that of steps that scatter by 5 % around their prediction.
+_STEP_DEVIATION = 0.05
+# What a seed that does not state its error is off by, and how far statements are believed.
+_UNKNOWN_ERROR = 0.5
+_BELIEVED_ERRORS = (0.2, 1.0)
+# No coefficient falls below this share of its seed: zero would be learnt for ever from a few odd steps.
+_LEAST_SHARE = 0.01
+# Errors beyond so many typical ones (medians, so 3 of them are 2 standard deviations) count as if they were so large.
+_HUBER_SCALES = 3.0
+_FIRST_SCALE = 0.1
+_LEAST_SCALE = 0.005
+_SCALE_RATE = 0.05
+# So many such errors in a row, all to one side, are no outliers: the machine has changed.
+_STREAK = 8
+_WINDOW = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """|actual / predicted - 1| over the last steps of a kind, each predicted before it was learnt from."""
+
+    num_steps: int = 0
+    median: float = 0.0
+    p90: float = 0.0
+
+
+def kind_of(work: StepWork) -> StepKind:
+    """A step with any prompt token in it is of prefill."""
+    return "prefill" if work.prefill_tokens else "decode"
+
+
+class StepCostFit:
+    """The running estimate of one worker's `StepCost`; starts as `seed`.
+
+    Tolerates steps that take many times what they should, and follows a lasting change of speed within some dozens of
+    steps. A coefficient that is zero in the seed stays zero. Raises ValueError for a seed that cannot be scaled.
+    """
+
+    def __init__(self, seed: StepCost) -> None:
+        self._units: _Vector = np.array(_coefficients(seed))  # seconds, in StepCost's order
+        if not (np.all(np.isfinite(self._units)) and np.all(self._units >= 0) and seed.base_s > 0):
+            raise ValueError(
+                f"{seed} cannot seed a fit: coefficients must be finite and not negative, and base_s positive;"
+                " give measured or estimated ones"
+            )
+        self._seed_error = seed.relative_error
+        self._seed_variance = (np.clip(seed.relative_error or _UNKNOWN_ERROR, *_BELIEVED_ERRORS) / _STEP_DEVIATION) ** 2
+        self._shares = np.ones(5)  # the coefficients, in units of the seed's
+        self._variance = np.eye(5) * self._seed_variance
+        self._kinds: dict[StepKind, _Residuals] = {"prefill": _Residuals(), "decode": _Residuals()}
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Take in a step that was computed. One without tokens says nothing and is ignored."""
+        assert seconds > 0, f"a step cannot have taken {seconds} s"
+        if not (work.prefill_tokens or work.decodes):
+            return
+        parts = self._units * _quantities(work)
+        predicted_s = float(self._shares @ parts)
+        residuals = self._kinds[kind_of(work)]
+        error = seconds / predicted_s - 1
+        if residuals.has_changed(error):
+            self._variance[np.diag_indices(5)] += self._seed_variance * (parts > 0)
+        self._learn(parts / predicted_s, error, residuals.weight(error))
+        residuals.add(error)
+
+    def cost(self) -> StepCost:
+        """The estimate now. Its `relative_error` is the seed's until steps have been seen."""
+        return _cost((self._shares * self._units).tolist(), self._relative_error())
+
+    def error(self, kind: StepKind) -> FitError:
+        return self._kinds[kind].summary()
+
+    def _relative_error(self) -> float:
+        errors = [error for residuals in self._kinds.values() for error in residuals.recent]
+        return float(np.median(errors)) if errors else self._seed_error
+
+    def _learn(self, direction: _Vector, error: float, weight: float) -> None:
+        """Move the estimate by what `direction @ shares` turned out to be off by.
+
+        With r the variance that the prediction had, a step of weight w leaves r / (1 + w r), and forgetting inflates
+        that by 1 / kept^w, in this direction alone: a steady r is (1 - kept) / kept.
+        """
+        spread = self._variance @ direction
+        prior = float(direction @ spread)
+        self._shares += spread * (weight * error / (1 + weight * prior))
+        posterior = prior / ((1 + weight * prior) * _KEPT**weight)
+        self._variance += np.outer(spread, spread) * ((posterior - prior) / (prior * prior))
+        if self._shares.min() < _LEAST_SHARE:
+            self._raise_to_floor()
+
+    def _raise_to_floor(self) -> None:
+        """The likeliest estimate at or above the floor: hold what is below it there, let the others follow.
+
+        A projection onto a convex set that holds the truth, in the filter's own metric, so it cannot lead away from it.
+        """
+        free = self._shares.copy()
+        held: list[int] = []
+        while self._shares.min() < _LEAST_SHARE - 1e-12:
+            held.append(int(self._shares.argmin()))
+            lift = np.linalg.solve(self._variance[np.ix_(held, held)], _LEAST_SHARE - free[held])
+            self._shares = free + self._variance[:, held] @ lift
+            self._shares[held] = _LEAST_SHARE
+
+
+class _Residuals:
+    """Relative errors of one kind of step: how large they typically are, and whether this one is believed."""
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque(maxlen=_WINDOW)
+        self._scale = _FIRST_SCALE  # the median of |error|, tracked
+        self._streak = 0  # of large errors in a row, negative for ones below
+
+    def has_changed(self, error: float) -> bool:
+        """Whether this error ends a streak that is no accident; the streak then starts anew."""
+        if abs(error) <= _HUBER_SCALES * self._scale:
+            self._streak = 0
+        else:
+            self._streak = (max(self._streak, 0) + 1) if error > 0 else (min(self._streak, 0) - 1)
+        if abs(self._streak) < _STREAK:
+            return False
+        self._streak = 0
+        self._scale = max(self._scale, abs(error))
+        return True
+
+    def weight(self, error: float) -> float:
+        """Huber's: 1 for a usual error, less for a large one, so that its influence is bounded."""
+        return min(1.0, _HUBER_SCALES * self._scale / max(abs(error), 1e-12))
+
+    def add(self, error: float) -> None:
+        self.recent.append(abs(error))
+        self._scale *= math.exp(_SCALE_RATE if abs(error) > self._scale else -_SCALE_RATE)
+        self._scale = max(self._scale, _LEAST_SCALE)
+
+    def summary(self) -> FitError:
+        if not self.recent:
+            return FitError()
+        median, p90 = np.percentile(self.recent, (50, 90)).tolist()
+        return FitError(num_steps=len(self.recent), median=median, p90=p90)
+
+
+def scaled(cost: StepCost, factor: float) -> StepCost:
+    """The same work at another speed: every second takes `factor` seconds."""
+    return _cost((factor * value for value in _coefficients(cost)), cost.relative_error)
+
+
+def _coefficients(cost: StepCost) -> tuple[float, float, float, float, float]:
+    return cost.base_s, cost.prefill_token_s, cost.prefill_pair_s, cost.decode_s, cost.context_token_s
+
+
+def _cost(coefficients: Iterable[float], relative_error: float) -> StepCost:
+    base, prefill_token, prefill_pair, decode, context_token = coefficients
+    return StepCost(
+        base_s=base,
+        prefill_token_s=prefill_token,
+        prefill_pair_s=prefill_pair,
+        decode_s=decode,
+        context_token_s=context_token,
+        relative_error=relative_error,
+    )
+
+
+def _quantities(work: StepWork) -> tuple[float, float, float, float, float]:
+    """What the coefficients are to be multiplied by, in their order."""
+    return 1.0, work.prefill_tokens, work.prefill_pairs, work.decodes, work.context_tokens
