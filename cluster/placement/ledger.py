@@ -1,0 +1,281 @@
+"""Everything that was placed and has not ended: booked at once, corrected by what workers and gateways tell.
+
+The one writer of the `WorkerTable`. Each placed request is a `Booking` here, one entry in the queue of the worker that
+computes its prompt until its first token, and one slot of the worker that decodes it until its end. Knows no policy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from cluster.placement.output_lengths import OutputLengths
+from cluster.placement.query import Query
+from cluster.placement.worker_table import Row, Slot, WorkerTable
+from engine.step_cost import StepCost
+from engine.step_loop import ASSUMED_PREFILL_TOKENS_PER_S
+from kv_transfer.messages import WorkerInfo, WorkerSnapshot
+
+_ASSUMED_ERROR: Final = 0.5  # of a cost that no worker measured
+
+
+@dataclass(slots=True)
+class Booking:
+    """`computing`: the worker of the prompt; `prefill_s`: predicted, for `uncached_tokens`; `computed_at`: its end."""
+
+    query: Query
+    computing: str
+    decode: str
+    uncached_tokens: float
+    prefill_s: float
+    placed_at: float
+    slot: int
+    computed_at: float
+    reported: bool = False  # the computing worker's snapshots include it by now
+
+
+@dataclass(slots=True)
+class _Worker:
+    info: WorkerInfo
+    snapshot: WorkerSnapshot
+    heard_at: float
+    queue: OrderedDict[str, Booking]  # prompts to be computed here, first come first served
+    decoding: list[Booking]  # by slot; also those whose prompts are being computed
+    busy_since: float  # the queue's first prompt counts as begun then, behind `extra_s` of unknown work
+    extra_s: float = 0.0
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.table = WorkerTable()
+        self.lengths = OutputLengths()
+        self._workers: dict[str, _Worker] = {}
+        self._bookings: dict[str, Booking] = {}
+
+    # --- workers ---
+
+    def register(
+        self,
+        info: WorkerInfo,
+        snapshot: WorkerSnapshot,
+        now: float,
+        *,
+        cost: StepCost | None = None,
+        chunk_tokens: float = float("inf"),
+    ) -> None:
+        """A worker's new life. What was booked on an earlier one is void."""
+        self.lost(info.worker_id, now)
+        self._workers[info.worker_id] = _Worker(info, snapshot, now, OrderedDict(), [], now)
+        self.table.add(info, chunk_tokens, now)
+        self._take_in(self._workers[info.worker_id], snapshot, now, cost, None)
+
+    def heartbeat(
+        self,
+        snapshot: WorkerSnapshot,
+        now: float,
+        *,
+        cost: StepCost | None = None,
+        context_tokens: float | None = None,
+    ) -> bool:
+        """Take a snapshot in, unless a newer one is known. False if the worker is not: it has to register (again)."""
+        worker = self._workers.get(snapshot.worker_id)
+        if worker is None:
+            return False
+        if snapshot.sequence_number > worker.snapshot.sequence_number:
+            # What was placed before the previous snapshot has reached the worker and counts in this one.
+            for booking in worker.queue.values():
+                booking.reported = booking.reported or booking.placed_at < worker.heard_at
+            self._take_in(worker, snapshot, now, cost, context_tokens)
+        return True
+
+    def lost(self, worker_id: str, now: float) -> bool:
+        """The worker is gone, and with it all that was booked there. False if it was not known."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return False
+        for booking in [*worker.queue.values(), *worker.decoding]:
+            self.ended(booking.query.request_id, now)
+        del self._workers[worker_id]
+        self.table.remove(worker_id)
+        return True
+
+    def silent(self, now: float, stale_after_s: float) -> list[str]:
+        """The workers that were not heard of for so long."""
+        return [name for name, worker in self._workers.items() if now - worker.heard_at > stale_after_s]
+
+    def workers(self) -> Iterable[tuple[WorkerInfo, WorkerSnapshot]]:
+        return ((worker.info, worker.snapshot) for worker in self._workers.values())
+
+    def info(self, worker_id: str) -> WorkerInfo:
+        return self._workers[worker_id].info
+
+    # --- requests ---
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._bookings
+
+    def __len__(self) -> int:
+        return len(self._bookings)
+
+    def bookings(self) -> Iterable[Booking]:
+        return self._bookings.values()
+
+    def book(
+        self,
+        query: Query,
+        *,
+        prefill: str | None,
+        decode: str,
+        uncached_tokens: float,
+        prefill_s: float,
+        weight: float,
+        now: float,
+    ) -> Booking:
+        """Count the request as theirs from now on; an earlier attempt's booking ends. `prefill` None: decode alone."""
+        self.ended(query.request_id, now)
+        computing = self._workers[prefill or decode]
+        decoding, row = self._workers[decode], self.table.row(decode)
+        self._advance(decoding, now)
+        slot = self.table.take_slot(row)
+        booking = Booking(query, prefill or decode, decode, uncached_tokens, prefill_s, now, slot, now)
+        if not computing.queue:  # it idled: begins now, or when the unknown work is done
+            computing.busy_since = max(now - computing.extra_s, min(now, computing.busy_since))
+        computing.queue[query.request_id] = self._bookings[query.request_id] = booking
+        decoding.decoding.append(booking)
+        expected = self.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
+        most = max(1, query.max_new_tokens)
+        self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), query.tpot_s, weight)
+        self._count(row, 1, query.num_tokens)
+        self._plan_queue(computing, now)
+        return booking
+
+    def first_token(self, request_id: str, now: float) -> None:
+        """Its prompt is computed and it decodes from now on. Unknown ids, and a second time, are fine."""
+        booking = self._bookings.get(request_id)
+        if booking is None:
+            return
+        computing = self._workers.get(booking.computing)
+        if computing is not None and request_id in computing.queue:
+            self._leave_queue(computing, request_id, now, computed=True)
+            self._advance(self._workers[booking.decode], now)
+            slots = self.table.slots[:, self.table.row(booking.decode), booking.slot]
+            slots[Slot.FIRST_AT] = now
+            slots[Slot.JOINED_STEP] = self.table.rows[Row.STEPS, self.table.row(booking.decode)]
+            self._set_step_s(self.table.row(booking.decode))
+
+    def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
+        """It left the cluster, or is placed anew. `num_output_tokens`: what it put out, if it came to its end."""
+        booking = self._bookings.pop(request_id, None)
+        if booking is None:
+            return
+        # The prefill worker may be gone since: with the prompt computed, that is no matter.
+        computing, decoding = self._workers.get(booking.computing), self._workers[booking.decode]
+        if computing is not None and request_id in computing.queue:
+            self._leave_queue(computing, request_id, now, computed=False)
+        self._advance(decoding, now)
+        row = self.table.row(booking.decode)
+        last = self.table.free_slot(row, booking.slot)
+        decoding.decoding[last].slot = booking.slot
+        decoding.decoding[booking.slot] = decoding.decoding[last]
+        decoding.decoding.pop()
+        self._count(row, -1, -booking.query.num_tokens)
+        self._set_step_s(row)
+        if num_output_tokens:
+            self.lengths.observe(booking.query.tenant, booking.query.slo_class, num_output_tokens)
+
+    # --- arithmetic ---
+
+    def _take_in(
+        self,
+        worker: _Worker,
+        snapshot: WorkerSnapshot,
+        now: float,
+        cost: StepCost | None,
+        context_tokens: float | None,
+    ) -> None:
+        row = self.table.row(snapshot.worker_id)
+        self._advance(worker, now)
+        worker.snapshot, worker.heard_at = snapshot, now
+        self.table.set_cost(row, cost or assumed_cost(snapshot))
+        self.table.rows[Row.DRAINING, row] = snapshot.draining
+        self._correct_queue(worker, snapshot.queued_prefill_tokens, now)
+        self._correct_decodes(worker, row, context_tokens)
+        self._plan_queue(worker, now)
+        self._set_step_s(row)
+
+    def _correct_queue(self, worker: _Worker, queued_tokens: float, now: float) -> None:
+        """The worker says how much is left: what is missing of the bookings is done, what is too much is unknown."""
+        known = sum(b.uncached_tokens for b in worker.queue.values())
+        done = sum(b.uncached_tokens for b in worker.queue.values() if b.reported) - queued_tokens
+        elapsed_s = 0.0
+        for booking in worker.queue.values():
+            if done <= 0:
+                break
+            elapsed_s += booking.prefill_s * min(1.0, done / max(booking.uncached_tokens, 1.0))
+            done -= booking.uncached_tokens
+        excess = max(0.0, queued_tokens - known)
+        cost = self.table.cost(self.table.row(worker.info.worker_id))
+        worker.extra_s = cost.prefill_s(excess) if excess else 0.0
+        worker.busy_since = now - elapsed_s
+
+    def _correct_decodes(self, worker: _Worker, row: int, context_tokens: float | None) -> None:
+        """Sequences that the worker has beyond those booked on it were placed before this scheduler's time."""
+        if worker.info.role != "decode":
+            return
+        snapshot, rows = worker.snapshot, self.table.rows
+        extra = max(0, snapshot.num_running + snapshot.num_waiting - len(worker.decoding))
+        if context_tokens is None:
+            used = worker.info.num_blocks - min(snapshot.blocks_available, worker.info.num_blocks)
+            context_tokens = used // worker.info.layer_groups * worker.info.block_size
+        rows[Row.EXTRA_DECODES, row] = extra
+        rows[Row.EXTRA_CONTEXT, row] = max(0.0, context_tokens - rows[Row.BOOKED_CONTEXT, row]) if extra else 0.0
+
+    def _leave_queue(self, computing: _Worker, request_id: str, now: float, *, computed: bool) -> None:
+        was_first = next(iter(computing.queue)) == request_id
+        del computing.queue[request_id]
+        if was_first or computed:
+            computing.busy_since, computing.extra_s = now, 0.0 if computed else computing.extra_s
+        self._plan_queue(computing, now)
+
+    def _plan_queue(self, worker: _Worker, now: float) -> None:
+        """When each prompt will have been computed, one after the other."""
+        at = worker.busy_since + worker.extra_s
+        for booking in worker.queue.values():
+            at = max(at + booking.prefill_s, now)
+            booking.computed_at = at
+            self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at
+        self.table.rows[Row.DRAINED_AT, self.table.row(worker.info.worker_id)] = at
+
+    def _count(self, row: int, requests: int, tokens: int) -> None:
+        self.table.rows[Row.BOOKED, row] += requests
+        self.table.rows[Row.BOOKED_CONTEXT, row] += tokens
+
+    def _advance(self, worker: _Worker, now: float) -> None:
+        """Count the decode steps that were done since."""
+        facts = self.table.rows[:, self.table.row(worker.info.worker_id)]
+        if facts[Row.STEP_S] > 0.0:
+            facts[Row.STEPS] += max(0.0, now - facts[Row.AS_OF]) / facts[Row.STEP_S]
+        facts[Row.AS_OF] = now
+
+    def _set_step_s(self, row: int) -> None:
+        """With those that decode now, and their contexts."""
+        facts, slots = self.table.rows[:, row], self.table.slots[:, row, : self.table.num_used(row)]
+        joined = slots[Slot.JOINED_STEP] < float("inf")
+        emitted = (facts[Row.STEPS] - slots[Slot.JOINED_STEP])[joined]
+        context = (slots[Slot.TOKENS][joined] + emitted).sum() + facts[Row.EXTRA_CONTEXT]
+        decodes = joined.sum() + facts[Row.EXTRA_DECODES]
+        facts[Row.STEP_S] = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
+
+
+def assumed_cost(snapshot: WorkerSnapshot) -> StepCost:
+    """Of a worker that reports none: from its measured rates, as far as it has any."""
+    return StepCost(
+        base_s=snapshot.decode_step_s,
+        prefill_token_s=1.0 / (snapshot.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S),
+        prefill_pair_s=0.0,
+        decode_s=0.0,
+        context_token_s=0.0,
+        relative_error=_ASSUMED_ERROR,
+    )

@@ -1,0 +1,193 @@
+"""What a placement would bring, in predicted seconds: for the newcomer, and for everyone who decodes beside it.
+
+Vectorised over candidates; reads the `WorkerTable`, changes nothing. Newcomer and neighbours advance one token per
+step, so what they share is counted in steps: who is still there when it joins, and for how many of its steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.placement.query import Query
+from cluster.placement.worker_table import Floats, Row, Rows, Slot, WorkerTable
+
+MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
+_OVERDUE: Final = 0.2  # who has put out more than was expected will put out so much more of it again
+_KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
+_LOGISTIC: Final = 1.702  # makes the logistic function close to the normal distribution's
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForecast:
+    """By candidate worker. `wait_s`: of its queue; `load_s`: of the hits that lie in lower tiers; `added_s`: of
+    `prefill_s`, what decoding neighbours notice."""
+
+    cached_tokens: Floats
+    uncached_tokens: Floats
+    wait_s: Floats
+    load_s: Floats
+    prefill_s: Floats
+    added_s: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeForecast:
+    """By candidate. `room_s`: until its memory has room for the prompt; `kv_share`: of the memory, at the peak of the
+    newcomer's life; `harm`: by how much the log-probabilities of the others' targets fall, all together."""
+
+    tpot_s: Floats
+    room_s: Floats
+    kv_share: Floats
+    harm: Floats
+
+
+def forecast_prompt(
+    table: WorkerTable, rows: Rows, num_tokens: int, reach: Floats, tier_token_s: tuple[float, float], now: float
+) -> PromptForecast:
+    """`reach[3, rows]`: leading tokens held on the device, down to host memory, down to disk. Loads as far down as it
+    pays; `tier_token_s`: seconds per token brought up from host memory and from disk."""
+    facts = table.rows[:, rows]
+    cached = np.minimum(reach, num_tokens - 1.0)
+    uncached = num_tokens - cached
+    load_s = np.zeros_like(cached)
+    load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
+    load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
+    added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
+    prefill_s = added_s + np.ceil(uncached / facts[Row.CHUNK_TOKENS]).clip(min=1) * facts[Row.STEP_S]
+    depth, columns = (load_s + prefill_s).argmin(axis=0), np.arange(len(rows))
+    return PromptForecast(
+        cached_tokens=cached[depth, columns],
+        uncached_tokens=uncached[depth, columns],
+        wait_s=np.maximum(facts[Row.DRAINED_AT] - now, 0.0),
+        load_s=load_s[depth, columns],
+        prefill_s=prefill_s[depth, columns],
+        added_s=added_s[depth, columns],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Neighbours:
+    """`[candidates, slots]`, as they will be when the newcomer joins. `offset`, `shared`: the newcomer's steps before
+    they are there, and those that they share with it; `emitted`, `left`: tokens by now, and still to come; `grown`: at
+    most so many come before the newcomer joins; `leaves_at`: the newcomer's step, at the latest.
+
+    What takes memory or attention is told at the pace of a step that nobody shares, who is still there at the true one:
+    so one more neighbour never makes the prediction better."""
+
+    tokens: Floats
+    emitted: Floats
+    left: Floats
+    grown: Floats
+    offset: Floats
+    shared: Floats
+    leaves_at: Floats
+    live: NDArray[np.bool_]
+
+
+def forecast_decode(
+    table: WorkerTable, rows: Rows, query: Query, num_output: float, lead_s: Floats, added_s: Floats, now: float
+) -> DecodeForecast:
+    """`lead_s`: from now until the newcomer joins; `added_s`: of its prompt, where the same worker computes it."""
+    facts = table.rows[:, rows]
+    used = max(1, int(facts[Row.BOOKED].max(initial=0.0)))
+    slots = table.slots[:, rows, :used]
+    near = _neighbours(facts, slots, num_output, lead_s, now)
+    share = near.shared / num_output
+    context = share * (near.tokens + near.emitted + near.grown + near.shared / 2)
+    decodes = share.sum(axis=1) + facts[Row.EXTRA_DECODES]
+    before_s = (
+        facts[Row.BASE_S]
+        + facts[Row.DECODE_S] * decodes
+        + facts[Row.CONTEXT_TOKEN_S] * (context.sum(axis=1) + facts[Row.EXTRA_CONTEXT])
+    )
+    own_s = facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * (query.num_tokens + num_output / 2)
+    return DecodeForecast(
+        tpot_s=before_s + own_s,
+        room_s=_room_s(facts, near, query.num_tokens + 1),
+        kv_share=_kv_share(facts, near, query.num_tokens, num_output),
+        harm=_harm(facts, slots, near, before_s, own_s, added_s, now),
+    )
+
+
+def log_probability(predicted_s: Floats, target_s: Floats | float, relative_error: Floats) -> Floats:
+    """Of meeting the target, with an error of the prediction around the target. 0 without a target (inf)."""
+    error = _LOGISTIC / np.maximum(relative_error, MIN_RELATIVE_ERROR)
+    with np.errstate(invalid="ignore"):
+        late = np.where(np.isinf(target_s), -np.inf, predicted_s / target_s - 1.0)
+    return -np.logaddexp(0.0, error * late)
+
+
+def fit_probability(kv_share: Floats) -> Floats:
+    """Of the memory sufficing up to the end."""
+    return np.exp(-np.logaddexp(0.0, (kv_share - 1.0) / _KV_SPREAD))
+
+
+def _neighbours(facts: Floats, slots: Floats, num_output: float, lead_s: Floats, now: float) -> _Neighbours:
+    step_s = np.maximum(facts[Row.STEP_S], 1e-9)[:, None]
+    steps = facts[Row.STEPS][:, None] + np.maximum(now - facts[Row.AS_OF], 0.0)[:, None] / step_s
+    joined = slots[Slot.JOINED_STEP] < np.inf
+    output, live = slots[Slot.OUTPUT], slots[Slot.OUTPUT] > 0.0
+    emitted = np.where(joined & live, np.maximum(steps - np.where(joined, slots[Slot.JOINED_STEP], 0.0), 0.0), 0.0)
+    emitted = np.minimum(emitted, slots[Slot.MAX_OUTPUT])
+    overdue = np.minimum(np.maximum(_OVERDUE * emitted, 1.0), np.maximum(slots[Slot.MAX_OUTPUT] - emitted, 0.0))
+    left = np.where(live, np.where(emitted < output, output - emitted, overdue), 0.0)
+    waits = np.where(joined, 0.0, np.maximum(slots[Slot.FIRST_AT] - now, 0.0))
+    until_join_s, until_lead_s = np.maximum(lead_s[:, None] - waits, 0.0), np.maximum(waits - lead_s[:, None], 0.0)
+    ahead, offset = np.minimum(until_join_s / step_s, left), until_lead_s / step_s
+    alone_s = np.minimum((facts[Row.BASE_S] + facts[Row.DECODE_S])[:, None].clip(min=1e-9), step_s)
+    return _Neighbours(
+        tokens=slots[Slot.TOKENS],
+        emitted=emitted,
+        left=left,
+        grown=np.minimum(until_join_s / alone_s, left),
+        offset=offset,
+        shared=np.clip(np.minimum(left - ahead, num_output - offset), 0.0, None),
+        leaves_at=left - ahead + until_lead_s / alone_s,
+        live=live,
+    )
+
+
+def _harm(
+    facts: Floats, slots: Floats, near: _Neighbours, before_s: Floats, own_s: Floats, added_s: Floats, now: float
+) -> Floats:
+    """The loss in log-probability, not in probability: it does not vanish where everyone is late already, so that a
+    worker in trouble never looks like the place for more; each weighed by how good its chance was once."""
+    step_s = np.maximum(facts[Row.STEP_S], before_s)[:, None]
+    spent_s = np.where(near.emitted > 0.0, np.maximum(now - slots[Slot.FIRST_AT], 0.0), 0.0)
+    total = np.maximum(near.emitted + near.left, 1.0)
+    tpot_s = (spent_s + near.left * step_s) / total
+    delay_s = near.shared * own_s[:, None] + added_s[:, None] * (near.emitted > 0.0) * (near.left > 0.0)
+    target_s = np.where(near.live, slots[Slot.TPOT_TARGET_S], np.inf)
+    error = facts[Row.RELATIVE_ERROR][:, None]
+    lost = log_probability(tpot_s, target_s, error) - log_probability(tpot_s + delay_s / total, target_s, error)
+    harm: Floats = (lost * slots[Slot.WEIGHT]).sum(axis=1)
+    return harm
+
+
+def _kv_share(facts: Floats, near: _Neighbours, num_tokens: int, num_output: float) -> Floats:
+    """At the worst of three moments of the newcomer's life. Memory is theirs from their placement on."""
+    peak = np.zeros(len(facts[0]))
+    for step in (0.0, num_output / 2, num_output):
+        grown = np.minimum(near.grown + np.maximum(step - near.offset, 0.0), near.left)
+        held = np.where(near.live & (near.leaves_at >= step), near.tokens + near.emitted + grown, 0.0)
+        peak = np.maximum(peak, held.sum(axis=1) + num_tokens + step)
+    share: Floats = (peak + facts[Row.EXTRA_CONTEXT]) / np.maximum(facts[Row.KV_TOKENS], 1.0)
+    return share
+
+
+def _room_s(facts: Floats, near: _Neighbours, num_tokens: int) -> Floats:
+    """Until enough of those who decode have left; inf where not even an empty memory has the room."""
+    held = np.where(near.live, near.tokens + near.emitted, 0.0)
+    lacking = held.sum(axis=1) + facts[Row.EXTRA_CONTEXT] + num_tokens - facts[Row.KV_TOKENS]
+    if not (lacking > 0.0).any():
+        return np.zeros_like(lacking)
+    ends = np.where(near.live, near.left, np.inf)
+    order = ends.argsort(axis=1, kind="stable")
+    freed = np.take_along_axis(held, order, axis=1).cumsum(axis=1)
+    enough = freed >= lacking[:, None]
+    steps = np.take_along_axis(ends, order, axis=1)[np.arange(len(order)), enough.argmax(axis=1)]
+    return np.where(lacking <= 0.0, 0.0, np.where(enough.any(axis=1), steps * facts[Row.STEP_S], np.inf))
