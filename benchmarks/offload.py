@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -45,7 +46,7 @@ class Extent:
     num_sequences: int = 8
     context_tokens: int = 512
     steps_a_round: int = 6
-    decode_rounds: int = 16
+    decode_rounds: int = 12
     prompt_tokens: tuple[int, ...] = (1024, 2048, 4096)  # multiples of a chunk
     chunk_tokens: int = 512
     prefill_repeats: int = 3
@@ -168,32 +169,37 @@ def _ratio(ours: list[StepCost], theirs: list[StepCost], seconds: Callable[[Step
 # --- prefill ---
 
 
-def _measure_prefill(engines: dict[int, TieredEngine], extent: Extent, quiet: QuietMachine) -> Json:
-    """One prompt, all of whose layers stream to host memory as they finish, or none.
+@dataclass(frozen=True, slots=True)
+class PromptCosts:
+    """Of the steps of one prompt, and of prompts that are its beginnings: their last steps end with a token."""
 
-    A shorter prompt is the longer one's first chunks: only the last of all ends with a sampled token.
-    """
+    chunks: list[StepCost] = field(default_factory=list)
+    last: dict[int, StepCost] = field(default_factory=dict)  # by the prompt's length
+
+    def of(self, num_tokens: int, chunk_tokens: int) -> list[StepCost]:
+        return [*self.chunks[: num_tokens // chunk_tokens - 1], self.last[num_tokens]]
+
+
+Costs = dict[str, list[PromptCosts]]
+"""By what is compared, in the order of the repeats."""
+Opened = dict[str, tuple[TieredEngine, Sequence]]
+"""By what is compared, a sequence and the engine that computes it."""
+
+
+def _measure_prefill(engines: dict[int, TieredEngine], extent: Extent, quiet: QuietMachine) -> Json:
+    """Prompts all of whose layers stream to host memory as they finish, or none."""
     variants = {"device": (engines[DECODE_RING], range(0))} | {
         _ring_name(num_slots): (engine, range(NUM_GROUPS)) for num_slots, engine in engines.items()
     }
-    costs: dict[str, list[list[StepCost]]] = {name: [] for name in variants}  # [repeat][chunk]
+    costs: Costs = {name: [] for name in variants}
     for prompt in draw_prompts(extent.prefill_repeats, max(extent.prompt_tokens)):
-        opened = {name: engine.open(prompt, groups, greedy(1)) for name, (engine, groups) in variants.items()}
-        for name in variants:
-            costs[name].append([])
-        for start in range(0, len(prompt), extent.chunk_tokens):
-
-            def compute_chunk(opened: dict[str, Sequence] = opened, start: int = start) -> dict[str, StepCost]:
-                return {
-                    name: _chunk(variants[name][0], seq, start, extent.chunk_tokens) for name, seq in opened.items()
-                }
-
-            for name, cost in quiet.run(compute_chunk).items():
-                costs[name][-1].append(cost)
-        for name, seq in opened.items():
-            variants[name][0].release([seq])
+        opened = {name: (engine, engine.open(prompt, groups, greedy(1))) for name, (engine, groups) in variants.items()}
+        for name, found in _measure_prompt(opened, prompt, extent, quiet).items():
+            costs[name].append(found)
+        for engine, seq in opened.values():
+            engine.release([seq])
     rows = [
-        _prefill_row(num_tokens, name, costs, num_tokens // extent.chunk_tokens)
+        _prefill_row(num_tokens, extent.chunk_tokens, name, costs)
         for num_tokens in extent.prompt_tokens
         for name in variants
         if name != "device"
@@ -201,22 +207,45 @@ def _measure_prefill(engines: dict[int, TieredEngine], extent: Extent, quiet: Qu
     return {"load": f"one prompt in chunks of {extent.chunk_tokens} tokens, all groups in host memory", "rows": rows}
 
 
+def _measure_prompt(opened: Opened, prompt: list[int], extent: Extent, quiet: QuietMachine) -> dict[str, PromptCosts]:
+    """Chunk by chunk in turns."""
+    found = {name: PromptCosts() for name in opened}
+    for stop in range(extent.chunk_tokens, len(prompt) + 1, extent.chunk_tokens):
+        if stop in extent.prompt_tokens:
+            for name, cost in quiet.run(partial(_chunk, opened, prompt[:stop], extent.chunk_tokens)).items():
+                found[name].last[stop] = cost
+        if stop < len(prompt):
+            for name, cost in quiet.run(partial(_chunk, opened, prompt[: stop + 1], extent.chunk_tokens)).items():
+                found[name].chunks.append(cost)
+    return found
+
+
 def _ring_name(num_slots: int) -> str:
     return f"{num_slots} slots" if num_slots > 1 else "1 slot"
 
 
-def _chunk(engine: TieredEngine, seq: Sequence, start: int, num_tokens: int) -> StepCost:
-    if seq.num_computed > start:
+def _chunk(opened: dict[str, tuple[TieredEngine, Sequence]], prompt: list[int], num_tokens: int) -> dict[str, StepCost]:
+    """The step that computes the last full chunk of this prompt, in each variant; it may have been taken before."""
+    costs = {}
+    for name, (engine, seq) in opened.items():
+        start = (len(prompt) // num_tokens - 1) * num_tokens
+        seq.prompt_token_ids = prompt
         engine.rewind(seq, start)
-    return engine.step([seq], num_tokens)[0]
+        costs[name] = engine.step([seq], num_tokens)[0]
+    return costs
 
 
-def _prefill_row(num_tokens: int, name: str, costs: dict[str, list[list[StepCost]]], num_chunks: int) -> Json:
-    device = [sum(cost.wall_s for cost in chunks[:num_chunks]) for chunks in costs["device"]]
-    slower = _longer(costs, name, num_chunks, lambda cost: cost.wall_s)
-    more_compute = _longer(costs, name, num_chunks, lambda cost: cost.compute_s)
-    waited = [sum(cost.waited_s for cost in chunks[:num_chunks]) for chunks in costs[name]]
-    copied = [sum(cost.copied_s for cost in chunks[:num_chunks]) for chunks in costs[name]]
+def _prefill_row(num_tokens: int, chunk_tokens: int, name: str, costs: Costs) -> Json:
+    def total(name: str, seconds: Callable[[StepCost], float]) -> list[float]:
+        """Of each repeat."""
+        return [sum(map(seconds, repeat.of(num_tokens, chunk_tokens))) for repeat in costs[name]]
+
+    def longer(seconds: Callable[[StepCost], float]) -> list[float]:
+        return [a - b for a, b in zip(total(name, seconds), total("device", seconds), strict=True)]
+
+    device = total("device", lambda cost: cost.wall_s)
+    copied, waited = total(name, lambda cost: cost.copied_s), total(name, lambda cost: cost.waited_s)
+    slower = longer(lambda cost: cost.wall_s)
     row: Json = {
         "prompt_tokens": num_tokens,
         "ring": name,
@@ -224,7 +253,7 @@ def _prefill_row(num_tokens: int, name: str, costs: dict[str, list[list[StepCost
         "copied_ms": spread([s / MS for s in copied]),
         "waited_ms": spread([s / MS for s in waited]),
         "slower_ms": spread([s / MS for s in slower]),
-        "more_compute_ms": spread([s / MS for s in more_compute]),
+        "more_compute_ms": spread([s / MS for s in longer(lambda cost: cost.compute_s)]),
         "waited_share_of_copying": ratio(waited, copied),
         "slower_share_of_copying": ratio(slower, copied),
         "slower_share_of_prefill": ratio(slower, device),
@@ -234,16 +263,6 @@ def _prefill_row(num_tokens: int, name: str, costs: dict[str, list[list[StepCost
         f"{statistics.median(slower) / MS:.1f} of {statistics.median(device) / MS:.0f} ms longer"
     )
     return row
-
-
-def _longer(
-    costs: dict[str, list[list[StepCost]]], name: str, num_chunks: int, seconds: Callable[[StepCost], float]
-) -> list[float]:
-    """By how much than on the device, in each repeat."""
-    return [
-        sum(seconds(cost) - seconds(base) for cost, base in zip(chunks[:num_chunks], bases[:num_chunks], strict=True))
-        for chunks, bases in zip(costs[name], costs["device"], strict=True)
-    ]
 
 
 if __name__ == "__main__":

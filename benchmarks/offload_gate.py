@@ -10,7 +10,7 @@ from benchmarks.tiered_engine import TieredEngine
 from benchmarks.workload import draw_prompts, greedy
 from engine.sequence import SampledToken
 
-PROMPT_TOKENS = (5, 300, 700)
+PROMPT_TOKENS = (5, 200, 600)
 OUTPUT_TOKENS = 12
 NUM_TOP = 5  # log-probabilities are compared of the tokens that the model finds most likely
 
