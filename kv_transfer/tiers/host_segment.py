@@ -20,11 +20,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from engine.block_pool import BlockKey
+from kv_transfer.tiers.late_digests import LateDigests
 from kv_transfer.tiers.segment_files import LockedFile, adopt, create, free_bytes, remove_dead, sweep
 from kv_transfer.tiers.segment_index import SegmentIndex, SegmentShape, block_digest
 from kv_transfer.transports.segment import SegmentError
 
 log = logging.getLogger(__name__)
+
+_MAX_BYTES_AT_ONCE = 64 * 1024  # of a block; digesting more takes longer than all else there is to do for it
 
 
 class HostSegment:
@@ -47,6 +50,7 @@ class HostSegment:
                 "tier less memory or raise the process's limits."
             ) from error
         self._index = SegmentIndex(memory, shape)
+        self._late = LateDigests(self._index)
         self._prepared: dict[int, tuple[BlockKey, int]] = {}  # block -> what `prepare` was told, digest
 
     @classmethod
@@ -101,20 +105,23 @@ class HostSegment:
             self._prepared.pop(block, None)
 
     def stored(self, block: int, key: BlockKey) -> None:
-        """The pool finds the block from now on, and so may the neighbours."""
+        """The pool finds the block from now on, and so may the neighbours, soon: large ones are digested first."""
         self._require_open()
         prepared_key, digest = self._prepared.pop(block, (None, 0))
         record = self._index.record(block)
         if record.valid and record.key == key:
             return  # restored
-        if prepared_key != key:
-            digest = block_digest(key, self.block(block))
-        self._index.publish(block, key, digest)
+        if prepared_key == key:
+            self._late.publish(block, key, digest)
+        elif self._index.shape.block_bytes > _MAX_BYTES_AT_ONCE:
+            self._late.publish_later(block, key)
+        else:
+            self._late.publish(block, key, block_digest(key, self.block(block)))
 
     def removed(self, block: int, key: BlockKey) -> None:
         """The pool is about to let the block's bytes change."""
         self._require_open()
-        self._index.retract(block)
+        self._late.retract(block)
 
     def published(self) -> dict[BlockKey, int]:
         """What neighbours can find now, and in which block: for checks, since the pool knows it better."""
@@ -128,6 +135,7 @@ class HostSegment:
         if self._file is None:
             return
         file, self._file = self._file, None
+        self._late.close()
         if unlink:
             file.remove()  # before the lock is gone: whoever is owner then must find it there
         file.unlock()
