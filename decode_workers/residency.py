@@ -69,8 +69,9 @@ class Residency:
     def landing(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:
         """The host groups of a newcomer of so many tokens: none, if the device has room beside everyone's growth; all,
         if the host has; None if neither."""
-        outgrown = any(self._outgrown(seq) for seq in running)  # they have been waiting for the device
-        if not outgrown and self._allocator.num_blocks_for(num_tokens) <= self._spare(running):
+        # Who can only go on from the device has been waiting for its blocks, and newcomers would always take them.
+        is_waited_for = any(self._outgrown(seq) or self._lacks_column(seq) for seq in running)
+        if not is_waited_for and self._allocator.num_blocks_for(num_tokens) <= self._spare(running):
             return frozenset()
         groups = self._allocator.all_groups
         grown = num_tokens + self.config.growth_tokens
@@ -243,6 +244,13 @@ class Residency:
     def _outgrown(self, seq: Sequence) -> bool:
         """Its KV is in host memory, and the ring is too small to compute it from there."""
         return bool(seq.host_groups) and self._allocator.num_columns_for(seq.num_tokens) > self.staging_columns
+
+    def _lacks_column(self, seq: Sequence) -> bool:
+        """Its KV is in host memory, and there is no block left for its next token."""
+        if len(seq.host_groups) <= self._host_pool.num_available:
+            return False
+        assert seq.block_table is not None
+        return self._allocator.num_columns_for(seq.num_tokens) > seq.block_table.num_columns
 
     def _num_device_groups(self, seq: Sequence) -> int:
         return self._allocator.layer_groups - len(seq.host_groups)

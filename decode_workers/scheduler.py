@@ -204,7 +204,9 @@ class DecodeScheduler:
         budget = self._tiers.prefill_budget(self._running, now, wanted)
         copies = turn.copies + self._start_local(budget)
         chunks = self._local.chunks(budget, turn.ring_left)
-        self._tiers.note_prefill(wanted=self._local.oldest is not None, computed=bool(chunks))
+        # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
+        oldest = self._local.oldest
+        self._tiers.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in chunks))
         items += chunks
         self._in_flight = {item.seq.key for item in items} | {seq.key for seq in self._moving}
         return StepPlan(tuple(items), tuple(copies))
