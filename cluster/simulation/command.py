@@ -1,0 +1,149 @@
+"""`python -m cluster simulate`: play a trace over simulated workers and print what the requests would have seen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cluster.simulation.baselines import Colocated, DistServe, Dynamo, LeastOutstandingTokens, RoundRobin
+from cluster.simulation.fleet import KnownCosts
+from cluster.simulation.router import QueueLengthRouter, Router
+from cluster.simulation.simulate import SimulationConfig, simulate
+from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
+from cluster.simulation.synthetic import Workload, draw_requests
+from cluster.simulation.traces import TRACE_FORMATS, Scaling, TraceRequest, read_trace
+from cluster.simulation.workers import WorkerShape
+from cluster.slo import SloClass, SloConfig
+from engine.roofline import (
+    A100_SXM,
+    H100_SXM,
+    L40S,
+    LLAMA_3_1_8B,
+    LLAMA_3_1_70B,
+    kv_capacity_tokens,
+    roofline_cost,
+)
+from engine.step_cost import StepCost
+
+MODELS: Final = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.1-70b": LLAMA_3_1_70B}
+DEVICES: Final = {"h100": H100_SXM, "a100": A100_SXM, "l40s": L40S}
+ROUTERS: Final[dict[str, Callable[[KnownCosts], Router]]] = {
+    "legato": lambda costs: QueueLengthRouter(),
+    "round-robin": lambda costs: RoundRobin(),
+    "least-tokens": lambda costs: LeastOutstandingTokens(),
+    "colocated": lambda costs: Colocated(),
+    "distserve": lambda costs: DistServe(),
+    "dynamo": lambda costs: Dynamo(),
+    "mooncake": Mooncake,
+    "llm-d": LlmdHeadroom,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Hardware:
+    cost: StepCost
+    kv_tokens: int
+    handoff_token_s: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    trace = parser.add_argument_group("requests")
+    trace.add_argument("--trace", type=Path, help="a file in --format; without one, requests are drawn")
+    trace.add_argument("--format", choices=TRACE_FORMATS, default="mooncake")
+    trace.add_argument("--load", type=float, default=1.0, help="so many times as many requests per second")
+    trace.add_argument("--length", type=float, default=1.0, help="factor on prompt and output lengths")
+    trace.add_argument("--first", type=int, default=0, help="requests to leave out at the start")
+    trace.add_argument("--limit", type=int, help="requests to play")
+    trace.add_argument("--rate", type=float, default=4.0, help="drawn requests per second")
+    trace.add_argument("--requests", type=int, default=1000, help="drawn requests")
+    trace.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; more: in bursts")
+    trace.add_argument("--seed", type=int, default=0)
+    workers = parser.add_argument_group("workers")
+    workers.add_argument("--prefill", type=int, default=1)
+    workers.add_argument("--decode", type=int, default=1)
+    workers.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    workers.add_argument("--device", choices=DEVICES, default="h100")
+    workers.add_argument("--devices-per-worker", type=int, default=1, help="tensor parallel")
+    workers.add_argument("--cost", type=Path, help="JSON with the fields of StepCost, instead of the roofline's")
+    workers.add_argument("--kv-tokens", type=int, help="room for KV of a worker, instead of what the device has")
+    workers.add_argument("--link-gb-per-s", type=float, default=50.0, help="GB/s between workers")
+    workers.add_argument("--prefill-budget", type=int, default=2048, help="tokens of a prefill step")
+    workers.add_argument("--decode-budget", type=int, default=512, help="tokens of a decode step, with its chunks")
+    workers.add_argument("--block-size", type=int, default=64, help="tokens; large blocks simulate faster")
+    promises = parser.add_argument_group("requests' targets and clients")
+    promises.add_argument("--ttft-ms", type=float, default=2000.0)
+    promises.add_argument("--tpot-ms", type=float, default=100.0)
+    promises.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
+    promises.add_argument("--returns", type=int, default=0, help="times that a client comes back after Retry-After")
+    parser.add_argument("--router", choices=ROUTERS, action="append", help="may be given several times")
+    parser.add_argument("--json", action="store_true", help="a line of JSON per router instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises ValueError, with advice, for what cannot be simulated."""
+    for name in arguments.router or ["legato"]:
+        config = _config(arguments, colocated=name == "colocated")
+        router = ROUTERS[name](_known(config))
+        summary = simulate(config, _requests(arguments), router).summary
+        print(summary.json_line() if arguments.json else summary.table(), flush=True)
+
+
+def _known(config: SimulationConfig) -> KnownCosts:
+    return KnownCosts(
+        prefill=config.prefill.cost,
+        decode=config.decode.cost,
+        prefill_chunk_tokens=config.prefill.token_budget,
+        decode_chunk_tokens=config.decode.token_budget,
+    )
+
+
+def _requests(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
+    scaling = Scaling(load=arguments.load, length=arguments.length, first=arguments.first, limit=arguments.limit)
+    if arguments.trace is not None:
+        return scaling.apply(read_trace(arguments.trace, arguments.format))
+    workload = Workload(requests_per_s=arguments.rate, num_requests=arguments.requests, burstiness=arguments.burstiness)
+    return scaling.apply(draw_requests(workload, arguments.seed))
+
+
+def _config(arguments: argparse.Namespace, *, colocated: bool) -> SimulationConfig:
+    """Colocated, the prefill workers are decode workers too: the same devices."""
+    hardware = _hardware(arguments)
+
+    def shape(token_budget: int) -> WorkerShape:
+        return WorkerShape(
+            cost=hardware.cost,
+            kv_tokens=hardware.kv_tokens,
+            token_budget=token_budget,
+            block_size=arguments.block_size,
+            handoff_token_s=hardware.handoff_token_s,
+        )
+
+    slo = SloClass(name="interactive", ttft_s=arguments.ttft_ms / 1000, tpot_s=arguments.tpot_ms / 1000)
+    return SimulationConfig(
+        num_prefill=0 if colocated else arguments.prefill,
+        num_decode=arguments.decode + (arguments.prefill if colocated else 0),
+        prefill=shape(arguments.prefill_budget),
+        decode=shape(arguments.decode_budget),
+        slo=SloConfig(classes=(slo,), default=slo.name),
+        declared_tokens=arguments.declared_tokens,
+        max_returns=arguments.returns,
+    )
+
+
+def _hardware(arguments: argparse.Namespace) -> _Hardware:
+    model, device, num_devices = MODELS[arguments.model], DEVICES[arguments.device], arguments.devices_per_worker
+    cost = _read_cost(arguments.cost) if arguments.cost else roofline_cost(model, device, num_devices=num_devices)
+    kv_tokens = arguments.kv_tokens or kv_capacity_tokens(model, device, num_devices=num_devices)
+    layer_bytes = model.kv_bytes_per_token / model.num_layers
+    return _Hardware(cost, kv_tokens, layer_bytes / (arguments.link_gb_per_s * 1e9))
+
+
+def _read_cost(path: Path) -> StepCost:
+    try:
+        return StepCost(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} does not hold the fields of StepCost as JSON: {error}") from error
