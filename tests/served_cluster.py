@@ -21,6 +21,7 @@ import httpx
 import openai
 import psutil
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
@@ -45,6 +46,12 @@ class ServedCluster:
 
     def worker(self, role: str) -> dict[str, Any]:
         return next(worker for worker in self.workers() if worker["role"] == role)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of all samples of that name with these labels, as `/metrics` shows them now; 0 without any."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
     def kill(self, role: str) -> int:
         """SIGKILL one worker of that role; its pid."""

@@ -1,12 +1,14 @@
-"""Prefill on one Ray node, decode on another, with LayerKV: KV crosses by TCP, most of it lands in host memory, and
-the tokens are Hugging Face's all the same.
+"""Prefill on one Ray node, decode on another, with LayerKV: KV crosses by TCP, much of it lands in host memory, and
+the tokens are Hugging Face's all the same. Nothing of that memory is left when the cluster has been stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from tests.served_cluster import MODEL, served_cluster
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 
 NUM_TOKENS = 64
+LANDED = "legato_worker_host_landings_total"
+HIT, MISSED = "legato_worker_prefix_hit_tokens_total", "legato_worker_prefix_missed_tokens_total"
 CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL, "dtype": "float32"},
     "kv": {
@@ -34,13 +38,20 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path) -> None:
+@pytest.fixture
+def host_folder() -> Iterator[Path]:
+    with TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path, host_folder: Path) -> None:
     prompts = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)
     references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
     command = [sys.executable, "-m", "tests.two_nodes"]
     # Serve's own proxy here, HAProxy in the other cluster: both fronts are used by the suite.
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
-    with served_cluster(CONFIG, tmp_path, command=command, env=env) as cluster:
+    config = {**CONFIG, "kv": {**CONFIG["kv"], "host_folder": str(host_folder)}}
+    with served_cluster(config, tmp_path, command=command, env=env) as cluster:
         # Ready means that a request could be served, and a decode worker alone can do that.
         cluster.wait_for_workers(prefill=1, decode=1)
         nodes = {worker["role"]: worker["endpoint"]["node_id"] for worker in cluster.workers()}
@@ -53,3 +64,9 @@ def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path
         )
         assert num_ties <= 3
         cluster.wait_idle()
+        cluster.wait_until(lambda: cluster.metric(LANDED, role="decode") > len(prompts) / 4, "many have landed there")
+        num_tokens, num_cached = sum(map(len, prompts)), sum(answer.cached_tokens for answer in answers)
+        cluster.wait_until(lambda: cluster.metric(MISSED) == num_tokens - num_cached, "what was computed is told")
+        assert cluster.metric(HIT) == num_cached > 0
+        assert len(list(host_folder.iterdir())) == 1
+    assert not list(host_folder.iterdir())
