@@ -72,7 +72,6 @@ class DecodeScheduler:
         self._allocator = allocator
         self._tiers = tiers or DeviceOnly(allocator, max_num_seqs=max_num_seqs)
         self._max_num_seqs = max_num_seqs
-        self._max_in_flight = self._tiers.max_in_flight
         self._token_budget = token_budget
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
@@ -136,7 +135,7 @@ class DecodeScheduler:
 
         Not while a preempted sequence waits for blocks: newcomers would starve it.
         """
-        has_place = not self.num_waiting and len(self._entries) < self._max_in_flight
+        has_place = not self.num_waiting and len(self._entries) < self._tiers.max_in_flight
         return has_place and self._landing(num_tokens + 1) is not None
 
     def reserve(self, seq: Sequence) -> None:
@@ -253,10 +252,7 @@ class DecodeScheduler:
         return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, prompt_logprobs)
 
     def _landing(self, num_tokens: int) -> frozenset[int] | None:
-        """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now.
-
-        There is room beside one more column for everyone who runs, so that it preempts nobody at once.
-        """
+        """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now."""
         return self._tiers.landing(num_tokens, self._running)
 
     def _take_turn(self, now: float) -> Turn:
@@ -282,7 +278,7 @@ class DecodeScheduler:
     def _start_local(self, budget: int) -> list[BlockCopy]:
         """Returns the copies that prefix hits of new sequences need."""
         copies: list[BlockCopy] = []
-        for started in self._local.start(budget, self._max_in_flight - self.num_running):
+        for started in self._local.start(budget, self._tiers.max_in_flight - self.num_running):
             self._entries[started.seq.key].state = DecodeState.PREFILLING
             self.num_host_landings += bool(started.seq.host_groups)
             if started.copies:

@@ -43,17 +43,6 @@ class BlockAllocator:
         self._lookup = PrefixLookup(pool, host_pool, layer_groups=layer_groups, block_size=block_size)
         self._moves: dict[Sequence, Move] = {}
 
-    @property
-    def max_tokens(self) -> int:
-        """The longest sequence that fits when it is alone, with its layer groups wherever they fit best."""
-        in_host = 0 if self.host_pool is None else self.host_pool.num_blocks
-        splits = ((self.layer_groups - host, host) for host in range(self.layer_groups + 1))
-        columns = (
-            min(blocks // groups for blocks, groups in ((self.pool.num_blocks, device), (in_host, host)) if groups)
-            for device, host in splits
-        )
-        return max(columns) * self.block_size
-
     def num_columns_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

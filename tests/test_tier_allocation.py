@@ -220,13 +220,6 @@ def test_a_tier_without_room_takes_nothing() -> None:
     tiers.pool.check_idle()
 
 
-@pytest.mark.parametrize(("host", "longest"), [(0, 16), (3, 16), (6, 24), (12, 24), (60, 80)])
-def test_the_longest_sequence_uses_both_tiers(host: int, longest: int) -> None:
-    host_pool = BlockPool(host) if host else None
-    allocator = BlockAllocator(BlockPool(12), layer_groups=3, block_size=BLOCK_SIZE, host_pool=host_pool)
-    assert allocator.max_tokens == longest
-
-
 class Lives:
     """Random lives of sequences that share prompts, on pools that are too small for all of them."""
 
