@@ -343,6 +343,7 @@ def test_bytes_are_counted_and_windows_spare_some(folders: dict[str, Path]) -> N
     assert stats.fetched_bytes == (9 + 3 * 2) * block_bytes
     assert stats.written_bytes == NUM_GROUPS * 10 * block_bytes
     assert stats.fetch_s > 0
+    assert stats.write_s > 0
     runner.close()
 
 
