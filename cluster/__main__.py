@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from cluster.config import ConfigError
-from cluster.simulation import command as simulation
+from cluster.simulation.arguments import add_arguments
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     serve.add_argument("--port", type=int, help="HTTP port; default: the file's")
     serve.add_argument("--exit", action="store_true", help="stop after the first answer")
     simulate = commands.add_parser("simulate", help="play a trace over simulated workers")
-    simulation.add_arguments(simulate)
+    add_arguments(simulate)
     arguments = parser.parse_args()
     return _serve(arguments) if arguments.command == "serve" else _simulate(arguments)
 
@@ -40,8 +40,10 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
+    from cluster.simulation.command import run  # with it comes torch, which takes seconds
+
     try:
-        simulation.run(arguments)
+        run(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

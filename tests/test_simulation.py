@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from cluster.__main__ import main
 from cluster.simulation.router import PlaceQuery, QueueLengthRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.traces import TraceRequest
 from cluster.simulation.workers import WorkerShape
+from cluster.slo import SloClass, SloConfig
 from engine.step_cost import StepCost
-from kv_transfer.messages import Placement, Unplaceable
+from kv_transfer.messages import Placement, Unplaceable, WorkerSnapshot
 
 COST = StepCost(base_s=0.004, prefill_token_s=3e-5, prefill_pair_s=1e-9, decode_s=2e-5, context_token_s=4e-8)
 SHAPE = WorkerShape(
@@ -95,3 +100,108 @@ def test_fast_forward_changes_no_bit(kv_tokens: int, is_short: bool) -> None:
     quick = played(replace(CONFIG, decode=decode))
     assert quick == played(replace(CONFIG, decode=replace(decode, fast_forward=False)))
     assert (quick.summary.num_preemptions > 0) is is_short
+
+
+class Recorder(QueueLengthRouter):
+    """Notes who is told what and when; turns requests away before `opens_at`."""
+
+    def __init__(self, opens_at: float = 0.0) -> None:
+        super().__init__()
+        self._opens_at = opens_at
+        self.beats: list[tuple[str, float]] = []
+        self.news: list[tuple[str, str]] = []
+        take_in = self.heartbeat
+
+        def heartbeat(snapshot: WorkerSnapshot, now: float) -> bool:
+            self.beats.append((snapshot.worker_id, now))
+            return take_in(snapshot, now)
+
+        self.heartbeat = heartbeat
+
+    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable:
+        if now >= self._opens_at:
+            return super().place(request, now)
+        retry_after_s = self._opens_at - now
+        return Unplaceable(request_id=request.request_id, attempt=0, reason="not yet", retry_after_s=retry_after_s)
+
+    def first_token(self, request_id: str, now: float) -> None:
+        self.news.append((request_id, "first token"))
+
+
+def test_who_is_turned_away_comes_back_after_retry_after_or_never() -> None:
+    [gone] = simulate(CONFIG, [one(100, 5)], Recorder(opens_at=20.0)).records
+    assert (gone.num_rejections, gone.rejected, gone.end_s, gone.is_met) == (1, "not yet", None, False)
+    assert gone.retry_after_s == pytest.approx(20.0 - 1.001)
+    [back] = simulate(replace(CONFIG, max_returns=1), [one(100, 5)], Recorder(opens_at=20.0)).records
+    assert (back.num_rejections, back.rejected, back.is_met) == (1, "", True)
+    # The client's way there and back lies between the answer and the second arrival.
+    assert back.first_arrival_s == 1.0
+    assert back.arrival_s == pytest.approx(20.001)
+    assert back.ttft_s == pytest.approx(6 * 0.001 + prefill_s((100, 0)), rel=1e-9)
+
+
+def test_busy_workers_beat_once_a_period_and_idle_ones_once_more() -> None:
+    router = Recorder()
+    [record] = simulate(CONFIG, [one(2500, 400)], router).records
+    assert record.end_s is not None
+    times = [now for worker_id, now in router.beats if worker_id == "decode-0"]
+    assert times == [0.25 + 0.5 * k for k in range(2, 2 + len(times))]
+    assert record.end_s <= times[-1] <= record.end_s + 1.0
+    assert {worker_id for worker_id, _ in router.beats} == {"prefill-0", "decode-0"}
+    assert router.news == [("r0", "first token")]
+
+
+def test_a_reservation_waits_for_room_and_is_refused_in_the_end() -> None:
+    """The pool holds one of the prompts; the second waits until the first one's 300 tokens are out, or for too long."""
+    decode = replace(SHAPE, kv_tokens=3200)
+    requests = [one(2500, 300), one(2500, 3, "r1")]
+    first, second = simulate(replace(CONFIG, num_decode=1, decode=decode), requests, QueueLengthRouter()).records
+    assert first.end_s is not None
+    assert second.first_token_s is not None
+    assert second.first_token_s > first.end_s
+    impatient = replace(decode, reserve_wait_s=0.5)
+    first, second = simulate(replace(CONFIG, num_decode=1, decode=impatient), requests, QueueLengthRouter()).records
+    assert (first.rejected, second.rejected) == ("", "no room for its KV within 0.5 s")
+
+
+def test_a_prompt_that_is_too_long_is_refused_for_good() -> None:
+    config = replace(CONFIG, decode=replace(SHAPE, kv_tokens=320), max_returns=5)
+    [record] = simulate(config, [one(320, 3)], DecodeOnlyRouter()).records
+    assert (record.num_rejections, record.retry_after_s) == (1, None)
+    assert record.rejected == "320 tokens leave no room in 320"
+
+
+def test_the_summary_counts_who_was_served_in_time() -> None:
+    slo = SloConfig(classes=(SloClass(name="fast", ttft_s=0.1, tpot_s=0.05), SloClass(name="slow")), default="fast")
+    requests = [
+        one(1000, 11, "a", 0.0),  # in time
+        one(8000, 11, "b", 1.0),  # late
+        replace(one(8000, 11, "c", 2.0), slo_class="slow"),
+        one(1000, 11, "d", 4.0),
+    ]
+    result = simulate(replace(CONFIG, slo=slo), requests, QueueLengthRouter())
+    overall, fast, slow = result.summary.classes
+    assert [summary.name for summary in result.summary.classes] == ["all", "fast", "slow"]
+    assert (overall.attainment, fast.attainment, slow.attainment) == (3 / 4, 2 / 3, 1.0)
+    assert (overall.goodput, fast.goodput) == (3 / 4.0, 2 / 4.0)
+    assert fast.ttft.p50 == pytest.approx(6 * 0.001 + prefill_s((1000, 0)))
+    assert 0 < result.summary.utilisation["prefill"] < 0.5
+    assert json.loads(result.summary.json_line())["classes"][1]["name"] == "fast"
+    assert len({len(line) for line in result.summary.table().splitlines()[:-1]}) == 1
+
+
+def test_the_command_prints_a_table_or_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 5, "input_length": 700, "output_length": 20, "hash_ids": [1, 2]}\n' * 3)
+    options = ["--prefill", "2", "--decode", "2", "--trace", str(trace), "--router", "legato", "--router", "mooncake"]
+    monkeypatch.setattr(sys, "argv", ["cluster", "simulate", *options])
+    assert main() == 0
+    assert "Mooncake: 0.00 requests/s offered" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["cluster", "simulate", *options, "--format", "azure"])
+    assert main() == 1
+    assert "is no request in Azure's format" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["cluster", "simulate", "--model", "llama-3.1-70b"])
+    assert main() == 1
+    assert "use more devices" in capsys.readouterr().err

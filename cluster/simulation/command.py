@@ -1,4 +1,7 @@
-"""`python -m cluster simulate`: play a trace over simulated workers and print what the requests would have seen."""
+"""`python -m cluster simulate`: play a trace over simulated workers and print what the requests would have seen.
+
+What may be asked for is in `cluster.simulation.arguments`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from cluster.simulation.router import QueueLengthRouter, Router
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.synthetic import Workload, draw_requests
-from cluster.simulation.traces import TRACE_FORMATS, Scaling, TraceRequest, read_trace
+from cluster.simulation.traces import Scaling, TraceRequest, read_trace
 from cluster.simulation.workers import WorkerShape
 from cluster.slo import SloClass, SloConfig
 from engine.roofline import (
@@ -48,39 +51,6 @@ class _Hardware:
     cost: StepCost
     kv_tokens: int
     handoff_token_s: float
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    trace = parser.add_argument_group("requests")
-    trace.add_argument("--trace", type=Path, help="a file in --format; without one, requests are drawn")
-    trace.add_argument("--format", choices=TRACE_FORMATS, default="mooncake")
-    trace.add_argument("--load", type=float, default=1.0, help="so many times as many requests per second")
-    trace.add_argument("--length", type=float, default=1.0, help="factor on prompt and output lengths")
-    trace.add_argument("--first", type=int, default=0, help="requests to leave out at the start")
-    trace.add_argument("--limit", type=int, help="requests to play")
-    trace.add_argument("--rate", type=float, default=4.0, help="drawn requests per second")
-    trace.add_argument("--requests", type=int, default=1000, help="drawn requests")
-    trace.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; more: in bursts")
-    trace.add_argument("--seed", type=int, default=0)
-    workers = parser.add_argument_group("workers")
-    workers.add_argument("--prefill", type=int, default=1)
-    workers.add_argument("--decode", type=int, default=1)
-    workers.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
-    workers.add_argument("--device", choices=DEVICES, default="h100")
-    workers.add_argument("--devices-per-worker", type=int, default=1, help="tensor parallel")
-    workers.add_argument("--cost", type=Path, help="JSON with the fields of StepCost, instead of the roofline's")
-    workers.add_argument("--kv-tokens", type=int, help="room for KV of a worker, instead of what the device has")
-    workers.add_argument("--link-gb-per-s", type=float, default=50.0, help="GB/s between workers")
-    workers.add_argument("--prefill-budget", type=int, default=2048, help="tokens of a prefill step")
-    workers.add_argument("--decode-budget", type=int, default=512, help="tokens of a decode step, with its chunks")
-    workers.add_argument("--block-size", type=int, default=64, help="tokens; large blocks simulate faster")
-    promises = parser.add_argument_group("requests' targets and clients")
-    promises.add_argument("--ttft-ms", type=float, default=2000.0)
-    promises.add_argument("--tpot-ms", type=float, default=100.0)
-    promises.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
-    promises.add_argument("--returns", type=int, default=0, help="times that a client comes back after Retry-After")
-    parser.add_argument("--router", choices=ROUTERS, action="append", help="may be given several times")
-    parser.add_argument("--json", action="store_true", help="a line of JSON per router instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> None:

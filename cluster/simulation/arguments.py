@@ -1,0 +1,55 @@
+"""The command line of `python -m cluster simulate`. Imports next to nothing: every other command waits for it, too."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+from cluster.simulation.traces import TRACE_FORMATS
+
+MODEL_NAMES: Final = ("llama-3.1-8b", "llama-3.1-70b")
+DEVICE_NAMES: Final = ("h100", "a100", "l40s")
+ROUTER_NAMES: Final = (
+    "legato",
+    "round-robin",
+    "least-tokens",
+    "colocated",
+    "distserve",
+    "dynamo",
+    "mooncake",
+    "llm-d",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    trace = parser.add_argument_group("requests")
+    trace.add_argument("--trace", type=Path, help="a file in --format; without one, requests are drawn")
+    trace.add_argument("--format", choices=TRACE_FORMATS, default="mooncake")
+    trace.add_argument("--load", type=float, default=1.0, help="so many times as many requests per second")
+    trace.add_argument("--length", type=float, default=1.0, help="factor on prompt and output lengths")
+    trace.add_argument("--first", type=int, default=0, help="requests to leave out at the start")
+    trace.add_argument("--limit", type=int, help="requests to play")
+    trace.add_argument("--rate", type=float, default=4.0, help="drawn requests per second")
+    trace.add_argument("--requests", type=int, default=1000, help="drawn requests")
+    trace.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; more: in bursts")
+    trace.add_argument("--seed", type=int, default=0)
+    workers = parser.add_argument_group("workers")
+    workers.add_argument("--prefill", type=int, default=1)
+    workers.add_argument("--decode", type=int, default=1)
+    workers.add_argument("--model", choices=MODEL_NAMES, default="llama-3.1-8b")
+    workers.add_argument("--device", choices=DEVICE_NAMES, default="h100")
+    workers.add_argument("--devices-per-worker", type=int, default=1, help="tensor parallel")
+    workers.add_argument("--cost", type=Path, help="JSON with the fields of StepCost, instead of the roofline's")
+    workers.add_argument("--kv-tokens", type=int, help="room for KV of a worker, instead of what the device has")
+    workers.add_argument("--link-gb-per-s", type=float, default=50.0, help="GB/s between workers")
+    workers.add_argument("--prefill-budget", type=int, default=2048, help="tokens of a prefill step")
+    workers.add_argument("--decode-budget", type=int, default=512, help="tokens of a decode step, with its chunks")
+    workers.add_argument("--block-size", type=int, default=64, help="tokens; large blocks simulate faster")
+    promises = parser.add_argument_group("requests' targets and clients")
+    promises.add_argument("--ttft-ms", type=float, default=2000.0)
+    promises.add_argument("--tpot-ms", type=float, default=100.0)
+    promises.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
+    promises.add_argument("--returns", type=int, default=0, help="times that a client comes back after Retry-After")
+    parser.add_argument("--router", choices=ROUTER_NAMES, action="append", help="may be given several times")
+    parser.add_argument("--json", action="store_true", help="a line of JSON per router instead of a table")
