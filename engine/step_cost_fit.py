@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +25,7 @@ from engine.step_cost import StepCost, StepWork
 StepKind = Literal["prefill", "decode"]
 
 _Vector = npt.NDArray[np.float64]
+_Matrix = npt.NDArray[np.float64]
 
 # Of the information in a step's direction, what is kept at the next step in that direction.
 _KEPT = 0.95
@@ -43,6 +44,9 @@ _SCALE_RATE = 0.05
 # So many such errors in a row, all to one side, are no outliers: the machine has changed.
 _STREAK = 8
 _WINDOW = 256
+# Of a fit of steps all at once.
+_REWEIGHTINGS = 6
+_RIDGE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +119,7 @@ class StepCostFit:
         self._shares += spread * (weight * error / (1 + weight * prior))
         posterior = prior / ((1 + weight * prior) * _KEPT**weight)
         self._variance += np.outer(spread, spread) * ((posterior - prior) / (prior * prior))
-        if self._shares.min() < _LEAST_SHARE:
-            self._raise_to_floor()
-
-    def _raise_to_floor(self) -> None:
-        """The likeliest estimate at or above the floor: hold what is below it there, let the others follow.
-
-        A projection onto a convex set that holds the truth, in the filter's own metric, so it cannot lead away from it.
-        """
-        free = self._shares.copy()
-        held: list[int] = []
-        while self._shares.min() < _LEAST_SHARE - 1e-12:
-            held.append(int(self._shares.argmin()))
-            lift = np.linalg.solve(self._variance[np.ix_(held, held)], _LEAST_SHARE - free[held])
-            self._shares = free + self._variance[:, held] @ lift
-            self._shares[held] = _LEAST_SHARE
+        self._shares = _raised(self._shares, self._variance, _LEAST_SHARE)
 
 
 class _Residuals:
@@ -171,6 +161,59 @@ class _Residuals:
 def scaled(cost: StepCost, factor: float) -> StepCost:
     """The same work at another speed: every second takes `factor` seconds."""
     return _cost((factor * value for value in _coefficients(cost)), cost.relative_error)
+
+
+def left_out_error(estimate: StepCost, steps: Sequence[tuple[StepWork, float]]) -> float:
+    """Median relative error of each step as predicted by `fit_steps` from all the others; at least two."""
+    errors = []
+    for index, (work, seconds) in enumerate(steps):
+        others = [*steps[:index], *steps[index + 1 :]]
+        errors.append(abs(seconds / fit_steps(estimate, others).step_s(work) - 1))
+    return float(np.median(errors))
+
+
+def fit_steps(estimate: StepCost, steps: Sequence[tuple[StepWork, float]]) -> StepCost:
+    """What these few steps cost, all at once: robust least squares of relative errors, no coefficient zero.
+
+    `estimate` decides only where the steps leave a choice, after it was brought to their speed.
+    """
+    quantities = np.array([_quantities(work) for work, _ in steps], dtype=float)
+    seconds = np.array([seconds for _, seconds in steps])
+    prior = np.array(_coefficients(estimate))
+    prior *= np.median(seconds / (quantities @ prior))
+    # Each in units of what would explain some step entirely: it cannot be more. One that no step has is left alone.
+    per_unit = np.divide(seconds[:, None], quantities, out=np.full(quantities.shape, np.inf), where=quantities > 0)
+    units = np.where(np.isfinite(per_unit).any(axis=0), per_unit.min(axis=0), prior)
+    shares = _least_squares(quantities * units / seconds[:, None], np.minimum(prior / units, 1.0))
+    return _cost((shares * units).tolist(), estimate.relative_error)
+
+
+def _least_squares(rows: _Matrix, prior: _Vector) -> _Vector:
+    """The x above the floor with `rows @ x` nearest to 1 in Huber's sense and, among equals, nearest to `prior`."""
+    weights = np.ones(len(rows))
+    for _ in range(_REWEIGHTINGS):
+        information = (rows.T * weights) @ rows + _RIDGE * np.eye(5)
+        variance: _Matrix = np.linalg.inv(information).astype(np.float64, copy=False)
+        x = _raised(variance @ (rows.T @ weights + _RIDGE * prior), variance, _LEAST_SHARE)
+        errors = np.abs(rows @ x - 1)
+        limit = _HUBER_SCALES * max(float(np.median(errors)), _LEAST_SCALE)
+        weights = np.minimum(1.0, limit / np.maximum(errors, limit))
+    return x
+
+
+def _raised(free: _Vector, variance: _Matrix, floor: float) -> _Vector:
+    """The likeliest estimate at or above `floor`, where `free` is the likeliest of all.
+
+    What is below is held at the floor, and the others follow: a projection onto a convex set that holds the truth, in
+    the estimate's own metric, so it cannot lead away from it.
+    """
+    raised, held = free, list[int]()
+    while raised.min() < floor - 1e-12:
+        held.append(int(raised.argmin()))
+        lift = np.linalg.solve(variance[np.ix_(held, held)], floor - free[held])
+        raised = free + variance[:, held] @ lift
+        raised[held] = floor
+    return raised
 
 
 def _coefficients(cost: StepCost) -> tuple[float, float, float, float, float]:

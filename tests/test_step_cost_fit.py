@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.step_cost import StepCost, StepWork
-from engine.step_cost_fit import StepCostFit, kind_of, scaled
+from engine.step_cost_fit import StepCostFit, fit_steps, kind_of, left_out_error, scaled
 
 TRUTH = StepCost(base_s=0.025, prefill_token_s=1.2e-3, prefill_pair_s=1.1e-6, decode_s=1.5e-3, context_token_s=6.5e-6)
 NAMES = [field.name for field in dataclasses.fields(StepCost) if field.name != "relative_error"]
@@ -288,3 +288,52 @@ def test_predictions_are_not_lopsided_on_a_busy_machine() -> None:
     errors = [error for _, error in itertools.islice(prequential(recorded("wall_s")), 60, None)]
     assert statistics.median(errors) == pytest.approx(0.0, abs=0.1)
     assert statistics.median(map(abs, errors)) <= 0.25
+
+
+# --- all steps at once -----------------------------------------------------------------------------------------------
+
+
+def some_steps(count: int, noise: float = 0.0) -> list[tuple[StepWork, float]]:
+    rng = random.Random(3)
+    works = [any_kind(rng) for _ in range(count)]
+    return [(work, TRUTH.step_s(work) * math.exp(rng.gauss(0, noise))) for work in works]
+
+
+def test_a_dozen_steps_tell_all_coefficients_whatever_the_estimate() -> None:
+    estimate = skewed([1e-3, 1e2, 1e-4, 1e-1, 1e4])
+    assert coefficients(fit_steps(estimate, some_steps(12))) == pytest.approx(coefficients(TRUTH), rel=0.05)
+
+
+def test_an_outlier_among_a_dozen_is_seen_through() -> None:
+    steps = some_steps(14)
+    steps[5] = steps[5][0], 8 * steps[5][1]
+    rng, cost = random.Random(8), fit_steps(TRUTH, steps)
+    works = [any_kind(rng) for _ in range(100)]
+    assert statistics.median(abs(cost.step_s(work) / TRUTH.step_s(work) - 1) for work in works) < 0.05
+
+
+def test_what_no_step_has_is_taken_from_the_estimate_at_the_steps_speed() -> None:
+    works = [decode(random.Random(seed)) for seed in range(8)]
+    cost = fit_steps(TRUTH, [(work, 3 * TRUTH.step_s(work)) for work in works])
+    assert coefficients(cost) == pytest.approx(coefficients(scaled(TRUTH, 3)), rel=0.02)
+
+
+def test_no_coefficient_becomes_zero() -> None:
+    """A later fit that starts from there could not leave it."""
+    free = dataclasses.replace(TRUTH, decode_s=0.0, prefill_pair_s=0.0)
+    rng = random.Random(0)
+    works = [any_kind(rng) for _ in range(20)]
+    cost = fit_steps(TRUTH, [(work, free.step_s(work)) for work in works])
+    assert min(coefficients(cost)) > 0
+    assert all(cost.step_s(work) == pytest.approx(free.step_s(work), rel=0.05) for work in works)
+
+
+def test_the_left_out_error_is_the_noise() -> None:
+    assert left_out_error(TRUTH, some_steps(20)) < 0.005
+    assert left_out_error(TRUTH, some_steps(40, noise=0.1)) == pytest.approx(0.1 * 0.6745, rel=0.6)
+
+
+def test_a_fit_of_recorded_steps_is_as_good_as_any_line_can_be() -> None:
+    steps = recorded("cpu_s")
+    cost = fit_steps(SEED, steps[::25])
+    assert statistics.median(abs(seconds / cost.step_s(work) - 1) for work, seconds in steps) <= 0.10

@@ -1,0 +1,99 @@
+"""Estimates from shapes and datasheets against published sizes and speeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from engine.model_config import ModelConfig
+from engine.roofline import (
+    A100_SXM,
+    CPU_CORE,
+    H100_SXM,
+    L40S,
+    LLAMA_3_1_8B,
+    LLAMA_3_1_70B,
+    Device,
+    ModelShape,
+    kv_capacity_tokens,
+    roofline_cost,
+)
+from engine.step_cost import StepCost, StepWork
+
+
+def decode_s(cost: StepCost, batch: int, context: int) -> float:
+    return cost.step_s(StepWork(decodes=batch, context_tokens=batch * context))
+
+
+def test_sizes_are_the_published_ones() -> None:
+    assert LLAMA_3_1_8B.num_weights == pytest.approx(8.03e9, rel=0.001)
+    assert LLAMA_3_1_70B.num_weights == pytest.approx(70.55e9, rel=0.001)
+    assert LLAMA_3_1_8B.kv_bytes_per_token == 128 * 1024
+    assert LLAMA_3_1_70B.kv_bytes_per_token == 320 * 1024
+    assert LLAMA_3_1_8B.weight_bytes == 2 * LLAMA_3_1_8B.num_weights
+
+
+def test_the_shape_of_a_real_model(smollm2_folder: Path) -> None:
+    shape = ModelShape.of(ModelConfig.from_folder(smollm2_folder), bytes_per_value=2)
+    assert shape.weight_bytes == pytest.approx(269e6, rel=0.002)
+    assert shape.kv_bytes_per_token == 23_040
+
+
+def test_prefill_of_8b_on_an_h100_runs_at_25000_tokens_per_second() -> None:
+    cost = roofline_cost(LLAMA_3_1_8B, H100_SXM)
+    assert 2048 / cost.prefill_s(2048) == pytest.approx(25_000, rel=0.1)
+    assert 8192 / cost.prefill_s(8192, chunk_tokens=2048) == pytest.approx(25_000, rel=0.2)
+
+
+def test_decoding_starts_at_the_time_it_takes_to_read_the_weights() -> None:
+    """8B in bf16 on an H100 decodes some 140 tokens/s alone; 3.35 TB/s would read the weights 220 times a second."""
+    alone = decode_s(roofline_cost(LLAMA_3_1_8B, H100_SXM), 1, 128)
+    assert 1 / 160 < alone < 1 / 120
+
+
+@pytest.mark.parametrize("device", [H100_SXM, A100_SXM, L40S], ids=lambda device: device.name)
+def test_nothing_is_faster_than_the_datasheet(device: Device) -> None:
+    cost = roofline_cost(LLAMA_3_1_8B, device)
+    flops = 2 * LLAMA_3_1_8B.layer_weights * 4096 + LLAMA_3_1_8B.flops_per_pair * 4096 * 4097 / 2
+    assert cost.prefill_s(4096) > flops / device.flops
+    read = LLAMA_3_1_8B.layer_weights * 2 + 64 * 2000 * LLAMA_3_1_8B.kv_bytes_per_token
+    assert decode_s(cost, 64, 2000) > read / device.memory_bytes_per_s
+
+
+def test_devices_rank_as_they_do_in_life() -> None:
+    costs = [roofline_cost(LLAMA_3_1_8B, device) for device in (H100_SXM, A100_SXM, L40S)]
+    prompts = [cost.prefill_s(2048) for cost in costs]
+    steps = [decode_s(cost, 32, 1000) for cost in costs]
+    assert prompts[0] < min(prompts[1:]) / 1.8
+    assert steps[0] < steps[1] < steps[2]
+
+
+def test_more_devices_are_faster_but_not_in_proportion() -> None:
+    four, eight = (roofline_cost(LLAMA_3_1_70B, H100_SXM, num_devices=n) for n in (4, 8))
+    for seconds in (lambda cost: cost.prefill_s(2048), lambda cost: decode_s(cost, 16, 1000)):
+        assert seconds(four) / 2 < seconds(eight) < seconds(four) / 1.5
+
+
+def test_one_core_prefills_smollm2_at_its_measured_speed(smollm2_folder: Path) -> None:
+    """Recorded on one core: about 1.2 ms a prompt token and 26 ms a step."""
+    cost = roofline_cost(ModelShape.of(ModelConfig.from_folder(smollm2_folder), bytes_per_value=2), CPU_CORE)
+    assert cost.prefill_token_s == pytest.approx(1.2e-3, rel=0.3)
+    assert cost.base_s == pytest.approx(26e-3, rel=0.3)
+
+
+def test_kv_capacity() -> None:
+    assert kv_capacity_tokens(LLAMA_3_1_8B, H100_SXM) == pytest.approx((72e9 - 16.06e9) / 131072, rel=0.001)
+    two, four = (kv_capacity_tokens(LLAMA_3_1_70B, H100_SXM, num_devices=n) for n in (4, 8))
+    assert four > 2 * two
+    assert kv_capacity_tokens(LLAMA_3_1_8B, H100_SXM, other_bytes=10e9) < kv_capacity_tokens(LLAMA_3_1_8B, H100_SXM)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="use more devices"):
+        kv_capacity_tokens(LLAMA_3_1_70B, H100_SXM)
+    with pytest.raises(ValueError, match="cannot share evenly"):
+        roofline_cost(LLAMA_3_1_8B, H100_SXM, num_devices=3)
+    with pytest.raises(ValueError, match="states no link"):
+        roofline_cost(LLAMA_3_1_8B, dataclasses.replace(CPU_CORE), num_devices=2)
