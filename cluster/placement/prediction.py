@@ -18,6 +18,7 @@ from cluster.placement.worker_table import Floats, Row, Rows, Slot, WorkerTable
 MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
 _OVERDUE: Final = 0.2  # who has put out more than was expected will put out so much more of it again
 _KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
+_PROMPT_FACTS: Final = (Row.PREFILL_TOKEN_S, Row.PREFILL_PAIR_S, Row.CHUNK_TOKENS, Row.DRAINED_AT, Row.STEP_S)
 _LOGISTIC: Final = 1.702  # makes the logistic function close to the normal distribution's
 
 
@@ -44,28 +45,33 @@ class DecodeForecast:
     kv_share: Floats
     harm: Floats
 
+    def at(self, index: list[int]) -> DecodeForecast:
+        return DecodeForecast(self.tpot_s[index], self.room_s[index], self.kv_share[index], self.harm[index])
+
 
 def forecast_prompt(
     table: WorkerTable, rows: Rows, num_tokens: int, reach: Floats, tier_token_s: tuple[float, float], now: float
 ) -> PromptForecast:
     """`reach[3, rows]`: leading tokens held on the device, down to host memory, down to disk. Loads as far down as it
     pays; `tier_token_s`: seconds per token brought up from host memory and from disk."""
-    facts = table.rows[:, rows]
-    cached = np.minimum(reach, num_tokens - 1.0)
+    token_s, pair_s, chunk, drained_at, step_s = (table.rows[fact, rows] for fact in _PROMPT_FACTS)
+    depths = 3 if reach.any() else 1
+    cached = np.minimum(reach[:depths], num_tokens - 1.0)
     uncached = num_tokens - cached
     load_s = np.zeros_like(cached)
-    load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
-    load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
-    added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
-    prefill_s = added_s + np.ceil(uncached / facts[Row.CHUNK_TOKENS]).clip(min=1) * facts[Row.STEP_S]
-    depth, columns = (load_s + prefill_s).argmin(axis=0), np.arange(len(rows))
+    if depths > 1:
+        load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
+        load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
+    added_s = uncached * (token_s + pair_s * (cached + (uncached + 1) / 2))
+    prefill_s = added_s + np.ceil(uncached / chunk).clip(min=1) * step_s
+    best = np.s_[0] if depths == 1 else ((load_s + prefill_s).argmin(axis=0), np.arange(len(rows)))
     return PromptForecast(
-        cached_tokens=cached[depth, columns],
-        uncached_tokens=uncached[depth, columns],
-        wait_s=np.maximum(facts[Row.DRAINED_AT] - now, 0.0),
-        load_s=load_s[depth, columns],
-        prefill_s=prefill_s[depth, columns],
-        added_s=added_s[depth, columns],
+        cached_tokens=cached[best],
+        uncached_tokens=uncached[best],
+        wait_s=np.maximum(drained_at - now, 0.0),
+        load_s=load_s[best],
+        prefill_s=prefill_s[best],
+        added_s=added_s[best],
     )
 
 
@@ -75,7 +81,7 @@ class _Neighbours:
     they are there, and those that they share with it; `emitted`, `left`: tokens by now, and still to come; `grown`: at
     most so many come before the newcomer joins; `leaves_at`: the newcomer's step, at the latest.
 
-    What takes memory or attention is told at the pace of a step that nobody shares, who is still there at the true one:
+    What takes memory or attention is told at the pace of an empty step, who is still there at the true one:
     so one more neighbour never makes the prediction better."""
 
     tokens: Floats
@@ -91,7 +97,9 @@ class _Neighbours:
 def forecast_decode(
     table: WorkerTable, rows: Rows, query: Query, num_output: float, lead_s: Floats, added_s: Floats, now: float
 ) -> DecodeForecast:
-    """`lead_s`: from now until the newcomer joins; `added_s`: of its prompt, where the same worker computes it."""
+    """`lead_s`: from now until the newcomer joins; `added_s`: of its prompt, where the same worker computes it, else 0.
+
+    Prompts that the worker has still to compute when the newcomer joins make it wait between its tokens."""
     facts = table.rows[:, rows]
     used = max(1, int(facts[Row.BOOKED].max(initial=0.0)))
     slots = table.slots[:, rows, :used]
@@ -105,8 +113,9 @@ def forecast_decode(
         + facts[Row.CONTEXT_TOKEN_S] * (context.sum(axis=1) + facts[Row.EXTRA_CONTEXT])
     )
     own_s = facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * (query.num_tokens + num_output / 2)
+    prompts_s = np.where(added_s > 0.0, 0.0, np.maximum(facts[Row.DRAINED_AT] - now - lead_s, 0.0))
     return DecodeForecast(
-        tpot_s=before_s + own_s,
+        tpot_s=before_s + own_s + prompts_s / num_output,
         room_s=_room_s(facts, near, query.num_tokens + 1),
         kv_share=_kv_share(facts, near, query.num_tokens, num_output),
         harm=_harm(facts, slots, near, before_s, own_s, added_s, now),
@@ -138,15 +147,15 @@ def _neighbours(facts: Floats, slots: Floats, num_output: float, lead_s: Floats,
     waits = np.where(joined, 0.0, np.maximum(slots[Slot.FIRST_AT] - now, 0.0))
     until_join_s, until_lead_s = np.maximum(lead_s[:, None] - waits, 0.0), np.maximum(waits - lead_s[:, None], 0.0)
     ahead, offset = np.minimum(until_join_s / step_s, left), until_lead_s / step_s
-    alone_s = np.minimum((facts[Row.BASE_S] + facts[Row.DECODE_S])[:, None].clip(min=1e-9), step_s)
+    fastest_s = facts[Row.BASE_S][:, None].clip(min=1e-9)
     return _Neighbours(
         tokens=slots[Slot.TOKENS],
         emitted=emitted,
         left=left,
-        grown=np.minimum(until_join_s / alone_s, left),
+        grown=np.minimum(until_join_s / fastest_s, left),
         offset=offset,
         shared=np.clip(np.minimum(left - ahead, num_output - offset), 0.0, None),
-        leaves_at=left - ahead + until_lead_s / alone_s,
+        leaves_at=left - ahead + until_lead_s / fastest_s,
         live=live,
     )
 
@@ -160,7 +169,7 @@ def _harm(
     spent_s = np.where(near.emitted > 0.0, np.maximum(now - slots[Slot.FIRST_AT], 0.0), 0.0)
     total = np.maximum(near.emitted + near.left, 1.0)
     tpot_s = (spent_s + near.left * step_s) / total
-    delay_s = near.shared * own_s[:, None] + added_s[:, None] * (near.emitted > 0.0) * (near.left > 0.0)
+    delay_s = near.shared * own_s[:, None] + added_s[:, None] * (near.offset == 0.0) * (near.left > 0.0)
     target_s = np.where(near.live, slots[Slot.TPOT_TARGET_S], np.inf)
     error = facts[Row.RELATIVE_ERROR][:, None]
     lost = log_probability(tpot_s, target_s, error) - log_probability(tpot_s + delay_s / total, target_s, error)

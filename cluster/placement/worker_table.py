@@ -58,6 +58,7 @@ class WorkerTable:
         self._row_of: dict[str, int] = {}
         self._used = [0] * num_rows  # slots, from the first on
         self._codes: dict[str, int] = {}
+        self._live = np.zeros(0, dtype=np.intp)
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._row_of
@@ -70,7 +71,7 @@ class WorkerTable:
 
     def live(self) -> Rows:
         """The rows in use, by worker id."""
-        return np.argsort(self.rank, kind="stable")[len(self.ids) - len(self) :]
+        return self._live
 
     def num_used(self, row: int) -> int:
         return self._used[row]
@@ -141,5 +142,5 @@ class WorkerTable:
 
     def _rank(self) -> None:
         self.rank[:] = -1
-        for rank, worker_id in enumerate(sorted(self._row_of)):
-            self.rank[self._row_of[worker_id]] = rank
+        self._live = np.array([self._row_of[worker_id] for worker_id in sorted(self._row_of)], dtype=np.intp)
+        self.rank[self._live] = np.arange(len(self._live))

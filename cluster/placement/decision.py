@@ -1,0 +1,142 @@
+"""One request, one decision: which pair of workers, or none now. A function of ledger, query, prefixes and clock alone.
+
+Changes nothing; keeps the table that it was made from, for operators to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from cluster.block_index import PrefixReach
+from cluster.placement.candidates import Candidates, find_candidates
+from cluster.placement.ledger import Ledger
+from cluster.placement.policy import DecisionPolicy
+from cluster.placement.query import Query
+
+
+class Action(Enum):
+    PLACE = "it goes to the chosen workers"
+    DEFER = "nowhere would it do more good than harm now; later it may"
+    IMPOSSIBLE = "no worker could ever do it"
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRow:
+    """One line of the table. `prefill` None: the decode worker does all of it."""
+
+    prefill: str | None
+    decode: str
+    cached_tokens: int
+    wait_s: float
+    prefill_s: float
+    ttft_s: float
+    tpot_s: float
+    kv_share: float
+    chance: float
+    harm: float
+    gain: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prefill or '(decode alone)':<20} {self.decode:<20} {self.cached_tokens:>7} {self.wait_s:>8.3f} "
+            f"{self.prefill_s:>8.3f} {self.ttft_s:>8.3f} {1000 * self.tpot_s:>8.2f} {100 * self.kv_share:>5.0f} "
+            f"{self.chance:>7.3f} {self.harm:>7.3f} {self.gain:>7.3f}"
+        )
+
+
+_HEADINGS = (
+    f"{'prefill':<20} {'decode':<20} {'cached':>7} {'wait s':>8} {'comp. s':>8} {'TTFT s':>8} {'TPOT ms':>8} "
+    f"{'KV %':>5} {'chance':>7} {'harm':>7} {'gain':>7}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """`rows`: best first; the first one is chosen where the action is PLACE."""
+
+    query: Query
+    now: float
+    action: Action
+    rows: tuple[CandidateRow, ...]
+    uncached_tokens: float = 0.0  # of the first row
+
+    @property
+    def best(self) -> CandidateRow:
+        return self.rows[0]
+
+    def __str__(self) -> str:
+        query = self.query
+        title = (
+            f"{query.request_id} (attempt {query.attempt}, tenant {query.tenant!r}, class {query.slo_class!r}) at "
+            f"{self.now:.3f} s: {query.num_tokens} tokens, at most {query.max_new_tokens} new, "
+            f"TTFT {query.ttft_s:g} s, TPOT {1000 * query.tpot_s:g} ms: {self.action.name}, {self.action.value}"
+        )
+        return "\n".join([title, _HEADINGS, *map(str, self.rows)])
+
+
+def decide(
+    ledger: Ledger,
+    policy: DecisionPolicy,
+    query: Query,
+    reach: Mapping[str, PrefixReach],
+    now: float,
+    *,
+    ttft_share: float = 1.0,
+    num_rows: int = 8,
+) -> tuple[Decision, Candidates | None]:
+    """`ttft_share`: of its TTFT target that this tenant may use up (fairness). `num_rows`: that the decision keeps."""
+    found = find_candidates(ledger, policy, query, reach, now)
+    if found is None:
+        return Decision(query=query, now=now, action=Action.IMPOSSIBLE, rows=()), None
+    action = Action.PLACE if is_welcome(policy, query, found, ttft_share) else Action.DEFER
+    rows = tuple(_row(ledger, found, int(index)) for index in found.order[:num_rows])
+    uncached = float(found.prompt.uncached_tokens[found.order[0]])
+    return Decision(query=query, now=now, action=action, rows=rows, uncached_tokens=uncached), found
+
+
+def is_welcome(policy: DecisionPolicy, query: Query, found: Candidates, ttft_share: float = 1.0) -> bool:
+    """Whether the best candidate is good enough. What was begun already (a later attempt) always is, if it fits."""
+    best = found.order[0]
+    if found.ttft_s[best] == float("inf"):
+        return False
+    if query.attempt > 0:
+        return True
+    if not query.has_targets:
+        quiet = found.harm[best] <= policy.batch_harm and found.start_s[best] <= policy.batch_queue_s
+        return bool(quiet and found.chance[best] >= policy.min_gain)
+    within = ttft_share >= 1.0 or found.ttft_s[best] <= ttft_share * query.ttft_s
+    return bool(within and found.gain[best] >= policy.min_gain)
+
+
+def book(ledger: Ledger, decision: Decision) -> None:
+    """Count the placement from now on."""
+    assert decision.action is Action.PLACE, decision
+    best = decision.best
+    ledger.book(
+        decision.query,
+        prefill=best.prefill,
+        decode=best.decode,
+        uncached_tokens=decision.uncached_tokens,
+        prefill_s=best.prefill_s,
+        weight=best.chance,
+        now=decision.now,
+    )
+
+
+def _row(ledger: Ledger, found: Candidates, index: int) -> CandidateRow:
+    ids, computing, decode = ledger.table.ids, int(found.computing[index]), int(found.decode[index])
+    return CandidateRow(
+        prefill=None if computing == decode else ids[computing],
+        decode=str(ids[decode]),
+        cached_tokens=int(found.prompt.cached_tokens[index]),
+        wait_s=float(found.start_s[index]),
+        prefill_s=float(found.prompt.load_s[index] + found.prompt.prefill_s[index]),
+        ttft_s=float(found.ttft_s[index]),
+        tpot_s=float(found.tpot_s[index]),
+        kv_share=float(found.kv_share[index]),
+        chance=float(found.chance[index]),
+        harm=float(found.harm[index]),
+        gain=float(found.gain[index]),
+    )

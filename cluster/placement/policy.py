@@ -1,0 +1,29 @@
+"""What the scheduler is told about its choices, beyond what it can predict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionPolicy:
+    """A request with targets is placed where the expected number of requests that meet theirs grows by `min_gain`.
+    Batch requests are placed where others lose at most `batch_harm` and the queue is at most `batch_queue_s` long.
+
+    `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
+    a token up from there. `first_token_s`: from the end of the prompt's computation to the client.
+    """
+
+    min_gain: float = 0.5
+    batch_harm: float = 0.01
+    batch_queue_s: float = 1.0
+    num_exact: int = 6
+    host_token_s: float = 5e-6
+    disk_token_s: float = 60e-6
+    first_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.min_gain < 1.0:
+            raise ValueError(f"min_gain is {self.min_gain}: it must lie between 0 and 1, as chances do")
+        if self.num_exact < 1:
+            raise ValueError(f"num_exact is {self.num_exact}: at least one worker must be looked at")
