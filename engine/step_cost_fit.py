@@ -43,6 +43,8 @@ _LEAST_SCALE = 0.005
 _SCALE_RATE = 0.05
 # So many such errors in a row, all to one side, are no outliers: the machine has changed.
 _STREAK = 8
+# Variance of what each coefficient then changes by itself, over that of what all change by together.
+_OWN_CHANGE = 0.1
 _WINDOW = 256
 # Of a fit of steps all at once.
 _REWEIGHTINGS = 6
@@ -93,7 +95,7 @@ class StepCostFit:
         residuals = self._kinds[kind_of(work)]
         error = seconds / predicted_s - 1
         if residuals.has_changed(error):
-            self._variance[np.diag_indices(5)] += self._seed_variance * (parts > 0)
+            self._doubt(self._shares * (parts > 0))
         self._learn(parts / predicted_s, error, residuals.weight(error))
         residuals.add(error)
 
@@ -108,15 +110,20 @@ class StepCostFit:
         errors = [error for residuals in self._kinds.values() for error in residuals.recent]
         return float(np.median(errors)) if errors else self._seed_error
 
+    def _doubt(self, shares: _Vector) -> None:
+        """The machine's speed has changed: these shares are off by a common factor, and each a little by itself."""
+        self._variance += self._seed_variance * (np.outer(shares, shares) + _OWN_CHANGE * np.diag(shares * shares))
+
     def _learn(self, direction: _Vector, error: float, weight: float) -> None:
         """Move the estimate by what `direction @ shares` turned out to be off by.
 
         With r the variance that the prediction had, a step of weight w leaves r / (1 + w r), and forgetting inflates
-        that by 1 / kept^w, in this direction alone: a steady r is (1 - kept) / kept.
+        that by 1 / kept^w, in this direction alone: a steady r is (1 - kept) / kept. The gain knows no weights: with a
+        large r, a small one in its denominator would let an outlier through.
         """
         spread = self._variance @ direction
         prior = float(direction @ spread)
-        self._shares += spread * (weight * error / (1 + weight * prior))
+        self._shares += spread * (weight * error / (1 + prior))
         posterior = prior / ((1 + weight * prior) * _KEPT**weight)
         self._variance += np.outer(spread, spread) * ((posterior - prior) / (prior * prior))
         self._shares = _raised(self._shares, self._variance, _LEAST_SHARE)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 
 from decode_workers.local_engine import LocalEngine
 from engine.block_pool import OutOfBlocksError
@@ -128,22 +127,19 @@ def test_real_steps_on_any_memory(folder: Path, changes: dict[str, Any]) -> None
 
 def test_cached_prefixes_stay_as_they_are(folder: Path) -> None:
     model = loaded(folder, kv_blocks=40)
-    prompt = random_prompts([100])[0]
-    engine = LocalEngine(model)
-    before = generated(engine, prompt)
-    kept, num_cached = model.kv_cache.tensor.clone(), model.block_pool.num_cached
-    assert num_cached
+    engine, prompt = LocalEngine(model), random_prompts([100])[0]
+    tokens, _ = generated(engine, prompt)
+    num_cached = model.block_pool.num_cached
     calibrate(model, budget_s=0.5)
     model.block_pool.check_idle()
-    assert model.block_pool.num_cached == num_cached
-    cached = [block for block in range(40) if block in set(model.block_pool._cached)]
-    assert torch.equal(model.kv_cache.tensor[cached], kept[cached])
-    assert generated(engine, prompt) == before
+    assert model.block_pool.num_cached == num_cached > 0
+    assert generated(engine, prompt) == (tokens, 96)
 
 
-def generated(engine: LocalEngine, prompt: list[int]) -> list[int]:
+def generated(engine: LocalEngine, prompt: list[int]) -> tuple[list[int], int]:
+    """Tokens, and how many of the prompt's came out of the prefix cache."""
     seq = Sequence(request_id="r", attempt=0, params=greedy(8), prompt_token_ids=prompt)
-    return [emission.token.token_id for emission in engine.run([seq])]
+    return [emission.token.token_id for emission in engine.run([seq])], seq.num_cached
 
 
 def test_a_pool_without_free_blocks_is_refused(folder: Path) -> None:

@@ -120,6 +120,31 @@ def test_a_lasting_change_of_speed_is_followed_within_a_hundred_steps(draw: Draw
     assert held_out(fit, slower, draw) < 0.06
 
 
+def test_an_outlier_among_the_first_steps_moves_little() -> None:
+    fit, rng = StepCostFit(dataclasses.replace(TRUTH, relative_error=0.1)), random.Random(0)
+    for work in (decode(rng), prefill(rng), mixed(rng)):
+        fit.observe(work, 20 * TRUTH.step_s(work))
+        Worker(rng=rng).run(fit, 3)
+    assert held_out(fit) < 0.15
+
+
+def test_a_change_of_memory_speed_alone_is_followed() -> None:
+    """A neighbour on the memory bus: steps and contexts cost more, arithmetic does not."""
+    fit = Worker().run(StepCostFit(TRUTH), 400)
+    now = dataclasses.replace(TRUTH, base_s=2 * TRUTH.base_s, context_token_s=3 * TRUTH.context_token_s)
+    Worker(cost=now).run(fit, 100)
+    assert held_out(fit, now) < 0.06
+    assert fit.cost().prefill_token_s == pytest.approx(TRUTH.prefill_token_s, rel=0.15)
+
+
+def test_it_stays_sound_for_as_long_as_a_worker_lives() -> None:
+    fit = StepCostFit(TRUTH)
+    worker = Worker(outliers=0.02)
+    for draw in (any_kind, prefill, decode, any_kind):
+        worker.run(fit, 25_000, draw)
+    assert held_out(fit) < 0.05
+
+
 def test_a_slow_drift_is_followed() -> None:
     fit, rng = StepCostFit(TRUTH), random.Random(0)
     for step in range(600):
