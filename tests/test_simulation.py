@@ -93,10 +93,23 @@ def test_the_same_seed_gives_the_same_records() -> None:
     assert played(CONFIG) != played(CONFIG, seed=6)
 
 
+def test_noise_is_of_its_seed_and_has_mean_1() -> None:
+    noisy = replace(CONFIG, decode=replace(SHAPE, step_noise=0.2))
+    request = [one(1000, 1022)]
+    [plain] = simulate(CONFIG, request, QueueLengthRouter()).records
+    [first, again, other] = [
+        simulate(config, request, QueueLengthRouter()).records[0] for config in (noisy, noisy, replace(noisy, seed=9))
+    ]
+    assert first == again
+    assert first.end_s != other.end_s
+    assert first.tpot_s == pytest.approx(plain.tpot_s, rel=0.02)
+    assert first.ttft_s == plain.ttft_s
+
+
 @pytest.mark.parametrize(("kv_tokens", "is_short"), [(64_000, False), (8_000, True)])
 def test_fast_forward_changes_no_bit(kv_tokens: int, is_short: bool) -> None:
     """Also where sequences are preempted for lack of blocks."""
-    decode = replace(SHAPE, kv_tokens=kv_tokens)
+    decode = replace(SHAPE, kv_tokens=kv_tokens, step_noise=0.1)
     quick = played(replace(CONFIG, decode=decode))
     assert quick == played(replace(CONFIG, decode=replace(decode, fast_forward=False)))
     assert (quick.summary.num_preemptions > 0) is is_short

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument("--link-gb-per-s", type=float, default=50.0, help="GB/s between workers")
     workers.add_argument("--prefill-budget", type=int, default=2048, help="tokens of a prefill step")
     workers.add_argument("--decode-budget", type=int, default=512, help="tokens of a decode step, with its chunks")
+    workers.add_argument("--noise", type=float, default=0.0, help="sigma of the log-normal factor on steps' times")
     workers.add_argument("--block-size", type=int, default=64, help="tokens; large blocks simulate faster")
     promises = parser.add_argument_group("requests' targets and clients")
     promises.add_argument("--ttft-ms", type=float, default=2000.0)

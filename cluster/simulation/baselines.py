@@ -143,7 +143,7 @@ class Dynamo(Baseline):
             return Choice(None, both, cached.get(both.worker_id, 0))
         prefill = min(
             self.fleet.prefills,
-            key=lambda m: self._prefill_cost(m, query, cached) + m.blocks(m.prefills, query),
+            key=lambda m: self._prefill_cost(m, query, cached) + m.queued_blocks + m.blocks_of(query),
         )
         decode = min(self.fleet.decodes, key=lambda m: self._active(m, query))
         return Choice(prefill, decode, cached.get(prefill.worker_id, 0))
@@ -155,4 +155,4 @@ class Dynamo(Baseline):
 
     @staticmethod
     def _active(member: Member, query: PlaceQuery) -> int:
-        return member.blocks(member.decodes, query)
+        return member.decode_blocks + member.blocks_of(query)

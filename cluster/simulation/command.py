@@ -90,6 +90,7 @@ def _config(arguments: argparse.Namespace, *, colocated: bool) -> SimulationConf
             token_budget=token_budget,
             block_size=arguments.block_size,
             handoff_token_s=hardware.handoff_token_s,
+            step_noise=arguments.noise,
         )
 
     slo = SloClass(name="interactive", ttft_s=arguments.ttft_ms / 1000, tpot_s=arguments.tpot_ms / 1000)
@@ -101,6 +102,7 @@ def _config(arguments: argparse.Namespace, *, colocated: bool) -> SimulationConf
         slo=SloConfig(classes=(slo,), default=slo.name),
         declared_tokens=arguments.declared_tokens,
         max_returns=arguments.returns,
+        seed=arguments.seed,
     )
 
 

@@ -35,36 +35,42 @@ class Placed:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A worker and its load. `prefills`: requests that it computes the prompt of; `decodes`: that end here."""
+    """A worker and its load. `prefills`: requests that it computes the prompt of; `decodes`: that end here.
+
+    Of the former, until the first token, `queued_tokens` are those not found cached; of the latter `context_tokens` are
+    the prompts', `outstanding_tokens` these and the declared new ones.
+    """
 
     info: WorkerInfo
     prefills: dict[str, Placed] = field(default_factory=dict)
     decodes: dict[str, Placed] = field(default_factory=dict)
+    queued_tokens: int = 0
+    queued_blocks: int = 0
+    context_tokens: int = 0
+    outstanding_tokens: int = 0
+    decode_blocks: int = 0
     computed_at: float = 0.0  # when the prompts placed here are predicted to be computed
 
     @property
     def worker_id(self) -> str:
         return self.info.worker_id
 
-    @property
-    def queued_tokens(self) -> int:
-        """Of prompts, less what was found cached, until the first token."""
-        return sum(placed.uncached_tokens for placed in self.prefills.values())
-
-    @property
-    def outstanding_tokens(self) -> int:
-        """Prompt and declared new tokens of all that is to end here."""
-        return sum(p.query.num_tokens + p.query.max_new_tokens for p in self.decodes.values())
-
-    def blocks(self, placed: dict[str, Placed], query: PlaceQuery) -> int:
-        """Of prompts, with that of `query`."""
-        size = self.info.block_size
-        return sum(-(-p.query.num_tokens // size) for p in placed.values()) + -(-query.num_tokens // size)
+    def blocks_of(self, query: PlaceQuery) -> int:
+        return -(-query.num_tokens // self.info.block_size)
 
     def step_s(self, cost: StepCost, query: PlaceQuery) -> float:
         """Of a decode step with all that decodes or will, and `query`."""
-        context = sum(p.query.num_tokens for p in self.decodes.values()) + query.num_tokens
+        context = self.context_tokens + query.num_tokens
         return cost.step_s(StepWork(decodes=len(self.decodes) + 1, context_tokens=context))
+
+    def count_prefill(self, placed: Placed, sign: int) -> None:
+        self.queued_tokens += sign * placed.uncached_tokens
+        self.queued_blocks += sign * self.blocks_of(placed.query)
+
+    def count_decode(self, placed: Placed, sign: int) -> None:
+        self.context_tokens += sign * placed.query.num_tokens
+        self.outstanding_tokens += sign * (placed.query.num_tokens + placed.query.max_new_tokens)
+        self.decode_blocks += sign * self.blocks_of(placed.query)
 
 
 class Fleet:
@@ -98,15 +104,23 @@ class Fleet:
         placed = Placed(query, uncached_tokens, computing, decode)
         self._placed[query.request_id] = computing.prefills[query.request_id] = placed
         decode.decodes[query.request_id] = placed
+        computing.count_prefill(placed, 1)
+        decode.count_decode(placed, 1)
 
     def first_token(self, request_id: str, now: float) -> None:
-        computing = self._placed[request_id].computing
-        computing.prefills.pop(request_id, None)
-        if not computing.prefills:
-            computing.computed_at = now
+        placed = self._placed[request_id]
+        self._computed(placed)
+        if not placed.computing.prefills:
+            placed.computing.computed_at = now
 
     def ended(self, request_id: str) -> None:
         placed = self._placed.pop(request_id, None)
         if placed is not None:
-            placed.computing.prefills.pop(request_id, None)
-            placed.decode.decodes.pop(request_id, None)
+            self._computed(placed)
+            del placed.decode.decodes[request_id]
+            placed.decode.count_decode(placed, -1)
+
+    @staticmethod
+    def _computed(placed: Placed) -> None:
+        if placed.computing.prefills.pop(placed.query.request_id, None) is not None:
+            placed.computing.count_prefill(placed, -1)

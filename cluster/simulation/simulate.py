@@ -40,6 +40,7 @@ class SimulationConfig:
     message_s: float = 0.0002
     declared_tokens: int | None = None
     max_returns: int = 0
+    seed: int = 0  # of the noise in steps
 
     def __post_init__(self) -> None:
         if self.num_prefill < 0 or self.num_decode < 1:
@@ -79,14 +80,14 @@ class _Simulation:
         self._prefills = {
             w.worker_id: w
             for w in (
-                SimulatedPrefill(f"prefill-{i}", config.prefill, self._clock, self, epoch=i)
+                SimulatedPrefill(f"prefill-{i}", config.prefill, self._clock, self, epoch=config.seed + 2 * i)
                 for i in range(config.num_prefill)
             )
         }
         self._decodes = {
             w.worker_id: w
             for w in (
-                SimulatedDecode(f"decode-{i}", config.decode, self._clock, self, epoch=i)
+                SimulatedDecode(f"decode-{i}", config.decode, self._clock, self, epoch=config.seed + 2 * i + 1)
                 for i in range(config.num_decode)
             )
         }

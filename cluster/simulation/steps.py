@@ -7,16 +7,19 @@ the same bit for bit. Whoever touches the worker says so before (`settle`, `inte
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.prompts import TOKEN
 from engine.sequence import SampledToken, StepOutput, StepPlan
 from engine.step_cost import StepCost, StepWork
 
-_SAMPLED = SampledToken(TOKEN)
+_SAMPLED: Final = SampledToken(TOKEN)
+_NUM_FACTORS: Final = 1021  # then they repeat
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +30,18 @@ class _Run:
     began: float
     ends: list[float]
     num_applied: int = 0
+
+
+class Noise:
+    """How much longer, or shorter, than predicted each of a worker's steps takes: log-normal, mean 1, the same for the
+    same step of the same seed however steps are grouped."""
+
+    def __init__(self, sigma: float, seed: int) -> None:
+        rng = random.Random(seed)
+        self._factors = [rng.lognormvariate(-sigma * sigma / 2, sigma) for _ in range(_NUM_FACTORS)]
+
+    def factor(self, step: int) -> float:
+        return self._factors[step % _NUM_FACTORS]
 
 
 class SimulatedSteps:
@@ -40,12 +55,14 @@ class SimulatedSteps:
         plan: Callable[[], StepPlan],
         finish: Callable[[StepPlan, StepOutput], None],
         repetitions: Callable[[StepPlan], int] = lambda plan: 0,
+        noise: Noise | None = None,
     ) -> None:
         self._clock = clock
         self._cost = cost
         self._plan = plan
         self._finish = finish
         self._repetitions = repetitions
+        self._noise = noise
         self._run: _Run | None = None
         self._is_woken = False
         self.busy_s = 0.0
@@ -87,11 +104,15 @@ class SimulatedSteps:
 
     def _ends(self, plan: StepPlan, num_repetitions: int) -> list[float]:
         work = StepWork.of_plan(plan)
-        ends = [self._clock.now + self._cost.step_s(work)]
-        for _ in range(num_repetitions):
+        ends = [self._clock.now + self._step_s(work, 0)]
+        for repetition in range(1, num_repetitions + 1):
             work = StepWork(decodes=work.decodes, context_tokens=work.context_tokens + work.decodes)
-            ends.append(ends[-1] + self._cost.step_s(work))
+            ends.append(ends[-1] + self._step_s(work, repetition))
         return ends
+
+    def _step_s(self, work: StepWork, repetition: int) -> float:
+        step_s = self._cost.step_s(work)
+        return step_s if self._noise is None else step_s * self._noise.factor(self.num_steps + repetition)
 
     def _schedule(self, run: _Run) -> None:
         num_ends = len(run.ends)

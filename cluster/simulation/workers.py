@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.prompts import TOKEN
-from cluster.simulation.steps import SimulatedSteps
+from cluster.simulation.steps import Noise, SimulatedSteps
 from decode_workers.scheduler import DecodeScheduler
 from engine.allocation import BlockAllocator
 from engine.block_pool import BlockPool
@@ -36,6 +36,8 @@ class WorkerShape:
 
     The exposed part of a hand-off, from the prompt's last step until decode may go on: `handoff_s`, and for each token
     of the prompt's last chunk `handoff_token_s` (the last layer's slab, which nothing is left to hide behind).
+
+    Steps take what `cost` says, or that times a log-normal factor of mean 1 and sigma `step_noise`.
     """
 
     cost: StepCost
@@ -49,11 +51,17 @@ class WorkerShape:
     handoff_s: float = 0.002
     handoff_token_s: float = 0.0
     prefix_caching: bool = True
+    step_noise: float = 0.0
     fast_forward: bool = True
 
     def __post_init__(self) -> None:
         if self.kv_tokens < self.block_size:
             raise ValueError(f"{self.kv_tokens} tokens of KV are less than one block of {self.block_size}")
+        if self.step_noise < 0:
+            raise ValueError(f"step_noise is {self.step_noise}; 0 means none, 0.1 that steps vary by a tenth")
+
+    def noise(self, seed: int) -> Noise | None:
+        return Noise(self.step_noise, seed) if self.step_noise else None
 
 
 class Listener(Protocol):
@@ -136,7 +144,12 @@ class SimulatedDecode(SimulatedWorker):
         )
         self._pending: deque[_Pending] = deque()
         self.steps = SimulatedSteps(
-            clock, shape.cost, plan=self._plan, finish=self._finish, repetitions=self._repetitions
+            clock,
+            shape.cost,
+            plan=self._plan,
+            finish=self._finish,
+            repetitions=self._repetitions,
+            noise=shape.noise(epoch),
         )
         self._decode_step_s = 0.0
 
@@ -251,7 +264,7 @@ class SimulatedPrefill(SimulatedWorker):
         self.scheduler = PrefillScheduler(
             self.allocator, token_budget=shape.token_budget, max_waiting=shape.max_waiting
         )
-        self.steps = SimulatedSteps(clock, shape.cost, plan=self._plan, finish=self._finish)
+        self.steps = SimulatedSteps(clock, shape.cost, plan=self._plan, finish=self._finish, noise=shape.noise(epoch))
         self._receivers: dict[SequenceKey, SimulatedDecode] = {}
 
     def start(self, seq: Sequence, to: SimulatedDecode, refuse: Refuse) -> None:
