@@ -1,0 +1,165 @@
+"""What a request is promised: classes of service with targets, and which class and targets a request asks for.
+
+    service level                what OpenAI's clients write into `service_tier`
+    interactive (the default)    auto, default, priority, scale, or its name
+    batch (without targets)      flex, or its name
+
+The header `x-slo-class` names a class and goes before `service_tier`; `x-slo-ttft-ms` and `x-slo-tpot-ms` set a
+target for one request. Knows seconds and names; nothing of HTTP servers, placement or how targets are met.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+CLASS_HEADER: Final = "x-slo-class"
+TTFT_HEADER: Final = "x-slo-ttft-ms"
+TPOT_HEADER: Final = "x-slo-tpot-ms"
+DEFAULT_TIERS: Final = ("auto", "default")  # of OpenAI: whatever the server's default is
+_MAX_NAME: Final = 64
+_MAX_TARGET_S: Final = 86_400.0
+
+
+class SloChoiceError(ValueError):
+    """A request asks for a class or a target that there is not. `param`: the field or header that it stands in."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSlo:
+    """The promise to one request. A target of None is none: any time meets it."""
+
+    slo_class: str
+    ttft_s: float | None
+    tpot_s: float | None
+
+    @property
+    def has_targets(self) -> bool:
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    def meets_ttft(self, ttft_s: float) -> bool:
+        """`ttft_s`: from arrival at the gateway to the first byte that the client is sent."""
+        return self.ttft_s is None or ttft_s <= self.ttft_s
+
+    def meets_tpot(self, tpot_s: float | None) -> bool:
+        """`tpot_s`: mean seconds between a request's tokens; None: it had fewer than two."""
+        return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloClass:
+    """`share` of its requests should meet both targets (0.99 makes them promises about P99)."""
+
+    name: str
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    share: float = 0.99
+    service_tiers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= _MAX_NAME:
+            raise ValueError(f"the name of an SLO class has 1 to {_MAX_NAME} characters, unlike {self.name[:80]!r}")
+        for field, seconds in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s)):
+            if seconds is not None and not 0 < seconds <= _MAX_TARGET_S:
+                raise ValueError(
+                    f"the {field} target of SLO class {self.name!r} is {seconds} s; give it more than 0 and at most a"
+                    " day, or leave it out for none"
+                )
+        if not 0 < self.share < 1:
+            raise ValueError(
+                f"share of SLO class {self.name!r} is {self.share}; it lies between 0 and 1, such as 0.99, because a"
+                " class that no request may miss has no error budget"
+            )
+
+    def promise(self, *, ttft_s: float | None = None, tpot_s: float | None = None) -> RequestSlo:
+        """To a request of this class, which may bring targets of its own."""
+        return RequestSlo(
+            slo_class=self.name,
+            ttft_s=self.ttft_s if ttft_s is None else ttft_s,
+            tpot_s=self.tpot_s if tpot_s is None else tpot_s,
+        )
+
+
+INTERACTIVE: Final = SloClass(name="interactive", ttft_s=2.0, tpot_s=0.1, service_tiers=("priority", "scale"))
+BATCH: Final = SloClass(name="batch", service_tiers=("flex",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloConfig:
+    """All classes, and the name of the one for requests that ask for none."""
+
+    classes: tuple[SloClass, ...] = (INTERACTIVE, BATCH)
+    default: str = INTERACTIVE.name
+
+    def __post_init__(self) -> None:
+        names = [slo_class.name for slo_class in self.classes]
+        if self.default not in names:
+            raise ValueError(f"the default SLO class is {self.default!r}, but there are {_listed(names)}")
+        owners: dict[str, str] = {}
+        for slo_class in self.classes:
+            for word in {slo_class.name, *slo_class.service_tiers}:
+                if word in owners:
+                    raise ValueError(
+                        f"{word!r} means SLO class {owners[word]!r} and SLO class {slo_class.name!r}; names and"
+                        " service_tiers must each belong to one class"
+                    )
+                owners[word] = slo_class.name
+
+    def named(self, name: str) -> SloClass | None:
+        return next((slo_class for slo_class in self.classes if slo_class.name == name), None)
+
+    def choose(self, service_tier: str | None, headers: Mapping[str, str]) -> RequestSlo:
+        """What a request is promised that brings this `service_tier` and these headers (names in lower case, or a
+        mapping that ignores case). Raises SloChoiceError, a sentence for the client."""
+        name = headers.get(CLASS_HEADER)
+        chosen = self._of_tier(service_tier) if name is None else self._of_header(name)
+        return chosen.promise(ttft_s=_target(headers, TTFT_HEADER), tpot_s=_target(headers, TPOT_HEADER))
+
+    def _of_header(self, name: str) -> SloClass:
+        chosen = self.named(name)
+        if chosen is None:
+            names = _listed(slo_class.name for slo_class in self.classes)
+            raise SloChoiceError(f"There is no SLO class {name[:_MAX_NAME]!r}; there are {names}.", param=CLASS_HEADER)
+        return chosen
+
+    def _of_tier(self, service_tier: str | None) -> SloClass:
+        default = self.named(self.default)
+        assert default is not None, "checked when this was made"
+        words = dict.fromkeys(DEFAULT_TIERS, default)
+        for slo_class in self.classes:
+            words |= dict.fromkeys((slo_class.name, *slo_class.service_tiers), slo_class)
+        if service_tier is None:
+            return default
+        if service_tier not in words:
+            raise SloChoiceError(
+                f"There is no service tier {service_tier[:_MAX_NAME]!r}; there are {_listed(words)}.",
+                param="service_tier",
+            )
+        return words[service_tier]
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words)
+
+
+def _target(headers: Mapping[str, str], name: str) -> float | None:
+    """Seconds, from the milliseconds in a header."""
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        seconds = float(text) / 1e3
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MAX_TARGET_S:
+        raise SloChoiceError(
+            f"{name} is {text[:_MAX_NAME]!r}; write milliseconds above 0 and at most {_MAX_TARGET_S * 1e3:.0f}.",
+            param=name,
+        )
+    return seconds
