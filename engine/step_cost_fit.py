@@ -43,7 +43,7 @@ _LEAST_SCALE = 0.005
 _SCALE_RATE = 0.05
 # So many such errors in a row, all to one side, are no outliers: the machine has changed.
 _STREAK = 8
-# Variance of what each coefficient then changes by itself, over that of what all change by together.
+# Of the seed's variance, what is then added.
 _OWN_CHANGE = 0.1
 _WINDOW = 256
 # Of a fit of steps all at once.
@@ -91,13 +91,14 @@ class StepCostFit:
         if not (work.prefill_tokens or work.decodes):
             return
         parts = self._units * _quantities(work)
-        predicted_s = float(self._shares @ parts)
         residuals = self._kinds[kind_of(work)]
-        error = seconds / predicted_s - 1
-        if residuals.has_changed(error):
-            self._doubt(self._shares * (parts > 0))
-        self._learn(parts / predicted_s, error, residuals.weight(error))
-        residuals.add(error)
+        error = seconds / float(self._shares @ parts) - 1
+        residuals.recent.append(abs(error))
+        factor = residuals.change(error)
+        if factor is not None:
+            self._follow(factor, parts > 0)
+            error = seconds / float(self._shares @ parts) - 1
+        self._learn(parts / float(self._shares @ parts), error, residuals.weight(error))
 
     def cost(self) -> StepCost:
         """The estimate now. Its `relative_error` is the seed's until steps have been seen."""
@@ -110,9 +111,11 @@ class StepCostFit:
         errors = [error for residuals in self._kinds.values() for error in residuals.recent]
         return float(np.median(errors)) if errors else self._seed_error
 
-    def _doubt(self, shares: _Vector) -> None:
-        """The machine's speed has changed: these shares are off by a common factor, and each a little by itself."""
-        self._variance += self._seed_variance * (np.outer(shares, shares) + _OWN_CHANGE * np.diag(shares * shares))
+    def _follow(self, factor: float, concerned: npt.NDArray[np.bool_]) -> None:
+        """The machine's speed has changed: by about so much in common, and for each coefficient a little by itself."""
+        self._shares[concerned] *= factor
+        shares = self._shares * concerned
+        self._variance += self._seed_variance * _OWN_CHANGE * (np.outer(shares, shares) + np.diag(shares * shares))
 
     def _learn(self, direction: _Vector, error: float, weight: float) -> None:
         """Move the estimate by what `direction @ shares` turned out to be off by.
@@ -133,30 +136,32 @@ class _Residuals:
     """Relative errors of one kind of step: how large they typically are, and whether this one is believed."""
 
     def __init__(self) -> None:
-        self.recent: deque[float] = deque(maxlen=_WINDOW)
+        self.recent: deque[float] = deque(maxlen=_WINDOW)  # without their signs
         self._scale = _FIRST_SCALE  # the median of |error|, tracked
-        self._streak = 0  # of large errors in a row, negative for ones below
+        self._streak: list[float] = []  # large errors in a row, all to one side
 
-    def has_changed(self, error: float) -> bool:
-        """Whether this error ends a streak that is no accident; the streak then starts anew."""
-        if abs(error) <= _HUBER_SCALES * self._scale:
-            self._streak = 0
-        else:
-            self._streak = (max(self._streak, 0) + 1) if error > 0 else (min(self._streak, 0) - 1)
-        if abs(self._streak) < _STREAK:
-            return False
-        self._streak = 0
-        self._scale = max(self._scale, abs(error))
-        return True
+    def change(self, error: float) -> float | None:
+        """The factor that steps now take longer by, if this error ends a streak that is no accident."""
+        if not self._is_large(error) or (self._streak and (self._streak[-1] > 0) != (error > 0)):
+            self._streak.clear()
+        if self._is_large(error):
+            self._streak.append(error)
+        if len(self._streak) < _STREAK:
+            return None
+        factor = 1 + float(np.median(self._streak))
+        self._streak.clear()
+        return factor
 
     def weight(self, error: float) -> float:
         """Huber's: 1 for a usual error, less for a large one, so that its influence is bounded."""
-        return min(1.0, _HUBER_SCALES * self._scale / max(abs(error), 1e-12))
-
-    def add(self, error: float) -> None:
-        self.recent.append(abs(error))
+        weight = min(1.0, _HUBER_SCALES * self._scale / max(abs(error), 1e-12))
         self._scale *= math.exp(_SCALE_RATE if abs(error) > self._scale else -_SCALE_RATE)
         self._scale = max(self._scale, _LEAST_SCALE)
+        return weight
+
+    def _is_large(self, error: float) -> bool:
+        """As ratios: a step that took a third of its time is as far off as one that took three times as long."""
+        return (error if error > 0 else 1 / (1 + error) - 1) > _HUBER_SCALES * self._scale
 
     def summary(self) -> FitError:
         if not self.recent:
@@ -191,7 +196,8 @@ def fit_steps(estimate: StepCost, steps: Sequence[tuple[StepWork, float]]) -> St
     # Each in units of what would explain some step entirely: it cannot be more. One that no step has is left alone.
     per_unit = np.divide(seconds[:, None], quantities, out=np.full(quantities.shape, np.inf), where=quantities > 0)
     units = np.where(np.isfinite(per_unit).any(axis=0), per_unit.min(axis=0), prior)
-    shares = _least_squares(quantities * units / seconds[:, None], np.minimum(prior / units, 1.0))
+    known = np.divide(prior, units, out=np.zeros(5), where=units > 0)
+    shares = _least_squares(quantities * units / seconds[:, None], np.minimum(known, 1.0))
     return _cost((shares * units).tolist(), estimate.relative_error)
 
 
@@ -211,8 +217,8 @@ def _least_squares(rows: _Matrix, prior: _Vector) -> _Vector:
 def _raised(free: _Vector, variance: _Matrix, floor: float) -> _Vector:
     """The likeliest estimate at or above `floor`, where `free` is the likeliest of all.
 
-    What is below is held at the floor, and the others follow: a projection onto a convex set that holds the truth, in
-    the estimate's own metric, so it cannot lead away from it.
+    What is below is held at the floor, one after the other and for good, and the others follow: a projection onto a
+    convex set that holds the truth, in the estimate's own metric, so it does not lead away from it.
     """
     raised, held = free, list[int]()
     while raised.min() < floor - 1e-12:

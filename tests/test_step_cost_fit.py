@@ -128,6 +128,13 @@ def test_an_outlier_among_the_first_steps_moves_little() -> None:
     assert held_out(fit) < 0.15
 
 
+def test_outliers_during_a_change_of_speed_are_outliers_still() -> None:
+    fit = Worker().run(StepCostFit(TRUTH), 300)
+    slower = scaled(TRUTH, 2)
+    Worker(cost=slower, outliers=0.15).run(fit, 100)
+    assert held_out(fit, slower) < 0.08
+
+
 def test_a_change_of_memory_speed_alone_is_followed() -> None:
     """A neighbour on the memory bus: steps and contexts cost more, arithmetic does not."""
     fit = Worker().run(StepCostFit(TRUTH), 400)
@@ -341,6 +348,13 @@ def test_what_no_step_has_is_taken_from_the_estimate_at_the_steps_speed() -> Non
     works = [decode(random.Random(seed)) for seed in range(8)]
     cost = fit_steps(TRUTH, [(work, 3 * TRUTH.step_s(work)) for work in works])
     assert coefficients(cost) == pytest.approx(coefficients(scaled(TRUTH, 3)), rel=0.02)
+
+
+def test_what_no_step_has_and_the_estimate_lacks_stays_zero() -> None:
+    work = decode(random.Random(0))
+    cost = fit_steps(dataclasses.replace(TRUTH, prefill_pair_s=0.0), [(work, 1.0)])
+    assert cost.prefill_pair_s == 0.0
+    assert cost.step_s(work) == pytest.approx(1.0, rel=0.01)
 
 
 def test_no_coefficient_becomes_zero() -> None:
