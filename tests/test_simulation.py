@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -131,11 +132,15 @@ class Recorder(QueueLengthRouter):
 
         self.heartbeat = heartbeat
 
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable:
+    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
         if now >= self._opens_at:
             return super().place(request, now)
         retry_after_s = self._opens_at - now
         return Unplaceable(request_id=request.request_id, attempt=0, reason="not yet", retry_after_s=retry_after_s)
+
+    def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
+        self.news.append((request_id, f"{num_output_tokens} tokens"))
+        super().ended(request_id, now, num_output_tokens)
 
     def first_token(self, request_id: str, now: float) -> None:
         self.news.append((request_id, "first token"))
@@ -161,7 +166,39 @@ def test_busy_workers_beat_once_a_period_and_idle_ones_once_more() -> None:
     assert times == [0.25 + 0.5 * k for k in range(2, 2 + len(times))]
     assert record.end_s <= times[-1] <= record.end_s + 1.0
     assert {worker_id for worker_id, _ in router.beats} == {"prefill-0", "decode-0"}
-    assert router.news == [("r0", "first token")]
+    assert router.news == [("r0", "first token"), ("r0", "400 tokens")]
+
+
+class WaitingRouter(QueueLengthRouter):
+    """Everyone waits for the next whole second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[PlaceQuery] = []
+        self._next_at: float | None = None
+        self.asked_at: list[float] = []
+
+    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
+        self._waiting.append(request)
+        self._next_at = math.ceil(now)
+        return None
+
+    def answers(self, now: float) -> list[Placement | Unplaceable]:
+        self.asked_at.append(now)
+        waiting, self._waiting, self._next_at = self._waiting, [], None
+        return [answer for request in waiting if (answer := super(WaitingRouter, self).place(request, now))]
+
+    def next_at(self) -> float | None:
+        return self._next_at
+
+
+def test_who_waits_is_answered_when_the_router_says() -> None:
+    router = WaitingRouter()
+    requests = [one(1000, 5, "a", 0.25), one(1000, 5, "b", 0.5), one(1000, 5, "c", 3.5)]
+    records = simulate(CONFIG, requests, router).records
+    assert router.asked_at == [1.0, 4.0]
+    assert [record.placed_s for record in records] == [1.002, 1.002, 4.002]
+    assert all(record.end_s for record in records)
 
 
 def test_a_reservation_waits_for_room_and_is_refused_in_the_end() -> None:

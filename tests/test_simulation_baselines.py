@@ -121,7 +121,7 @@ def test_least_outstanding_tokens_forgets_what_is_done() -> None:
     assert places(router, query("c", 100)) == ("prefill-1", "decode-1")
     router.first_token("a", 1.0)
     assert places(router, query("d", 100)) == ("prefill-0", "decode-1")
-    router.ended("a")
+    router.ended("a", 2.0, 100)
     assert places(router, query("e", 100))[1] == "decode-0"
 
 

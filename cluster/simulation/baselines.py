@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from cluster.simulation.fleet import Fleet, Member
-from cluster.simulation.router import PlaceQuery
+from cluster.simulation.router import NobodyWaits, PlaceQuery
 from kv_transfer.messages import (
     BlockEvents,
     BlockIndexSnapshot,
@@ -37,7 +37,7 @@ class Refusal:
     retry_after_s: float | None
 
 
-class Baseline(ABC):
+class Baseline(NobodyWaits, ABC):
     """The bookkeeping that all rules share; a rule is `choose`."""
 
     wants_blocks = False
@@ -77,7 +77,7 @@ class Baseline(ABC):
     def first_token(self, request_id: str, now: float) -> None:
         self.fleet.first_token(request_id, now)
 
-    def ended(self, request_id: str) -> None:
+    def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
         self.fleet.ended(request_id)
 
 

@@ -22,9 +22,11 @@ from kv_transfer.messages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceQuery(Place):
-    """With what routers may want to know beside it. `hashes`: of the prompt's full blocks that may be found cached."""
+    """With what routers may want to know beside it. `arrived_at`: from where TTFT counts. `hashes`: of the prompt's full
+    blocks that may be found cached."""
 
     slo: RequestSlo
+    arrived_at: float = 0.0
     hashes: tuple[bytes, ...] = ()
 
 
@@ -41,16 +43,36 @@ class Router(Protocol):
         """What a worker's prefix cache holds: all of it after `register`, changes with its heartbeats."""
         ...
 
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable: ...
+    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
+        """None: it waits, and will be among the `answers`."""
+        ...
+
+    def answers(self, now: float) -> list[Placement | Unplaceable]:
+        """To requests that waited. Called at `next_at`."""
+        ...
+
+    def next_at(self) -> float | None:
+        """When there may be answers, as it stands; asked after each `place` and `answers`."""
+        ...
 
     def first_token(self, request_id: str, now: float) -> None: ...
 
-    def ended(self, request_id: str) -> None:
-        """It was served, or refused by a worker. Not told of what `place` turned away."""
+    def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
+        """It was served, or, without tokens, refused by a worker. Not told of whom the router turned away itself."""
         ...
 
 
-class QueueLengthRouter:
+class NobodyWaits:
+    """Of routers that answer at once."""
+
+    def answers(self, now: float) -> list[Placement | Unplaceable]:
+        return []
+
+    def next_at(self) -> float | None:
+        return None
+
+
+class QueueLengthRouter(NobodyWaits):
     """Legato's `GlobalScheduler` as it is: predicted work, without targets or prefixes."""
 
     wants_blocks = False
@@ -59,13 +81,15 @@ class QueueLengthRouter:
         self._scheduler = GlobalScheduler(policy or SchedulerPolicy())
         self.register = self._scheduler.register
         self.heartbeat = self._scheduler.heartbeat
-        self.ended = self._scheduler.ended
 
     def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
         """It knows no prefixes."""
 
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable:
+    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
         return self._scheduler.place(request, now)
 
     def first_token(self, request_id: str, now: float) -> None:
         """It does not follow requests."""
+
+    def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
+        self._scheduler.ended(request_id)

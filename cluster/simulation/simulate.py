@@ -1,6 +1,6 @@
 """A trace over simulated workers, placed by a router: the life of each request from arrival to its last token.
 
-    arrival -> place -> (turned away, and back after Retry-After if clients do that)
+    arrival -> place, or wait for that -> (turned away, and back after Retry-After if clients do that)
                      -> decode reserves, or the request waits for room there -> prefill computes, first token
                         -> hand-off -> decode computes the rest
                      -> or decode computes all of it
@@ -10,6 +10,7 @@ Each message takes `message_s`. The same trace, router and settings give the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -77,6 +78,7 @@ class _Simulation:
         self._clock = VirtualClock()
         self._live: dict[str, _Live] = {}
         self._records: list[Record] = []
+        self._asks_at = math.inf  # when the router is asked for answers next
         self._prefills = {
             w.worker_id: w
             for w in (
@@ -152,6 +154,26 @@ class _Simulation:
 
     def _place(self, live: _Live) -> None:
         answer = self._router.place(self._query(live), self._clock.now)
+        if answer is not None:
+            self._answer(live, answer)
+        self._await_answers()
+
+    def _await_answers(self) -> None:
+        """Unless the router will be asked by then anyway."""
+        next_at = self._router.next_at()
+        if next_at is not None and next_at < self._asks_at:
+            self._asks_at = max(next_at, self._clock.now)
+            self._clock.at(self._asks_at, self._take_answers)
+
+    def _take_answers(self) -> None:
+        if self._clock.now < self._asks_at:
+            return  # it was asked in between
+        self._asks_at = math.inf
+        for answer in self._router.answers(self._clock.now):
+            self._answer(self._live[answer.request_id], answer)
+        self._await_answers()
+
+    def _answer(self, live: _Live, answer: Placement | Unplaceable) -> None:
         if isinstance(answer, Unplaceable):
             self._clock.after(self._config.message_s, lambda: self._turn_away(live, answer))
         else:
@@ -166,6 +188,7 @@ class _Simulation:
             num_tokens=request.prompt_tokens,
             max_new_tokens=request.output_tokens if declared is None else max(declared, request.output_tokens),
             slo=live.record.slo,
+            arrived_at=live.record.arrival_s,
             hashes=tuple(live.hasher.hashes[:num_findable]),
         )
 
@@ -199,7 +222,7 @@ class _Simulation:
         self._prefills[placement.prefill].start(seq, decode, refuse)
 
     def _refused(self, live: _Live, reason: str, retry_after_s: float | None) -> None:
-        self._router.ended(live.request.request_id)
+        self._router.ended(live.request.request_id, self._clock.now, 0)
         self._reject(live, reason, retry_after_s)
 
     def _turn_away(self, live: _Live, answer: Unplaceable) -> None:
@@ -226,4 +249,4 @@ class _Simulation:
         live = self._live.pop(seq.request_id)
         live.record.end_s = self._clock.now + self._config.message_s
         live.record.rejected, live.record.retry_after_s = "", None
-        self._router.ended(seq.request_id)
+        self._router.ended(seq.request_id, self._clock.now, live.record.output_tokens)
