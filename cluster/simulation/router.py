@@ -22,8 +22,8 @@ from kv_transfer.messages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceQuery(Place):
-    """With what routers may want to know beside it. `arrived_at`: from where TTFT counts. `hashes`: of the prompt's full
-    blocks that may be found cached."""
+    """With what routers may want to know beside it. `arrived_at`: from where TTFT counts. `hashes`: of the prompt's
+    full blocks that may be found cached."""
 
     slo: RequestSlo
     arrived_at: float = 0.0
