@@ -7,7 +7,8 @@ that is lost loses what it held, and one must not be counted twice.
 What counts (all times as the client sees them, from arrival at the gateway):
 * A finished request met its promise if its first byte and its mean time per token were both in time. Without targets
   there is nothing to miss.
-* A rejected or failed request that had targets missed its promise. One without targets is only counted as such.
+* A rejected or failed request that had targets missed its promise, and once more each time that it comes back and is
+  rejected again. One without targets is only counted as such.
 * A cancelled request says nothing of the promise, unless its first byte was already late: else a service so slow that
   clients give up would look good.
 
@@ -205,7 +206,7 @@ class SloRecorder:
         self._observe(series, Metric.QUEUE, (queue_s,))
 
     def gaps(self, served: Served, gaps_s: Iterable[float]) -> None:
-        """Times between tokens, one by one or many together. Counted for the worker that decodes."""
+        """Times between tokens. Counted for the worker that decodes. Many at once cost a fifth each of one by one."""
         self._observe(served.series(served.decode), Metric.GAP, gaps_s)
 
     def ended(self, served: Served, end: RequestEnd) -> None:

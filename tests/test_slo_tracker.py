@@ -90,6 +90,10 @@ def test_a_worker_that_does_both_is_counted_once() -> None:
     same = served(prefill="d0", decode="d0")
     subject.absorb(1.0, report(finished(), who=alone))
     subject.absorb(1.0, report(finished(), who=same))
+    recorder = SloRecorder()
+    recorder.first_byte(alone, ttft_s=1.0, queue_s=0.5)
+    subject.absorb(1.0, recorder.take())
+    assert subject.snapshot(1.0, ALL._replace(replica="d0")).latencies[Metric.TTFT].count == 1
     assert subject.snapshot(1.0, ALL).counts.met == subject.snapshot(1.0, ALL._replace(replica="d0")).counts.met == 2
 
 
