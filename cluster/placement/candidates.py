@@ -49,6 +49,7 @@ class Candidates:
     gain: Floats
     delay: Floats
     order: NDArray[np.intp]  # best first
+    reach: Floats  # `[3, rows of the table]`: leading tokens of the prompt on the device, down to host memory, to disk
 
     def __len__(self) -> int:
         return len(self.decode)
@@ -70,10 +71,17 @@ def eligible(table: WorkerTable, query: Query) -> tuple[Rows, Rows]:
     return computes, wanted if len(wanted) else rows[holds & stays]
 
 
+def could_ever(table: WorkerTable, query: Query) -> bool:
+    """Whether it may fit once workers are there, or are not leaving: not if those that are there are all too small."""
+    decodes = table.rows[:, table.live()]
+    decodes = decodes[:, decodes[Row.DECODES] == 1.0]
+    return bool((decodes[Row.MAX_MODEL_LEN] >= query.num_tokens + query.max_new_tokens).any()) or not decodes.size
+
+
 def find_candidates(
     ledger: Ledger, policy: DecisionPolicy, query: Query, reach: Mapping[str, PrefixReach], now: float
 ) -> Candidates | None:
-    """None where no decode worker could ever do it."""
+    """None where no decode worker is there that could ever do it."""
     table = ledger.table
     prefills, decodes = eligible(table, query)
     if not len(decodes):
@@ -115,12 +123,12 @@ def evaluate(
     # Of equals the pair: a decode worker that computes no prompts is better for those who come next.
     order = np.lexsort((table.rank[computing], table.rank[decode], alone, delay, -np.round(gain, 3)))
     return Candidates(
-        computing, decode, prompt, start_s, ttft_s, after.tpot_s, after.kv_share, chance, after.harm, gain, delay, order
+        *(computing, decode, prompt, start_s, ttft_s, after.tpot_s, after.kv_share),
+        *(chance, after.harm, gain, delay, order, reach),
     )
 
 
 def _reach_tokens(ledger: Ledger, reach: Mapping[str, PrefixReach]) -> Floats:
-    """`[3, rows of the table]`: tokens on the device, down to host memory, down to disk."""
     tokens = np.zeros((3, len(ledger.table.ids)))
     for worker_id, columns in reach.items():
         if worker_id in ledger.table:

@@ -19,7 +19,7 @@ from cluster.placement.query import Query
 class Action(Enum):
     PLACE = "it goes to the chosen workers"
     DEFER = "nowhere would it do more good than harm now; later it may"
-    IMPOSSIBLE = "no worker could ever do it"
+    IMPOSSIBLE = "no worker that is there could ever do it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +83,25 @@ def decide(
     reach: Mapping[str, PrefixReach],
     now: float,
     *,
-    ttft_share: float = 1.0,
+    share: float = 1.0,
     num_rows: int = 8,
 ) -> tuple[Decision, Candidates | None]:
-    """`ttft_share`: of its TTFT target that this tenant may use up (fairness). `num_rows`: that the decision keeps."""
+    """`share`: see `is_welcome`. `num_rows`: that the decision keeps."""
     found = find_candidates(ledger, policy, query, reach, now)
     if found is None:
         return Decision(query=query, now=now, action=Action.IMPOSSIBLE, rows=()), None
-    action = Action.PLACE if is_welcome(policy, query, found, ttft_share) else Action.DEFER
+    action = Action.PLACE if is_welcome(policy, query, found, share) else Action.DEFER
     rows = tuple(_row(ledger, found, int(index)) for index in found.order[:num_rows])
     uncached = float(found.prompt.uncached_tokens[found.order[0]])
     return Decision(query=query, now=now, action=action, rows=rows, uncached_tokens=uncached), found
 
 
-def is_welcome(policy: DecisionPolicy, query: Query, found: Candidates, ttft_share: float = 1.0) -> bool:
-    """Whether the best candidate is good enough. What was begun already (a later attempt) always is, if it fits."""
+def is_welcome(policy: DecisionPolicy, query: Query, found: Candidates, share: float = 1.0) -> bool:
+    """Whether the best candidate is good enough. What was begun already (a later attempt) always is, if it fits.
+
+    `share`, up to 1: of its TTFT target, and of the doubt that is allowed, that the request may use up. The rest is
+    kept for those who are to be served first.
+    """
     best = found.order[0]
     if found.ttft_s[best] == float("inf"):
         return False
@@ -106,8 +110,8 @@ def is_welcome(policy: DecisionPolicy, query: Query, found: Candidates, ttft_sha
     if not query.has_targets:
         quiet = found.harm[best] <= policy.batch_harm and found.start_s[best] <= policy.batch_queue_s
         return bool(quiet and found.chance[best] >= policy.min_gain)
-    within = ttft_share >= 1.0 or found.ttft_s[best] <= ttft_share * query.ttft_s
-    return bool(within and found.gain[best] >= policy.min_gain)
+    within = share >= 1.0 or found.ttft_s[best] <= share * query.ttft_s
+    return bool(within and found.gain[best] >= 1.0 - share * (1.0 - policy.min_gain))
 
 
 def book(ledger: Ledger, decision: Decision) -> None:

@@ -16,7 +16,7 @@ from cluster.placement.query import Query
 from cluster.placement.worker_table import Floats, Row, Rows, Slot, WorkerTable
 
 MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
-_OVERDUE: Final = 0.2  # who has put out more than was expected will put out so much more of it again
+_OVERDUE: Final = 0.2  # of what was put out, at least so much again is to come, unless a bound is in the way
 _KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
 _PROMPT_FACTS: Final = (Row.PREFILL_TOKEN_S, Row.PREFILL_PAIR_S, Row.CHUNK_TOKENS, Row.DRAINED_AT, Row.STEP_S)
 _LOGISTIC: Final = 1.702  # makes the logistic function close to the normal distribution's
@@ -143,7 +143,7 @@ def _neighbours(facts: Floats, slots: Floats, num_output: float, lead_s: Floats,
     emitted = np.where(joined & live, np.maximum(steps - np.where(joined, slots[Slot.JOINED_STEP], 0.0), 0.0), 0.0)
     emitted = np.minimum(emitted, slots[Slot.MAX_OUTPUT])
     overdue = np.minimum(np.maximum(_OVERDUE * emitted, 1.0), np.maximum(slots[Slot.MAX_OUTPUT] - emitted, 0.0))
-    left = np.where(live, np.where(emitted < output, output - emitted, overdue), 0.0)
+    left = np.where(live, np.maximum(output - emitted, overdue), 0.0)
     waits = np.where(joined, 0.0, np.maximum(slots[Slot.FIRST_AT] - now, 0.0))
     until_join_s, until_lead_s = np.maximum(lead_s[:, None] - waits, 0.0), np.maximum(waits - lead_s[:, None], 0.0)
     ahead, offset = np.minimum(until_join_s / step_s, left), until_lead_s / step_s

@@ -1,0 +1,149 @@
+"""In, later, or no: what becomes of a request, fair between tenants, and honest about when to come back.
+
+Wires decision, outlook, waiting room, shares and promises together over one ledger. The clock is passed in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from cluster.block_index import PrefixReach
+from cluster.placement.candidates import Candidates, could_ever
+from cluster.placement.decision import Action, Decision, book, decide
+from cluster.placement.fairness import TenantShares
+from cluster.placement.ledger import Ledger
+from cluster.placement.outlook import LATER_S, look_ahead
+from cluster.placement.policy import DecisionPolicy
+from cluster.placement.promises import Promises
+from cluster.placement.query import Query
+from cluster.placement.waiting_room import Waiting, WaitingRoom
+
+MIN_RETRY_AFTER_S: Final = 1.0
+
+Prefixes = Callable[[Sequence[bytes]], Mapping[str, PrefixReach]]
+
+
+class Outcome(Enum):
+    PLACED = "it runs where the decision says"
+    WAITING = "it is looked at again at `until`, and answered by its deadline"
+    REJECTED = "it should come back after `retry_after_s`; where that is None, never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionPolicy:
+    """`contested_share`: what the share of a request (see `is_welcome`) is while others are to be served first: its
+    tenant is ahead of another, or clients that were promised room may be back. `max_wait_s`: nobody waits longer,
+    and those with a TTFT target only as long as it can be met."""
+
+    contested_share: float = 0.5
+    max_waiting: int = 1000
+    max_wait_s: float = 60.0
+    log_size: int = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    outcome: Outcome
+    decision: Decision
+    until: float | None = None
+    retry_after_s: float | None = None
+
+    def __str__(self) -> str:
+        times = f" (until {self.until}, retry after {self.retry_after_s} s)"
+        return f"{self.outcome.name}: {self.outcome.value}{times}\n{self.decision}"
+
+
+class Admission:
+    """`prefixes`: what workers hold of a prompt. `log`: the newest verdicts."""
+
+    def __init__(self, ledger: Ledger, prefixes: Prefixes, policy: DecisionPolicy, rules: AdmissionPolicy) -> None:
+        self._ledger = ledger
+        self._prefixes = prefixes
+        self._policy = policy
+        self._rules = rules
+        self._room = WaitingRoom(self._rules.max_waiting)
+        self._shares = TenantShares()
+        self._promises = Promises()
+        self.log: deque[Verdict] = deque(maxlen=self._rules.log_size)
+
+    def ask(self, query: Query, now: float) -> Verdict:
+        """Decide, and book or remember what was decided. Asked again for a request that waits, it is decided anew."""
+        self._room.remove(query.request_id)
+        self._shares.ask(query.tenant, now)
+        return self._judge(query, now, now)
+
+    def again(self, now: float) -> list[Verdict]:
+        """Look again at those who wait and are due; returns only what is news: placed, or rejected."""
+        verdicts = []
+        for waiting in self._room.due(now, lambda tenant: self._shares.is_ahead(tenant, now)):
+            self._room.remove(waiting.query.request_id)
+            verdict = self._judge(waiting.query, now, waiting.came_at)
+            if verdict.outcome is not Outcome.WAITING:
+                verdicts.append(verdict)
+        return verdicts
+
+    def next_at(self) -> float | None:
+        """When `again` has something to do."""
+        return self._room.next_at()
+
+    def gone(self, request_id: str) -> None:
+        """The client of a request that waits is gone. Unknown ids are fine."""
+        self._room.remove(request_id)
+
+    def _judge(self, query: Query, now: float, came_at: float) -> Verdict:
+        reach, share = self._prefixes(query.prefix_hashes), self._share(query, now)
+        decision, found = decide(self._ledger, self._policy, query, reach, now, share=share)
+        if decision.action is Action.PLACE:
+            self._place(decision, now)
+            return self._log(Verdict(outcome=Outcome.PLACED, decision=decision))
+        if found is None:
+            come_back = MIN_RETRY_AFTER_S if could_ever(self._ledger.table, query) else None
+            return self._log(Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back))
+        return self._log(self._wait_or_reject(decision, found, now, came_at, share))
+
+    def _share(self, query: Query, now: float) -> float:
+        if self._shares.is_ahead(query.tenant, now):
+            return self._rules.contested_share
+        if self._promises.is_due(now) and not self._promises.redeem(_promise_key(query), now):
+            return self._rules.contested_share
+        return 1.0
+
+    def _place(self, decision: Decision, now: float) -> None:
+        query = decision.query
+        book(self._ledger, decision)
+        self._promises.kept(_promise_key(query))
+        self._promises.placed(now)
+        expected = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
+        self._shares.serve(query.tenant, decision.uncached_tokens, expected)
+
+    def _wait_or_reject(
+        self, decision: Decision, found: Candidates, now: float, came_at: float, share: float
+    ) -> Verdict:
+        query, ahead = decision.query, look_ahead(self._ledger, self._policy, decision.query, found, now, share)
+        latest_start = query.arrived_at + query.ttft_s - decision.best.prefill_s
+        deadline = min(came_at + self._rules.max_wait_s, latest_start)
+        if ahead.placeable_s is not None and now < deadline and not self._room.is_full:
+            until = min(now + ahead.placeable_s, deadline)
+            self._room.put(
+                Waiting(query=query, came_at=came_at, try_at=until, latest_start=latest_start, deadline=deadline)
+            )
+            return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
+        earliest = now + (LATER_S[-1] if ahead.welcome_s is None else ahead.welcome_s)
+        retry_at = self._promises.make(_promise_key(query), earliest, now)
+        return Verdict(
+            outcome=Outcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)
+        )
+
+    def _log(self, verdict: Verdict) -> Verdict:
+        self.log.append(verdict)
+        return verdict
+
+
+def _promise_key(query: Query) -> tuple[object, ...]:
+    """The same for the same question asked again, under whatever id."""
+    last = query.prefix_hashes[-1:]
+    return (query.tenant, query.slo_class, query.num_tokens, query.max_new_tokens, last)
