@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from cluster.simulation.baselines import Colocated, DistServe, Dynamo, LeastOutstandingTokens, RoundRobin
 from cluster.simulation.fleet import KnownCosts
+from cluster.simulation.legato_router import LegatoRouter
 from cluster.simulation.router import QueueLengthRouter, Router
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
@@ -32,10 +33,12 @@ from engine.roofline import (
 )
 from engine.step_cost import StepCost
 
+_LEAST_ERROR: Final = 0.02
 MODELS: Final = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.1-70b": LLAMA_3_1_70B}
 DEVICES: Final = {"h100": H100_SXM, "a100": A100_SXM, "l40s": L40S}
 ROUTERS: Final[dict[str, Callable[[KnownCosts], Router]]] = {
-    "legato": lambda costs: QueueLengthRouter(),
+    "legato": LegatoRouter,
+    "legato-queues": lambda costs: QueueLengthRouter(),
     "round-robin": lambda costs: RoundRobin(),
     "least-tokens": lambda costs: LeastOutstandingTokens(),
     "colocated": lambda costs: Colocated(),
@@ -63,9 +66,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _known(config: SimulationConfig) -> KnownCosts:
+    """With about the error that workers would find in their own predictions: that of the noise, and some."""
+    error = max(_LEAST_ERROR, 0.8 * config.decode.step_noise)
     return KnownCosts(
-        prefill=config.prefill.cost,
-        decode=config.decode.cost,
+        prefill=replace(config.prefill.cost, relative_error=error),
+        decode=replace(config.decode.cost, relative_error=error),
         prefill_chunk_tokens=config.prefill.token_budget,
         decode_chunk_tokens=config.decode.token_budget,
     )
