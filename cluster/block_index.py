@@ -7,15 +7,16 @@ that worker's columns. Knows no requests, no load and no sockets; the clock is p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
+from cluster.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
 from engine.prefix import HASH_BYTES
 from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport, Tier
 
 RETRY_S: Final = 2.0
-_BIT: Final[dict[Tier, int]] = {"device": 1, "host": 2, "disk": 4}
+_BIT: Final[dict[Tier, int]] = {"device": DEVICE, "host": HOST, "disk": DISK}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +31,16 @@ class PrefixReach:
 class _TierBits(dict[bytes, int]):
     """The tiers that hold a column, as a set of bits; counts the columns of each tier."""
 
-    def __init__(self) -> None:
+    def __init__(self, holders: PrefixHolders, number: int) -> None:
         super().__init__()
         self.num_columns: dict[Tier, int] = dict.fromkeys(_BIT, 0)
+        self._holders = holders
+        self.number = number  # the worker's, there
+
+    def emptied(self) -> _TierBits:
+        """In place of this one: nothing is known."""
+        self._holders.drop(self, self.number)
+        return _TierBits(self._holders, self.number)
 
     def apply(self, change: BlockChange) -> None:
         bit, count = _BIT[change.tier], 0
@@ -43,10 +51,12 @@ class _TierBits(dict[bytes, int]):
                 self[digest] = bits & ~bit
             else:
                 self.pop(digest, None)
+            self._holders.put(digest, self.number, bits & ~bit)
         for digest in _split(change.stored):
             bits = self.get(digest, 0)
             count += not bits & bit
             self[digest] = bits | bit
+            self._holders.put(digest, self.number, bits | bit)
         self.num_columns[change.tier] += count
 
 
@@ -54,9 +64,9 @@ class _TierBits(dict[bytes, int]):
 class _WorkerColumns:
     """`next_id` None: changes are missing, a snapshot is awaited."""
 
+    tiers: _TierBits
     epoch: int = -1
     next_id: int | None = None
-    tiers: _TierBits = field(default_factory=_TierBits)
     next_part: int = 0  # of the snapshot that is arriving
     snapshot: tuple[int, int, int] = (-1, -1, 0)  # its epoch, next id and number of parts
     asked_at: float = float("-inf")
@@ -71,10 +81,12 @@ class BlockIndex:
     def __init__(self, retry_s: float = RETRY_S) -> None:
         self._retry_s = retry_s
         self._workers: dict[str, _WorkerColumns] = {}
+        self._holders = PrefixHolders()
+        self._names: list[str | None] = []  # of the workers, by their numbers in `_holders`
 
     def on_events(self, events: BlockEvents, now: float) -> BlockIndexRequest | None:
         """Apply the changes that are new; on a gap, or while a snapshot is awaited, none."""
-        worker = self._workers.setdefault(events.worker_id, _WorkerColumns())
+        worker = self._worker(events.worker_id)
         if worker.next_id is None:
             return self._ask_again(events.worker_id, worker, now)
         if events.epoch != worker.epoch or events.first_id > worker.next_id:
@@ -87,14 +99,14 @@ class BlockIndex:
 
     def on_snapshot(self, part: BlockIndexSnapshot, now: float) -> BlockIndexRequest | None:
         """Take a part in. The worker counts as known from the last one on; one that is older than that is ignored."""
-        worker = self._workers.setdefault(part.worker_id, _WorkerColumns())
+        worker = self._worker(part.worker_id)
         if worker.next_id is not None and part.epoch == worker.epoch and part.next_id <= worker.next_id:
             return None
         identity = (part.epoch, part.next_id, part.num_parts)
         if worker.snapshot == identity and part.part < worker.next_part:
             return None
         if part.part == 0:
-            worker.epoch, worker.next_id, worker.tiers = part.epoch, None, _TierBits()
+            worker.epoch, worker.next_id, worker.tiers = part.epoch, None, worker.tiers.emptied()
             worker.next_part, worker.snapshot = 0, identity
         elif worker.snapshot != identity or part.part > worker.next_part:
             return self._lose_track(part.worker_id, worker, now)
@@ -107,7 +119,10 @@ class BlockIndex:
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone, or starts anew."""
-        self._workers.pop(worker_id, None)
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            self._names[worker.tiers.number] = None
+            worker.tiers.emptied()
 
     def num_columns(self, worker_id: str) -> int | None:
         """Columns that the worker holds in any tier; None while that is not known."""
@@ -137,14 +152,29 @@ class BlockIndex:
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> dict[str, PrefixReach]:
         """Of the sequence with these hashes, how much each worker holds; those that hold nothing are left out."""
-        return {
-            worker_id: _reach(worker.tiers, hashes)
-            for worker_id, worker in self._workers.items()
-            if worker.next_id is not None and hashes and hashes[0] in worker.tiers
-        }
+        found = {}
+        for (device, host, disk), numbers in self._holders.reaches(hashes).items():
+            reach = PrefixReach(device=device, host=host, disk=disk)
+            for number in members(numbers):
+                worker_id = self._names[number]
+                assert worker_id is not None, "a worker that was forgotten still holds columns"
+                if self._workers[worker_id].next_id is not None:
+                    found[worker_id] = reach
+        return found
+
+    def _worker(self, worker_id: str) -> _WorkerColumns:
+        """A new one takes the lowest number that is free."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            if None not in self._names:
+                self._names.append(None)
+            number = self._names.index(None)
+            self._names[number] = worker_id
+            worker = self._workers[worker_id] = _WorkerColumns(_TierBits(self._holders, number))
+        return worker
 
     def _lose_track(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
-        worker.next_id, worker.snapshot, worker.tiers = None, (-1, -1, 0), _TierBits()
+        worker.next_id, worker.snapshot, worker.tiers = None, (-1, -1, 0), worker.tiers.emptied()
         worker.num_gaps += 1
         return self._ask_again(worker_id, worker, now)
 
@@ -159,18 +189,3 @@ class BlockIndex:
 
 def _split(joined: bytes) -> Iterator[bytes]:
     return (joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES))
-
-
-def _reach(tiers: dict[bytes, int], hashes: Iterable[bytes]) -> PrefixReach:
-    device = host = disk = 0
-    wanted = _BIT["device"]  # the tiers that the run may still use
-    for digest in hashes:
-        bits = tiers.get(digest, 0)
-        if not bits:
-            break
-        if not bits & wanted:
-            wanted = wanted | _BIT["host"] if bits & _BIT["host"] else 7
-        disk += 1
-        host += wanted < 4
-        device += wanted < 2
-    return PrefixReach(device=device, host=host, disk=disk)

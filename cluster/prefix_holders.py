@@ -1,0 +1,100 @@
+"""Who holds a column, found by the column: the block index turned around, so that a prefix is looked up once for all.
+
+Workers are small numbers here, sets of workers are the bits of an integer. Knows no messages and no order of changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+DEVICE, HOST, DISK = 1, 2, 4
+_ANY = DEVICE | HOST | DISK
+
+
+class PrefixHolders:
+    """Most columns are held by one worker: those take one small integer each, the others three sets of workers.
+
+    A holder's tiers are a set of the bits DEVICE, HOST, DISK; the three sets are of those who have the column on the
+    device, on the device or in host memory, and anywhere.
+    """
+
+    def __init__(self) -> None:
+        self._sole: dict[bytes, int] = {}  # worker * 8 + its tiers
+        self._shared: dict[bytes, tuple[int, int, int]] = {}
+
+    def put(self, digest: bytes, worker: int, tiers: int) -> None:
+        """The worker holds the column in these tiers, and in no others; 0: not at all."""
+        shared = self._shared.get(digest)
+        if shared is None:
+            sole = self._sole.get(digest)
+            if sole is None or sole >> 3 == worker:
+                self._put_sole(digest, worker, tiers)
+                return
+            if not tiers:
+                return
+            shared = _with((0, 0, 0), sole >> 3, sole & _ANY)
+            del self._sole[digest]
+        shared = _with(shared, worker, tiers)
+        if shared[2]:
+            self._shared[digest] = shared
+        else:
+            del self._shared[digest]
+
+    def drop(self, digests: Iterable[bytes], worker: int) -> None:
+        for digest in digests:
+            self.put(digest, worker, 0)
+
+    def reaches(self, digests: Sequence[bytes]) -> dict[tuple[int, int, int], int]:
+        """The leading columns held (on the device, down to host memory, in any tier), and the set of workers with just
+        so many; those that hold none are left out."""
+        device = host = disk = -1  # everyone
+        ends: list[list[tuple[int, int]]] = [[], [], []]  # of each kind: (length, workers whose run ends there)
+        for length, digest in enumerate(digests):
+            on_device, in_host, anywhere = self._sets(digest)
+            if gone := disk & ~anywhere if length else 0:
+                ends[2].append((length, gone))
+            if gone := host & ~in_host if length else ~in_host & anywhere:
+                ends[1].append((length, gone))
+            if gone := device & ~on_device if length else ~on_device & anywhere:
+                ends[0].append((length, gone))
+            device, host, disk = device & on_device, host & in_host, disk & anywhere
+            if not disk:
+                break
+        for kind, left in enumerate((device, host, disk)):
+            if left and digests:
+                ends[kind].append((len(digests), left))
+        return {
+            (on_device, in_host, anywhere): workers
+            for anywhere, any_workers in ends[2]
+            for in_host, host_workers in ends[1]
+            if any_workers & host_workers
+            for on_device, device_workers in ends[0]
+            if (workers := any_workers & host_workers & device_workers)
+        }
+
+    def _put_sole(self, digest: bytes, worker: int, tiers: int) -> None:
+        if tiers:
+            self._sole[digest] = worker << 3 | tiers
+        else:
+            self._sole.pop(digest, None)
+
+    def _sets(self, digest: bytes) -> tuple[int, int, int]:
+        shared = self._shared.get(digest)
+        if shared is not None:
+            return shared
+        sole = self._sole.get(digest)
+        return (0, 0, 0) if sole is None else _with((0, 0, 0), sole >> 3, sole & _ANY)
+
+
+def members(workers: int) -> list[int]:
+    """The numbers in a set of workers."""
+    return [number for number, bit in enumerate(reversed(f"{workers:b}")) if bit == "1"]
+
+
+def _with(sets: tuple[int, int, int], worker: int, tiers: int) -> tuple[int, int, int]:
+    bit = 1 << worker
+    wanted = (DEVICE, DEVICE | HOST, _ANY)
+    on_device, in_host, anywhere = (
+        held | bit if tiers & tier else held & ~bit for held, tier in zip(sets, wanted, strict=True)
+    )
+    return on_device, in_host, anywhere
