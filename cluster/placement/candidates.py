@@ -130,10 +130,11 @@ def evaluate(
 
 def _reach_tokens(ledger: Ledger, reach: Mapping[str, PrefixReach]) -> Floats:
     tokens = np.zeros((3, len(ledger.table.ids)))
-    for worker_id, columns in reach.items():
-        if worker_id in ledger.table:
-            held = (columns.device, columns.host, columns.disk)
-            tokens[:, ledger.table.row(worker_id)] = np.array(held) * ledger.info(worker_id).block_size
+    row_of = ledger.table.row
+    held = [(row_of(w), to.device, to.host, to.disk) for w, to in reach.items() if w in ledger.table]
+    if held:
+        rows, *depths = zip(*held, strict=True)
+        tokens[:, rows] = np.array(depths) * ledger.table.rows[Row.BLOCK_SIZE, rows]
     return tokens
 
 

@@ -35,6 +35,7 @@ class Row(IntEnum):
     DRAINING = 17
     BOOKED = 18  # requests that decode or will decode there
     BOOKED_CONTEXT = 19  # their prompts' tokens
+    BLOCK_SIZE = 20
 
 
 class Slot(IntEnum):
@@ -83,6 +84,7 @@ class WorkerTable:
         facts[:] = 0.0
         facts[Row.CHUNK_TOKENS], facts[Row.DRAINED_AT], facts[Row.AS_OF] = chunk_tokens, now, now
         facts[Row.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
+        facts[Row.BLOCK_SIZE] = info.block_size
         facts[Row.MAX_MODEL_LEN] = info.max_model_len
         facts[Row.COMPATIBILITY] = self._codes.setdefault(info.compatibility, len(self._codes))
         facts[Row.DECODES] = info.role == "decode"
