@@ -83,7 +83,10 @@ class PrefixHolders:
         if shared is not None:
             return shared
         sole = self._sole.get(digest)
-        return (0, 0, 0) if sole is None else _with((0, 0, 0), sole >> 3, sole & _ANY)
+        if sole is None:
+            return 0, 0, 0
+        bit = 1 << (sole >> 3)
+        return bit if sole & DEVICE else 0, bit if sole & (DEVICE | HOST) else 0, bit
 
 
 def members(workers: int) -> list[int]:

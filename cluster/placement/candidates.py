@@ -130,11 +130,12 @@ def evaluate(
 
 def _reach_tokens(ledger: Ledger, reach: Mapping[str, PrefixReach]) -> Floats:
     tokens = np.zeros((3, len(ledger.table.ids)))
-    row_of = ledger.table.row
-    held = [(row_of(w), to.device, to.host, to.disk) for w, to in reach.items() if w in ledger.table]
-    if held:
-        rows, *depths = zip(*held, strict=True)
-        tokens[:, rows] = np.array(depths) * ledger.table.rows[Row.BLOCK_SIZE, rows]
+    if reach:
+        rows = ledger.table.rows_of(reach)
+        held = [[r.device for r in reach.values()], [r.host for r in reach.values()], [r.disk for r in reach.values()]]
+        known = rows >= 0
+        columns = np.array(held, dtype=np.float64)[:, known]
+        tokens[:, rows[known]] = columns * ledger.table.rows[Row.BLOCK_SIZE, rows[known]]
     return tokens
 
 

@@ -5,6 +5,7 @@ Knows numbers only; who may write them, and when, is the ledger's business. Time
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 import numpy as np
@@ -69,6 +70,10 @@ class WorkerTable:
 
     def row(self, worker_id: str) -> int:
         return self._row_of[worker_id]
+
+    def rows_of(self, worker_ids: Iterable[str]) -> Rows:
+        """-1 for those that are not known."""
+        return np.array([self._row_of.get(worker_id, -1) for worker_id in worker_ids], dtype=np.intp)
 
     def live(self) -> Rows:
         """The rows in use, by worker id."""
