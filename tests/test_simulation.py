@@ -15,7 +15,7 @@ from cluster.simulation.router import PlaceQuery, QueueLengthRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.traces import TraceRequest
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloClass, SloConfig
 from engine.step_cost import StepCost
 from kv_transfer.messages import Placement, Unplaceable, WorkerSnapshot

@@ -22,7 +22,7 @@ from cluster.simulation.router import PlaceQuery
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.synthetic import Workload, draw_requests
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import RequestSlo
 from engine.step_cost import StepCost
 from kv_transfer.messages import (

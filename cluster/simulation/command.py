@@ -20,7 +20,7 @@ from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.synthetic import Workload, draw_requests
 from cluster.simulation.traces import Scaling, TraceRequest, read_trace
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloClass, SloConfig
 from engine.roofline import (
     A100_SXM,

@@ -20,7 +20,8 @@ from cluster.simulation.prompts import ContentHasher, sequence_of
 from cluster.simulation.records import Record, Summary, summarise
 from cluster.simulation.router import PlaceQuery, Router
 from cluster.simulation.traces import TraceRequest
-from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, WorkerShape
+from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill
 from cluster.slo import SloConfig
 from engine.prefix import PrefixHasher
 from engine.sequence import Sequence

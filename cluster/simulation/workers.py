@@ -13,12 +13,12 @@ from typing import Final, Protocol
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.prompts import TOKEN
-from cluster.simulation.steps import Noise, SimulatedSteps
+from cluster.simulation.steps import SimulatedSteps
+from cluster.simulation.worker_shape import WorkerShape
 from decode_workers.scheduler import DecodeScheduler
 from engine.allocation import BlockAllocator
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
-from engine.step_cost import StepCost
 from engine.stopping import finish_reason
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.messages import Endpoint, Role, WorkerInfo, WorkerSnapshot
@@ -28,40 +28,6 @@ Refuse = Callable[[str, float | None], None]
 """Takes the reason, and after how many seconds it would probably fit; None: never on this worker."""
 
 _NOWHERE: Final = Endpoint(host="", port=0, node_id="")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerShape:
-    """What a worker is, apart from its id. `token_budget` bounds a step. `kv_tokens`: the room of its pool.
-
-    The exposed part of a hand-off, from the prompt's last step until decode may go on: `handoff_s`, and for each token
-    of the prompt's last chunk `handoff_token_s` (the last layer's slab, which nothing is left to hide behind).
-
-    Steps take what `cost` says, or that times a log-normal factor of mean 1 and sigma `step_noise`.
-    """
-
-    cost: StepCost
-    kv_tokens: int
-    token_budget: int = 2048
-    block_size: int = 64
-    max_num_seqs: int = 256
-    max_model_len: int = 131_072
-    max_waiting: int = 256
-    reserve_wait_s: float = 10.0
-    handoff_s: float = 0.002
-    handoff_token_s: float = 0.0
-    prefix_caching: bool = True
-    step_noise: float = 0.0
-    fast_forward: bool = True
-
-    def __post_init__(self) -> None:
-        if self.kv_tokens < self.block_size:
-            raise ValueError(f"{self.kv_tokens} tokens of KV are less than one block of {self.block_size}")
-        if self.step_noise < 0:
-            raise ValueError(f"step_noise is {self.step_noise}; 0 means none, 0.1 that steps vary by a tenth")
-
-    def noise(self, seed: int) -> Noise | None:
-        return Noise(self.step_noise, seed) if self.step_noise else None
 
 
 class Listener(Protocol):
