@@ -82,7 +82,7 @@ class BlockIndex:
         self._retry_s = retry_s
         self._workers: dict[str, _WorkerColumns] = {}
         self._holders = PrefixHolders()
-        self._names: list[str | None] = []  # of the workers, by their numbers in `_holders`
+        self._names: list[str] = []  # of the workers, by their numbers in `_holders`; "" where one is free
 
     def on_events(self, events: BlockEvents, now: float) -> BlockIndexRequest | None:
         """Apply the changes that are new; on a gap, or while a snapshot is awaited, none."""
@@ -121,7 +121,7 @@ class BlockIndex:
         """The worker is gone, or starts anew."""
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            self._names[worker.tiers.number] = None
+            self._names[worker.tiers.number] = ""
             worker.tiers.emptied()
 
     def num_columns(self, worker_id: str) -> int | None:
@@ -152,23 +152,22 @@ class BlockIndex:
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> dict[str, PrefixReach]:
         """Of the sequence with these hashes, how much each worker holds; those that hold nothing are left out."""
-        found = {}
+        found: dict[str, PrefixReach] = {}
         for (device, host, disk), numbers in self._holders.reaches(hashes).items():
             reach = PrefixReach(device=device, host=host, disk=disk)
-            for number in members(numbers):
-                worker_id = self._names[number]
-                assert worker_id is not None, "a worker that was forgotten still holds columns"
-                if self._workers[worker_id].next_id is not None:
-                    found[worker_id] = reach
+            found.update(dict.fromkeys([self._names[number] for number in members(numbers)], reach))
+        for worker_id, worker in self._workers.items():
+            if worker.next_id is None:  # a snapshot is arriving
+                found.pop(worker_id, None)
         return found
 
     def _worker(self, worker_id: str) -> _WorkerColumns:
         """A new one takes the lowest number that is free."""
         worker = self._workers.get(worker_id)
         if worker is None:
-            if None not in self._names:
-                self._names.append(None)
-            number = self._names.index(None)
+            if "" not in self._names:
+                self._names.append("")
+            number = self._names.index("")
             self._names[number] = worker_id
             worker = self._workers[worker_id] = _WorkerColumns(_TierBits(self._holders, number))
         return worker
