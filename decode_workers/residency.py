@@ -14,8 +14,6 @@ from decode_workers.pacing import LayerKvConfig, Pacer, Speeds
 from engine.allocation import BlockAllocator
 from engine.sequence import BlockCopy, Sequence, SequenceKey
 
-_MAX_STEP_TARGETS = 2.0  # no step spends more than so many token times on fetching, whatever the slack
-
 
 @dataclass(slots=True)
 class Turn:
@@ -163,10 +161,14 @@ class Residency:
         return stalled
 
     def _fetch_budget(self, queue: list[Sequence], now: float) -> float:
-        """Bytes that may be fetched from host memory while the device-resident sequences keep to their schedules."""
+        """Bytes that may be fetched from host memory while the device-resident sequences keep to their schedules.
+
+        Those that are late already lose nothing more by steps of a token's time. Shorter ones would have most of the
+        others wait, and everybody's delay grow: computing more sequences in a step costs less than more steps.
+        """
         target_s = self.config.tpot_target_s
-        slacks = [self.pacer.slack_s(seq, now) for seq in queue if not seq.host_groups]
-        allowed_s = min(max(target_s + min(slacks, default=target_s), 0.0), _MAX_STEP_TARGETS * target_s)
+        slack_s = min((self.pacer.slack_s(seq, now) for seq in queue if not seq.host_groups), default=target_s)
+        allowed_s = target_s + min(max(slack_s, 0.0), target_s)  # at most two tokens' time, whatever the slack
         return allowed_s * self._speeds().host_bytes_per_s
 
     def _make_headroom(
