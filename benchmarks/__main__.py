@@ -31,7 +31,7 @@ PARTS = {
     "eviction": 180,
     "offload": 420,
     "prefix": 300,
-    "layerkv": 1200,
+    "layerkv": 1800,
 }
 STOP_TIMEOUT_S = 60.0
 

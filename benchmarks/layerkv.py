@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import uvloop
@@ -91,24 +91,28 @@ def _settings(layerkv: str) -> Json:
     }
 
 
-def arrivals(rate: float, source: random.Random) -> list[float]:
-    """Seconds at which requests are sent: a Poisson process, whose rate becomes ten times higher at the end."""
-    times: list[float] = []
-    now = source.expovariate(rate)
-    while now < STEADY_S:
-        times.append(now)
-        now += source.expovariate(rate)
-    now = STEADY_S + source.expovariate(BURST_FACTOR * rate)
-    while now < STEADY_S + BURST_S:
-        times.append(now)
-        now += source.expovariate(BURST_FACTOR * rate)
-    return times
+def arrivals(rate: float) -> list[float]:
+    """Seconds at which requests are sent: a Poisson process, whose rate becomes ten times higher at the end.
+
+    All rates stretch the same draws, so that a higher one means more load and not another story.
+    """
+    steady, burst = random.Random("steady"), random.Random("burst")
+    return [
+        *_until(STEADY_S, rate, steady),
+        *(STEADY_S + at for at in _until(BURST_S, BURST_FACTOR * rate, burst)),
+    ]
+
+
+def _until(stop: float, rate: float, source: random.Random) -> Iterator[float]:
+    now = source.expovariate(1.0) / rate
+    while now < stop:
+        yield now
+        now += source.expovariate(1.0) / rate
 
 
 def _point(port: int, rate: float) -> Point:
     """The same arrivals whatever the setting."""
-    times = arrivals(rate, random.Random(int(1000 * rate)))
-    point = Point(rate, Wave(tuple(uvloop.run(_send(port, times)))))
+    point = Point(rate, Wave(tuple(uvloop.run(_send(port, arrivals(rate))))))
     note(f"{rate:g} requests/s: mean TTFT {point.mean_ttft_s:.2f} s, {point.wave.tokens_per_s:.0f} output tokens/s")
     return point
 
