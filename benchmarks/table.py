@@ -200,6 +200,9 @@ def _eviction(results: Report) -> str:
     )
 
 
+_LAYERKV_RATIOS = ("mean_ttft_times_lower", "p99_tpot_ratio", "throughput_ratio")
+
+
 def _layerkv(results: Report) -> str:
     rows: list[list[object]] = []
     for row in results["rows"]:
@@ -214,11 +217,11 @@ def _layerkv(results: Report) -> str:
                     _tail(cell["ttft_ms"]),
                     _tail(cell["tpot_ms"]),
                     cell["output_tokens_per_s"],
-                    "" if setting == "off" else f"{row['mean_ttft_times_lower']}",
+                    *([""] * len(_LAYERKV_RATIOS) if setting == "off" else [row[name] for name in _LAYERKV_RATIOS]),
                 ]
             )
     columns = ["requests/s", "LayerKV", "requests", "mean TTFT, ms", "TTFT P50 / P99", "TPOT P50 / P99", "tokens/s"]
-    table = _table([*columns, "mean TTFT lower by"], rows)
+    table = _table([*columns, "mean TTFT times lower", "P99 TPOT, ratio", "tokens/s, ratio"], rows)
     plot_layerkv(results, RESULTS / "layerkv.svg")
     return (
         f"{table}\nLoad {results['load']}; the device holds {results['device_holds_sequences']} sequences at their full"
@@ -267,7 +270,9 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "gateway": lambda results: {"cpu_us_per_token": results["whole_gateway"][1]["cpu_us_per_token"]["median"]},
     "sampling": lambda results: {"bf16_same_alone_and_batched": results["bfloat16"][0]["identical"]},
     "eviction": lambda results: {"hit_rates at an eighth": results["rows"][3]},
-    "layerkv": lambda results: {"steepest": max(results["rows"], key=lambda row: row["mean_ttft_times_lower"])},
+    "layerkv": lambda results: {
+        f"{row['rate']} requests/s": {name: row[name] for name in _LAYERKV_RATIOS} for row in results["rows"]
+    },
     "prefix": lambda results: {"times_lower": results["times_lower"]},
     "offload": offload_headline,
     "transports": lambda results: {"largest_slab": results["rows"][-1]},
