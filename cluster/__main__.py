@@ -1,6 +1,8 @@
 """`python -m cluster serve FILE`: start Ray and Legato here, show a first answer, serve until interrupted.
 
 `python -m cluster simulate`: what requests would see of N prefill and M decode workers, without any.
+
+`python -m cluster plan`: the fewest GPUs that would serve a trace within given targets.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import sys
 
 from cluster.config import ConfigError
 from cluster.simulation.arguments import add_arguments
+from cluster.simulation.plan_arguments import add_plan_arguments
 
 
 def main() -> int:
@@ -23,8 +26,9 @@ def main() -> int:
     serve.add_argument("--exit", action="store_true", help="stop after the first answer")
     simulate = commands.add_parser("simulate", help="play a trace over simulated workers")
     add_arguments(simulate)
+    add_plan_arguments(commands.add_parser("plan", help="the fewest GPUs that serve a trace within its targets"))
     arguments = parser.parse_args()
-    return _serve(arguments) if arguments.command == "serve" else _simulate(arguments)
+    return {"serve": _serve, "simulate": _simulate, "plan": _plan}[arguments.command](arguments)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -48,6 +52,17 @@ def _simulate(arguments: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """3 where no cluster within the limits is enough."""
+    from cluster.simulation.plan_command import run
+
+    try:
+        return 0 if run(arguments) == "found" else 3
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

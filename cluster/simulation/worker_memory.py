@@ -1,0 +1,67 @@
+"""What a worker keeps in the memory of each of its devices: predicted from the model's shape, nothing measured.
+
+Weights and KV are arithmetic; activations are an estimate of the widest moment of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from engine.roofline import Device, ModelShape, kv_capacity_tokens
+
+USABLE_SHARE: Final = 0.9
+"""The rest of a device is for its driver, libraries' buffers and fragmentation."""
+
+_LOGIT_BYTES: Final = 8  # float32, and a copy of it that sampling works on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMemory:
+    """Bytes on one device. `kv_tokens`: what all devices of the worker have room for, each with its share of heads."""
+
+    weights_bytes: int
+    activation_bytes: int
+    ring_bytes: int
+    kv_bytes: int
+    unused_bytes: int
+    kv_tokens: int
+
+
+def predict_memory(
+    shape: ModelShape,
+    device: Device,
+    *,
+    num_devices: int = 1,
+    token_budget: int,
+    max_num_seqs: int,
+    ring_bytes: int = 0,
+) -> WorkerMemory:
+    """For steps of up to `token_budget` tokens, of which up to `max_num_seqs` sample; `ring_bytes` of staging ring on
+    each device. All KV that fits beside that. Raises ValueError, with advice, where the rest does not fit.
+    """
+    activations = activation_bytes(shape, num_devices=num_devices, token_budget=token_budget, max_num_seqs=max_num_seqs)
+    kv_tokens = kv_capacity_tokens(
+        shape, device, num_devices=num_devices, usable_share=USABLE_SHARE, other_bytes=activations + ring_bytes
+    )
+    weights = -(-shape.weight_bytes // num_devices)
+    kv_bytes = kv_tokens * shape.kv_bytes_per_token // num_devices
+    return WorkerMemory(
+        weights_bytes=weights,
+        activation_bytes=activations,
+        ring_bytes=ring_bytes,
+        kv_bytes=kv_bytes,
+        unused_bytes=int(device.memory_bytes) - weights - activations - ring_bytes - kv_bytes,
+        kv_tokens=kv_tokens,
+    )
+
+
+def activation_bytes(shape: ModelShape, *, num_devices: int = 1, token_budget: int, max_num_seqs: int) -> int:
+    """At the widest moment of a step on one device: in the MLP or in attention, the residual stream and its norm are
+    held beside it; or at the end, when logits are.
+    """
+    mlp = 3 * shape.intermediate_size / num_devices
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / num_devices
+    layer = token_budget * (2 * shape.hidden_size + max(mlp, attention)) * shape.bytes_per_value
+    head = max_num_seqs * shape.vocab_size / num_devices * _LOGIT_BYTES
+    return int(max(layer, head))

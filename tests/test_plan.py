@@ -1,0 +1,217 @@
+"""The planner: its search against known shares, its estimates against arithmetic, its memory against a real model."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.__main__ import main
+from cluster.simulation.demand import Targets, busiest, demand_of, estimate
+from cluster.simulation.plan_command import model_shape
+from cluster.simulation.plan_problem import Hardware, Problem
+from cluster.simulation.planner import Layout, Outlook, OutOfTime, search
+from cluster.simulation.synthetic import Workload, draw_requests
+from cluster.simulation.traces import TraceRequest
+from cluster.simulation.worker_memory import activation_bytes, predict_memory
+from engine.loading import EngineConfig, load_model
+from engine.model_config import ModelConfig
+from engine.roofline import CPU_CORE, H100_SXM, L40S, LLAMA_3_1_8B, LLAMA_3_1_70B
+from engine.step_cost import StepCost
+from engine.weights import load_weights
+
+
+def needs(enough: Callable[[Layout], bool]) -> Callable[[Layout], float]:
+    return lambda layout: 1.0 if enough(layout) else 0.8 - 0.1 / layout.num_gpus
+
+
+@pytest.mark.parametrize("guess", [1, 4, 11, 12, 13, 40])
+@pytest.mark.parametrize("fewest", [1, 2, 12])
+def test_the_fewest_workers_are_found_from_any_guess(guess: int, fewest: int) -> None:
+    found = search([Outlook(1, guess, 0.5)], needs(lambda layout: layout.num_workers >= fewest), share=0.9, max_gpus=64)
+    assert found.answer is not None
+    assert found.answer.num_workers == fewest
+    assert found.is_complete
+    cheaper = found.next_cheaper
+    assert (cheaper is None) if fewest == 1 else (cheaper is not None and cheaper.num_workers == fewest - 1)
+
+
+def test_the_split_is_climbed_to() -> None:
+    """Only 4 prefill workers beside 2 are enough; the guess was 2 beside 4."""
+
+    def achieves(layout: Layout) -> float:
+        if layout.num_workers > 6:
+            return 1.0
+        return 0.9 - 0.02 * abs(layout.num_prefill - 4) if layout.num_workers == 6 else 0.5
+
+    found = search([Outlook(1, 6, 0.3)], achieves, share=0.9, max_gpus=64)
+    assert found.answer == Layout(1, 4, 2)
+
+
+def test_a_higher_degree_is_chosen_where_it_takes_fewer_gpus() -> None:
+    enough = needs(lambda layout: layout.num_gpus >= (12 if layout.devices_per_worker == 1 else 8))
+    found = search([Outlook(1, 12, 0.5), Outlook(2, 6, 0.5), Outlook(4, 4, 0.5)], enough, share=0.9, max_gpus=64)
+    assert found.answer is not None
+    assert (found.answer.num_gpus, found.answer.devices_per_worker) == (8, 2)
+    assert all(layout.num_gpus < 16 for layout in found.shares if layout.devices_per_worker == 4)
+
+
+def test_where_nothing_is_enough_the_best_is_known() -> None:
+    found = search([Outlook(2, 3, 0.5)], needs(lambda layout: False), share=0.9, max_gpus=9)
+    assert found.answer is None
+    assert found.is_complete
+    assert found.next_cheaper is not None
+    assert found.next_cheaper.num_gpus == 8
+
+
+def test_when_time_is_over_the_best_so_far_stands() -> None:
+    tried: list[Layout] = []
+
+    def achieves(layout: Layout) -> float:
+        tried.append(layout)
+        if len(tried) > 1:
+            raise OutOfTime
+        return 1.0
+
+    found = search([Outlook(1, 9, 0.5)], achieves, share=0.9, max_gpus=64)
+    assert (found.answer, found.is_complete) == (tried[0], False)
+
+
+def at(arrival_s: float, content: tuple[int, ...] = (), prompt_tokens: int = 1000) -> TraceRequest:
+    return TraceRequest(
+        request_id=f"r{arrival_s}",
+        arrival_s=arrival_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=100,
+        content=content,
+        content_tokens=400,
+    )
+
+
+def test_the_busiest_stretch() -> None:
+    requests = [at(t) for t in (0.0, 5.0, 6.0, 7.0, 20.0)]
+    assert [r.arrival_s for r in busiest(requests, 3)] == [5.0, 6.0, 7.0]
+    assert busiest(requests, 9) == requests
+
+
+def test_what_a_trace_asks_for_leaves_out_what_was_computed_before() -> None:
+    demand = demand_of([at(0.0, (1, 2, 3)), at(10.0, (1, 2, 4)), at(20.0, (1, 2, 3))])
+    assert demand.prompts == ((1000, 0), (200, 800), (1, 999))
+    assert demand.requests_per_s == pytest.approx(3 / 20)
+    assert demand.context_tokens == pytest.approx(1050)
+    with pytest.raises(ValueError, match="fewer than two requests"):
+        demand_of([at(0.0)])
+
+
+def test_decode_workers_by_littles_law() -> None:
+    """10 requests/s of 100 tokens; 50 ms hold a batch of 40, hence 800 tokens/s on each of 1.25 workers."""
+    cost = StepCost(base_s=0.01, prefill_token_s=0.0, prefill_pair_s=0.0, decode_s=0.001, context_token_s=0.0)
+    demand = demand_of([at(0.1 * i) for i in range(1001)])
+    targets = Targets(ttft_s=1.0, tpot_s=0.05, share=0.9)
+    guess = estimate(demand, targets, cost, chunk_tokens=2048, kv_tokens=10**6, max_num_seqs=256)
+    assert guess.decode == pytest.approx(1.25, rel=0.01)
+    assert guess.prefill == pytest.approx(0.1, rel=0.01)  # 10/s of 10 ms each
+    assert (guess.workers, guess.reachable) == (2, 1.0)
+    short = estimate(demand, targets, cost, chunk_tokens=2048, kv_tokens=10_500, max_num_seqs=256)
+    assert short.decode == pytest.approx(1000 / (10 / 0.02), rel=0.01)  # room for 10 at once
+
+
+def test_more_prompts_take_more_prefill_workers() -> None:
+    """1 s of work each: at 4 /s more than 4 workers, and more again where the wait must be shorter."""
+    cost = StepCost(base_s=0.0, prefill_token_s=0.001, prefill_pair_s=0.0, decode_s=0.0001, context_token_s=0.0)
+    demand = demand_of([at(0.25 * i) for i in range(400)])
+
+    def workers(ttft_s: float) -> float:
+        targets = Targets(ttft_s=ttft_s, tpot_s=0.05, share=0.9)
+        return estimate(demand, targets, cost, chunk_tokens=2048, kv_tokens=10**6, max_num_seqs=256).prefill
+
+    assert 4 < workers(20.0) <= 6 < workers(2.0) < 20
+
+
+def test_a_layout_is_enough_or_not() -> None:
+    requests = list(draw_requests(Workload(requests_per_s=24.0, num_requests=150), 0))
+    problem = Problem(
+        requests, Targets(ttft_s=1.0, tpot_s=0.05, share=0.9), Hardware(model=LLAMA_3_1_8B, device=H100_SXM)
+    )
+    few, many = (problem.play(layout).summary.overall.attainment for layout in (Layout(1, 0, 1), Layout(1, 2, 3)))
+    assert few < 0.9 < many
+    assert problem.play(Layout(1, 0, 1), load=0.1).summary.overall.attainment > few
+
+
+def test_simulations_end_with_the_time_for_them() -> None:
+    requests = list(draw_requests(Workload(requests_per_s=4.0, num_requests=50), 0))
+    hardware = Hardware(model=LLAMA_3_1_8B, device=H100_SXM)
+    seconds = iter(range(100))
+    targets = Targets(ttft_s=1.0, tpot_s=0.05, share=0.9)
+    problem = Problem(requests, targets, hardware, deadline=20.0, clock=lambda: next(seconds))
+    with pytest.raises(OutOfTime):
+        problem.play(Layout(1, 1, 1))
+    assert next(seconds) == 22
+
+
+def test_memory_adds_up_and_is_cut_among_devices() -> None:
+    alone = predict_memory(LLAMA_3_1_8B, H100_SXM, token_budget=2048, max_num_seqs=256, ring_bytes=10**9)
+    parts = alone.weights_bytes + alone.activation_bytes + alone.ring_bytes + alone.kv_bytes + alone.unused_bytes
+    assert parts == 80e9
+    assert alone.unused_bytes == pytest.approx(8e9, abs=10**6)
+    assert alone.kv_bytes == alone.kv_tokens * 131_072
+    cut = predict_memory(LLAMA_3_1_8B, H100_SXM, num_devices=4, token_budget=2048, max_num_seqs=256)
+    assert cut.weights_bytes == math.ceil(alone.weights_bytes / 4)
+    assert cut.kv_tokens > 4 * alone.kv_tokens
+    with pytest.raises(ValueError, match="use more devices"):
+        predict_memory(LLAMA_3_1_70B, L40S, token_budget=2048, max_num_seqs=256)
+
+
+def test_activations_are_those_of_the_widest_moment() -> None:
+    assert activation_bytes(LLAMA_3_1_8B, token_budget=4096, max_num_seqs=1) == 4096 * (2 * 4096 + 3 * 14336) * 2
+    assert activation_bytes(LLAMA_3_1_8B, token_budget=1, max_num_seqs=64) == 64 * 128_256 * 8
+
+
+def test_memory_is_what_a_real_worker_has(smollm2_folder: Path) -> None:
+    shape = model_shape(str(smollm2_folder))
+    model = load_model(
+        EngineConfig(model_ref=str(smollm2_folder), model_name="s", dtype="bfloat16", kv_bytes=64 << 20, num_threads=1)
+    )
+    num_tokens = model.block_pool.num_blocks * model.layout.block_size // model.layout.num_layer_groups
+    assert model.kv_cache.num_bytes == pytest.approx(num_tokens * shape.kv_bytes_per_token, rel=1e-3)
+    config = ModelConfig.from_folder(smollm2_folder)
+    weights = load_weights(smollm2_folder, config, dtype=model.kv_cache.layout.dtype)
+    held = sum(weight.nbytes for weight in weights.values())
+    predicted = predict_memory(shape, CPU_CORE, token_budget=512, max_num_seqs=16)
+    assert predicted.weights_bytes == pytest.approx(held, rel=1e-3)  # all but the norms
+    assert predicted.kv_bytes == predicted.kv_tokens * shape.kv_bytes_per_token
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    drawn = ["--format", "synthetic", "--requests", "60", "--rate", "12"]
+    monkeypatch.setattr(sys, "argv", ["cluster", "plan", *drawn, *arguments])
+    return main()
+
+
+def test_the_command_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(monkeypatch, "--tpot-ms", "20", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_complete"]
+    assert report["answer"]["share"] >= 0.9 > report["next_cheaper"]["share"]
+    assert report["answer"]["num_gpus"] > report["next_cheaper"]["num_gpus"]
+    assert report["at_load"]["0.8"] >= report["at_load"]["1.2"]
+    assert report["memory"]["decode"]["weights_bytes"] > 0
+    assert plan(monkeypatch, "--tpot-ms", "20") == 0
+    out = capsys.readouterr().out
+    assert "fails: only" in out
+    assert "KV tokens" in out
+
+
+def test_the_command_says_what_is_impossible(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert plan(monkeypatch, "--tpot-ms", "0.5") == 1
+    assert "even an idle worker serves only 0.0% in time" in capsys.readouterr().err
+    assert plan(monkeypatch, "--tpot-ms", "14", "--rate", "60", "--max-gpus", "1") == 3
+    assert "No layout of up to 1 GPUs is enough" in capsys.readouterr().out
+    assert plan(monkeypatch, "--model", str(tmp_path)) == 1
+    assert "nor a folder with a config.json" in capsys.readouterr().err
