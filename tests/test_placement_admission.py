@@ -181,6 +181,31 @@ def test_promises_follow_each_other_and_are_known_again() -> None:
     assert len(promises) == 0
 
 
+def test_clients_that_never_return_keep_nobody_out() -> None:
+    promises = Promises(grace_s=1.0)
+    for number in range(60):
+        promises.make(number, 2.0 * number + 1.0, 2.0 * number)
+    promises.is_due(1000.0)
+    assert promises.returning < 0.01
+    for number in range(60):
+        promises.make(number, 2000.0 + number, 2000.0)
+        promises.make(number, 2100.0 + number, 2001.0)  # it came back, in vain: that is not its fault
+        promises.kept(number)
+    assert promises.returning > 0.99
+
+
+def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_promised_nothing() -> None:
+    ledger = ledger_of("p1", "p2", "d1", max_model_len=100_000)
+    decoding(ledger, "close", tpot_s=0.013)
+    admission = _admission(ledger, max_wait_s=20.0)
+    hopeless: dict[str, Any] = {"num_tokens": 8000, "ttft_s": 2.0}
+    assert _ask(admission, "idle", **hopeless).outcome is Outcome.PLACED
+    verdict = _ask(admission, "busy", **hopeless)  # a worker is free, but only one
+    assert verdict.outcome is Outcome.WAITING
+    assert _ask(admission, "short", num_tokens=100, tpot_s=0.1).decision.best.prefill == "p2"
+    assert len(admission._promises) == 0
+
+
 # --- overload ---
 
 

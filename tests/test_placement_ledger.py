@@ -89,6 +89,15 @@ def test_older_snapshots_and_unknown_workers_change_nothing() -> None:
     assert not ledger.heartbeat(worker_snapshot("p9", 5), 1.0)
 
 
+def test_a_heartbeat_that_says_nothing_of_costs_leaves_what_was_measured() -> None:
+    ledger = ledger_of("p1")
+    row = ledger.table.row("p1")
+    ledger.heartbeat(worker_snapshot("p1", 2), 1.0)
+    assert ledger.table.cost(row) == COST
+    ledger.register(worker_info("p1"), worker_snapshot("p1"), 2.0)  # another life, of which nothing is known
+    assert ledger.table.cost(ledger.table.row("p1")).relative_error == 0.5
+
+
 # --- those who decode ---
 
 

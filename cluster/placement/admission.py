@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
 from cluster.block_index import PrefixReach
-from cluster.placement.candidates import Candidates, could_ever
+from cluster.placement.candidates import Candidates, could_ever, shortest_s
 from cluster.placement.decision import Action, Decision, book, decide
 from cluster.placement.fairness import TenantShares
 from cluster.placement.ledger import Ledger
 from cluster.placement.outlook import LATER_S, look_ahead
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.promises import Promises
-from cluster.placement.query import Query
+from cluster.placement.query import NO_TARGET, Query
 from cluster.placement.waiting_room import Waiting, WaitingRoom
 
 MIN_RETRY_AFTER_S: Final = 1.0
@@ -36,8 +36,8 @@ class Outcome(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionPolicy:
     """`contested_share`: what the share of a request (see `is_welcome`) is while others are to be served first: its
-    tenant is ahead of another, or clients that were promised room may be back. `max_wait_s`: nobody waits longer,
-    and those with a TTFT target only as long as it can be met."""
+    tenant is ahead of another, or clients that were promised room may be back (the fewer do come back, the less is kept
+    for them). `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met."""
 
     contested_share: float = 0.5
     max_waiting: int = 1000
@@ -97,6 +97,9 @@ class Admission:
     def _judge(self, query: Query, now: float, came_at: float) -> Verdict:
         reach, share = self._prefixes(query.prefix_hashes), self._share(query, now)
         decision, found = decide(self._ledger, self._policy, query, reach, now, share=share)
+        if decision.action is Action.DEFER and self._is_hopeless(query, reach, now):
+            query = replace(query, ttft_s=NO_TARGET, tpot_s=NO_TARGET)
+            decision, found = decide(self._ledger, self._policy, query, reach, now)
         if decision.action is Action.PLACE:
             self._place(decision, now)
             return self._log(Verdict(outcome=Outcome.PLACED, decision=decision))
@@ -109,8 +112,12 @@ class Admission:
         if self._shares.is_ahead(query.tenant, now):
             return self._rules.contested_share
         if self._promises.is_due(now) and not self._promises.redeem(_promise_key(query), now):
-            return self._rules.contested_share
+            return 1.0 - self._promises.returning * (1.0 - self._rules.contested_share)
         return 1.0
+
+    def _is_hopeless(self, query: Query, reach: Mapping[str, PrefixReach], now: float) -> bool:
+        """Late also where nothing else is to be done: it is lost for goodput, so it gets what others leave."""
+        return query.has_targets and shortest_s(self._ledger, self._policy, query, reach, now) > query.ttft_s
 
     def _place(self, decision: Decision, now: float) -> None:
         query = decision.query
@@ -132,8 +139,9 @@ class Admission:
                 Waiting(query=query, came_at=came_at, try_at=until, latest_start=latest_start, deadline=deadline)
             )
             return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
-        earliest = now + (LATER_S[-1] if ahead.welcome_s is None else ahead.welcome_s)
-        retry_at = self._promises.make(_promise_key(query), earliest, now)
+        retry_at = now + (LATER_S[-1] if ahead.welcome_s is None else ahead.welcome_s)
+        if query.has_targets:
+            retry_at = self._promises.make(_promise_key(query), retry_at, now)
         return Verdict(
             outcome=Outcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)
         )

@@ -48,6 +48,7 @@ class Candidates:
     harm: Floats
     gain: Floats
     delay: Floats
+    leaves_room: NDArray[np.bool_]  # those who have targets, and those who will come, hardly notice
     order: NDArray[np.intp]  # best first
     reach: Floats  # `[3, rows of the table]`: leading tokens of the prompt on the device, down to host memory, to disk
 
@@ -76,6 +77,15 @@ def could_ever(table: WorkerTable, query: Query) -> bool:
     decodes = table.rows[:, table.live()]
     decodes = decodes[:, decodes[Row.DECODES] == 1.0]
     return bool((decodes[Row.MAX_MODEL_LEN] >= query.num_tokens + query.max_new_tokens).any()) or not decodes.size
+
+
+def shortest_s(
+    ledger: Ledger, policy: DecisionPolicy, query: Query, reach: Mapping[str, PrefixReach], now: float
+) -> float:
+    """TTFT of the request on the fastest worker, were no queue there; inf where no worker takes it."""
+    rows = np.concatenate(eligible(ledger.table, query))
+    prompt = _prompt(ledger.table, policy, query, rows, _reach_tokens(ledger, reach), now)
+    return float((prompt.load_s + prompt.prefill_s).min(initial=np.inf)) + policy.first_token_s
 
 
 def find_candidates(
@@ -119,13 +129,34 @@ def evaluate(
     ttft_s = waited_s + start_s + work_s + policy.first_token_s
     chance = _chance(table, query, computing, decode, ttft_s, after.tpot_s) * fit_probability(after.kv_share)
     gain = (chance if query.has_targets else 0.0) - after.harm
+    room = _leaves_room(policy, work_s, start_s - later_s, after.harm, _idle_share(table, alone, later_s, now))
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(after.tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     # Of equals the pair: a decode worker that computes no prompts is better for those who come next.
-    order = np.lexsort((table.rank[computing], table.rank[decode], alone, delay, -np.round(gain, 3)))
+    barred = np.zeros_like(room) if query.has_targets else ~room
+    order = np.lexsort((table.rank[computing], table.rank[decode], alone, delay, -np.round(gain, 3), barred))
     return Candidates(
         *(computing, decode, prompt, start_s, ttft_s, after.tpot_s, after.kv_share),
-        *(chance, after.harm, gain, delay, order, reach),
+        *(chance, after.harm, gain, delay, room, order, reach),
     )
+
+
+def _leaves_room(
+    policy: DecisionPolicy, work_s: Floats, wait_s: Floats, harm: Floats, idle_share: Floats
+) -> NDArray[np.bool_]:
+    quiet = (harm <= policy.batch_harm) & (wait_s <= policy.batch_queue_s)
+    return quiet & ((work_s <= policy.batch_queue_s) | (idle_share >= policy.batch_idle))
+
+
+def _idle_share(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
+    """Of the workers of the same role as who computes the prompt, those that have no prompts to compute by then."""
+    rows = table.live()
+    decodes, drained_s = table.rows[Row.DECODES, rows] == 1.0, table.rows[Row.DRAINED_AT, rows] - now
+    here, there = (
+        np.searchsorted(np.sort(drained_s[pool]), later_s, side="right") / max(1, pool.sum())
+        for pool in (decodes, ~decodes)
+    )
+    share: Floats = np.where(alone, here, there)
+    return share
 
 
 def _reach_tokens(ledger: Ledger, reach: Mapping[str, PrefixReach]) -> Floats:

@@ -108,8 +108,7 @@ def is_welcome(policy: DecisionPolicy, query: Query, found: Candidates, share: f
     if query.attempt > 0:
         return True
     if not query.has_targets:
-        quiet = found.harm[best] <= policy.batch_harm and found.start_s[best] <= policy.batch_queue_s
-        return bool(quiet and found.chance[best] >= policy.min_gain)
+        return bool(found.leaves_room[best] and found.chance[best] >= policy.min_gain)
     within = share >= 1.0 or found.ttft_s[best] <= share * query.ttft_s
     return bool(within and found.gain[best] >= 1.0 - share * (1.0 - policy.min_gain))
 

@@ -45,6 +45,7 @@ class _Worker:
     decoding: list[Booking]  # by slot; also those whose prompts are being computed
     busy_since: float  # the queue's first prompt counts as begun then, behind `extra_s` of unknown work
     extra_s: float = 0.0
+    is_measured: bool = False  # it reported a cost once: better than any assumption, also when it says nothing
 
 
 class Ledger:
@@ -198,7 +199,9 @@ class Ledger:
         row = self.table.row(snapshot.worker_id)
         self._advance(worker, now)
         worker.snapshot, worker.heard_at = snapshot, now
-        self.table.set_cost(row, cost or assumed_cost(snapshot))
+        if cost is not None or not worker.is_measured:
+            self.table.set_cost(row, cost or assumed_cost(snapshot))
+            worker.is_measured = cost is not None
         self.table.rows[Row.DRAINING, row] = snapshot.draining
         self._correct_queue(worker, snapshot.queued_prefill_tokens, now)
         self._correct_decodes(worker, row, context_tokens)

@@ -58,5 +58,5 @@ def _first(policy: DecisionPolicy, query: Query, later: Candidates, later_s: Flo
             (later.ttft_s <= share * query.ttft_s) | (share >= 1.0)
         )
     else:
-        good = (later.harm <= policy.batch_harm) & (later.start_s - later_s <= policy.batch_queue_s)
+        good = later.leaves_room
     return float(later_s[good].min()) if good.any() else None

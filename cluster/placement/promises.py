@@ -11,6 +11,7 @@ from typing import Final
 
 _EARLY_S: Final = 1.0  # clients round seconds, and clocks differ
 _SMOOTHING: Final = 0.05
+_RETURN_SMOOTHING: Final = 0.1
 _PACE: Final = 1.15  # promises are made a little slower than requests are placed: some others always get in
 
 
@@ -20,12 +21,19 @@ class Promises:
     def __init__(self, grace_s: float = 10.0) -> None:
         self._grace_s = grace_s
         self._until: OrderedDict[Hashable, float] = OrderedDict()  # about in order of their times
+        self._came_back: set[Hashable] = set()  # of those, who did so once: what they do next teaches nothing
         self._latest = float("-inf")
         self._interval_s = 0.0  # between placements, smoothed
         self._placed_at: float | None = None
+        self._returning = 1.0
 
     def __len__(self) -> int:
         return len(self._until)
+
+    @property
+    def returning(self) -> float:
+        """The share of clients that do come back, smoothed; all, until some did not."""
+        return self._returning
 
     def placed(self, now: float) -> None:
         """A request was placed: under overload, placements come as fast as there is room for them."""
@@ -37,6 +45,9 @@ class Promises:
         """When to come back: not before `earliest`, and not when others were asked to."""
         self._forget(now)
         open_until = self._until.pop(key, None)
+        if open_until is not None:
+            self._learn(key, 1.0)
+            self._came_back.add(key)
         at = max(earliest, self._latest + _PACE * self._interval_s if self._latest > now else now)
         if open_until is not None:  # it came too early: its turn is still its own
             at = max(earliest, min(at, open_until))
@@ -51,7 +62,9 @@ class Promises:
         return at is not None and at - _EARLY_S <= now <= at + self._grace_s
 
     def kept(self, key: Hashable) -> None:
-        self._until.pop(key, None)
+        """The client was served. Unknown ones are fine."""
+        if self._until.pop(key, None) is not None:
+            self._learn(key, 1.0)
 
     def is_due(self, now: float) -> bool:
         """Whether clients that were asked to come back may be here at any moment."""
@@ -60,4 +73,12 @@ class Promises:
 
     def _forget(self, now: float) -> None:
         while self._until and now > next(iter(self._until.values())) + self._grace_s:
-            self._until.popitem(last=False)
+            key, _ = self._until.popitem(last=False)
+            self._learn(key, 0.0)
+
+    def _learn(self, key: Hashable, came_back: float) -> None:
+        """At the end of a promise."""
+        if key in self._came_back:
+            self._came_back.remove(key)
+        else:
+            self._returning += _RETURN_SMOOTHING * (came_back - self._returning)
