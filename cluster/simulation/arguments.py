@@ -54,4 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     promises.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
     promises.add_argument("--returns", type=int, default=0, help="times that a client comes back after Retry-After")
     parser.add_argument("--router", choices=ROUTER_NAMES, action="append", help="may be given several times")
+    parser.add_argument("--plot", type=Path, help="an SVG file of TTFT, TPOT and goodput over time")
+    parser.add_argument(
+        "--plot-loads", type=float, nargs="+", metavar="LOAD", help="plot against these factors on --load instead"
+    )
     parser.add_argument("--json", action="store_true", help="a line of JSON per router instead of a table")

@@ -6,6 +6,7 @@ What may be asked for is in `cluster.simulation.arguments`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Final
 from cluster.simulation.baselines import Colocated, DistServe, Dynamo, LeastOutstandingTokens, RoundRobin
 from cluster.simulation.fleet import KnownCosts
 from cluster.simulation.legato_router import LegatoRouter
+from cluster.simulation.records import Record, Summary
 from cluster.simulation.router import QueueLengthRouter, Router
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
@@ -58,11 +60,43 @@ class _Hardware:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError, with advice, for what cannot be simulated."""
+    if arguments.plot is not None or arguments.plot_loads is not None:
+        _require_plots(arguments)
+    records: dict[str, list[Record]] = {}
+    summaries: dict[str, list[tuple[float, Summary]]] = {}
     for name in arguments.router or ["legato"]:
         config = _config(arguments, colocated=name == "colocated")
-        router = ROUTERS[name](_known(config))
-        summary = simulate(config, _requests(arguments), router).summary
-        print(summary.json_line() if arguments.json else summary.table(), flush=True)
+        for load in arguments.plot_loads or [1.0]:
+            result = simulate(config, _requests(arguments, load), ROUTERS[name](_known(config)))
+            summary = result.summary
+            print(summary.json_line() if arguments.json else summary.table(), flush=True)
+            records[name] = result.records
+            summaries.setdefault(name, []).append((arguments.load * load, summary))
+    if arguments.plot is not None:
+        _plot(arguments, records, summaries)
+
+
+def _require_plots(arguments: argparse.Namespace) -> None:
+    """Before anything is simulated."""
+    if arguments.plot is None:
+        raise ValueError("--plot-loads says against which loads to plot; name the file with --plot")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install 'legato[dev]'")
+    if not arguments.plot.parent.is_dir():
+        raise ValueError(f"--plot {arguments.plot}: there is no folder {arguments.plot.parent}")
+
+
+def _plot(
+    arguments: argparse.Namespace,
+    records: dict[str, list[Record]],
+    summaries: dict[str, list[tuple[float, Summary]]],
+) -> None:
+    from cluster.simulation.plots import plot_over_load, plot_over_time  # matplotlib need not be installed
+
+    if arguments.plot_loads:
+        plot_over_load(summaries, arguments.plot)
+    else:
+        plot_over_time(records, arguments.plot)
 
 
 def _known(config: SimulationConfig) -> KnownCosts:
@@ -73,11 +107,13 @@ def _known(config: SimulationConfig) -> KnownCosts:
         decode=replace(config.decode.cost, relative_error=error),
         prefill_chunk_tokens=config.prefill.token_budget,
         decode_chunk_tokens=config.decode.token_budget,
+        max_num_seqs=config.decode.max_num_seqs,
     )
 
 
-def _requests(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
-    scaling = Scaling(load=arguments.load, length=arguments.length, first=arguments.first, limit=arguments.limit)
+def _requests(arguments: argparse.Namespace, load: float = 1.0) -> Iterator[TraceRequest]:
+    """At `load` times the load that the arguments ask for."""
+    scaling = Scaling(load=arguments.load * load, length=arguments.length, first=arguments.first, limit=arguments.limit)
     if arguments.trace is not None:
         return scaling.apply(read_trace(arguments.trace, arguments.format))
     workload = Workload(requests_per_s=arguments.rate, num_requests=arguments.requests, burstiness=arguments.burstiness)
