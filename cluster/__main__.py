@@ -3,6 +3,8 @@
 `python -m cluster simulate`: what requests would see of N prefill and M decode workers, without any.
 
 `python -m cluster plan`: the fewest GPUs that would serve a trace within given targets.
+
+`python -m cluster whatif`: what the requests in a log would have seen of other pools or targets.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import sys
 
 from cluster.config import ConfigError
 from cluster.simulation.arguments import add_arguments
-from cluster.simulation.plan_arguments import add_plan_arguments
+from cluster.simulation.plan_arguments import add_plan_arguments, add_whatif_arguments
 
 
 def main() -> int:
@@ -27,8 +29,9 @@ def main() -> int:
     simulate = commands.add_parser("simulate", help="play a trace over simulated workers")
     add_arguments(simulate)
     add_plan_arguments(commands.add_parser("plan", help="the fewest GPUs that serve a trace within its targets"))
+    add_whatif_arguments(commands.add_parser("whatif", help="replay a log with other pools or targets"))
     arguments = parser.parse_args()
-    return {"serve": _serve, "simulate": _simulate, "plan": _plan}[arguments.command](arguments)
+    return {"serve": _serve, "simulate": _simulate, "plan": _plan, "whatif": _what_if}[arguments.command](arguments)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -63,6 +66,25 @@ def _plan(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _what_if(arguments: argparse.Namespace) -> int:
+    from cluster.request_log import read_log
+    from cluster.simulation.whatif import what_if
+
+    try:
+        result = what_if(
+            *read_log(arguments.log),
+            num_prefill=arguments.prefill,
+            num_decode=arguments.decode,
+            ttft_s=None if arguments.ttft_ms is None else arguments.ttft_ms / 1000,
+            tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1000,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(result.json_line() if arguments.json else result.text(), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

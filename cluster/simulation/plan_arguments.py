@@ -1,4 +1,7 @@
-"""The command line of `python -m cluster plan`. Imports next to nothing: every other command waits for it, too."""
+"""The command lines of `python -m cluster plan` and `whatif`.
+
+Imports next to nothing: every other command waits for it, too.
+"""
 
 from __future__ import annotations
 
@@ -44,3 +47,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument("--block-size", type=int, default=64, help="tokens; large blocks simulate faster")
     parser.add_argument("--time-s", type=float, default=300.0, help="after so long, the best known is printed")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of tables")
+
+
+def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is left out stays as it was."""
+    parser.add_argument("--log", type=Path, required=True, help="of a cluster and its requests: cluster/request_log.py")
+    parser.add_argument("--prefill", type=int, help="workers")
+    parser.add_argument("--decode", type=int, help="workers")
+    parser.add_argument("--ttft-ms", type=float, help="target of all classes that have one")
+    parser.add_argument("--tpot-ms", type=float, help="target of all classes that have one")
+    parser.add_argument("--json", action="store_true", help="a line of JSON instead of a table")

@@ -1,0 +1,188 @@
+"""What a log's requests would have seen of other pools or targets, and how far simulating the real ones is off."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Final
+
+from cluster.request_log import LoggedCluster, LoggedRequest, LoggedWorker
+from cluster.simulation.fleet import KnownCosts
+from cluster.simulation.legato_router import LegatoRouter
+from cluster.simulation.records import ClassSummary, Quantiles
+from cluster.simulation.simulate import SimulationConfig, simulate
+from cluster.simulation.traces import TraceRequest
+from cluster.simulation.worker_shape import WorkerShape
+from cluster.slo import SloClass, SloConfig
+
+_DOUBTFUL: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Of all requests: the share in time and the share turned away; times in seconds, of those that were served."""
+
+    name: str
+    in_time: float
+    rejected: float
+    ttft: Quantiles
+    tpot: Quantiles
+
+    @classmethod
+    def of_log(cls, cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> Seen:
+        return cls(
+            name="measured",
+            in_time=sum(_was_met(cluster.slo, request) for request in requests) / len(requests),
+            rejected=sum(request.ttft_s is None for request in requests) / len(requests),
+            ttft=Quantiles.of(request.ttft_s for request in requests),
+            tpot=Quantiles.of(request.tpot_s for request in requests),
+        )
+
+    @classmethod
+    def of_simulation(cls, name: str, summary: ClassSummary) -> Seen:
+        return cls(
+            name=name,
+            in_time=summary.attainment,
+            rejected=summary.num_rejected / summary.num_requests,
+            ttft=summary.ttft,
+            tpot=summary.tpot,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """`replayed`: the real cluster, simulated; how far it is from `measured` is the simulation's own error."""
+
+    measured: Seen
+    replayed: Seen
+    supposed: Seen
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Relative ones of the quantiles; of the share in time, the difference."""
+        errors = {"in time": self.replayed.in_time - self.measured.in_time}
+        for name, real, simulated in (
+            ("TTFT", self.measured.ttft, self.replayed.ttft),
+            ("TPOT", self.measured.tpot, self.replayed.tpot),
+        ):
+            for quantile in ("p50", "p95"):
+                truth = getattr(real, quantile)
+                if truth:
+                    errors[f"{name} {quantile.upper()}"] = getattr(simulated, quantile) / truth - 1
+        return errors
+
+    def json_line(self) -> str:
+        return json.dumps({**asdict(self), "errors": self.errors}, separators=(",", ":"))
+
+    def text(self) -> str:
+        rows = [["", "in time", "rejected", "TTFT P50", "P95", "P99", "TPOT P50", "P95", "P99"]]
+        rows += [_row(seen) for seen in (self.measured, self.replayed, self.supposed)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        told = ", ".join(f"{name} {error:+.1%}" for name, error in self.errors.items())
+        lines.append(f"Error of the simulation where the truth is known: {told}.")
+        if max(map(abs, self.errors.values())) > _DOUBTFUL:
+            lines.append("That is much: the last row says less about the cluster than about the simulation.")
+        return "\n".join(lines)
+
+
+def what_if(
+    cluster: LoggedCluster,
+    requests: Sequence[LoggedRequest],
+    *,
+    num_prefill: int | None = None,
+    num_decode: int | None = None,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
+) -> WhatIf:
+    """None: as it was. New targets are those of all classes that have such a target. Raises ValueError for an empty
+    log, and for prefill workers where the log describes none.
+    """
+    if not requests:
+        raise ValueError("the log holds no requests: there is nothing to replay")
+    supposed = replace(
+        cluster,
+        num_prefill=cluster.num_prefill if num_prefill is None else num_prefill,
+        num_decode=cluster.num_decode if num_decode is None else num_decode,
+        slo=replace(cluster.slo, classes=tuple(_moved(c, ttft_s, tpot_s) for c in cluster.slo.classes)),
+    )
+    if supposed.num_prefill and supposed.prefill is None:
+        raise ValueError("the log describes no prefill worker, so nobody knows what one costs; leave --prefill at 0")
+    trace = _trace(cluster, requests)
+    return WhatIf(
+        measured=Seen.of_log(cluster, requests),
+        replayed=Seen.of_simulation("replayed", _play(cluster, trace)),
+        supposed=Seen.of_simulation("supposed", _play(supposed, trace)),
+    )
+
+
+def _play(cluster: LoggedCluster, trace: Sequence[TraceRequest]) -> ClassSummary:
+    prefill = cluster.prefill or cluster.decode  # without prefill workers, of no consequence
+    config = SimulationConfig(
+        num_prefill=cluster.num_prefill,
+        num_decode=cluster.num_decode,
+        prefill=_shape(cluster, prefill),
+        decode=_shape(cluster, cluster.decode),
+        slo=cluster.slo,
+    )
+    costs = KnownCosts(
+        prefill=prefill.cost,
+        decode=cluster.decode.cost,
+        prefill_chunk_tokens=prefill.token_budget,
+        decode_chunk_tokens=cluster.decode.token_budget,
+    )
+    return simulate(config, trace, LegatoRouter(costs)).summary.overall
+
+
+def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:
+    return WorkerShape(
+        cost=worker.cost,
+        kv_tokens=worker.kv_tokens,
+        token_budget=worker.token_budget,
+        max_num_seqs=worker.max_num_seqs,
+        block_size=cluster.block_size,
+        step_noise=worker.cost.relative_error / 0.8,  # the mean absolute error of a normal one is 0.8 sigma
+    )
+
+
+def _trace(cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> list[TraceRequest]:
+    """In order of arrival, from second 0. Who was turned away would have had as many tokens as the median of others."""
+    names: dict[str, int] = {}
+    usual = statistics.median_low([r.output_tokens for r in requests if r.output_tokens] or [1])
+    began = min(request.arrival_s for request in requests)
+    return [
+        TraceRequest(
+            request_id=request.request_id,
+            arrival_s=request.arrival_s - began,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens or usual,
+            content=tuple(names.setdefault(name, len(names)) for name in request.hashes),
+            content_tokens=cluster.block_size,
+            slo_class=request.slo_class,
+        )
+        for request in sorted(requests, key=lambda r: r.arrival_s)
+    ]
+
+
+def _moved(slo_class: SloClass, ttft_s: float | None, tpot_s: float | None) -> SloClass:
+    return replace(
+        slo_class,
+        ttft_s=slo_class.ttft_s if ttft_s is None or slo_class.ttft_s is None else ttft_s,
+        tpot_s=slo_class.tpot_s if tpot_s is None or slo_class.tpot_s is None else tpot_s,
+    )
+
+
+def _was_met(slo: SloConfig, request: LoggedRequest) -> bool:
+    slo_class = slo.named(request.slo_class or slo.default)
+    if slo_class is None:
+        raise ValueError(f"request {request.request_id} is of class {request.slo_class!r}, which the log does not know")
+    promise = slo_class.promise()
+    return request.ttft_s is not None and promise.meets_ttft(request.ttft_s) and promise.meets_tpot(request.tpot_s)
+
+
+def _row(seen: Seen) -> list[str]:
+    times = [f"{value:.3f} s" for value in (seen.ttft.p50, seen.ttft.p95, seen.ttft.p99)]
+    times += [f"{1000 * value:.1f} ms" for value in (seen.tpot.p50, seen.tpot.p95, seen.tpot.p99)]
+    return [seen.name, f"{seen.in_time:.1%}", f"{seen.rejected:.1%}", *times]

@@ -1,0 +1,137 @@
+"""Replays of logs against logs whose truth is known: those of simulations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cluster.__main__ import main
+from cluster.request_log import (
+    LoggedCluster,
+    LoggedRequest,
+    LoggedWorker,
+    RequestLogError,
+    cluster_line,
+    read_log,
+    request_line,
+)
+from cluster.simulation.fleet import KnownCosts
+from cluster.simulation.legato_router import LegatoRouter
+from cluster.simulation.simulate import SimulationConfig, simulate
+from cluster.simulation.synthetic import CONTENT_TOKENS, Workload, draw_requests
+from cluster.simulation.whatif import what_if
+from cluster.simulation.worker_shape import WorkerShape
+from cluster.slo import SloConfig
+from engine.step_cost import StepCost
+
+COST = StepCost(base_s=0.006, prefill_token_s=4e-5, prefill_pair_s=1e-9, decode_s=1e-5, context_token_s=5e-8)
+WORKER = LoggedWorker(cost=COST, kv_tokens=200_000, token_budget=1024, max_num_seqs=64)
+CLUSTER = LoggedCluster(
+    num_prefill=1, num_decode=2, prefill=WORKER, decode=WORKER, block_size=CONTENT_TOKENS, slo=SloConfig()
+)
+
+
+@cache
+def lived(slowness: float = 1.0, rate: float = 10.0) -> list[LoggedRequest]:
+    """What requests saw of the cluster where its steps took `slowness` times what the log says that they cost."""
+    cost = StepCost(
+        base_s=slowness * COST.base_s,
+        prefill_token_s=slowness * COST.prefill_token_s,
+        prefill_pair_s=slowness * COST.prefill_pair_s,
+        decode_s=slowness * COST.decode_s,
+        context_token_s=slowness * COST.context_token_s,
+    )
+    shape = WorkerShape(cost=cost, kv_tokens=200_000, token_budget=1024, max_num_seqs=64, block_size=CONTENT_TOKENS)
+    config = SimulationConfig(num_prefill=1, num_decode=2, prefill=shape, decode=shape)
+    router = LegatoRouter(KnownCosts(prefill=COST, decode=COST, prefill_chunk_tokens=1024, decode_chunk_tokens=1024))
+    requests = list(draw_requests(Workload(requests_per_s=rate, num_requests=100), 7))
+    began = requests[0].arrival_s
+    requests = [replace(request, arrival_s=request.arrival_s - began) for request in requests]
+    records = simulate(config, requests, router).records
+    return [
+        LoggedRequest(
+            request_id=request.request_id,
+            arrival_s=1000.0 + request.arrival_s,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens if record.end_s is not None else 0,
+            hashes=tuple(f"{name:x}" for name in request.content[: request.prompt_tokens // CONTENT_TOKENS]),
+            slo_class=request.slo_class,
+            ttft_s=record.ttft_s,
+            tpot_s=record.tpot_s,
+        )
+        for request, record in zip(requests, records, strict=True)
+    ]
+
+
+def written(path: Path, cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> Path:
+    path.write_text("".join(f"{line}\n" for line in (cluster_line(cluster), *map(request_line, requests))))
+    return path
+
+
+def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
+    requests = lived()[:5]
+    assert read_log(written(tmp_path / "log.jsonl", CLUSTER, requests)) == (CLUSTER, requests)
+
+
+@pytest.mark.parametrize(("line", "words"), [(1, "does not describe the cluster"), (3, "does not describe a request")])
+def test_a_wrong_line_is_named(tmp_path: Path, line: int, words: str) -> None:
+    path = written(tmp_path / "log.jsonl", CLUSTER, lived()[:5])
+    lines = path.read_text().splitlines()
+    lines[line - 1] = '{"prompt_tokens": "many"}'
+    path.write_text("\n".join(lines))
+    with pytest.raises(RequestLogError, match=f"line {line} {words}"):
+        read_log(path)
+
+
+def test_what_happened_is_replayed_as_it_happened() -> None:
+    """The log's clock begins elsewhere, so times agree up to rounding."""
+    result = what_if(CLUSTER, lived())
+    assert set(result.errors) == {"in time", "TTFT P50", "TTFT P95", "TPOT P50", "TPOT P95"}
+    assert all(abs(error) < 1e-3 for error in result.errors.values())
+    assert result.supposed == replace(result.replayed, name="supposed")
+    assert "That is much" not in result.text()
+
+
+def test_a_wrong_cost_is_told_as_an_error() -> None:
+    result = what_if(CLUSTER, lived(slowness=1.6, rate=2.0))
+    assert result.errors["TPOT P50"] == pytest.approx(1 / 1.6 - 1, abs=0.05)
+    assert "That is much" in result.text()
+
+
+def test_fewer_workers_serve_fewer_and_stricter_targets_are_met_less() -> None:
+    requests = lived()
+    as_many, fewer = (what_if(CLUSTER, requests, num_prefill=n, num_decode=n + 1, ttft_s=0.2) for n in (1, 0))
+    assert fewer.supposed.in_time < as_many.supposed.in_time < as_many.replayed.in_time == 1.0
+    assert fewer.supposed.ttft.p95 > as_many.supposed.ttft.p95
+
+
+def test_who_was_turned_away_is_missed_and_replayed_with_the_usual_length() -> None:
+    requests = lived()
+    turned_away = [replace(requests[0], output_tokens=0, ttft_s=None, tpot_s=None), *requests[1:]]
+    result = what_if(CLUSTER, turned_away)
+    assert result.measured.rejected == 0.01
+    assert result.replayed.rejected == 0.0
+
+
+def test_the_command_replays_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = written(tmp_path / "log.jsonl", replace(CLUSTER, prefill=None, num_prefill=0), lived()[:40])
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["cluster", "whatif", "--log", str(path), *arguments])
+        return main()
+
+    assert run("--decode", "3", "--tpot-ms", "50") == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("measured", "replayed", "supposed", "Error of the simulation"))
+    assert run("--prefill", "1") == 1
+    assert "describes no prefill worker" in capsys.readouterr().err
+    path.write_text(cluster_line(CLUSTER))
+    assert run() == 1
+    assert "no requests" in capsys.readouterr().err
