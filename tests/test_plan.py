@@ -133,7 +133,7 @@ def test_more_prompts_take_more_prefill_workers() -> None:
 
 
 def test_a_layout_is_enough_or_not() -> None:
-    requests = list(draw_requests(Workload(requests_per_s=24.0, num_requests=150), 0))
+    requests = list(draw_requests(Workload(requests_per_s=40.0, num_requests=150), 0))
     problem = Problem(
         requests, Targets(ttft_s=1.0, tpot_s=0.05, share=0.9), Hardware(model=LLAMA_3_1_8B, device=H100_SXM)
     )
@@ -193,14 +193,14 @@ def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_the_command_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(monkeypatch, "--tpot-ms", "20", "--json") == 0
+    assert plan(monkeypatch, "--tpot-ms", "14", "--share", "0.97", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["is_complete"]
-    assert report["answer"]["share"] >= 0.9 > report["next_cheaper"]["share"]
+    assert report["answer"]["share"] >= 0.97 > report["next_cheaper"]["share"]
     assert report["answer"]["num_gpus"] > report["next_cheaper"]["num_gpus"]
     assert report["at_load"]["0.8"] >= report["at_load"]["1.2"]
     assert report["memory"]["decode"]["weights_bytes"] > 0
-    assert plan(monkeypatch, "--tpot-ms", "20") == 0
+    assert plan(monkeypatch, "--tpot-ms", "14", "--share", "0.97") == 0
     out = capsys.readouterr().out
     assert "fails: only" in out
     assert "KV tokens" in out
