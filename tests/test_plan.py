@@ -213,5 +213,7 @@ def test_the_command_says_what_is_impossible(
     assert "even an idle worker serves only 0.0% in time" in capsys.readouterr().err
     assert plan(monkeypatch, "--tpot-ms", "14", "--rate", "60", "--max-gpus", "1") == 3
     assert "No layout of up to 1 GPUs is enough" in capsys.readouterr().out
+    assert plan(monkeypatch, "--time-s", "0") == 3
+    assert "Time was over after 0 layouts" in capsys.readouterr().out
     assert plan(monkeypatch, "--model", str(tmp_path)) == 1
     assert "nor a folder with a config.json" in capsys.readouterr().err

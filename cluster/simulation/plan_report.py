@@ -83,7 +83,8 @@ class PlanReport:
             f" TTFT {targets.ttft_s:g} s and TPOT {1000 * targets.tpot_s:g} ms for {targets.share:.0%} of them"
         ]
         named = {"plan": self.answer, "best" if self.answer is None else "cheaper": self.next_cheaper}
-        lines += _aligned([_HEAD, *(_row(name, outcome) for name, outcome in named.items() if outcome is not None)])
+        rows = [_row(name, outcome) for name, outcome in named.items() if outcome is not None]
+        lines += _aligned([_HEAD, *rows]) if rows else []
         if self.next_cheaper is not None:
             lines.append(f"{self.next_cheaper.layout} fails: {_why(self.next_cheaper, targets)}.")
         if self.answer is None and self.is_complete:
