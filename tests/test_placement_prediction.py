@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.placement.ledger import Ledger
@@ -163,6 +163,49 @@ def test_a_prediction_at_the_target_is_met_half_the_time() -> None:
     assert fit_probability(np.array([0.0, 0.9, 1.0, 1.5])) == pytest.approx([1.0, 0.966, 0.5, 0.0], abs=1e-3)
 
 
+# --- decode workers that compute prompts themselves ---
+
+
+def test_prompts_of_lately_stretch_the_steps_and_are_forgotten() -> None:
+    ledger = ledger_of("p1", "d1")
+    alone = _decode(ledger).tpot_s[0]
+    book(ledger, "a", prefill=None)
+    ledger.ended("a", 0.0)
+    assert _decode(ledger).tpot_s[0] == pytest.approx(alone / (1.0 - 0.1))  # 1 s of the last 10
+    ledger.heartbeat(worker_snapshot("d1", 2), 100.0, cost=COST)
+    assert _decode(ledger, now=100.0).tpot_s[0] == pytest.approx(alone, rel=1e-3)
+
+
+def test_a_reservation_waits_until_the_last_prompt_there_has_begun() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", prefill=None, prefill_s=1.0)
+    assert _decode(ledger).room_s[0] == 0.0
+    book(ledger, "b", prefill=None, prefill_s=1.0)
+    assert _decode(ledger).room_s[0] == pytest.approx(1.0)
+    assert _decode(ledger, added_s=1.0).room_s[0] == 0.0
+
+
+def test_who_exceeds_the_sequences_of_a_worker_waits_for_one_to_end() -> None:
+    ledger = Ledger()
+    for worker_id in ("p1", "d1"):
+        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=COST, max_num_seqs=2)
+    decoding(ledger, "short", max_new_tokens=50)
+    assert _decode(ledger).room_s[0] == 0.0
+    decoding(ledger, "long", max_new_tokens=100)
+    step_s = 0.012 + 0.002  # two sequences, each with 1000 tokens
+    assert _decode(ledger).room_s[0] == pytest.approx(50 * step_s, rel=0.01)
+
+
+def test_those_who_decode_leave_less_of_each_step_to_prompts() -> None:
+    ledger = Ledger()
+    for worker_id in ("p1", "d1"):
+        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=COST, chunk_tokens=501)
+    decoding(ledger, "a")
+    assert _prompt(ledger, "d1").prefill_s[0] == pytest.approx(1.0 + 2 * 0.012)
+    decoding(ledger, "b")
+    assert _prompt(ledger, "d1").prefill_s[0] == pytest.approx(1.0 + 3 * 0.014)
+
+
 OTHERS = st.lists(
     st.tuples(
         st.integers(1, 3000),  # prompt
@@ -174,6 +217,7 @@ OTHERS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(OTHERS, st.tuples(st.integers(1, 3000), st.integers(1, 400), st.booleans()), st.floats(0.0, 2.0))
 def test_one_more_neighbour_never_makes_a_worker_look_better(
     others: list[tuple[int, int, bool, float]], more: tuple[int, int, bool], lead_s: float

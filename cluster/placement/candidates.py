@@ -22,7 +22,7 @@ from cluster.placement.prediction import (
     log_probability,
 )
 from cluster.placement.query import Query
-from cluster.placement.worker_table import Floats, Row, Rows, WorkerTable
+from cluster.placement.worker_table import Floats, Row, Rows, Slot, WorkerTable
 
 _ASSUMED_TTFT_S = 10.0  # what delays are relative to where there is no target
 _ASSUMED_TPOT_S = 0.1
@@ -128,15 +128,19 @@ def evaluate(
     waited_s = -later_s if arrived_later else max(0.0, now - query.arrived_at)
     ttft_s = waited_s + start_s + work_s + policy.first_token_s
     chance = _chance(table, query, computing, decode, ttft_s, after.tpot_s) * fit_probability(after.kv_share)
-    gain = (chance if query.has_targets else 0.0) - after.harm
-    room = _leaves_room(policy, work_s, start_s - later_s, after.harm, _idle_share(table, alone, later_s, now))
+    # While a prompt waits for its turn on a decode worker, those who would be handed over to it cannot reserve.
+    kept_out = (table.slots[Slot.JOINED_STEP][decode] == np.inf).sum(axis=1) * alone
+    harm = after.harm + kept_out * np.minimum(1.0, prompt.wait_s / min(query.ttft_s, _ASSUMED_TTFT_S))
+    gain = (chance if query.has_targets else 0.0) - harm
+    room = _leaves_room(policy, work_s, start_s - later_s, harm, _idle_share(table, alone, later_s, now))
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(after.tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
-    # Of equals the pair: a decode worker that computes no prompts is better for those who come next.
+    # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
+    worth = np.round(gain - policy.alone_gain * alone, 3)
     barred = np.zeros_like(room) if query.has_targets else ~room
-    order = np.lexsort((table.rank[computing], table.rank[decode], alone, delay, -np.round(gain, 3), barred))
+    order = np.lexsort((table.rank[computing], table.rank[decode], delay, alone, -worth, barred))
     return Candidates(
         *(computing, decode, prompt, start_s, ttft_s, after.tpot_s, after.kv_share),
-        *(chance, after.harm, gain, delay, room, order, reach),
+        *(chance, harm, gain, delay, room, order, reach),
     )
 
 

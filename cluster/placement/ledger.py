@@ -6,6 +6,7 @@ computes its prompt until its first token, and one slot of the worker that decod
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import Final
 from cluster.placement.output_lengths import OutputLengths
 from cluster.placement.query import Query
 from cluster.placement.worker_table import Row, Slot, WorkerTable
-from engine.step_cost import StepCost
+from engine.step_cost import StepCost, StepWork
 from engine.step_loop import ASSUMED_PREFILL_TOKENS_PER_S
 from kv_transfer.messages import WorkerInfo, WorkerSnapshot
 
 _ASSUMED_ERROR: Final = 0.5  # of a cost that no worker measured
+_PROMPTS_OVER_S: Final = 10.0  # the time over which a decode worker's share of time for prompts is smoothed
+_MOST_PROMPTS: Final = 0.9  # of its time
 
 
 @dataclass(slots=True)
@@ -45,6 +48,8 @@ class _Worker:
     decoding: list[Booking]  # by slot; also those whose prompts are being computed
     busy_since: float  # the queue's first prompt counts as begun then, behind `extra_s` of unknown work
     extra_s: float = 0.0
+    prompts_s: float = 0.0  # of a decode worker: seconds for prompts placed there, the older the less, as of:
+    prompts_at: float = 0.0
     is_measured: bool = False  # it reported a cost once: better than any assumption, also when it says nothing
 
 
@@ -65,11 +70,12 @@ class Ledger:
         *,
         cost: StepCost | None = None,
         chunk_tokens: float = float("inf"),
+        max_num_seqs: float = float("inf"),
     ) -> None:
         """A worker's new life. What was booked on an earlier one is void."""
         self.lost(info.worker_id, now)
         self._workers[info.worker_id] = _Worker(info, snapshot, now, OrderedDict(), [], now)
-        self.table.add(info, chunk_tokens, now)
+        self.table.add(info, chunk_tokens, max_num_seqs, now)
         self._take_in(self._workers[info.worker_id], snapshot, now, cost, None)
 
     def heartbeat(
@@ -149,6 +155,8 @@ class Ledger:
         most = max(1, query.max_new_tokens)
         self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), query.tpot_s, weight)
         self._count(row, 1, query.num_tokens)
+        if prefill is None:
+            self._count_prompt(decoding, uncached_tokens, query.num_tokens - uncached_tokens, now)
         self._plan_queue(computing, now)
         return booking
 
@@ -164,7 +172,7 @@ class Ledger:
             slots = self.table.slots[:, self.table.row(booking.decode), booking.slot]
             slots[Slot.FIRST_AT] = now
             slots[Slot.JOINED_STEP] = self.table.rows[Row.STEPS, self.table.row(booking.decode)]
-            self._set_step_s(self.table.row(booking.decode))
+            self._set_step_s(self._workers[booking.decode], now)
 
     def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
         """It left the cluster, or is placed anew. `num_output_tokens`: what it put out, if it came to its end."""
@@ -182,7 +190,7 @@ class Ledger:
         decoding.decoding[booking.slot] = decoding.decoding[last]
         decoding.decoding.pop()
         self._count(row, -1, -booking.query.num_tokens)
-        self._set_step_s(row)
+        self._set_step_s(decoding, now)
         if num_output_tokens:
             self.lengths.observe(booking.query.tenant, booking.query.slo_class, num_output_tokens)
 
@@ -206,7 +214,7 @@ class Ledger:
         self._correct_queue(worker, snapshot.queued_prefill_tokens, now)
         self._correct_decodes(worker, row, context_tokens)
         self._plan_queue(worker, now)
-        self._set_step_s(row)
+        self._set_step_s(worker, now)
 
     def _correct_queue(self, worker: _Worker, queued_tokens: float, now: float) -> None:
         """The worker says how much is left: what is missing of the bookings is done, what is too much is unknown."""
@@ -244,12 +252,14 @@ class Ledger:
 
     def _plan_queue(self, worker: _Worker, now: float) -> None:
         """When each prompt will have been computed, one after the other."""
-        at = worker.busy_since + worker.extra_s
+        at = begins_at = worker.busy_since + worker.extra_s
         for booking in worker.queue.values():
+            begins_at = at
             at = max(at + booking.prefill_s, now)
             booking.computed_at = at
             self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at
-        self.table.rows[Row.DRAINED_AT, self.table.row(worker.info.worker_id)] = at
+        row = self.table.row(worker.info.worker_id)
+        self.table.rows[Row.DRAINED_AT, row], self.table.rows[Row.RESERVES_AT, row] = at, begins_at
 
     def _count(self, row: int, requests: int, tokens: int) -> None:
         self.table.rows[Row.BOOKED, row] += requests
@@ -262,14 +272,30 @@ class Ledger:
             facts[Row.STEPS] += max(0.0, now - facts[Row.AS_OF]) / facts[Row.STEP_S]
         facts[Row.AS_OF] = now
 
-    def _set_step_s(self, row: int) -> None:
-        """With those that decode now, and their contexts."""
+    def _count_prompt(self, worker: _Worker, num_tokens: float, num_cached: float, now: float) -> None:
+        """A decode worker will compute it between its tokens."""
+        cost = self.table.cost(self.table.row(worker.info.worker_id))
+        worker.prompts_s = self._recent_prompts_s(worker, now)
+        worker.prompts_s += cost.step_s(StepWork.of_prefill(num_tokens, num_cached)) - cost.base_s
+        worker.prompts_at = now
+        self._set_step_s(worker, now)
+
+    @staticmethod
+    def _recent_prompts_s(worker: _Worker, now: float) -> float:
+        return worker.prompts_s * math.exp((worker.prompts_at - now) / _PROMPTS_OVER_S)
+
+    def _set_step_s(self, worker: _Worker, now: float) -> None:
+        """With those that decode now, and their contexts, and as much time for prompts as lately."""
+        row = self.table.row(worker.info.worker_id)
         facts, slots = self.table.rows[:, row], self.table.slots[:, row, : self.table.num_used(row)]
         joined = slots[Slot.JOINED_STEP] < float("inf")
         emitted = (facts[Row.STEPS] - slots[Slot.JOINED_STEP])[joined]
         context = (slots[Slot.TOKENS][joined] + emitted).sum() + facts[Row.EXTRA_CONTEXT]
         decodes = joined.sum() + facts[Row.EXTRA_DECODES]
-        facts[Row.STEP_S] = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
+        step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
+        share = min(_MOST_PROMPTS, self._recent_prompts_s(worker, now) / _PROMPTS_OVER_S)
+        facts[Row.STRETCH] = 1.0 / (1.0 - share)
+        facts[Row.STEP_S] = step_s * facts[Row.STRETCH]
 
 
 def assumed_cost(snapshot: WorkerSnapshot) -> StepCost:

@@ -10,12 +10,14 @@ class DecisionPolicy:
     """A request with targets is placed where the expected number of requests that meet theirs grows by `min_gain`.
     Batch requests are placed where others lose at most `batch_harm` and the queue is at most `batch_queue_s` long;
     prompts that take longer than that, only while `batch_idle` of the pool's workers compute none.
+    Decode alone is chosen over a pair where it brings `alone_gain` more.
 
     `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
     a token up from there. `first_token_s`: from the end of the prompt's computation to the client.
     """
 
     min_gain: float = 0.5
+    alone_gain: float = 0.1
     batch_harm: float = 0.01
     batch_queue_s: float = 1.0
     batch_idle: float = 0.75

@@ -18,7 +18,7 @@ from cluster.placement.worker_table import Floats, Row, Rows, Slot, WorkerTable
 MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
 _OVERDUE: Final = 0.2  # of what was put out, at least so much again is to come, unless a bound is in the way
 _KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
-_PROMPT_FACTS: Final = (Row.PREFILL_TOKEN_S, Row.PREFILL_PAIR_S, Row.CHUNK_TOKENS, Row.DRAINED_AT, Row.STEP_S)
+_PROMPT_FACTS: Final = (Row.PREFILL_TOKEN_S, Row.PREFILL_PAIR_S, Row.CHUNK_TOKENS, Row.DRAINED_AT)
 _LOGISTIC: Final = 1.702  # makes the logistic function close to the normal distribution's
 
 
@@ -54,7 +54,11 @@ def forecast_prompt(
 ) -> PromptForecast:
     """`reach[3, rows]`: leading tokens held on the device, down to host memory, down to disk. Loads as far down as it
     pays; `tier_token_s`: seconds per token brought up from host memory and from disk."""
-    token_s, pair_s, chunk, drained_at, step_s = (table.rows[fact, rows] for fact in _PROMPT_FACTS)
+    token_s, pair_s, chunk, drained_at = (table.rows[fact, rows] for fact in _PROMPT_FACTS)
+    step_s = table.rows[Row.STEP_S, rows] / table.rows[Row.STRETCH, rows]
+    chunk = np.maximum(
+        chunk - table.rows[Row.BOOKED, rows], 1.0
+    )  # each that decodes takes a token of the step's budget
     depths = 3 if reach.any() else 1
     cached = np.minimum(reach[:depths], num_tokens - 1.0)
     uncached = num_tokens - cached
@@ -107,16 +111,19 @@ def forecast_decode(
     share = near.shared / num_output
     context = share * (near.tokens + near.emitted + near.grown + near.shared / 2)
     decodes = share.sum(axis=1) + facts[Row.EXTRA_DECODES]
-    before_s = (
+    before_s = facts[Row.STRETCH] * (
         facts[Row.BASE_S]
         + facts[Row.DECODE_S] * decodes
         + facts[Row.CONTEXT_TOKEN_S] * (context.sum(axis=1) + facts[Row.EXTRA_CONTEXT])
     )
-    own_s = facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * (query.num_tokens + num_output / 2)
+    own_s = facts[Row.STRETCH] * (
+        facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * (query.num_tokens + num_output / 2)
+    )
     prompts_s = np.where(added_s > 0.0, 0.0, np.maximum(facts[Row.DRAINED_AT] - now - lead_s, 0.0))
+    reserves_s = np.where(added_s > 0.0, 0.0, np.maximum(facts[Row.RESERVES_AT] - now, 0.0))
     return DecodeForecast(
         tpot_s=before_s + own_s + prompts_s / num_output,
-        room_s=_room_s(facts, near, query.num_tokens + 1),
+        room_s=np.maximum(_room_s(facts, near, query.num_tokens + 1), reserves_s),
         kv_share=_kv_share(facts, near, query.num_tokens, num_output),
         harm=_harm(facts, slots, near, before_s, own_s, added_s, now),
     )
@@ -189,14 +196,18 @@ def _kv_share(facts: Floats, near: _Neighbours, num_tokens: int, num_output: flo
 
 
 def _room_s(facts: Floats, near: _Neighbours, num_tokens: int) -> Floats:
-    """Until enough of those who decode have left; inf where not even an empty memory has the room."""
+    """Until enough of those who decode have left, for its tokens and for itself; inf where not even an empty worker has
+    the room."""
     held = np.where(near.live, near.tokens + near.emitted, 0.0)
     lacking = held.sum(axis=1) + facts[Row.EXTRA_CONTEXT] + num_tokens - facts[Row.KV_TOKENS]
-    if not (lacking > 0.0).any():
+    too_many = near.live.sum(axis=1) + facts[Row.EXTRA_DECODES] + 1.0 - facts[Row.MAX_SEQUENCES]
+    if not (lacking > 0.0).any() and not (too_many > 0.0).any():
         return np.zeros_like(lacking)
     ends = np.where(near.live, near.left, np.inf)
     order = ends.argsort(axis=1, kind="stable")
     freed = np.take_along_axis(held, order, axis=1).cumsum(axis=1)
-    enough = freed >= lacking[:, None]
+    left = np.take_along_axis(near.live, order, axis=1).cumsum(axis=1)
+    enough = (freed >= lacking[:, None]) & (left >= too_many[:, None])
     steps = np.take_along_axis(ends, order, axis=1)[np.arange(len(order)), enough.argmax(axis=1)]
-    return np.where(lacking <= 0.0, 0.0, np.where(enough.any(axis=1), steps * facts[Row.STEP_S], np.inf))
+    at_once = (lacking <= 0.0) & (too_many <= 0.0)
+    return np.where(at_once, 0.0, np.where(enough.any(axis=1), steps * facts[Row.STEP_S], np.inf))

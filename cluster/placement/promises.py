@@ -18,21 +18,21 @@ _PACE: Final = 1.15  # promises are made a little slower than requests are place
 class Promises:
     """`grace_s`: so long after its time a promise is kept open."""
 
-    def __init__(self, grace_s: float = 10.0) -> None:
+    def __init__(self, grace_s: float = 3.0) -> None:
         self._grace_s = grace_s
         self._until: OrderedDict[Hashable, float] = OrderedDict()  # about in order of their times
         self._came_back: set[Hashable] = set()  # of those, who did so once: what they do next teaches nothing
         self._latest = float("-inf")
         self._interval_s = 0.0  # between placements, smoothed
         self._placed_at: float | None = None
-        self._returning = 1.0
+        self._returning = 0.5
 
     def __len__(self) -> int:
         return len(self._until)
 
     @property
     def returning(self) -> float:
-        """The share of clients that do come back, smoothed; all, until some did not."""
+        """The share of clients that do come back, smoothed; half of them before anything is known."""
         return self._returning
 
     def placed(self, now: float) -> None:

@@ -37,6 +37,9 @@ class Row(IntEnum):
     BOOKED = 18  # requests that decode or will decode there
     BOOKED_CONTEXT = 19  # their prompts' tokens
     BLOCK_SIZE = 20
+    STRETCH = 21  # of its decode steps, by prompts that it computes itself; STEP_S includes it
+    RESERVES_AT = 22  # when the last of those prompts will have begun: before, it takes no reservations
+    MAX_SEQUENCES = 23  # held at once
 
 
 class Slot(IntEnum):
@@ -82,12 +85,13 @@ class WorkerTable:
     def num_used(self, row: int) -> int:
         return self._used[row]
 
-    def add(self, info: WorkerInfo, chunk_tokens: float, now: float) -> int:
+    def add(self, info: WorkerInfo, chunk_tokens: float, max_num_seqs: float, now: float) -> int:
         row = self._free_row()
         self._row_of[info.worker_id], self.ids[row] = row, info.worker_id
         facts = self.rows[:, row]
         facts[:] = 0.0
         facts[Row.CHUNK_TOKENS], facts[Row.DRAINED_AT], facts[Row.AS_OF] = chunk_tokens, now, now
+        facts[Row.STRETCH], facts[Row.RESERVES_AT], facts[Row.MAX_SEQUENCES] = 1.0, now, max_num_seqs
         facts[Row.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
         facts[Row.BLOCK_SIZE] = info.block_size
         facts[Row.MAX_MODEL_LEN] = info.max_model_len

@@ -23,6 +23,7 @@ class KnownCosts:
     prefill_chunk_tokens: int
     decode_chunk_tokens: int
     handoff_s: float = 0.0
+    max_num_seqs: float = float("inf")  # of a decode worker
 
 
 @dataclass(slots=True, eq=False)

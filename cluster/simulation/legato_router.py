@@ -41,7 +41,8 @@ class LegatoRouter:
         is_prefill = info.role == "prefill"
         cost = self._cost_of[info.worker_id] = costs.prefill if is_prefill else costs.decode
         chunk_tokens = costs.prefill_chunk_tokens if is_prefill else costs.decode_chunk_tokens
-        self._ledger.register(info, snapshot, now, cost=cost, chunk_tokens=chunk_tokens)
+        max_num_seqs = float("inf") if is_prefill else costs.max_num_seqs
+        self._ledger.register(info, snapshot, now, cost=cost, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs)
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
         return self._ledger.heartbeat(snapshot, now, cost=self._cost_of.get(snapshot.worker_id))
