@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-_HOPELESS: Final = 0.7  # of the share asked for: no other split of as many workers is tried
+_HOPELESS: Final = 0.5  # of the share asked for: no other split of as many workers is tried
 _MOST_SPLITS: Final = 5
 
 
