@@ -61,7 +61,7 @@ def test_a_long_prompt_stays_away_from_those_who_decode_against_the_clock() -> N
 def test_decode_alone_where_it_hurts_nobody_and_prefill_is_busy() -> None:
     ledger = ledger_of("p1", "d1", "d2")
     book(ledger, "a", prefill_s=10.0)
-    assert _where(_decide(ledger)) == (None, "d1")
+    assert _where(_decide(ledger)) == (None, "d2")  # nobody will be handed over there
 
 
 def test_decode_alone_must_bring_more_than_the_pair() -> None:

@@ -26,6 +26,7 @@ from cluster.placement.worker_table import Floats, Row, Rows, Slot, WorkerTable
 
 _ASSUMED_TTFT_S = 10.0  # what delays are relative to where there is no target
 _ASSUMED_TPOT_S = 0.1
+_UNSEEN = 0.1  # of a prompt's work on a decode worker, what those who are to be handed over there lose beside the wait
 _COARSE_FACTS = (
     *(Row.BASE_S, Row.DECODE_S, Row.CONTEXT_TOKEN_S),
     *(Row.BOOKED, Row.EXTRA_DECODES, Row.BOOKED_CONTEXT, Row.EXTRA_CONTEXT, Row.KV_TOKENS),
@@ -130,7 +131,9 @@ def evaluate(
     chance = _chance(table, query, computing, decode, ttft_s, after.tpot_s) * fit_probability(after.kv_share)
     # While a prompt waits for its turn on a decode worker, those who would be handed over to it cannot reserve.
     kept_out = (table.slots[Slot.JOINED_STEP][decode] == np.inf).sum(axis=1) * alone
-    harm = after.harm + kept_out * np.minimum(1.0, prompt.wait_s / min(query.ttft_s, _ASSUMED_TTFT_S))
+    harm = after.harm + kept_out * np.minimum(
+        1.0, (prompt.wait_s + _UNSEEN * work_s) / min(query.ttft_s, _ASSUMED_TTFT_S)
+    )
     gain = (chance if query.has_targets else 0.0) - harm
     room = _leaves_room(policy, work_s, start_s - later_s, harm, _idle_share(table, alone, later_s, now))
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(after.tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
