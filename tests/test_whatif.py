@@ -105,9 +105,8 @@ def test_a_wrong_cost_is_told_as_an_error() -> None:
 
 def test_fewer_workers_serve_fewer_and_stricter_targets_are_met_less() -> None:
     requests = lived()
-    as_many, fewer = (what_if(CLUSTER, requests, num_prefill=n, num_decode=n + 1, ttft_s=0.2) for n in (1, 0))
+    as_many, fewer = (what_if(CLUSTER, requests, num_prefill=n, num_decode=n + 1, ttft_s=0.1) for n in (1, 0))
     assert fewer.supposed.in_time < as_many.supposed.in_time < as_many.replayed.in_time == 1.0
-    assert fewer.supposed.ttft.p95 > as_many.supposed.ttft.p95
 
 
 def test_who_was_turned_away_is_missed_and_replayed_with_the_usual_length() -> None:
