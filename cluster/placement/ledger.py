@@ -12,14 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from cluster.placement.assumed_cost import assumed_cost
 from cluster.placement.output_lengths import OutputLengths
 from cluster.placement.query import Query
 from cluster.placement.worker_table import Row, Slot, WorkerTable
 from engine.step_cost import StepCost, StepWork
-from engine.step_loop import ASSUMED_PREFILL_TOKENS_PER_S
 from kv_transfer.messages import WorkerInfo, WorkerSnapshot
 
-_ASSUMED_ERROR: Final = 0.5  # of a cost that no worker measured
 _PROMPTS_OVER_S: Final = 10.0  # the time over which a decode worker's share of time for prompts is smoothed
 _MOST_PROMPTS: Final = 0.9  # of its time
 
@@ -296,15 +295,3 @@ class Ledger:
         share = min(_MOST_PROMPTS, self._recent_prompts_s(worker, now) / _PROMPTS_OVER_S)
         facts[Row.STRETCH] = 1.0 / (1.0 - share)
         facts[Row.STEP_S] = step_s * facts[Row.STRETCH]
-
-
-def assumed_cost(snapshot: WorkerSnapshot) -> StepCost:
-    """Of a worker that reports none: from its measured rates, as far as it has any."""
-    return StepCost(
-        base_s=snapshot.decode_step_s,
-        prefill_token_s=1.0 / (snapshot.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S),
-        prefill_pair_s=0.0,
-        decode_s=0.0,
-        context_token_s=0.0,
-        relative_error=_ASSUMED_ERROR,
-    )
