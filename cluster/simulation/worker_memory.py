@@ -13,7 +13,8 @@ from engine.roofline import Device, ModelShape, kv_capacity_tokens
 USABLE_SHARE: Final = 0.9
 """The rest of a device is for its driver, libraries' buffers and fragmentation."""
 
-_LOGIT_BYTES: Final = 8  # float32, and a copy of it that sampling works on
+_MLP_WIDTH: Final = 5  # intermediate sizes held at once, as measured: gate and up, and what is made of them
+_LOGIT_BYTES: Final = 16  # in 16 bits, in float32, and what sampling makes of that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ def activation_bytes(shape: ModelShape, *, num_devices: int = 1, token_budget: i
     """At the widest moment of a step on one device: in the MLP or in attention, the residual stream and its norm are
     held beside it; or at the end, when logits are.
     """
-    mlp = 3 * shape.intermediate_size / num_devices
+    mlp = _MLP_WIDTH * shape.intermediate_size / num_devices
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / num_devices
     layer = token_budget * (2 * shape.hidden_size + max(mlp, attention)) * shape.bytes_per_value
     head = max_num_seqs * shape.vocab_size / num_devices * _LOGIT_BYTES
