@@ -98,6 +98,15 @@ def test_a_heartbeat_that_says_nothing_of_costs_leaves_what_was_measured() -> No
     assert ledger.table.cost(ledger.table.row("p1")).relative_error == 0.5
 
 
+def test_prompts_of_lately_are_forgotten_in_time() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 5.0)
+    row = ledger.table.row("p1")
+    assert ledger.table.prompt_share(row, 5.0) == pytest.approx(0.1)  # a second of the last ten
+    assert ledger.table.prompt_share(row, 15.0) == pytest.approx(0.1 * np.exp(-1.0))
+    assert ledger.table.prompt_share(ledger.table.row("d1"), 5.0) == 0.0
+
+
 # --- those who decode ---
 
 

@@ -22,7 +22,7 @@ from cluster.placement.prediction import (
     log_probability,
 )
 from cluster.placement.query import Query
-from cluster.placement.worker_table import Floats, Row, Rows, Slot, WorkerTable
+from cluster.placement.worker_table import PROMPTS_OVER_S, Floats, Row, Rows, Slot, WorkerTable
 
 _ASSUMED_TTFT_S = 10.0  # what delays are relative to where there is no target
 _ASSUMED_TPOT_S = 0.1
@@ -155,11 +155,16 @@ def _leaves_room(
 
 
 def _idle_share(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
-    """Of the workers of the same role as who computes the prompt, those that have no prompts to compute by then."""
+    """Of the workers of the same role as who computes the prompt, those that have no prompts to compute by then,
+    or that had none lately if these are fewer."""
     rows = table.live()
     decodes, drained_s = table.rows[Row.DECODES, rows] == 1.0, table.rows[Row.DRAINED_AT, rows] - now
+    lately = table.prompt_share(rows, now)
     here, there = (
-        np.searchsorted(np.sort(drained_s[pool]), later_s, side="right") / max(1, pool.sum())
+        np.minimum(
+            np.searchsorted(np.sort(drained_s[pool]), later_s, side="right") / max(1, pool.sum()),
+            1.0 - lately[pool].sum() / max(1, pool.sum()) * np.exp(-later_s / PROMPTS_OVER_S),
+        )
         for pool in (decodes, ~decodes)
     )
     share: Floats = np.where(alone, here, there)

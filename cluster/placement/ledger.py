@@ -6,7 +6,6 @@ computes its prompt until its first token, and one slot of the worker that decod
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from typing import Final
 from cluster.placement.assumed_cost import assumed_cost
 from cluster.placement.output_lengths import OutputLengths
 from cluster.placement.query import Query
-from cluster.placement.worker_table import Row, Slot, WorkerTable
+from cluster.placement.worker_table import PROMPTS_OVER_S, Row, Slot, WorkerTable
 from engine.step_cost import StepCost, StepWork
 from kv_transfer.messages import WorkerInfo, WorkerSnapshot
 
-_PROMPTS_OVER_S: Final = 10.0  # the time over which a decode worker's share of time for prompts is smoothed
 _MOST_PROMPTS: Final = 0.9  # of its time
 
 
@@ -47,8 +45,6 @@ class _Worker:
     decoding: list[Booking]  # by slot; also those whose prompts are being computed
     busy_since: float  # the queue's first prompt counts as begun then, behind `extra_s` of unknown work
     extra_s: float = 0.0
-    prompts_s: float = 0.0  # of a decode worker: seconds for prompts placed there, the older the less, as of:
-    prompts_at: float = 0.0
     is_measured: bool = False  # it reported a cost once: better than any assumption, also when it says nothing
 
 
@@ -154,8 +150,7 @@ class Ledger:
         most = max(1, query.max_new_tokens)
         self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), query.tpot_s, weight)
         self._count(row, 1, query.num_tokens)
-        if prefill is None:
-            self._count_prompt(decoding, uncached_tokens, query.num_tokens - uncached_tokens, now)
+        self._count_prompt(computing, uncached_tokens, query.num_tokens - uncached_tokens, now)
         self._plan_queue(computing, now)
         return booking
 
@@ -272,16 +267,12 @@ class Ledger:
         facts[Row.AS_OF] = now
 
     def _count_prompt(self, worker: _Worker, num_tokens: float, num_cached: float, now: float) -> None:
-        """A decode worker will compute it between its tokens."""
-        cost = self.table.cost(self.table.row(worker.info.worker_id))
-        worker.prompts_s = self._recent_prompts_s(worker, now)
-        worker.prompts_s += cost.step_s(StepWork.of_prefill(num_tokens, num_cached)) - cost.base_s
-        worker.prompts_at = now
+        row = self.table.row(worker.info.worker_id)
+        cost, facts = self.table.cost(row), self.table.rows[:, row]
+        recent_s = PROMPTS_OVER_S * float(self.table.prompt_share(row, now))
+        added_s = cost.step_s(StepWork.of_prefill(num_tokens, num_cached)) - cost.base_s
+        facts[Row.PROMPTS_S], facts[Row.PROMPTS_AT] = recent_s + added_s, now
         self._set_step_s(worker, now)
-
-    @staticmethod
-    def _recent_prompts_s(worker: _Worker, now: float) -> float:
-        return worker.prompts_s * math.exp((worker.prompts_at - now) / _PROMPTS_OVER_S)
 
     def _set_step_s(self, worker: _Worker, now: float) -> None:
         """With those that decode now, and their contexts, and as much time for prompts as lately."""
@@ -292,6 +283,6 @@ class Ledger:
         context = (slots[Slot.TOKENS][joined] + emitted).sum() + facts[Row.EXTRA_CONTEXT]
         decodes = joined.sum() + facts[Row.EXTRA_DECODES]
         step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
-        share = min(_MOST_PROMPTS, self._recent_prompts_s(worker, now) / _PROMPTS_OVER_S)
+        share = min(_MOST_PROMPTS, float(self.table.prompt_share(row, now)))
         facts[Row.STRETCH] = 1.0 / (1.0 - share)
         facts[Row.STEP_S] = step_s * facts[Row.STRETCH]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class DecisionPolicy:
     """A request with targets is placed where the expected number of requests that meet theirs grows by `min_gain`.
     Batch requests are placed where others lose at most `batch_harm` and the queue is at most `batch_queue_s` long;
-    prompts that take longer than that, only while `batch_idle` of the pool's workers compute none.
+    prompts that take longer than that, only while `batch_idle` of the pool's workers compute none, and of its time
+    lately.
     Decode alone is chosen over a pair where it brings `alone_gain` more.
 
     `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from engine.step_cost import StepCost
 from kv_transfer.messages import WorkerInfo
 
+PROMPTS_OVER_S: Final = 10.0  # over which a worker's share of time for prompts is smoothed
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
@@ -40,6 +42,7 @@ class Row(IntEnum):
     STRETCH = 21  # of its decode steps, by prompts that it computes itself; STEP_S includes it
     RESERVES_AT = 22  # when the last of those prompts will have begun: before, it takes no reservations
     MAX_SEQUENCES = 23  # held at once
+    PROMPTS_S, PROMPTS_AT = range(24, 26)  # seconds for prompts placed there, the older the less, as of then
 
 
 class Slot(IntEnum):
@@ -105,6 +108,12 @@ class WorkerTable:
         self.ids[row], self._used[row] = None, 0
         self.slots[:, row] = 0.0
         self._rank()
+
+    def prompt_share(self, rows: Rows | int, now: float) -> Floats:
+        """Of the workers' time lately, what prompts placed there take."""
+        recent_s, at = self.rows[Row.PROMPTS_S, rows], self.rows[Row.PROMPTS_AT, rows]
+        share: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
+        return share
 
     def set_cost(self, row: int, cost: StepCost) -> None:
         self.rows[: Row.CHUNK_TOKENS, row] = (
