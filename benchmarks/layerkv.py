@@ -25,11 +25,11 @@ from benchmarks.timing import MS, RequestTiming, Wave
 from benchmarks.workload import MODEL, Load, draw_prompts
 
 PROMPT_TOKENS = 256
-OUTPUT_TOKENS = 512
+OUTPUT_TOKENS = 640
 RESIDENT_SEQUENCES = 4  # that the device holds when they have grown
-RATES = (0.15, 0.2, 0.25, 0.3)  # requests per second
-TPOT_TARGET_MS = 80
-STEADY_S = 60.0
+RATES = (0.12, 0.16, 0.18)  # requests per second
+TPOT_TARGET_MS = 100
+STEADY_S = 75.0
 BURST_S = 1.5
 BURST_FACTOR = 10
 DEADLINE_S = 500.0
