@@ -39,13 +39,6 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return _rounded(statistics.median(ours) / statistics.median(theirs))
 
 
-def median_of(row: Json) -> float:
-    """The median that `spread` put there."""
-    value = row["median"]
-    assert isinstance(value, float)
-    return value
-
-
 def _rounded(value: float) -> float:
     """Four significant digits: more would be noise."""
     return float(f"{value:.4g}")

@@ -24,14 +24,13 @@ from kv_transfer.messages import (
     BlockIndexSnapshot,
     Endpoint,
     Tier,
-    WorkerInfo,
-    WorkerSnapshot,
     decode,
     encode,
 )
 from kv_transfer.transports.base import Identity
 from kv_transfer.worker_port import Registration
 from tests.waiting import eventually
+from tests.worker_reports import worker_info, worker_snapshot
 
 LAYER_GROUPS = 2
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
@@ -356,34 +355,12 @@ def _registration(worker_id: str, server: SchedulerServer, log: BlockEventLog, p
         return server.endpoint
 
     numbers = iter(range(1, 1_000_000))
-    info = WorkerInfo(
-        worker_id=worker_id,
-        role="decode",
-        endpoint=Endpoint(host="127.0.0.1", port=1, node_id="node"),
-        pid=1,
-        model="model",
-        compatibility="same",
-        max_model_len=1000,
-        num_blocks=100,
-        block_size=16,
-        layer_groups=LAYER_GROUPS,
-    )
+    info = worker_info(worker_id, layer_groups=LAYER_GROUPS)
     return Registration(
         _identity(worker_id),
         info,
         locate_scheduler=locate,
-        snapshot=lambda: WorkerSnapshot(
-            worker_id=worker_id,
-            sequence_number=next(numbers),
-            draining=False,
-            num_running=0,
-            num_waiting=0,
-            queued_prefill_tokens=0,
-            blocks_available=100,
-            num_leases=0,
-            prefill_tokens_per_s=0.0,
-            decode_step_s=0.0,
-        ),
+        snapshot=lambda: worker_snapshot(worker_id, next(numbers)),
         period_s=period_s,
         events=log,
     )

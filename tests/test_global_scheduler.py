@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -24,49 +25,16 @@ from kv_transfer.messages import (
     Placement,
     Register,
     Replicas,
-    Role,
     Unplaceable,
     WorkerInfo,
     WorkerSnapshot,
 )
 from kv_transfer.transports.base import Identity, LinkClosedError, TransportError
 from tests.waiting import eventually
+from tests.worker_reports import worker_info, worker_snapshot
 
-NOWHERE = Endpoint(host="127.0.0.1", port=1, node_id="node")
-
-
-def _info(worker_id: str, **changes: object) -> WorkerInfo:
-    """`p...` is a prefill worker, any other one decodes."""
-    role: Role = "prefill" if worker_id.startswith("p") else "decode"
-    info = WorkerInfo(
-        worker_id=worker_id,
-        role=role,
-        endpoint=NOWHERE,
-        pid=1,
-        model="model",
-        compatibility="same",
-        max_model_len=1000,
-        num_blocks=100,
-        block_size=16,
-        layer_groups=1,
-    )
-    return replace(info, **changes)  # type: ignore[arg-type]
-
-
-def _snapshot(worker_id: str, number: int = 1, **changes: object) -> WorkerSnapshot:
-    snapshot = WorkerSnapshot(
-        worker_id=worker_id,
-        sequence_number=number,
-        draining=False,
-        num_running=0,
-        num_waiting=0,
-        queued_prefill_tokens=0,
-        blocks_available=100,
-        num_leases=0,
-        prefill_tokens_per_s=0.0,
-        decode_step_s=0.0,
-    )
-    return replace(snapshot, **changes)  # type: ignore[arg-type]
+_info = partial(worker_info, max_model_len=1000, num_blocks=100)
+_snapshot = partial(worker_snapshot, blocks_available=100)
 
 
 def _scheduler(*worker_ids: str, **policy: object) -> GlobalScheduler:

@@ -17,7 +17,8 @@ from cluster.placement.decision import book as book_decision
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
 from engine.step_cost import StepCost
-from tests.placement_world import COST, book, decoding, ledger_of, query_of, worker_info, worker_snapshot
+from tests.placement_world import COST, book, decoding, ledger_of, query_of
+from tests.worker_reports import worker_info, worker_snapshot
 
 POLICY = DecisionPolicy()
 NO_HITS: Mapping[str, PrefixReach] = {}

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from cluster.placement.ledger import Ledger
 from cluster.placement.output_lengths import OutputLengths
 from cluster.placement.worker_table import Row, Slot
-from tests.placement_world import COST, book, decoding, ledger_of, query_of, worker_info, worker_snapshot
+from tests.placement_world import COST, book, decoding, ledger_of, query_of
+from tests.worker_reports import worker_info, worker_snapshot
 
 
 def _drained_at(ledger: Ledger, worker_id: str) -> float:

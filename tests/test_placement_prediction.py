@@ -18,7 +18,8 @@ from cluster.placement.prediction import (
     forecast_prompt,
     log_probability,
 )
-from tests.placement_world import COST, book, decoding, ledger_of, query_of, worker_info, worker_snapshot
+from tests.placement_world import COST, book, decoding, ledger_of, query_of
+from tests.worker_reports import worker_info, worker_snapshot
 
 
 def _prompt(

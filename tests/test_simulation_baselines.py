@@ -29,13 +29,10 @@ from kv_transfer.messages import (
     BlockChange,
     BlockEvents,
     BlockIndexSnapshot,
-    Endpoint,
     Placement,
-    Role,
     Unplaceable,
-    WorkerInfo,
-    WorkerSnapshot,
 )
+from tests.worker_reports import worker_info, worker_snapshot
 
 BLOCK = 16
 COST = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-6)
@@ -48,38 +45,15 @@ _Router = TypeVar("_Router", bound=Baseline)
 
 def fleet(router: _Router, num_prefill: int = 2, num_decode: int = 2) -> _Router:
     for index in range(num_prefill):
-        _register(router, f"prefill-{index}", "prefill")
+        _register(router, f"prefill-{index}")
     for index in range(num_decode):
-        _register(router, f"decode-{index}", "decode")
+        _register(router, f"decode-{index}")
     return router
 
 
-def _register(router: Baseline, worker_id: str, role: Role) -> None:
-    info = WorkerInfo(
-        worker_id=worker_id,
-        role=role,
-        endpoint=Endpoint(host="", port=0, node_id=""),
-        pid=0,
-        model="m",
-        compatibility="c",
-        max_model_len=10**6,
-        num_blocks=10**5,
-        block_size=BLOCK,
-        layer_groups=1,
-    )
-    snapshot = WorkerSnapshot(
-        worker_id=worker_id,
-        sequence_number=1,
-        draining=False,
-        num_running=0,
-        num_waiting=0,
-        queued_prefill_tokens=0,
-        blocks_available=0,
-        num_leases=0,
-        prefill_tokens_per_s=0.0,
-        decode_step_s=0.0,
-    )
-    router.register(info, snapshot, 0.0)
+def _register(router: Baseline, worker_id: str) -> None:
+    info = worker_info(worker_id, max_model_len=10**6, num_blocks=10**5, block_size=BLOCK)
+    router.register(info, worker_snapshot(worker_id, blocks_available=0), 0.0)
     whole = BlockIndexSnapshot(worker_id=worker_id, epoch=1, next_id=0, part=0, num_parts=1, tier="device", hashes=b"")
     router.blocks(whole, 0.0)
 
