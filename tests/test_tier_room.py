@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from threading import Event
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
+from kv_transfer.tiers.tiers_config import Budget, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.waiting import eventually
@@ -30,7 +29,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 @asynccontextmanager
 async def cluster_of(
-    model: SmallModel, *, num_prefill: int, device_columns: int = 12, host_columns: int = 64, disk: Path | None = None
+    model: SmallModel, *, num_prefill: int, device_columns: int = 12, host_columns: int = 64
 ) -> AsyncIterator[MiniCluster]:
     """Each layer is a group of its own. Workers that do not hear of room for a second hear of it never."""
     engine: dict[str, object] = {
@@ -44,10 +43,7 @@ async def cluster_of(
         prefill_engine={"layers_per_group": 1, "kv_blocks": 12 * 4},
         decode_engine=engine,
         decode=DecodeWorkerConfig(layerkv=LayerKvConfig(growth_tokens=4), reserve_wait_s=60.0),
-        tiers=TiersConfig(
-            host=Budget(num_bytes=host_columns * 4 * BLOCK_BYTES),
-            disk=None if disk is None else DiskConfig(folder=str(disk), budget=Budget(num_bytes=2**24)),
-        ),
+        tiers=TiersConfig(host=Budget(num_bytes=host_columns * 4 * BLOCK_BYTES)),
     )
     async with mini_cluster(config) as cluster:
         yield cluster
@@ -69,31 +65,31 @@ async def ask(cluster: MiniCluster, name: str, prompt: list[int]) -> list[int]:
     return [event.token_id for event in await cluster.generate(name, prompt, TOKENS)]
 
 
+async def second_goes_on(
+    model: SmallModel, cluster: MiniCluster, tiers: PrefixTiers, waits: Callable[[], bool]
+) -> None:
+    """It waits for blocks of the first one while their copies hang, and is answered once they go on."""
+    with copies_hang(tiers) as go:
+        assert await ask(cluster, "first", FIRST) == model.local(FIRST, TOKENS).tokens
+        asking = asyncio.create_task(ask(cluster, "second", SECOND))
+        await eventually(waits)
+        go.set()
+        assert await asyncio.wait_for(asking, 5) == model.local(SECOND, TOKENS).tokens
+
+
 async def test_a_prompt_that_waits_for_blocks_that_are_being_copied_is_computed(llama: SmallModel) -> None:
     async with cluster_of(llama, num_prefill=1, device_columns=64) as cluster:
-        with copies_hang(cluster.tiers[0]) as go:
-            assert await ask(cluster, "first", FIRST) == llama.local(FIRST, TOKENS).tokens
-            asking = asyncio.create_task(ask(cluster, "second", SECOND))
-            await eventually(lambda: cluster.prefills[0]._scheduler.num_waiting == 1)
-            go.set()
-            assert await asyncio.wait_for(asking, 5) == llama.local(SECOND, TOKENS).tokens
+        scheduler = cluster.prefills[0]._scheduler
+        await second_goes_on(llama, cluster, cluster.tiers[0], lambda: scheduler.num_waiting == 1)
 
 
 async def test_a_local_prompt_that_waits_for_blocks_that_are_being_copied_is_computed(llama: SmallModel) -> None:
     async with cluster_of(llama, num_prefill=0, host_columns=11) as cluster:
-        with copies_hang(cluster.tiers[0]) as go:
-            assert await ask(cluster, "first", FIRST) == llama.local(FIRST, TOKENS).tokens
-            asking = asyncio.create_task(ask(cluster, "second", SECOND))
-            await eventually(lambda: cluster.decodes[0]._scheduler.num_waiting == 1)
-            go.set()
-            assert await asyncio.wait_for(asking, 5) == llama.local(SECOND, TOKENS).tokens
+        scheduler = cluster.decodes[0]._scheduler
+        await second_goes_on(llama, cluster, cluster.tiers[0], lambda: scheduler.num_waiting == 1)
 
 
 async def test_a_reservation_that_waits_for_blocks_that_are_being_copied_is_granted(llama: SmallModel) -> None:
     async with cluster_of(llama, num_prefill=1, host_columns=11) as cluster:
-        with copies_hang(cluster.tiers[1]) as go:
-            assert await ask(cluster, "first", FIRST) == llama.local(FIRST, TOKENS).tokens
-            asking = asyncio.create_task(ask(cluster, "second", SECOND))
-            await eventually(lambda: cluster.decodes[0]._landings.num_waiting == 1)
-            go.set()
-            assert await asyncio.wait_for(asking, 5) == llama.local(SECOND, TOKENS).tokens
+        landings = cluster.decodes[0]._landings
+        await second_goes_on(llama, cluster, cluster.tiers[1], lambda: landings.num_waiting == 1)
