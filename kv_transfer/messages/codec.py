@@ -1,0 +1,84 @@
+"""Messages to bytes and back."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from engine.sampling_params import MAX_LOGIT_BIAS
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
+from kv_transfer.messages.connections import Goodbye, Ping, SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
+from kv_transfer.messages.requests import Cancel, Refused, Reserve, Reserved, Start, StepFrame
+from kv_transfer.messages.scheduling import Ended, Place, Placement, Replicas, Unplaceable
+from kv_transfer.messages.workers import Heartbeat, Register
+
+
+class MalformedMessageError(ValueError):
+    """The bytes are no message of this protocol version."""
+
+
+Message = (
+    Reserve
+    | Reserved
+    | Refused
+    | Start
+    | Cancel
+    | StepFrame
+    | SlabHeader
+    | Commit
+    | Verified
+    | Rejected
+    | Abort
+    | KeepAlive
+    | Register
+    | Heartbeat
+    | BlockEvents
+    | BlockIndexRequest
+    | BlockIndexSnapshot
+    | Place
+    | Placement
+    | Unplaceable
+    | Ended
+    | Replicas
+    | Ping
+    | Goodbye
+    | SegmentOffer
+    | SegmentAnswer
+    | SlabsFreed
+)
+
+_ADAPTERS: Final[dict[str, TypeAdapter[Any]]] = {kind.__name__: TypeAdapter(kind) for kind in Message.__args__}
+
+
+def encode(message: Message) -> bytes:
+    """The message as msgpack bytes."""
+    tag = type(message).__name__
+    packed: bytes = msgpack.packb([tag, _ADAPTERS[tag].dump_python(message)])
+    return packed
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """The message in `data`. Raises MalformedMessageError for anything that is not exactly one message."""
+    try:
+        # Integer keys are allowed for `logit_bias`, whose size is the largest that a map may have.
+        frame = msgpack.unpackb(data, strict_map_key=False, max_map_len=MAX_LOGIT_BIAS)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MalformedMessageError(f"not msgpack: {str(error) or 'nested too deeply'}") from error
+    if not (isinstance(frame, list) and len(frame) == 2 and isinstance(frame[0], str)):
+        raise MalformedMessageError("a message is an array of a tag and a map")
+    tag, fields = frame
+    adapter = _ADAPTERS.get(tag)
+    if adapter is None:
+        raise MalformedMessageError(f"unknown message {tag[:40]!r}: the peer speaks another protocol version")
+    if not isinstance(fields, dict):
+        raise MalformedMessageError(f"the fields of {tag} must be a map")
+    try:
+        message: Message = adapter.validate_python(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MalformedMessageError(f"{tag}.{where[:100]}: {first['msg'][:200]}") from error
+    return message

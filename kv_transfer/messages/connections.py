@@ -1,0 +1,49 @@
+"""What connections and transports say for their own sake."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.messages.fields import STRICT, Count, Items, Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Either way on any connection: I am alive. Nothing is answered."""
+
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """Either way on any connection, its last message: why this end closes it."""
+
+    __pydantic_config__ = STRICT
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentOffer:
+    """Shared memory: this segment of process `pid`, open there as descriptor `fd`, will hold the slabs that follow."""
+
+    __pydantic_config__ = STRICT
+    pid: Count
+    fd: Count
+    name: Text
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentAnswer:
+    """Shared memory: the offered segment is mapped; or `refusal` says why it could not be."""
+
+    __pydantic_config__ = STRICT
+    refusal: Text | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabsFreed:
+    """Shared memory: the receiver is done with these slabs of the sender's segment."""
+
+    __pydantic_config__ = STRICT
+    slabs: Items[Count]

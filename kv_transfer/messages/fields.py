@@ -1,0 +1,42 @@
+"""The types of messages' fields, and what they may hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from engine.prefix import HASH_BYTES
+
+# Strict, because by default pydantic takes "5", 5.0 and true for integers; and finite, because a NaN passes through
+# every comparison that a scheduler might guard itself with.
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Digest = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Text = Annotated[str, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0.0)]
+Role = Literal["prefill", "decode"]
+
+_Item = TypeVar("_Item")
+# Stops at the first bad item: a megabyte of bad items must not cost a gigabyte of error reports.
+Items = Annotated[list[_Item], Field(fail_fast=True)]
+
+MAX_HASHES: Final = 16_384  # in one value
+MAX_EVENT_CHANGES: Final = 32  # in one message: 8 MiB of hashes, half of what a frame may hold
+Tier = Literal["device", "host", "disk"]
+SourceName = Literal["neighbours", "disk"]
+PrefixSource = Literal["device", "host", "neighbours", "disk"]
+
+
+def _whole_hashes(joined: bytes) -> bytes:
+    if len(joined) % HASH_BYTES:
+        raise ValueError(f"{len(joined)} bytes are not a number of hashes of {HASH_BYTES} bytes")
+    return joined
+
+
+# Hashes of columns (see `engine.prefix`), joined: one value instead of thousands.
+Hashes = Annotated[bytes, Field(strict=True, max_length=MAX_HASHES * HASH_BYTES), AfterValidator(_whole_hashes)]
+
+STRICT: Final = ConfigDict(extra="forbid")

@@ -1,0 +1,147 @@
+"""What gateways and workers say to each other about one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+
+from engine.sampling_params import SamplingParams
+from engine.stopping import FinishReason
+from kv_transfer.messages.fields import STRICT, Count, Flag, Items, NonNegative, Real, Text, TokenId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """One sequence to generate. `output_token_ids` were already emitted by earlier attempts."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+    prompt_token_ids: Items[TokenId]
+    params: SamplingParams
+    output_token_ids: Items[TokenId] = field(default_factory=list)
+    cache_salt: Text = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a process listens. Two endpoints with the same `node_id` share memory."""
+
+    __pydantic_config__ = STRICT
+    host: Text
+    port: Annotated[int, Field(strict=True, ge=0, le=65535)]
+    node_id: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """A reference to a reservation that tells when it has become stale.
+
+    `epoch` names one life of the receiving pool, `lease` the blocks, `generation` the attempt they are promised to:
+    a newer attempt on the same lease makes all references of the older one void.
+    """
+
+    __pydantic_config__ = STRICT
+    epoch: Count
+    lease: Count
+    generation: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """The one object that crosses the hand-off: where the KV of a request goes, and the right to send it there."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    fence: Fence
+    endpoint: Endpoint  # of the decode worker's KV listener
+    worker_id: Text
+    num_tokens: Count  # whose KV the reservation has room for
+    ttl_s: NonNegative  # the reservation lapses when nothing is heard of it for so long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """The `index`-th output token of a request (counted over all attempts)."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+    index: Count
+    token_id: TokenId
+    finish_reason: FinishReason | None = None
+    logprob: Real | None = None
+    top_logprobs: Items[tuple[TokenId, Real]] | None = None
+    num_cached_tokens: Count | None = None  # only on an attempt's first token
+    # only on an attempt's first token, where asked for: (logprob, top) of each prompt token after the first
+    prompt_logprobs: Items[tuple[Real, Items[tuple[TokenId, Real]]]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureEvent:
+    """This attempt of the request ends without finishing; the gateway decides what follows."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+    reason: Text
+    retryable: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Gateway to decode: lease room for this request. Repeated with a newer attempt it renews the ticket."""
+
+    __pydantic_config__ = STRICT
+    request: RequestSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    __pydantic_config__ = STRICT
+    attempt: Count
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Nothing was done for the request. `retry_after_s` is when it would probably fit; None: never on this worker."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+    reason: Text
+    retry_after_s: NonNegative | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Gateway to prefill (with the ticket of the decode worker), or to decode (without: do all of it yourself)."""
+
+    __pydantic_config__ = STRICT
+    request: RequestSpec
+    ticket: Ticket | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Forget every attempt of the request up to this one. Always safe, also for unknown requests."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFrame:
+    """Worker to gateway: what one step brought for all requests of that gateway."""
+
+    __pydantic_config__ = STRICT
+    tokens: Items[TokenEvent]
+    failures: Items[FailureEvent] = field(default_factory=list)

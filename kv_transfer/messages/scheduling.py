@@ -1,0 +1,61 @@
+"""What gateways ask the global scheduler, and what it tells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kv_transfer.messages.blocks import IndexReport
+from kv_transfer.messages.fields import STRICT, Count, Items, NonNegative, Text
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Gateway to scheduler: where should this attempt run?"""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+    num_tokens: Count
+    max_new_tokens: Count
+    exclude: Items[Text] = field(default_factory=list)  # worker ids that just failed this request
+    prefer_decode: Text | None = None  # holds a reservation of an earlier attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """`prefill` None: the decode worker does all of it."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+    prefill: Text | None
+    decode: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplaceable:
+    """No worker can take it now. `retry_after_s` None: none ever could (the sentence says why)."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+    reason: Text
+    retry_after_s: NonNegative | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Gateway to scheduler: the request left the cluster; forget its reservations of work."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Scheduler to gateways: all live workers with their newest snapshots. Sent on change and periodically."""
+
+    __pydantic_config__ = STRICT
+    workers: Items[tuple[WorkerInfo, WorkerSnapshot]]
+    indexes: Items[IndexReport] = field(default_factory=list)

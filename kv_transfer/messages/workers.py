@@ -1,0 +1,105 @@
+"""What workers tell the global scheduler of themselves, and what it asks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kv_transfer.messages.fields import STRICT, Count, Flag, NonNegative, PrefixSource, Role, SourceName, Text, Tier
+from kv_transfer.messages.requests import Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What never changes in a worker's life."""
+
+    __pydantic_config__ = STRICT
+    worker_id: Text
+    role: Role
+    endpoint: Endpoint
+    pid: Count
+    model: Text
+    compatibility: Text
+    max_model_len: Count
+    num_blocks: Count
+    block_size: Count
+    layer_groups: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierBlocks:
+    """Blocks of one tier; on disk a block is a whole column."""
+
+    __pydantic_config__ = STRICT
+    free: Count
+    cached: Count
+    held: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskReport:
+    """What a worker's disk tier did since it was opened, in columns where the name does not say otherwise."""
+
+    __pydantic_config__ = STRICT
+    restored: Count = 0
+    lost: Count = 0
+    stored: Count = 0
+    dropped_queue: Count = 0
+    dropped_paused: Count = 0
+    dropped_slots: Count = 0
+    write_errors: Count = 0
+    read_bytes: Count = 0
+    written_bytes: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersReport:
+    """A worker's memory tiers: what they hold now, and what was done with them since the worker's start."""
+
+    __pydantic_config__ = STRICT
+    blocks: dict[Tier, TierBlocks] = field(default_factory=dict)
+    num_in_host: Count = 0  # sequences of which a part, or all, rests in host memory now
+    host_bytes_per_s: NonNegative = 0.0  # measured, of copies between device and host; 0 without host memory
+    num_host_landings: Count = 0  # sequences that had a part in host memory when they got their blocks
+    num_offloads: Count = 0
+    num_restores: Count = 0
+    num_preemptions: Count = 0
+    hit_tokens: dict[PrefixSource, Count] = field(default_factory=dict)  # of prompts computed here
+    missed_tokens: Count = 0  # of the same prompts
+    loaded_columns: dict[SourceName, Count] = field(default_factory=dict)  # into host memory
+    failed_columns: dict[SourceName, Count] = field(default_factory=dict)  # that a load did not bring
+    host_stored_columns: Count = 0
+    host_dropped_columns: Count = 0  # not copied to host memory: no room, or too many copies queued
+    disk: DiskReport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSnapshot:
+    """What changes. `sequence_number` grows with each snapshot of a worker."""
+
+    __pydantic_config__ = STRICT
+    worker_id: Text
+    sequence_number: Count
+    draining: Flag
+    num_running: Count
+    num_waiting: Count
+    queued_prefill_tokens: Count  # uncomputed tokens of everything accepted
+    blocks_available: Count
+    num_leases: Count
+    prefill_tokens_per_s: NonNegative  # measured; 0 until known
+    decode_step_s: NonNegative  # measured; 0 until known
+    num_paused: Count = 0  # of the running, those that take turns because they rest in host memory
+    host_blocks_available: Count = 0
+    tiers: TiersReport = field(default_factory=TiersReport)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    __pydantic_config__ = STRICT
+    info: WorkerInfo
+    snapshot: WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    __pydantic_config__ = STRICT
+    snapshot: WorkerSnapshot
