@@ -44,11 +44,12 @@ from kv_transfer.messages.requests import (
     Ticket,
     TokenEvent,
 )
-from kv_transfer.messages.scheduling import Ended, Place, Placement, Replicas, Unplaceable
+from kv_transfer.messages.scheduling import Ended, FirstToken, Place, Placement, Queued, Replicas, Unplaceable
 from kv_transfer.messages.workers import (
     DiskReport,
     Heartbeat,
     Register,
+    StepCostReport,
     TierBlocks,
     TiersReport,
     WorkerInfo,
@@ -75,6 +76,7 @@ __all__ = [
     "Endpoint",
     "FailureEvent",
     "Fence",
+    "FirstToken",
     "Flag",
     "Goodbye",
     "Hashes",
@@ -89,6 +91,7 @@ __all__ = [
     "Place",
     "Placement",
     "PrefixSource",
+    "Queued",
     "Real",
     "Refused",
     "Register",
@@ -104,6 +107,7 @@ __all__ = [
     "SlabsFreed",
     "SourceName",
     "Start",
+    "StepCostReport",
     "StepFrame",
     "Text",
     "Ticket",

@@ -12,7 +12,7 @@ from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockInd
 from kv_transfer.messages.connections import Goodbye, Ping, SegmentAnswer, SegmentOffer, SlabsFreed
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
 from kv_transfer.messages.requests import Cancel, Refused, Reserve, Reserved, Start, StepFrame
-from kv_transfer.messages.scheduling import Ended, Place, Placement, Replicas, Unplaceable
+from kv_transfer.messages.scheduling import Ended, FirstToken, Place, Placement, Queued, Replicas, Unplaceable
 from kv_transfer.messages.workers import Heartbeat, Register
 
 
@@ -42,6 +42,8 @@ Message = (
     | Placement
     | Unplaceable
     | Ended
+    | FirstToken
+    | Queued
     | Replicas
     | Ping
     | Goodbye

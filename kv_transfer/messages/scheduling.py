@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kv_transfer.messages.blocks import IndexReport
-from kv_transfer.messages.fields import STRICT, Count, Items, NonNegative, Text
+from kv_transfer.messages.fields import STRICT, Count, Hashes, Items, NonNegative, Text
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 
@@ -20,6 +20,12 @@ class Place:
     max_new_tokens: Count
     exclude: Items[Text] = field(default_factory=list)  # worker ids that just failed this request
     prefer_decode: Text | None = None  # holds a reservation of an earlier attempt
+    slo_class: Text = ""
+    tenant: Text = ""
+    ttft_s: NonNegative | None = None  # targets; None: best effort
+    tpot_s: NonNegative | None = None
+    waited_s: NonNegative = 0.0  # since the request arrived at its gateway
+    prefix_hashes: Hashes = b""  # of the prompt's full blocks, as far as the last one may be cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,25 @@ class Ended:
 
     __pydantic_config__ = STRICT
     request_id: Text
+    num_output_tokens: Count | None = None  # where it came to its end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """Gateway to scheduler: the request's prompt is computed; from here on it decodes."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """Scheduler to gateway, at once: the request waits for room, and will be answered within `within_s`."""
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+    within_s: NonNegative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

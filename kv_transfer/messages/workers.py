@@ -23,6 +23,8 @@ class WorkerInfo:
     num_blocks: Count
     block_size: Count
     layer_groups: Count
+    chunk_tokens: Count = 0  # the budget of one step; 0: unknown
+    max_num_seqs: Count = 0  # held at once; 0: not bounded by their number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,23 @@ class TiersReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCostReport:
+    """A worker's cost model as it is fitted to its own steps: see `engine.step_cost.StepCost`, in seconds.
+
+    The errors are medians of |predicted - measured| / measured over its latest steps of each kind.
+    """
+
+    __pydantic_config__ = STRICT
+    base_s: NonNegative
+    prefill_token_s: NonNegative
+    prefill_pair_s: NonNegative
+    decode_s: NonNegative
+    context_token_s: NonNegative
+    prefill_error: NonNegative = 0.0
+    decode_error: NonNegative = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSnapshot:
     """What changes. `sequence_number` grows with each snapshot of a worker."""
 
@@ -89,6 +108,10 @@ class WorkerSnapshot:
     decode_step_s: NonNegative  # measured; 0 until known
     num_paused: Count = 0  # of the running, those that take turns because they rest in host memory
     host_blocks_available: Count = 0
+    context_tokens: Count = 0  # of the running decodes, together
+    num_local_waiting: Count = 0  # prompts that a decode worker is to compute itself, and has not
+    num_pending: Count = 0  # reservations that wait for room
+    step_cost: StepCostReport | None = None  # None until there is one
     tiers: TiersReport = field(default_factory=TiersReport)
 
 
