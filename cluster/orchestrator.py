@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.generation import ServingLimits
 from cluster.request_run import FromWorker, RequestRun, RequestState, WorkerLost
+from cluster.request_terms import RequestTerms
 from cluster.scheduler_client import SchedulerClient, Worker
 from cluster.worker_links import WorkerLinks
 from kv_transfer.messages import (
@@ -115,9 +116,11 @@ class Orchestrator:
             return None
         return {name: value for name, value in asdict(report).items() if name != "worker_id"}
 
-    async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(
+        self, request: RequestSpec, terms: RequestTerms | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""
-        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s)
+        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, terms)
         assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
         self._runs[run.request_id] = run
         try:

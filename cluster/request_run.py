@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from cluster.request_terms import RequestTerms
 from kv_transfer.messages import (
     FailureEvent,
     Place,
@@ -53,9 +54,10 @@ RunEvent = WorkerLost | FromWorker
 class RequestRun:
     """One request from arrival to its terminal state."""
 
-    def __init__(self, request: RequestSpec, deadline: float) -> None:
+    def __init__(self, request: RequestSpec, deadline: float, terms: RequestTerms | None = None) -> None:
         self.request = request
         self.deadline = deadline
+        self.terms = terms or RequestTerms()
         self.state = RequestState.PLACING
         self.attempt = request.attempt
         self.emitted: list[int] = list(request.output_token_ids)
