@@ -334,3 +334,39 @@ def test_the_log_keeps_the_newest_verdicts() -> None:
     assert [v.decision.query.request_id for v in admission.log] == ["b", "c"]
     last = admission.log[-1]
     assert str(last).startswith(last.outcome.name)
+
+
+# --- without targets ---
+
+
+def test_where_nobody_has_targets_nobody_waits() -> None:
+    """Prompts, queues and memory as they are: a worker's own queue is as good a place to wait as the scheduler's."""
+    ledger = ledger_of("p1", "p2", "d1", "d2")
+    admission = _admission(ledger)
+    verdicts = [_ask(admission, f"r{n}", 0.001 * n, **BATCH, num_tokens=3000) for n in range(40)]
+    assert {v.outcome for v in verdicts} == {Outcome.PLACED}
+    assert Counter(v.decision.best.prefill for v in verdicts) == {"p1": 20, "p2": 20}
+    assert Counter(v.decision.best.decode for v in verdicts) == {"d1": 20, "d2": 20}
+    assert all(v.decision.uncached_tokens == 3000 for v in verdicts)
+
+
+def test_after_the_last_one_with_targets_those_without_wait_no_longer() -> None:
+    ledger = ledger_of("p1", "d1")
+    admission = _admission(ledger, calm_s=30.0)
+    assert _ask(admission, "target").outcome is Outcome.PLACED
+    assert _ask(admission, "batch", 1.0, **BATCH, num_tokens=3000).outcome is Outcome.WAITING
+    ledger.ended("target", 2.0)
+    assert _ask(admission, "later", 29.0, **BATCH, num_tokens=9000).outcome is Outcome.PLACED, "one is left idle"
+    assert _ask(admission, "calm", 31.0, **BATCH, num_tokens=3000).outcome is Outcome.PLACED
+
+
+def test_who_waits_is_looked_at_again_when_room_comes_early() -> None:
+    ledger = ledger_of("p1", "d1")
+    _crowd(ledger)
+    admission = _admission(ledger)
+    assert _ask(admission, ttft_s=4.0).outcome is Outcome.WAITING
+    for number in range(6):
+        ledger.ended(f"close-{number}", 0.01)
+    assert admission.again(0.01) == []
+    admission.wake(0.01, 1)
+    assert [v.outcome for v in admission.again(0.01)] == [Outcome.PLACED]

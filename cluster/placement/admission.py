@@ -13,7 +13,7 @@ from typing import Final
 
 from cluster.block_index import PrefixReach
 from cluster.placement.candidates import Candidates, could_ever, shortest_s
-from cluster.placement.decision import Action, Decision, book, decide
+from cluster.placement.decision import Action, Decision, anyway, book, decide
 from cluster.placement.fairness import TenantShares
 from cluster.placement.ledger import Ledger
 from cluster.placement.outlook import LATER_S, look_ahead
@@ -37,11 +37,14 @@ class Outcome(Enum):
 class AdmissionPolicy:
     """`contested_share`: what the share of a request (see `is_welcome`) is while others are to be served first: its
     tenant is ahead of another, or clients that were promised room may be back (the fewer do come back, the less is kept
-    for them). `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met."""
+    for them). `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met.
+    `calm_s`: where nobody who could meet targets has asked for so long or is there, requests without are placed at
+    once, to be done soonest."""
 
     contested_share: float = 0.5
     max_waiting: int = 1000
     max_wait_s: float = 60.0
+    calm_s: float = 30.0
     log_size: int = 1000
 
 
@@ -64,10 +67,12 @@ class Admission:
         self._ledger = ledger
         self._prefixes = prefixes
         self._policy = policy
+        self._calm_policy = replace(policy, batch_queue_s=float("inf"), batch_harm=float("inf"))
         self._rules = rules
         self._room = WaitingRoom(self._rules.max_waiting)
         self._shares = TenantShares()
         self._promises = Promises()
+        self._contended_until = float("-inf")
         self.log: deque[Verdict] = deque(maxlen=self._rules.log_size)
 
     def ask(self, query: Query, now: float) -> Verdict:
@@ -90,16 +95,22 @@ class Admission:
         """When `again` has something to do."""
         return self._room.next_at()
 
+    def wake(self, now: float, count: int) -> None:
+        """Room may have come before it was expected: `again` looks at so many of those who wait, too."""
+        self._room.hurry(now, count, lambda tenant: self._shares.is_ahead(tenant, now))
+
     def gone(self, request_id: str) -> None:
         """The client of a request that waits is gone. Unknown ids are fine."""
         self._room.remove(request_id)
 
     def _judge(self, query: Query, now: float, came_at: float) -> Verdict:
         reach, share = self._prefixes(query.prefix_hashes), self._share(query, now)
-        decision, found = decide(self._ledger, self._policy, query, reach, now, share=share)
+        decision, found = self._decide(query, reach, now, share)
         if decision.action is Action.DEFER and self._is_hopeless(query, reach, now):
             query = replace(query, ttft_s=NO_TARGET, tpot_s=NO_TARGET)
-            decision, found = decide(self._ledger, self._policy, query, reach, now)
+            decision, found = self._decide(query, reach, now)
+        elif query.has_targets:
+            self._contended_until = now + self._rules.calm_s
         if decision.action is Action.PLACE:
             self._place(decision, now)
             return self._log(Verdict(outcome=Outcome.PLACED, decision=decision))
@@ -114,6 +125,18 @@ class Admission:
         if self._promises.is_due(now) and not self._promises.redeem(_promise_key(query), now):
             return 1.0 - self._promises.returning * (1.0 - self._rules.contested_share)
         return 1.0
+
+    def _decide(
+        self, query: Query, reach: Mapping[str, PrefixReach], now: float, share: float = 1.0
+    ) -> tuple[Decision, Candidates | None]:
+        if query.has_targets or not self._is_calm(now):
+            return decide(self._ledger, self._policy, query, reach, now, share=share)
+        decision, found = decide(self._ledger, self._calm_policy, query, reach, now)
+        return anyway(decision) if decision.action is Action.DEFER else decision, found
+
+    def _is_calm(self, now: float) -> bool:
+        """Whether there is nobody to keep room for."""
+        return now >= self._contended_until and not self._ledger.table.has_targets()
 
     def _is_hopeless(self, query: Query, reach: Mapping[str, PrefixReach], now: float) -> bool:
         """Late also where nothing else is to be done: it is lost for goodput, so it gets what others leave."""

@@ -6,7 +6,7 @@ Changes nothing; keeps the table that it was made from, for operators to read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from cluster.block_index import PrefixReach
@@ -111,6 +111,16 @@ def is_welcome(policy: DecisionPolicy, query: Query, found: Candidates, share: f
         return bool(found.leaves_room[best] and found.chance[best] >= policy.min_gain)
     within = share >= 1.0 or found.ttft_s[best] <= share * query.ttft_s
     return bool(within and found.gain[best] >= 1.0 - share * (1.0 - policy.min_gain))
+
+
+def anyway(decision: Decision) -> Decision:
+    """To the best candidate, good enough or not; where none has the room, to the one that lacks least of it."""
+    assert decision.action is Action.DEFER, decision
+    rows, query = decision.rows, decision.query
+    if rows[0].ttft_s == float("inf"):
+        rows = tuple(sorted(rows, key=lambda row: row.kv_share))
+    uncached = float(query.num_tokens - rows[0].cached_tokens)
+    return replace(decision, action=Action.PLACE, rows=rows, uncached_tokens=uncached)
 
 
 def book(ledger: Ledger, decision: Decision) -> None:

@@ -6,7 +6,7 @@ Knows no workers. Everyone in it leaves it by its deadline, placed or not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.placement.query import Query
 
@@ -48,19 +48,21 @@ class WaitingRoom:
 
     def due(self, now: float, is_ahead: Callable[[str], bool]) -> list[Waiting]:
         """Those to look at again: first who has targets, then whose tenant is not ahead, then the least slack."""
-        due = [w for w in self._waiting.values() if w.try_at <= now or w.deadline <= now]
-        ahead = {tenant: is_ahead(tenant) for tenant in {w.query.tenant for w in due}}
-        return sorted(
-            due,
-            key=lambda w: (
-                not w.query.has_targets,
-                ahead[w.query.tenant],
-                w.latest_start,
-                w.came_at,
-                w.query.request_id,
-            ),
-        )
+        return _in_turn([w for w in self._waiting.values() if w.try_at <= now or w.deadline <= now], is_ahead)
+
+    def hurry(self, now: float, count: int, is_ahead: Callable[[str], bool]) -> None:
+        """Room may have come before it was expected: so many of those whose turn it is are due now."""
+        for waiting in _in_turn(list(self._waiting.values()), is_ahead)[:count]:
+            self._waiting[waiting.query.request_id] = replace(waiting, try_at=min(now, waiting.try_at))
 
     def next_at(self) -> float | None:
         """When somebody is due."""
         return min((min(w.try_at, w.deadline) for w in self._waiting.values()), default=None)
+
+
+def _in_turn(waiting: list[Waiting], is_ahead: Callable[[str], bool]) -> list[Waiting]:
+    ahead = {tenant: is_ahead(tenant) for tenant in {w.query.tenant for w in waiting}}
+    return sorted(
+        waiting,
+        key=lambda w: (not w.query.has_targets, ahead[w.query.tenant], w.latest_start, w.came_at, w.query.request_id),
+    )

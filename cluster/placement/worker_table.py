@@ -109,6 +109,11 @@ class WorkerTable:
         self.slots[:, row] = 0.0
         self._rank()
 
+    def has_targets(self) -> bool:
+        """Whether anyone who is booked anywhere should keep a pace."""
+        booked = self.slots[Slot.OUTPUT] > 0.0
+        return bool((booked & (self.slots[Slot.TPOT_TARGET_S] < np.inf)).any())
+
     def prompt_share(self, rows: Rows | int, now: float) -> Floats:
         """Of the workers' time lately, what prompts placed there take."""
         recent_s, at = self.rows[Row.PROMPTS_S, rows], self.rows[Row.PROMPTS_AT, rows]
