@@ -1,8 +1,8 @@
 """Where a worker meets gateways and the global scheduler.
 
 Gateways connect and send requests; the worker answers with at most one `StepFrame` per step and gateway. The worker
-itself connects to the scheduler, registers, and reports its snapshot and what its memory tiers hold. Knows nothing of
-what the messages mean.
+itself connects to the scheduler, registers, reports its snapshot and what its memory tiers hold, and hears what the
+scheduler wants of it. Knows nothing of what the messages mean.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ RETRY_S = 0.5
 GatewayId = int
 
 
+def warn_of_order(message: Message) -> None:
+    """For workers that nobody can give orders."""
+    logger.warning("the scheduler sent %s, which this worker has no use for", type(message).__name__)
+
+
 def worker_identity(model: LoadedModel, *, worker_id: str, node_id: str, secret: bytes) -> Identity:
     """Who a worker is to its peers; KV moves only between workers whose models and layouts agree."""
     return Identity(
@@ -54,8 +59,16 @@ def worker_identity(model: LoadedModel, *, worker_id: str, node_id: str, secret:
     )
 
 
-def worker_info(model: LoadedModel, identity: Identity, role: Role, endpoint: Endpoint) -> WorkerInfo:
-    """What a worker tells the scheduler about itself once."""
+def worker_info(
+    model: LoadedModel,
+    identity: Identity,
+    role: Role,
+    endpoint: Endpoint,
+    *,
+    chunk_tokens: int,
+    max_num_seqs: int = 0,
+) -> WorkerInfo:
+    """What a worker tells the scheduler about itself once. `max_num_seqs` 0: any number of them."""
     return WorkerInfo(
         worker_id=identity.worker_id,
         role=role,
@@ -67,6 +80,8 @@ def worker_info(model: LoadedModel, identity: Identity, role: Role, endpoint: En
         num_blocks=model.block_pool.num_blocks,
         block_size=model.layout.block_size,
         layer_groups=model.layout.num_layer_groups,
+        chunk_tokens=chunk_tokens,
+        max_num_seqs=max_num_seqs,
     )
 
 
@@ -151,7 +166,7 @@ class Registration:
     """Keeps a worker known to the global scheduler: connects, registers, reports; again whenever that breaks.
 
     With `events` it also tells what the worker's tiers hold: all of it at first and when asked, then the changes, every
-    `period_s` and at once when they are many.
+    `period_s` and at once when they are many. `on_order(message)` gets what else the scheduler sends.
     """
 
     def __init__(
@@ -163,17 +178,24 @@ class Registration:
         snapshot: Callable[[], WorkerSnapshot],
         period_s: float,
         events: BlockEventLog | None = None,
+        on_order: Callable[[Message], None] = warn_of_order,
     ) -> None:
         self._identity = identity
         self._info = info
         self._events = events
+        self._on_order = on_order
         self._locate_scheduler = locate_scheduler
         self._snapshot = snapshot
         self._period_s = period_s
+        self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="registration")
+
+    def report_now(self) -> None:
+        """Something has changed that the scheduler should not hear of only with the next report."""
+        self._due.set()
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -191,41 +213,43 @@ class Registration:
     async def _report_while_connected(self) -> None:
         endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
         connection = await connect(endpoint, self._identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
-        feed = None if self._events is None else _BlockFeed(self._events, connection)
+        line = _SchedulerLine(connection, self._events, self._due, self._on_order)
         try:
             await connection.send(Register(info=self._info, snapshot=self._snapshot()))
             while True:
-                if feed is not None:
-                    await feed.send()
-                await self._until_next_report(feed)
+                await line.tell_blocks()
+                await line.wait(self._period_s)
                 await connection.send(Heartbeat(snapshot=self._snapshot()))
         finally:
             connection.close("the worker stops reporting")
-            if feed is not None:
-                await feed.stop()
-
-    async def _until_next_report(self, feed: _BlockFeed | None) -> None:
-        if feed is None:
-            await asyncio.sleep(self._period_s)
-        else:
-            await feed.wait(self._period_s)
+            await line.stop()
 
 
-class _BlockFeed:
-    """Tells the scheduler over one connection what the worker's tiers hold."""
+class _SchedulerLine:
+    """One connection to the scheduler: tells it what the worker's tiers hold, and hears what it wants."""
 
-    def __init__(self, events: BlockEventLog, connection: Connection) -> None:
-        self._events = events
+    def __init__(
+        self,
+        connection: Connection,
+        events: BlockEventLog | None,
+        due: asyncio.Event,
+        on_order: Callable[[Message], None],
+    ) -> None:
         self._connection = connection
+        self._events = events
+        self._due = due
+        self._on_order = on_order
         self._snapshot_wanted = True
-        self._due = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        events.on_many = lambda: loop.call_soon_threadsafe(self._due.set)
-        self._listening = asyncio.create_task(self._listen(), name="block-index-requests")
+        if events is not None:
+            loop = asyncio.get_running_loop()
+            events.on_many = lambda: loop.call_soon_threadsafe(due.set)
+        self._listening = asyncio.create_task(self._listen(), name="scheduler-orders")
 
-    async def send(self) -> None:
+    async def tell_blocks(self) -> None:
         """What the scheduler does not know yet."""
         self._due.clear()
+        if self._events is None:
+            return
         if self._snapshot_wanted:
             self._snapshot_wanted = False
             for part in self._events.snapshot():
@@ -234,12 +258,13 @@ class _BlockFeed:
             await self._connection.send(events)
 
     async def wait(self, timeout_s: float) -> None:
-        """Until there is a reason to send before the time is up."""
+        """Until there is a reason to report before the time is up."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._due.wait(), timeout_s)
 
     async def stop(self) -> None:
-        self._events.on_many = lambda: None
+        if self._events is not None:
+            self._events.on_many = lambda: None
         self._listening.cancel()
         await asyncio.gather(self._listening, return_exceptions=True)
 
@@ -249,5 +274,5 @@ class _BlockFeed:
                 self._snapshot_wanted = True
                 self._due.set()
             else:
-                logger.warning("the scheduler sent %s, which a worker has no use for", type(message).__name__)
+                self._on_order(message)
         self._due.set()  # the connection is gone, which the next report finds out

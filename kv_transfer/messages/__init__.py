@@ -44,8 +44,19 @@ from kv_transfer.messages.requests import (
     Ticket,
     TokenEvent,
 )
-from kv_transfer.messages.scheduling import Ended, FirstToken, Place, Placement, Queued, Replicas, Unplaceable
+from kv_transfer.messages.scheduling import (
+    Ended,
+    FirstToken,
+    Place,
+    Placement,
+    Queued,
+    Replicas,
+    RoleAnswer,
+    RoleRequest,
+    Unplaceable,
+)
 from kv_transfer.messages.workers import (
+    ChangeRole,
     DiskReport,
     Heartbeat,
     Register,
@@ -68,6 +79,7 @@ __all__ = [
     "BlockIndexRequest",
     "BlockIndexSnapshot",
     "Cancel",
+    "ChangeRole",
     "Commit",
     "Count",
     "Digest",
@@ -101,6 +113,8 @@ __all__ = [
     "Reserve",
     "Reserved",
     "Role",
+    "RoleAnswer",
+    "RoleRequest",
     "SegmentAnswer",
     "SegmentOffer",
     "SlabHeader",

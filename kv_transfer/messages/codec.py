@@ -12,8 +12,18 @@ from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockInd
 from kv_transfer.messages.connections import Goodbye, Ping, SegmentAnswer, SegmentOffer, SlabsFreed
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
 from kv_transfer.messages.requests import Cancel, Refused, Reserve, Reserved, Start, StepFrame
-from kv_transfer.messages.scheduling import Ended, FirstToken, Place, Placement, Queued, Replicas, Unplaceable
-from kv_transfer.messages.workers import Heartbeat, Register
+from kv_transfer.messages.scheduling import (
+    Ended,
+    FirstToken,
+    Place,
+    Placement,
+    Queued,
+    Replicas,
+    RoleAnswer,
+    RoleRequest,
+    Unplaceable,
+)
+from kv_transfer.messages.workers import ChangeRole, Heartbeat, Register
 
 
 class MalformedMessageError(ValueError):
@@ -35,6 +45,7 @@ Message = (
     | KeepAlive
     | Register
     | Heartbeat
+    | ChangeRole
     | BlockEvents
     | BlockIndexRequest
     | BlockIndexSnapshot
@@ -45,6 +56,8 @@ Message = (
     | FirstToken
     | Queued
     | Replicas
+    | RoleRequest
+    | RoleAnswer
     | Ping
     | Goodbye
     | SegmentOffer

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kv_transfer.messages.blocks import IndexReport
-from kv_transfer.messages.fields import STRICT, Count, Hashes, Items, NonNegative, Text
+from kv_transfer.messages.fields import STRICT, Count, Hashes, Items, NonNegative, Role, Text
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 
@@ -84,3 +85,24 @@ class Replicas:
     __pydantic_config__ = STRICT
     workers: Items[tuple[WorkerInfo, WorkerSnapshot]]
     indexes: Items[IndexReport] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleRequest:
+    """Gateway to scheduler: have this worker change its role. `ask_id` tells a gateway's questions apart."""
+
+    __pydantic_config__ = STRICT
+    ask_id: Count
+    worker_id: Text
+    role: Role
+    drain_s: NonNegative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleAnswer:
+    """Scheduler to gateway: whether the worker was told. `reason`: why not."""
+
+    __pydantic_config__ = STRICT
+    ask_id: Count
+    outcome: Literal["ordered", "unknown", "refused"]
+    reason: Text = ""

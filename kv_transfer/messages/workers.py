@@ -126,3 +126,12 @@ class Register:
 class Heartbeat:
     __pydantic_config__ = STRICT
     snapshot: WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeRole:
+    """Scheduler to worker: go on in this role, with the same weights. What runs after `drain_s` goes elsewhere."""
+
+    __pydantic_config__ = STRICT
+    role: Role
+    drain_s: NonNegative
