@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -86,13 +86,22 @@ def _advice(path: tuple[int | str, ...]) -> str:
 
 def _fields_at(path: tuple[int | str, ...]) -> Iterator[str]:
     node: type[BaseModel] = LegatoConfig
-    for part in path:
-        node = next(iter(submodels(node.model_fields[str(part)].annotation)))
+    parts = iter(path)
+    for part in parts:
+        annotation = node.model_fields[str(part)].annotation
+        node = next(iter(submodels(annotation)))
+        if is_named(annotation):
+            next(parts, None)  # the name is anybody's choice
     yield from node.model_fields
 
 
+def is_named(annotation: Any) -> bool:
+    """Whether a field holds several branches of one kind, each under a name that the user gives."""
+    return get_origin(annotation) is dict and any(submodels(annotation))
+
+
 def submodels(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The settings classes in a field's type: itself, or the members of `X | None`."""
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+    """The settings classes in a field's type: itself, the members of `X | None`, or the values of a mapping."""
+    for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             yield candidate

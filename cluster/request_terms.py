@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from cluster.slo import RequestSlo
+from cluster.slo import NO_TARGETS, RequestSlo
 
-NO_TARGETS: Final = RequestSlo(slo_class="default", ttft_s=None, tpot_s=None)
+_NO_PROMISE: Final = NO_TARGETS.choose(None, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,6 @@ class RequestTerms:
     """`tenant`: who shares with others under overload; "" is one tenant, too. `arrived_at`: when the request reached
     its gateway, in seconds of that process's `time.monotonic()`."""
 
-    slo: RequestSlo = NO_TARGETS
+    slo: RequestSlo = _NO_PROMISE
     tenant: str = ""
     arrived_at: float = field(default_factory=time.monotonic)

@@ -16,6 +16,8 @@ from pydantic import Field, SecretStr, model_validator
 
 from cluster.config_fields import Settings, SizeBytes
 from cluster.kv_settings import KvSettings
+from cluster.slo import NO_TARGETS, SloConfig
+from cluster.slo_settings import SloSettings
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -177,6 +179,9 @@ class LegatoConfig(Settings):
     transfer: TransferSettings = Field(TransferSettings(), description="Moving KV from prefill to decode.")
     gateway: GatewaySettings = Field(GatewaySettings(), description="HTTP.")
     scheduler: SchedulerSettings = Field(SchedulerSettings(), description="Placement of requests.")
+    slo: SloSettings | None = Field(
+        None, description="Classes of service and their targets; empty: one class, `default`, without targets."
+    )
     network: NetworkSettings = Field(NetworkSettings(), description="Between Legato's own processes.")
     secret: SecretStr | None = Field(
         None,
@@ -184,6 +189,10 @@ class LegatoConfig(Settings):
         description="Cluster secret by which processes know each other; empty: `LEGATO_SECRET`, or drawn at start.",
     )
     log_level: LogLevel = Field("INFO", description="Least severe messages that are logged.")
+
+    @property
+    def slo_classes(self) -> SloConfig:
+        return NO_TARGETS if self.slo is None else self.slo.config()
 
     @property
     def colocated(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from cluster.config import submodels
+from cluster.config import is_named, submodels
 from cluster.config_fields import KvMemory, format_budget, format_size, parse_size
 from cluster.settings import LegatoConfig
 from kv_transfer.tiers.tiers_config import Budget
@@ -40,14 +40,16 @@ class SettingRow:
 
 
 def setting_rows(node: type[BaseModel] = LegatoConfig, prefix: str = "") -> Iterator[SettingRow]:
-    """Every leaf of the tree, in its order; the fields of an optional branch follow the branch itself."""
+    """Every leaf of the tree, in its order; the fields of a branch that is optional, or that may be there several
+    times under names of the user's choice, follow the branch itself."""
     for name, info in node.model_fields.items():
         path = f"{prefix}{name}"
         children = list(submodels(info.annotation))
-        if not children or info.default is None:
+        named = is_named(info.annotation)
+        if not children or info.default is None or named:
             yield SettingRow(path=path, kind=_kind(info), default=_default(info), description=info.description or "")
         for child in children:
-            yield from setting_rows(child, f"{path}.")
+            yield from setting_rows(child, f"{path}.NAME." if named else f"{path}.")
 
 
 def settings_table() -> str:
@@ -67,6 +69,8 @@ def _kind(info: FieldInfo) -> str:
 def _kind_of(annotation: Any) -> str:
     if get_origin(annotation) is dict:
         return "mapping"
+    if get_origin(annotation) is tuple:
+        return "list"
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     return _NAMES.get(annotation, "branch")
@@ -89,6 +93,10 @@ def _default(info: FieldInfo) -> str:
         return "yes" if info.default else "no"
     if isinstance(info.default, Budget):
         return f"`{format_budget(info.default)}`"
+    if is_named(info.annotation):
+        return ", ".join(f"`{name}`" for name in info.default)
+    if isinstance(info.default, tuple):
+        return ", ".join(f"`{item}`" for item in info.default) or "none"
     return f"`{format_size(info.default)}`" if _is_size(info) else f"`{info.default}`"
 
 

@@ -1,11 +1,13 @@
 """What a request is promised: classes of service with targets, and which class and targets a request asks for.
 
-    service level                what OpenAI's clients write into `service_tier`
-    interactive (the default)    auto, default, priority, scale, or its name
+    class by default             what OpenAI's clients write into `service_tier`
+    interactive                  auto, default, priority, scale, or its name
     batch (without targets)      flex, or its name
 
-The header `x-slo-class` names a class and goes before `service_tier`; `x-slo-ttft-ms` and `x-slo-tpot-ms` set a
-target for one request. Knows seconds and names; nothing of HTTP servers, placement or how targets are met.
+OpenAI's own words are always understood: one that no class was given stands for the default class, so that a client
+made for OpenAI works with any set of classes. The header `x-slo-class` names a class and goes before `service_tier`;
+`x-slo-ttft-ms` and `x-slo-tpot-ms` set a target for one request. Knows seconds and names; nothing of HTTP servers,
+placement or how targets are met.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Final
 CLASS_HEADER: Final = "x-slo-class"
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"
-DEFAULT_TIERS: Final = ("auto", "default")  # of OpenAI: whatever the server's default is
+STANDARD_TIERS: Final = ("auto", "default", "flex", "scale", "priority")  # that OpenAI's clients know
 _MAX_NAME: Final = 64
 _MAX_TARGET_S: Final = 86_400.0
 
@@ -131,7 +133,7 @@ class SloConfig:
     def _of_tier(self, service_tier: str | None) -> SloClass:
         default = self.named(self.default)
         assert default is not None, "checked when this was made"
-        words = dict.fromkeys(DEFAULT_TIERS, default)
+        words = dict.fromkeys(STANDARD_TIERS, default)
         for slo_class in self.classes:
             words |= dict.fromkeys((slo_class.name, *slo_class.service_tiers), slo_class)
         if service_tier is None:
@@ -142,6 +144,9 @@ class SloConfig:
                 param="service_tier",
             )
         return words[service_tier]
+
+
+NO_TARGETS: Final = SloConfig(classes=(SloClass(name="default"),), default="default")  # where nothing was configured
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from cluster.config_fields import Settings
 from cluster.slo import BATCH, INTERACTIVE, SloClass, SloConfig
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
-
-class SloClassSettings(BaseModel):
-    model_config = _FROZEN
-
+class SloClassSettings(Settings):
     ttft_ms: float | None = Field(
         None, gt=0, description="Most time from a request's arrival to the first byte of its answer; empty: no target."
     )
@@ -51,9 +48,7 @@ class SloClassSettings(BaseModel):
         )
 
 
-class SloSettings(BaseModel):
-    model_config = _FROZEN
-
+class SloSettings(Settings):
     classes: dict[str, SloClassSettings] = Field(
         {slo_class.name: SloClassSettings.of(slo_class) for slo_class in (INTERACTIVE, BATCH)},
         description="Classes of service by name.",

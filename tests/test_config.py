@@ -14,6 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config import ConfigError, LegatoConfig, load_config
 from cluster.config_fields import KvMemory, format_size, parse_size
 from cluster.settings_table import setting_rows, settings_table
+from cluster.slo import NO_TARGETS, SloConfig
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "ray_configs").glob("*.yaml"))
@@ -48,6 +49,20 @@ def test_what_the_shipped_files_are_for() -> None:
     scaled = configs["gpu_autoscale"]
     assert scaled.prefill.autoscaling is not None and scaled.decode.autoscaling is not None
     assert scaled.prefill.autoscaling != scaled.decode.autoscaling
+
+
+def test_classes_of_service() -> None:
+    assert load_config({}).slo_classes == NO_TARGETS
+    assert load_config({"slo": {}}).slo_classes == SloConfig()
+    config = load_config(ROOT / "ray_configs" / "slo.yaml")
+    interactive, batch = config.slo_classes.classes
+    assert (interactive.name, config.slo_classes.default, interactive.promise().has_targets) == (
+        "interactive",
+        "interactive",
+        True,
+    )
+    assert batch.name == "batch" and not batch.promise().has_targets
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_defaults_are_valid_and_frozen() -> None:
@@ -87,6 +102,10 @@ def test_defaults_are_valid_and_frozen() -> None:
             {"decode": {"autoscaling": {"min_replicas": 0, "max_replicas": 2, "target_per_replica": 1}}},
             ("decode.autoscaling.min_replicas is 0", "use 1"),
         ),
+        ({"slo": {"clases": {}}}, ("slo.clases", "did you mean classes?")),
+        ({"slo": {"classes": {"chat": {"ttft_m": 5}}}}, ("slo.classes.chat.ttft_m", "did you mean ttft_ms?")),
+        ({"slo": {"classes": {"chat": {}}}}, ("slo: the default SLO class is 'interactive'", "there are chat")),
+        ({"slo": {"classes": {"a": {"share": 1}}, "default": "a"}}, ("slo.classes.a.share", "less than 1")),
         ({"scheduler": {"heartbeat_s": 5}}, ("scheduler", "stale_after_s", "twice")),
         (
             {"model": {"max_model_len": 32}, "kv": {"prefill": {"block_size": 64}}},
@@ -168,7 +187,7 @@ def test_names_of_models() -> None:
 def test_every_setting_is_described() -> None:
     rows = list(setting_rows())
     assert all(row.description.endswith(".") for row in rows)
-    assert all("branch" not in row.kind for row in rows if not row.path.endswith((".autoscaling", ".disk")))
+    assert all("branch" not in row.kind for row in rows if not row.path.endswith((".autoscaling", ".disk", "slo")))
 
 
 def test_the_documentation_has_every_setting() -> None:

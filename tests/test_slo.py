@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.slo import RequestSlo, SloChoiceError, SloClass, SloConfig
+from cluster.slo import NO_TARGETS, RequestSlo, SloChoiceError, SloClass, SloConfig
 from cluster.slo_settings import SloSettings
 
 INTERACTIVE = RequestSlo(slo_class="interactive", ttft_s=2.0, tpot_s=0.1)
@@ -42,10 +42,17 @@ def test_a_tier_of_openai_may_be_given_to_any_class() -> None:
     assert config.choose("default", {}).slo_class == "gold"
 
 
+@pytest.mark.parametrize("tier", [None, "auto", "default", "flex", "scale", "priority"])
+def test_clients_made_for_openai_work_with_any_classes(tier: str | None) -> None:
+    bulk = SloClass(name="bulk", ttft_s=9.0)
+    assert SloConfig(classes=(bulk,), default="bulk").choose(tier, {}) == bulk.promise()
+    assert NO_TARGETS.choose(tier, {}) == RequestSlo(slo_class="default", ttft_s=None, tpot_s=None)
+
+
 @pytest.mark.parametrize(
     ("tier", "headers", "param", "says"),
     [
-        ("turbo", {}, "service_tier", "auto, default, interactive, priority, scale, batch, flex"),
+        ("turbo", {}, "service_tier", "auto, default, flex, scale, priority, interactive, batch"),
         (None, {"x-slo-class": "flex"}, "x-slo-class", "interactive, batch"),  # a tier is no class
         (None, {"x-slo-class": ""}, "x-slo-class", "interactive, batch"),
         (None, {"x-slo-ttft-ms": "soon"}, "x-slo-ttft-ms", "'soon'"),
