@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from decode_workers.pending import PendingReserves
-from decode_workers.scheduler import DecodeScheduler, DecodeState
+from decode_workers.scheduler import DecodeScheduler
+from decode_workers.states import DecodeState
 from engine.kv_cache import GroupRow, KVCache
 from engine.loading import LoadedModel
 from engine.sequence import Sequence, SequenceKey

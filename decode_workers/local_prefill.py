@@ -40,6 +40,11 @@ class LocalPrefill:
         return len(self._waiting)
 
     @property
+    def num_uncomputed(self) -> int:
+        """With blocks or without."""
+        return len(self._waiting) + len(self._computing)
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return sum(seq.num_uncomputed for seq in (*self._waiting, *self._computing))
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from decode_workers.scheduler import DecodeScheduler
 from engine.loading import LoadedModel
-from engine.step_loop import StepRates
+from engine.step_loop import StepLoop
+from kv_transfer.cost_report import cost_report
 from kv_transfer.messages import WorkerSnapshot
 from kv_transfer.prefix_loading import PrefixLoading
 from kv_transfer.tiers.report import tiers_report
@@ -21,31 +22,39 @@ class DecodeReport:
         model: LoadedModel,
         scheduler: DecodeScheduler,
         prefix: PrefixLoading,
-        rates: Callable[[], StepRates],
+        steps: Callable[[], StepLoop],
     ) -> None:
         self._worker_id = worker_id
         self._model = model
         self._scheduler = scheduler
         self._prefix = prefix
-        self._rates = rates
+        self._steps = steps
         self._num_snapshots = 0
 
-    def snapshot(self, *, num_waiting: int, draining: bool) -> WorkerSnapshot:
+    def num_waiting(self, num_pending: int) -> int:
+        """Whatever has no blocks yet, reservations included."""
+        return num_pending + self._prefix.num_loading + self._scheduler.num_waiting
+
+    def snapshot(self, *, num_pending: int, draining: bool) -> WorkerSnapshot:
         self._num_snapshots += 1
-        rates, host_pool = self._rates(), self._model.host_pool
+        steps, host_pool = self._steps(), self._model.host_pool
         return WorkerSnapshot(
             worker_id=self._worker_id,
             sequence_number=self._num_snapshots,
             draining=draining,
             num_running=self._scheduler.num_running,
-            num_waiting=num_waiting,
+            num_waiting=self.num_waiting(num_pending),
             queued_prefill_tokens=self._scheduler.num_uncomputed_tokens + self._prefix.num_loading_tokens,
             blocks_available=self._model.block_pool.num_available,
             num_leases=self._model.block_pool.num_leases,
-            prefill_tokens_per_s=rates.prefill_tokens_per_s,
-            decode_step_s=rates.decode_step_s,
+            prefill_tokens_per_s=steps.rates.prefill_tokens_per_s,
+            decode_step_s=steps.rates.decode_step_s,
             num_paused=self._scheduler.num_paused,
             host_blocks_available=0 if host_pool is None else host_pool.num_available,
+            context_tokens=self._scheduler.num_context_tokens,
+            num_local_waiting=self._prefix.num_loading + self._scheduler.num_uncomputed,
+            num_pending=num_pending,
+            step_cost=cost_report(steps.costs),
             tiers=tiers_report(
                 self._model,
                 self._prefix,

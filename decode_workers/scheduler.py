@@ -7,12 +7,10 @@ sequences that must be computed here (placed locally, or preempted), in chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-
 from decode_workers.device_only import DeviceOnly
 from decode_workers.local_prefill import LocalPrefill
 from decode_workers.residency import Residency, Turn
+from decode_workers.states import DecodeState, Emission, Entry
 from engine.allocation import BlockAllocator
 from engine.sequence import (
     BlockCopy,
@@ -24,32 +22,7 @@ from engine.sequence import (
     StepPlan,
     TokenLogprobs,
 )
-from engine.stopping import FinishReason, finish_reason
-
-
-class DecodeState(Enum):
-    RESERVED = "has blocks for its prompt; the KV is on its way from a prefill worker"
-    WAITING = "has no blocks; to be computed here, from the first token or from where a prefix hit ends"
-    PREFILLING = "has its blocks; chunks are being computed here"
-    RUNNING = "all KV but the newest token's is here, in one tier or another; one more token each step or turn"
-
-
-@dataclass(slots=True)
-class _Entry:
-    seq: Sequence
-    state: DecodeState
-    doomed: bool = False  # to be dropped when the step in flight is over
-
-
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """A token that a step brought. The sequence is gone from the scheduler when `finish` is set."""
-
-    seq: Sequence
-    index: int
-    token: SampledToken
-    finish: FinishReason | None
-    prompt_logprobs: list[TokenLogprobs] | None
+from engine.stopping import finish_reason
 
 
 class DecodeScheduler:
@@ -75,7 +48,7 @@ class DecodeScheduler:
         self._token_budget = token_budget
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        self._entries: dict[SequenceKey, _Entry] = {}
+        self._entries: dict[SequenceKey, Entry] = {}
         self._local = LocalPrefill(allocator, self._landing)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
@@ -119,6 +92,21 @@ class DecodeScheduler:
         return self._tiers.num_restores
 
     @property
+    def max_in_flight(self) -> int:
+        """Sequences that may be held at once."""
+        return self._tiers.max_in_flight
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Of all that decode, together."""
+        return sum(seq.num_tokens for seq in self._running)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Sequences to be computed here, with blocks or without."""
+        return self._local.num_uncomputed
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return self._local.num_uncomputed_tokens
 
@@ -146,7 +134,7 @@ class DecodeScheduler:
         grown = self._allocator.grow(seq, seq.num_tokens + 1)
         assert grown, "reserve() without can_reserve()"
         self.num_host_landings += bool(host_groups)
-        self._entries[seq.key] = _Entry(seq, DecodeState.RESERVED)
+        self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
 
     def renew(self, key: SequenceKey, seq: Sequence) -> bool:
         """A newer attempt takes over the reservation with its blocks. False if it needs more than there are."""
@@ -156,7 +144,7 @@ class DecodeScheduler:
             return False
         self._allocator.pass_on(entry.seq, seq)
         del self._entries[key]
-        self._entries[seq.key] = _Entry(seq, DecodeState.RESERVED)
+        self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
         return True
 
     def admit(self, key: SequenceKey, first_token: int) -> None:
@@ -173,7 +161,7 @@ class DecodeScheduler:
     def add(self, seq: Sequence) -> None:
         """A sequence to compute entirely here."""
         assert seq.key not in self._entries, f"request {seq.request_id} is here already"
-        self._entries[seq.key] = _Entry(seq, DecodeState.WAITING)
+        self._entries[seq.key] = Entry(seq, DecodeState.WAITING)
         self._local.add(seq)
 
     def abandon_step(self) -> None:
@@ -238,7 +226,7 @@ class DecodeScheduler:
         self._in_flight = set()
         return doomed
 
-    def _emit(self, entry: _Entry, sampled: SampledToken) -> Emission:
+    def _emit(self, entry: Entry, sampled: SampledToken) -> Emission:
         seq = entry.seq
         if entry.state is DecodeState.PREFILLING:
             entry.state = DecodeState.RUNNING
@@ -286,7 +274,7 @@ class DecodeScheduler:
                 copies += started.copies
         return copies
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: Entry) -> None:
         seq = entry.seq
         del self._entries[seq.key]
         self._prompt_logprobs.pop(seq.key, None)

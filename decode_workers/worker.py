@@ -16,23 +16,16 @@ from decode_workers.building import decode_scheduler
 from decode_workers.landings import Landings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.reporting import DecodeReport
-from decode_workers.scheduler import DecodeState
+from decode_workers.states import DecodeState
+from engine.calibration import calibrate, estimated_cost
 from engine.loading import LoadedModel
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
+from engine.step_costs import StepCosts
 from engine.step_loop import StepLoop
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
-from kv_transfer.messages import (
-    Cancel,
-    Endpoint,
-    Message,
-    RequestSpec,
-    Reserve,
-    Start,
-    WorkerInfo,
-    WorkerSnapshot,
-)
+from kv_transfer.messages import Cancel, Endpoint, Message, RequestSpec, Reserve, Start, WorkerInfo, WorkerSnapshot
 from kv_transfer.prefix_loading import Columns, PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
@@ -47,7 +40,8 @@ class DecodeWorkerConfig:
     """`token_budget` bounds a step's decodes and local prefill chunks together.
 
     A reservation that does not fit waits up to `reserve_wait_s` for room; one whose prefill is not heard of for
-    `lease_ttl_s` lapses. `layerkv`: how sequences rest in host memory too; None: on the device only.
+    `lease_ttl_s` lapses. `calibration_s`: how long steps are tried out before the worker takes requests; 0: they are
+    learnt from requests. `layerkv`: how sequences rest in host memory too; None: on the device only.
     """
 
     host: str = "127.0.0.1"
@@ -58,14 +52,14 @@ class DecodeWorkerConfig:
     lease_ttl_s: float = 30.0
     heartbeat_s: float = 0.5
     drain_s: float = 20.0
+    calibration_s: float = 0.0
     layerkv: LayerKvConfig | None = None
 
 
 class DecodeWorker:
     """Accepts `Reserve` (KV will come) and `Start` (compute it here); answers with tokens, `Refused`, or a failure.
 
-    `lower_tiers` and `events` are of the model's own pools. The tiers are their maker's to close, after the worker's
-    stop.
+    `lower_tiers` and `events` are of the model's own pools. The tiers are closed by who made them, after `stop`.
     """
 
     def __init__(
@@ -101,9 +95,7 @@ class DecodeWorker:
         )
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._drain = Drain(lambda: not self._gateway_of and not self._landings.num_waiting)
-        self._report = DecodeReport(
-            identity.worker_id, model, self._scheduler, self._prefix, rates=lambda: self._steps.rates
-        )
+        self._report = DecodeReport(identity.worker_id, model, self._scheduler, self._prefix, steps=lambda: self._steps)
 
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
@@ -122,9 +114,24 @@ class DecodeWorker:
             on_failed=self._fail,
         )
         await self._landings.start(worker_id=self._identity.worker_id, ttl_s=self._config.lease_ttl_s)
-        self._steps = StepLoop(self._model.runner, plan=self._plan, finish=self._finish, failed=self._step_failed)
+        self._steps = StepLoop(
+            self._model.runner,
+            costs=StepCosts(estimated_cost(self._model)),
+            plan=self._plan,
+            finish=self._finish,
+            failed=self._step_failed,
+        )
+        if calibration_s := self._config.calibration_s:
+            await self._steps.calibrate(lambda: calibrate(self._model, budget_s=calibration_s).cost)
         endpoint = await self._port.start(self._config.host)
-        self.info: WorkerInfo = worker_info(self._model, self._identity, "decode", endpoint)
+        self.info: WorkerInfo = worker_info(
+            self._model,
+            self._identity,
+            "decode",
+            endpoint,
+            chunk_tokens=self._config.token_budget,
+            max_num_seqs=self._scheduler.max_in_flight,
+        )
         self._registration = Registration(
             self._identity,
             self.info,
@@ -142,10 +149,10 @@ class DecodeWorker:
 
     @property
     def _num_waiting(self) -> int:
-        return self._landings.num_waiting + self._prefix.num_loading + self._scheduler.num_waiting
+        return self._report.num_waiting(self._landings.num_waiting)
 
     def snapshot(self) -> WorkerSnapshot:
-        return self._report.snapshot(num_waiting=self._num_waiting, draining=self._drain.has_begun)
+        return self._report.snapshot(num_pending=self._landings.num_waiting, draining=self._drain.has_begun)
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new and wait until everything here is done, at most so long."""

@@ -83,7 +83,7 @@ def calibrate(
     began = clock()
     scratch = Scratch(model)
     measured: list[tuple[StepWork, float]] = []
-    cost = estimate = _estimate(model)
+    cost = estimate = estimated_cost(model)
     try:
         for trial in scratch.possible(TRIALS):
             plan = scratch.plan(trial)
@@ -175,7 +175,7 @@ def _step_s(model: LoadedModel, plan: StepPlan, clock: Callable[[], float]) -> f
     return max(clock() - began, 1e-9)
 
 
-def _estimate(model: LoadedModel) -> StepCost:
-    """Only its proportions matter."""
+def estimated_cost(model: LoadedModel) -> StepCost:
+    """With nothing measured. Only its proportions matter."""
     shape = ModelShape.of(model.runner.config, bytes_per_value=model.layout.dtype.itemsize)
     return roofline_cost(shape, CPU_CORE if model.kv_cache.tensor.device.type == "cpu" else H100_SXM)

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from engine.sequence import StepOutput, StepPlan
+from engine.step_cost import StepCost, StepWork
+from engine.step_costs import StepCosts
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +55,14 @@ class StepLoop:
 
     `plan` may return an empty plan. `on_layer(plan, layer)` is called in the compute thread. An exception of the runner
     goes to `failed` with the plan it hit. After MAX_CONSECUTIVE_FAILURES in a row, or while a step takes more than
-    MAX_STEP_S, the loop counts as unhealthy.
+    MAX_STEP_S, the loop counts as unhealthy. `costs` learns from every step, planning and taking in included.
     """
 
     def __init__(
         self,
         runner: Runner,
         *,
+        costs: StepCosts,
         plan: Callable[[], StepPlan],
         finish: Callable[[StepPlan, StepOutput], None],
         failed: Callable[[StepPlan, Exception], None],
@@ -76,12 +79,18 @@ class StepLoop:
         self._step_began: float | None = None
         self._task: asyncio.Task[None] | None = None
         self.rates = StepRates()
+        self.costs = costs
 
     @property
     def healthy(self) -> bool:
         alive = self._task is not None and not self._task.done()
         hangs = self._step_began is not None and time.perf_counter() - self._step_began > MAX_STEP_S
         return alive and not hangs and self._num_failures < MAX_CONSECUTIVE_FAILURES
+
+    async def calibrate(self, measure: Callable[[], StepCost]) -> None:
+        """Begin with what steps cost as `measure()` finds it in the compute thread. Before `start`."""
+        assert self._task is None, "a calibration and steps would disturb each other"
+        self.costs.seed(await asyncio.get_running_loop().run_in_executor(self._compute, measure))
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="step-loop")
@@ -99,13 +108,17 @@ class StepLoop:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
+            began = time.perf_counter()
             plan = self._plan()
             if plan.items or plan.copies:
-                await self._step(plan)
+                work = StepWork.of_plan(plan)  # before the step changes its sequences
+                if await self._step(plan):
+                    self.costs.observe(work, time.perf_counter() - began)
             else:
                 await self._wake.wait()
 
-    async def _step(self, plan: StepPlan) -> None:
+    async def _step(self, plan: StepPlan) -> bool:
+        """Whether it succeeded."""
         on_layer = self._on_layer
         started = self._step_began = time.perf_counter()
         try:
@@ -116,9 +129,10 @@ class StepLoop:
             logger.exception("a step of %d sequences failed", len(plan.items))
             self._num_failures += 1
             self._failed(plan, error)
-            return
+            return False
         finally:
             self._step_began = None
         self._num_failures = 0
         self.rates.record(plan, time.perf_counter() - started)
         self._finish(plan, output)
+        return True

@@ -12,22 +12,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from engine.allocation import BlockAllocator
+from engine.calibration import calibrate, estimated_cost
 from engine.loading import LoadedModel
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
+from engine.step_costs import StepCosts
 from engine.step_loop import StepLoop
 from engine.stopping import finish_reason
 from kv_transfer.block_events import BlockEventLog
+from kv_transfer.cost_report import cost_report
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
-from kv_transfer.messages import (
-    Cancel,
-    Endpoint,
-    Message,
-    RequestSpec,
-    Start,
-    Ticket,
-    WorkerSnapshot,
-)
+from kv_transfer.messages import Cancel, Endpoint, Message, RequestSpec, Start, Ticket, WorkerSnapshot
 from kv_transfer.prefix_loading import PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.sending import KvSender
@@ -45,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillWorkerConfig:
-    """`chunk_tokens` is the token budget of one step; `max_slab_bytes` the most KV announced at a time."""
+    """`chunk_tokens` is the token budget of one step; `max_slab_bytes` the most KV announced at a time.
+
+    `calibration_s`: how long steps are tried out before the worker takes requests; 0: they are learnt from requests.
+    """
 
     host: str = "127.0.0.1"
     chunk_tokens: int = 512
@@ -53,6 +51,7 @@ class PrefillWorkerConfig:
     max_slab_bytes: int = 4 * 2**20
     heartbeat_s: float = 0.5
     drain_s: float = 20.0
+    calibration_s: float = 0.0
 
 
 class PrefillWorker:
@@ -127,14 +126,19 @@ class PrefillWorker:
         )
         self._steps = StepLoop(
             self._model.runner,
+            costs=StepCosts(estimated_cost(self._model)),
             plan=self._plan,
             finish=self._finish,
             failed=self._step_failed,
             on_layer=self._stream.on_layer,
         )
+        if calibration_s := self._config.calibration_s:
+            await self._steps.calibrate(lambda: calibrate(self._model, budget_s=calibration_s).cost)
         self._port = GatewayPort(self._identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
         endpoint = await self._port.start(self._config.host)
-        self.info = worker_info(self._model, self._identity, "prefill", endpoint)
+        self.info = worker_info(
+            self._model, self._identity, "prefill", endpoint, chunk_tokens=self._config.chunk_tokens
+        )
         self._registration = Registration(
             self._identity,
             self.info,
@@ -164,6 +168,7 @@ class PrefillWorker:
             prefill_tokens_per_s=self._steps.rates.prefill_tokens_per_s,
             decode_step_s=0.0,
             host_blocks_available=0 if self._model.host_pool is None else self._model.host_pool.num_available,
+            step_cost=cost_report(self._steps.costs),
             tiers=tiers_report(
                 self._model,
                 self._prefix,

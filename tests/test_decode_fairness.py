@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decode_workers.scheduler import DecodeState
+from decode_workers.states import DecodeState
 from engine.sequence import Sequence, StepPlan
 from tests.ghost_runner import next_token
 from tests.test_tiered_decode import FAST, LATE, Bench, sequence

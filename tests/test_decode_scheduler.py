@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
+from decode_workers.scheduler import DecodeScheduler
+from decode_workers.states import DecodeState, Emission
 from engine.allocation import BlockAllocator
 from engine.block_pool import BlockPool
 from engine.sampling_params import SamplingParams

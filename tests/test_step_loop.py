@@ -12,16 +12,29 @@ import pytest
 from engine import step_loop
 from engine.sampling_params import SamplingParams
 from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
+from engine.step_cost import StepCost, StepWork
+from engine.step_costs import StepCosts
 from engine.step_loop import StepLoop, StepRates
 from tests.waiting import eventually
 
 NOTHING = StepPlan(())
+ESTIMATE = StepCost(base_s=1.0, prefill_token_s=1.0, prefill_pair_s=0.1, decode_s=1.0, context_token_s=0.1)
 
 
 def _plan(num_tokens: int = 1, num_seqs: int = 1) -> StepPlan:
     params = SamplingParams(max_tokens=1, seed=0)
     seqs = [Sequence(request_id=str(n), attempt=0, params=params, prompt_token_ids=[1] * 99) for n in range(num_seqs)]
     return StepPlan(tuple(ScheduledSequence(seq, num_tokens) for seq in seqs))
+
+
+class RecordingCosts(StepCosts):
+    def __init__(self, estimate: StepCost) -> None:
+        super().__init__(estimate)
+        self.steps: list[tuple[StepWork, float]] = []
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        super().observe(work, seconds)
+        self.steps.append((work, seconds))
 
 
 class Bench:
@@ -36,8 +49,14 @@ class Bench:
         self.failures = 0  # of the next steps
         self.may_end = threading.Event()
         self.may_end.set()
+        self.costs = RecordingCosts(ESTIMATE)
         self.loop = StepLoop(
-            self, plan=self._next_plan, finish=self._finish, failed=self._fail, on_layer=self._on_layer
+            self,
+            costs=self.costs,
+            plan=self._next_plan,
+            finish=self._finish,
+            failed=self._fail,
+            on_layer=self._on_layer,
         )
 
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
@@ -57,6 +76,8 @@ class Bench:
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         assert threading.current_thread() is threading.main_thread()
+        for item in plan.items:
+            item.seq.num_computed += item.num_tokens
         self.finished.append(plan)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
@@ -192,6 +213,48 @@ async def test_stop_waits_for_the_step_in_flight_and_takes_nothing_in() -> None:
 async def test_a_loop_that_was_never_started_can_be_stopped() -> None:
     bench = Bench()
     assert not bench.loop.healthy
+    await bench.loop.stop()
+
+
+async def test_costs_learn_from_the_work_as_it_was_before_the_step() -> None:
+    prompt = _plan(num_tokens=40, num_seqs=2)
+    decoding = StepPlan(tuple(ScheduledSequence(item.seq, 1) for item in prompt.items))
+    async with _running(prompt, decoding) as bench:
+        await eventually(lambda: len(bench.finished) == 2)
+        await eventually(lambda: len(bench.costs.steps) == 2)
+        assert [work for work, _ in bench.costs.steps] == [
+            StepWork(prefill_tokens=80, prefill_pairs=2 * 40 * 41 / 2),
+            StepWork(decodes=2, context_tokens=82),
+        ]
+        assert all(seconds > 0 for _, seconds in bench.costs.steps)
+        assert bench.costs.cost() is not None
+
+
+async def test_a_failed_step_says_nothing_of_costs() -> None:
+    async with _running() as bench:
+        bench.failures = 1
+        bench.plans.append(_plan())
+        bench.loop.wake()
+        await eventually(lambda: bench.failed)
+        assert bench.costs.steps == []
+        assert bench.costs.cost() is None
+
+
+async def test_a_calibration_is_made_in_the_compute_thread_before_the_first_step() -> None:
+    threads: list[str] = []
+
+    def measure() -> StepCost:
+        threads.append(threading.current_thread().name)
+        return ESTIMATE
+
+    bench = Bench()
+    await bench.loop.calibrate(measure)
+    assert [thread.startswith("compute") for thread in threads] == [True]
+    assert bench.costs.cost() == ESTIMATE
+    assert bench.num_planned == 0
+    bench.loop.start()
+    with pytest.raises(AssertionError, match="disturb each other"):
+        await bench.loop.calibrate(measure)
     await bench.loop.stop()
 
 

@@ -78,7 +78,8 @@ class TiersReport:
 class StepCostReport:
     """A worker's cost model as it is fitted to its own steps: see `engine.step_cost.StepCost`, in seconds.
 
-    The errors are medians of |predicted - measured| / measured over its latest steps of each kind.
+    The errors are medians of |measured / predicted - 1| over its latest steps of each kind; without any, its first
+    guess's own.
     """
 
     __pydantic_config__ = STRICT

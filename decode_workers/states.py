@@ -1,0 +1,36 @@
+"""What a decode worker's sequence is doing, and what a step brings of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from engine.stopping import FinishReason
+
+
+class DecodeState(Enum):
+    RESERVED = "has blocks for its prompt; the KV is on its way from a prefill worker"
+    WAITING = "has no blocks; to be computed here, from the first token or from where a prefix hit ends"
+    PREFILLING = "has its blocks; chunks are being computed here"
+    RUNNING = "all KV but the newest token's is here, in one tier or another; one more token each step or turn"
+
+
+@dataclass(slots=True)
+class Entry:
+    """A sequence of a scheduler."""
+
+    seq: Sequence
+    state: DecodeState
+    doomed: bool = False  # to be dropped when the step in flight is over
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """A token that a step brought. The sequence is gone from the scheduler when `finish` is set."""
+
+    seq: Sequence
+    index: int
+    token: SampledToken
+    finish: FinishReason | None
+    prompt_logprobs: list[TokenLogprobs] | None

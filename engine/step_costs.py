@@ -1,0 +1,48 @@
+"""What a worker knows of its own steps' cost: nothing at first, then a seed, and from then on a fit to its steps.
+
+The seed is a calibration where there was one, else an estimate brought to the speed of the first steps. Knows neither
+who runs the steps nor who asks.
+"""
+
+from __future__ import annotations
+
+from engine.step_cost import StepCost, StepWork
+from engine.step_cost_fit import StepCostFit, StepKind, fit_steps
+
+# Enough that one which pays for what libraries make once is seen through.
+_SCALING_STEPS = 8
+
+
+class StepCosts:
+    """Of one worker. Of `estimate` only the proportions count, and only without a calibration."""
+
+    def __init__(self, estimate: StepCost) -> None:
+        self._estimate = estimate
+        self._first: list[tuple[StepWork, float]] = []
+        self._is_seeded = False
+        self._seed_error = estimate.relative_error
+        self._fit: StepCostFit | None = None
+
+    def seed(self, cost: StepCost) -> None:
+        """Begin with what was measured."""
+        self._fit, self._seed_error, self._is_seeded = StepCostFit(cost), cost.relative_error, True
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Take in a step that was computed. One without tokens says nothing and is ignored."""
+        if not (work.prefill_tokens or work.decodes):
+            return
+        if self._fit is not None and self._is_seeded:
+            self._fit.observe(work, seconds)
+        else:
+            self._first.append((work, seconds))
+            self._fit = StepCostFit(fit_steps(self._estimate, self._first))
+            self._is_seeded = len(self._first) == _SCALING_STEPS
+
+    def cost(self) -> StepCost | None:
+        """None as long as nothing was measured."""
+        return None if self._fit is None else self._fit.cost()
+
+    def error(self, kind: StepKind) -> float:
+        """Median of |actual / predicted - 1| over the latest steps of a kind; the seed's own without any."""
+        error = None if self._fit is None else self._fit.error(kind)
+        return error.median if error is not None and error.num_steps else self._seed_error

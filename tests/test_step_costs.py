@@ -1,0 +1,100 @@
+"""What a worker knows of its steps' cost: from a calibration on, and without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from engine.step_cost import StepCost, StepWork
+from engine.step_cost_fit import scaled
+from engine.step_costs import StepCosts
+from kv_transfer.cost_report import cost_report
+
+TRUTH = StepCost(
+    base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=1.5e-3, context_token_s=6e-6, relative_error=0.1
+)
+ESTIMATE = dataclasses.replace(scaled(TRUTH, 1e-3), relative_error=0.3)  # right in proportion, for a faster device
+FAR_OFF = dataclasses.replace(ESTIMATE, base_s=1e-3 * ESTIMATE.base_s)
+PROMPT = StepWork.of_prefill(200, 100)
+DECODES = StepWork(decodes=4, context_tokens=800)
+
+
+def decodes(rng: random.Random) -> StepWork:
+    batch = rng.randint(1, 16)
+    return StepWork(decodes=batch, context_tokens=batch * rng.randint(50, 1500))
+
+
+def shown(costs: StepCosts, num_steps: int) -> StepCosts:
+    rng = random.Random(0)
+    for _ in range(num_steps):
+        work = decodes(rng)
+        costs.observe(work, TRUTH.step_s(work))
+    return costs
+
+
+def step_s(costs: StepCosts, work: StepWork) -> float:
+    cost = costs.cost()
+    assert cost is not None
+    return cost.step_s(work)
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    costs = StepCosts(ESTIMATE)
+    costs.observe(StepWork(), 1.0)  # copies alone
+    assert costs.cost() is None
+    assert cost_report(costs) is None
+
+
+@pytest.mark.parametrize("num_steps", [1, 8, 9, 50])
+def test_without_a_calibration_the_estimate_is_brought_to_the_first_steps_speed(num_steps: int) -> None:
+    costs = shown(StepCosts(ESTIMATE), num_steps)
+    assert step_s(costs, DECODES) == pytest.approx(TRUTH.step_s(DECODES), rel=0.05)
+    assert step_s(costs, PROMPT) == pytest.approx(TRUTH.step_s(PROMPT), rel=0.05), "never seen, hence in proportion"
+
+
+def test_a_first_step_that_pays_for_all_is_seen_through() -> None:
+    costs = StepCosts(ESTIMATE)
+    costs.observe(DECODES, 30 * TRUTH.step_s(DECODES))
+    shown(costs, 7)
+    assert step_s(costs, DECODES) == pytest.approx(TRUTH.step_s(DECODES), rel=0.1)
+    assert step_s(costs, PROMPT) == pytest.approx(TRUTH.step_s(PROMPT), rel=0.1)
+
+
+def test_steps_go_on_teaching() -> None:
+    costs = StepCosts(FAR_OFF)
+    work = decodes(random.Random(1))
+    assert abs(step_s(shown(costs, 1), work) / TRUTH.step_s(work) - 1) > 0.05
+    assert step_s(shown(costs, 200), work) == pytest.approx(TRUTH.step_s(work), rel=0.03)
+
+
+def test_a_calibration_counts_before_any_step_and_is_learnt_on_from() -> None:
+    costs = StepCosts(FAR_OFF)
+    costs.seed(TRUTH)
+    assert costs.cost() == TRUTH
+    for _ in range(60):
+        costs.observe(DECODES, 2 * TRUTH.step_s(DECODES))
+    assert step_s(costs, DECODES) == pytest.approx(2 * TRUTH.step_s(DECODES), rel=0.05)
+
+
+def test_an_error_is_the_seeds_until_steps_of_its_kind_were_predicted() -> None:
+    costs = StepCosts(ESTIMATE)
+    assert (costs.error("prefill"), costs.error("decode")) == (0.3, 0.3)
+    costs.seed(TRUTH)
+    assert (costs.error("prefill"), costs.error("decode")) == (0.1, 0.1)
+    costs.observe(DECODES, 1.5 * TRUTH.step_s(DECODES))
+    assert costs.error("decode") == pytest.approx(0.5)
+    assert costs.error("prefill") == 0.1
+
+
+def test_the_report_says_what_is_known() -> None:
+    costs = shown(StepCosts(ESTIMATE), 40)
+    cost, report = costs.cost(), cost_report(costs)
+    assert cost is not None
+    assert report is not None
+    for field in dataclasses.fields(cost):
+        if field.name != "relative_error":
+            assert getattr(report, field.name) == getattr(cost, field.name)
+    assert report.decode_error == costs.error("decode") < 0.05
+    assert report.prefill_error == costs.error("prefill") == 0.3
