@@ -52,11 +52,14 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burn:
-    """`attainment` None: nothing ended in the window. No news burns no budget."""
+    """`attainment` None: nothing ended in the window. No news burns no budget. `ttft_rate`, `tpot_rate`: by those alone
+    whose first byte was late, and whose tokens were; the rest was rejected or failed."""
 
     window_s: float
     attainment: float | None
     rate: float
+    ttft_rate: float = 0.0
+    tpot_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,14 @@ def _burn(counts: Counts, share: float, window_s: float) -> Burn:
     num_judged = counts.met + counts.missed
     if num_judged == 0:
         return Burn(window_s=window_s, attainment=None, rate=0.0)
-    return Burn(window_s=window_s, attainment=counts.met / num_judged, rate=counts.missed / num_judged / (1.0 - share))
+    budget = num_judged * (1.0 - share)
+    return Burn(
+        window_s=window_s,
+        attainment=counts.met / num_judged,
+        rate=counts.missed / budget,
+        ttft_rate=counts.late_first / budget,
+        tpot_rate=counts.late_tokens / budget,
+    )
 
 
 def _rate(count: int, seconds: float) -> float:

@@ -1,0 +1,194 @@
+"""How many workers each pool should have: from predicted demand, and from error budgets that burn.
+
+    up      at once, where predicted demand needs more workers at the target utilisation; by one where the budget burns
+            although it should not
+    down    by one, where one fewer would still be below the target with a margin, and that held for `hold_s`
+    flip    a worker changes its role instead, where one pool needs more and the other can do with one fewer
+
+What a pool should be is compared with what it should be with one fewer, never with what its workers are busy with now:
+so a size that was just left is not taken again at once. A queue's length alone changes nothing. Knows no workers, no
+requests and no Ray; the clock is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from kv_transfer.messages import Role
+
+_ROUNDING: Final = 1e-9
+_LEAST_TARGET: Final = 0.5  # of the configured one, however often the budget burns
+_LEARNED: Final = 0.9  # of the utilisation at which it burned: the target for a while
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRules:
+    """`initial`: workers that there will be at first. `scales` False: their number is fixed, and only flips change it.
+
+    `target`: utilisation that is aimed at; `margin`: how far below it, as a share, the pool must be with one fewer.
+    A pool does not shrink before it has the workers that it was given, or after `patience_s` of waiting for them.
+    After the budget burned, a lower target is in force that rises back over `forget_s`; where the pool is idler than
+    `idle` of its target, more workers would not help: single requests are too long for their targets, or something
+    else is wrong. `burn_pause_s`: for a worker to start, and for the windows of the error budget to see it.
+    """
+
+    min_workers: int = 1
+    initial: int = 1
+    max_workers: int
+    scales: bool = True
+    target: float = 0.7
+    margin: float = 0.15
+    hold_s: float = 60.0
+    burn_pause_s: float = 90.0
+    forget_s: float = 1800.0
+    patience_s: float = 600.0
+    idle: float = 0.4
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.min_workers <= self.initial <= self.max_workers, self
+        assert 0 < self.target <= 1 and 0 <= self.margin < 1, self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipRules:
+    """A worker may change its role where the pool that it leaves could do without it for `hold_s`, and `cooldown_s`
+    after the last one that did."""
+
+    enabled: bool = False
+    hold_s: float = 15.0
+    cooldown_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolView:
+    """A pool now. `demand`: workers that predicted demand keeps busy; `burns`: its targets' error budget is used up
+    too fast, over both windows; `live`: workers that take requests."""
+
+    demand: float
+    burns: bool
+    live: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolAdvice:
+    """Workers by role. `flip`: the role that a worker of the other one should take, now."""
+
+    num_prefill: int
+    num_decode: int
+    flip: Role | None = None
+
+
+@dataclass(slots=True)
+class PoolSize:
+    """One pool's wanted size, and what it takes to change it."""
+
+    rules: PoolRules
+    size: int
+    fits_since: float | None = None  # since when one fewer would do
+    raised_at: float = -math.inf
+    learned: float = math.inf  # target, as of `learned_at`
+    learned_at: float = -math.inf
+    needed: int = field(default=0, init=False)
+
+    def look(self, now: float, view: PoolView) -> None:
+        """Learn what is needed; changes no size."""
+        if not self.rules.scales:
+            self.size = view.live
+        burns = view.burns and self._is_busy(view)
+        self.needed = max(self.rules.min_workers, math.ceil(view.demand / self.target(now) - _ROUNDING))
+        if burns and self.needed <= self.size and now - self.raised_at >= self.rules.burn_pause_s:
+            self._learn(now, view)
+            self.needed = self.size + 1
+        if burns or self.needed > self.size or not self._fits_in(self.size - 1, now, view):
+            self.fits_since = None
+        elif self.fits_since is None:
+            self.fits_since = now
+
+    def scale(self, now: float) -> None:
+        """Up to what is needed, or down by one."""
+        if not self.rules.scales:
+            return
+        if self.needed > self.size:
+            self.change(now, min(self.needed, self.rules.max_workers))
+        elif self.could_spare(now, self.rules.hold_s):
+            self.change(now, self.size - 1)
+        self.size = min(max(self.size, self.rules.min_workers), self.rules.max_workers)
+
+    def change(self, now: float, size: int) -> None:
+        if size > self.size:
+            self.raised_at = now
+        self.size, self.fits_since = size, None
+
+    def could_spare(self, now: float, hold_s: float) -> bool:
+        return self.fits_since is not None and now - self.fits_since >= hold_s
+
+    def target(self, now: float) -> float:
+        """In force: the configured one, or for a while the one that was learned."""
+        forgotten = (now - self.learned_at) / self.rules.forget_s
+        if forgotten >= 1.0:
+            return self.rules.target
+        return min(self.rules.target, self.learned + forgotten * (self.rules.target - self.learned))
+
+    def _fits_in(self, fewer: int, now: float, view: PoolView) -> bool:
+        is_whole = view.live > fewer or now - self.raised_at >= self.rules.patience_s
+        room = fewer * self.target(now) * (1 - self.rules.margin)
+        return is_whole and fewer >= self.rules.min_workers and view.demand <= room
+
+    def _is_busy(self, view: PoolView) -> bool:
+        return view.demand > self.rules.idle * self.rules.target * max(1, view.live)
+
+    def _learn(self, now: float, view: PoolView) -> None:
+        """So much was too much."""
+        burned_at = view.demand / max(1, self.size)
+        self.learned = max(_LEAST_TARGET * self.rules.target, min(self.target(now), _LEARNED * burned_at))
+        self.learned_at = self.raised_at = now
+
+
+class PoolSizer:
+    """Both pools. For the first `settle_s` it only listens: workers have to find a restarted scheduler first."""
+
+    def __init__(
+        self,
+        prefill: PoolRules,
+        decode: PoolRules,
+        flips: FlipRules | None = None,
+        *,
+        now: float,
+        settle_s: float = 5.0,
+    ) -> None:
+        self.prefill = PoolSize(prefill, prefill.initial, raised_at=now)
+        self.decode = PoolSize(decode, decode.initial, raised_at=now)
+        self._flips = flips or FlipRules()
+        self._flipped_at = -math.inf
+        self._settled_at = now + settle_s
+
+    def advise(self, now: float, prefill: PoolView, decode: PoolView) -> PoolAdvice | None:
+        """None: too early to say."""
+        for pool, view in ((self.prefill, prefill), (self.decode, decode)):
+            if now < self._settled_at:
+                pool.size = min(max(pool.size, view.live), pool.rules.max_workers)
+            pool.look(now, view)
+        if now < self._settled_at:
+            return None
+        flip = self._flip(now)
+        self.prefill.scale(now)
+        self.decode.scale(now)
+        return PoolAdvice(num_prefill=self.prefill.size, num_decode=self.decode.size, flip=flip)
+
+    def _flip(self, now: float) -> Role | None:
+        if not self._flips.enabled or now - self._flipped_at < self._flips.cooldown_s:
+            return None
+        pairs: tuple[tuple[Role, PoolSize, PoolSize], ...] = (
+            ("prefill", self.prefill, self.decode),
+            ("decode", self.decode, self.prefill),
+        )
+        for role, gains, gives in pairs:
+            lacks = gains.needed > gains.size < gains.rules.max_workers
+            if lacks and gives.size > 1 and gives.could_spare(now, self._flips.hold_s):
+                gains.change(now, gains.size + 1)
+                gives.change(now, gives.size - 1)
+                self._flipped_at = now
+                return role
+        return None
