@@ -21,9 +21,13 @@ from benchmarks.workload import MODEL
 from cluster.api import Api, InFlight
 from cluster.generation import Generator, ServingLimits
 from cluster.http import create_app
+from cluster.journey import Journey
 from cluster.metrics import Metrics
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.request_terms import RequestTerms
 from cluster.settings import GatewaySettings
+from cluster.slo_account import SloAccount
+from cluster.tenants import Tenants
 from engine.model_store import resolve_model
 from engine.tokenizer import Tokenizer
 from kv_transfer.messages import Endpoint, RequestSpec, TokenEvent
@@ -47,7 +51,9 @@ class _FullSpeed:
     def limits(self) -> ServingLimits:
         return ServingLimits(max_model_len=8_192, ready=True)
 
-    async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(
+        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
         for index in range(request.params.max_tokens):
             await asyncio.sleep(0)
             yield TokenEvent(
@@ -84,6 +90,8 @@ async def _serve_http(generator: Generator) -> None:
         model_name=MODEL,
         settings=settings,
         metrics=Metrics(),
+        slo=SloAccount(model=MODEL),
+        tenants=Tenants(b""),
         in_flight=InFlight(settings.max_concurrent),
     )
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:

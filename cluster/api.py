@@ -14,6 +14,8 @@ from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, 
 from cluster.generation import Generator, ServingLimits
 from cluster.metrics import Metrics
 from cluster.settings import GatewaySettings
+from cluster.slo_account import SloAccount
+from cluster.tenants import Tenants
 from engine.tokenizer import Tokenizer
 
 
@@ -57,6 +59,8 @@ class Api:
     model_name: str
     settings: GatewaySettings
     metrics: Metrics
+    slo: SloAccount
+    tenants: Tenants
     in_flight: InFlight
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -24,6 +24,9 @@ from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler import SchedulerPolicy
 from cluster.scheduler_server import SchedulerServer
 from cluster.settings import AutoscalingSettings, LegatoConfig, PoolSettings
+from cluster.slo_account import SloAccount
+from cluster.slo_metrics import SloMetrics
+from cluster.tenants import Tenants
 from cluster.translate import (
     decode_engine,
     decode_tiers,
@@ -186,6 +189,8 @@ class Gateway:
             return endpoint
 
         self._config = config
+        self._tenants = Tenants(secret)
+        self._slo = SloAccount(config.slo_classes, model=config.model.name)
         self._orchestrator = Orchestrator(
             control_identity("gateway", secret),
             OrchestratorConfig(
@@ -194,23 +199,28 @@ class Gateway:
             locate_scheduler,
         )
         self._orchestrator.start()
+        self._slo.start()
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve after the constructor."""
         config = self._config
         metrics = Metrics()
         metrics.registry.register(WorkerMetrics(self._orchestrator.reports))
+        metrics.registry.register(SloMetrics(self._slo))
         api = Api(
             generator=self._orchestrator,
             tokenizer=Tokenizer(resolve_model(config.model.ref)),
             model_name=config.model.name,
             settings=config.gateway,
             metrics=metrics,
+            slo=self._slo,
+            tenants=self._tenants,
             in_flight=InFlight(config.gateway.max_concurrent),
         )
         return create_app(api)
 
     async def __del__(self) -> None:
+        await self._slo.stop()
         await self._orchestrator.stop()
 
 

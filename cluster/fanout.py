@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
@@ -24,8 +24,10 @@ CLOSE_TIMEOUT_S: Final = 5.0
 class Fanout:
     """Reads every stream in a task of its own, so that what arrives together is taken together."""
 
-    def __init__(self, streams: Sequence[TokenStream]) -> None:
+    def __init__(self, streams: Sequence[TokenStream], on_token: Sequence[Callable[[], None]]) -> None:
+        """`on_token[i]()` is called as soon as a token of stream i has come, however late it is then taken."""
         self._streams = streams
+        self._on_token = on_token
         self._tasks: list[asyncio.Task[None]] = []
         self._arrived: list[tuple[int, TokenEvent]] = []
         self._finished: set[int] = set()
@@ -68,8 +70,10 @@ class Fanout:
         self._tasks[index].cancel()
 
     async def _read(self, index: int, stream: TokenStream) -> None:
+        on_token = self._on_token[index]
         try:
             async for event in stream:
+                on_token()
                 self._arrived.append((index, event))
                 self._wake.set()
                 if event.finish_reason is not None:

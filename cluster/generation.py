@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cluster.journey import Journey
+from cluster.request_terms import RequestTerms
 from kv_transfer.messages import RequestSpec, TokenEvent
 
 
@@ -37,8 +39,12 @@ class TokenStream(Protocol):
 class Generator(Protocol):
     """Generates sequences somewhere in the cluster, surviving the deaths of workers."""
 
-    def generate(self, request: RequestSpec) -> TokenStream:
+    def generate(
+        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
+    ) -> TokenStream:
         """The tokens of one sequence: each index once, in order, ending after the event with a `finish_reason`.
+
+        No `terms`: without targets. `journey` is kept up to date with where the sequence is.
 
         Iterating raises a subclass of `cluster.errors.GenerationError` when the sequence cannot be finished.
         """

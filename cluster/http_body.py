@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError
 from cluster.http_errors import error_response
+from cluster.http_terms import note_arrival
 
 
 class BodyLimit:
@@ -25,6 +26,7 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return
+        note_arrival(scope)
         try:
             self._check_declared(scope)
             async with asyncio.timeout(self._timeout_s):

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from cluster.api import Api
 from cluster.choice import Delta
 from cluster.http_response import GenerationResponse
+from cluster.http_terms import answered_tier, terms_of
 from cluster.logprobs import CompletionLogprobs
 from cluster.metrics import RequestTimeline
 from cluster.openai_types import CompletionBody
@@ -22,10 +23,12 @@ router = APIRouter()
 
 @router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionBody, request: Request) -> GenerationResponse:
-    timeline = RequestTimeline(endpoint="/v1/completions")
     api: Api = request.app.state.api
-    job = await prepare_completion(body, api)
-    generation = Generation(job, api, timeline)
+    terms = terms_of(request, body, api)
+    with api.slo.admitting(terms):
+        job = await prepare_completion(body, api, answered_tier(request, body))
+    timeline = RequestTimeline(endpoint="/v1/completions", arrived_s=terms.arrived_at)
+    generation = Generation(job, api, terms, timeline)
     return GenerationResponse(api, generation, CompletionShape(generation, api), timeline)
 
 

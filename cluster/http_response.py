@@ -19,7 +19,10 @@ from cluster.api import Api
 from cluster.choice import Delta
 from cluster.errors import ApiError, DeadlineError, FailedError
 from cluster.metrics import RequestTimeline
+from cluster.request_watch import outcome_of
 from cluster.shapes import Shape, dumps
+from cluster.slo import CLASS_HEADER
+from cluster.slo_report import Outcome
 from cluster.streaming import Generation
 
 logger = logging.getLogger(__name__)
@@ -39,14 +42,20 @@ class GenerationResponse(Response):
         self._generation = generation
         self._shape = shape
         self._timeline = timeline
+        self._watch = generation.watch
+        self._outcome: Outcome | None = Outcome.FAILED  # unless something better is known at the end
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._timeline.num_prompt_tokens = self._generation.job.num_prompt_tokens
         with self._api.metrics.running(self._timeline):
-            connected = await unless_disconnected(receive, self._answer_or_fail(send))
-            if not connected:
-                self._timeline.outcome = "cancelled"
+            try:
+                connected = await unless_disconnected(receive, self._answer_or_fail(send))
+                if not connected:
+                    self._timeline.outcome, self._outcome = "cancelled", Outcome.CANCELLED
+            finally:
+                if self._outcome is not None:
+                    self._watch.ended(self._outcome, self._generation.num_generated_tokens)
 
     async def _answer_or_fail(self, send: Send) -> None:
         """Answer; whatever goes wrong is told to the client. The one place where a request's errors end."""
@@ -73,7 +82,7 @@ class GenerationResponse(Response):
             self._timeline.num_cached_tokens = self._generation.num_cached_tokens
             self._timeline.num_generated_tokens = self._generation.num_generated_tokens
             self._timeline.num_steps = self._generation.num_steps
-        self._timeline.outcome = "finished"
+        self._timeline.outcome, self._outcome = "finished", Outcome.FINISHED
 
     async def _stream(self, send: Send, batches: Batches) -> None:
         opened: set[int] = set()
@@ -83,6 +92,7 @@ class GenerationResponse(Response):
                 await self._start(send, 200, "text/event-stream", _UNBUFFERED)
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
+                self._watch.first_byte()
         usage = self._generation.usage() if self._generation.job.include_usage else None
         await send({"type": "http.response.body", "body": self._shape.closing(usage)})
 
@@ -99,13 +109,14 @@ class GenerationResponse(Response):
     async def _whole(self, send: Send, batches: Batches) -> None:
         wholes = [_Whole() for _ in self._generation.choices]
         async for batch in batches:
+            self._watch.first_byte()
             for index, delta in batch.items():
                 wholes[index].add(delta)
         body = self._shape.whole([whole.delta() for whole in wholes], self._generation.usage())
         await self._send_json(send, 200, body)
 
     async def _fail(self, send: Send, error: ApiError) -> None:
-        self._timeline.outcome = error.code or "failed"
+        self._timeline.outcome, self._outcome = error.code or "failed", outcome_of(error)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if self._started:
@@ -122,7 +133,13 @@ class GenerationResponse(Response):
 
     async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
         self._started = True
-        named = {"content-type": content_type, "x-request-id": self._generation.job.id, **headers}
+        slo_class = self._generation.terms.slo.slo_class
+        named = {
+            "content-type": content_type,
+            "x-request-id": self._generation.job.id,
+            CLASS_HEADER: slo_class,
+            **headers,
+        }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})
 

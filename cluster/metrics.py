@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -23,7 +23,7 @@ class RequestTimeline:
     """When things happened to one request, in seconds of the monotonic clock."""
 
     endpoint: str
-    arrived_s: float = field(default_factory=time.monotonic)
+    arrived_s: float
     first_token_s: float | None = None
     last_token_s: float | None = None
     outcome: str = "failed"  # unless something better is known at the end

@@ -58,11 +58,11 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, max_length=256)
+    service_tier: str | None = None
+    safety_identifier: str | None = None
     user: str | None = None
     metadata: Harmless = None
     store: Harmless = None
-    service_tier: Harmless = None
-    safety_identifier: Harmless = None
     prompt_cache_key: Harmless = None
     prompt_cache_retention: Harmless = None
     response_format: TextFormat = None

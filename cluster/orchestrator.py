@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.generation import ServingLimits
+from cluster.journey import Journey
 from cluster.request_run import FromWorker, RequestRun, RequestState, WorkerLost
 from cluster.request_terms import RequestTerms
 from cluster.scheduler_client import SchedulerClient, Worker
@@ -117,10 +118,10 @@ class Orchestrator:
         return {name: value for name, value in asdict(report).items() if name != "worker_id"}
 
     async def generate(
-        self, request: RequestSpec, terms: RequestTerms | None = None
+        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
     ) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""
-        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, terms)
+        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, terms, journey)
         assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
         self._runs[run.request_id] = run
         try:
@@ -151,6 +152,7 @@ class Orchestrator:
             reserved = await self._await_reservation(run)
             self._post(placement.prefill, Start(request=spec, ticket=reserved.ticket))
         run.state = RequestState.PREFILLING
+        run.journey.started()
         while not run.ended:
             source, event = await self._next(run)
             if isinstance(event, TokenEvent):

@@ -46,6 +46,7 @@ class Job:
     id: str
     created: int
     model: str
+    service_tier: str  # as the answer names it
     stream: bool
     include_usage: bool
     prompts: tuple[TokenPrompt, ...]
@@ -69,15 +70,16 @@ class Wishes:
     prompt_logprobs: int | None = None
 
 
-async def prepare_chat(body: ChatBody, api: Api) -> Job:
+async def prepare_chat(body: ChatBody, api: Api, service_tier: str) -> Job:
     """Raises ApiError."""
     _check_common(body, 1, api)
     wishes = Wishes(max_tokens=_chat_max_tokens(body), logprobs=_chat_logprobs(body))
     token_ids = await chat_token_ids(body.messages, api)
-    return _job("chatcmpl", body, api, [TokenPrompt(token_ids=token_ids)], wishes, param="messages")
+    prompt = TokenPrompt(token_ids=token_ids)
+    return _job("chatcmpl", body, api, [prompt], wishes, service_tier, param="messages")
 
 
-async def prepare_completion(body: CompletionBody, api: Api) -> Job:
+async def prepare_completion(body: CompletionBody, api: Api, service_tier: str) -> Job:
     """Raises ApiError."""
     _check_common(body, len(body.prompt), api)
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -90,7 +92,7 @@ async def prepare_completion(body: CompletionBody, api: Api) -> Job:
     num_chars = sum(len(prompt) for prompt in body.prompt)
     prompts = await _off_loop_if_long(num_chars, _completion_prompts, body.prompt, bool(body.echo), api)
     wishes = Wishes(max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
-    return _job("cmpl", body, api, prompts, wishes, param="prompt")
+    return _job("cmpl", body, api, prompts, wishes, service_tier, param="prompt")
 
 
 async def chat_token_ids(messages: list[ChatMessage], api: Api) -> list[int]:
@@ -166,12 +168,22 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _job(kind: str, body: GenerationBody, api: Api, prompts: list[TokenPrompt], wishes: Wishes, *, param: str) -> Job:
+def _job(
+    kind: str,
+    body: GenerationBody,
+    api: Api,
+    prompts: list[TokenPrompt],
+    wishes: Wishes,
+    service_tier: str,
+    *,
+    param: str,
+) -> Job:
     job_id = f"{kind}-{secrets.token_hex(12)}"
     return Job(
         id=job_id,
         created=int(time.time()),
         model=api.model_name,
+        service_tier=service_tier,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         prompts=tuple(prompts),

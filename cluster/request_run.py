@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from cluster.journey import Journey
 from cluster.request_terms import RequestTerms
 from kv_transfer.messages import (
     FailureEvent,
@@ -54,10 +55,17 @@ RunEvent = WorkerLost | FromWorker
 class RequestRun:
     """One request from arrival to its terminal state."""
 
-    def __init__(self, request: RequestSpec, deadline: float, terms: RequestTerms | None = None) -> None:
+    def __init__(
+        self,
+        request: RequestSpec,
+        deadline: float,
+        terms: RequestTerms | None = None,
+        journey: Journey | None = None,
+    ) -> None:
         self.request = request
         self.deadline = deadline
         self.terms = terms or RequestTerms()
+        self.journey = journey or Journey()
         self.state = RequestState.PLACING
         self.attempt = request.attempt
         self.emitted: list[int] = list(request.output_token_ids)
@@ -97,6 +105,7 @@ class RequestRun:
 
     def placed(self, placement: Placement) -> None:
         self.placement = placement
+        self.journey.placed(placement)
         self.touched.add(placement.decode)
         if placement.prefill is not None:
             self.touched.add(placement.prefill)

@@ -64,6 +64,7 @@ class ChunkFrame:
             "object": object_name,
             "created": self._job.created,
             "model": self._job.model,
+            "service_tier": self._job.service_tier,
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
 

@@ -199,11 +199,13 @@ class SloRecorder:
     def __init__(self) -> None:
         self._open: dict[SeriesKey, _OpenTally] = {}
 
-    def first_byte(self, served: Served, *, ttft_s: float, queue_s: float) -> None:
-        """The client has just been sent the first byte. Counted for the worker that prefilled."""
+    def first_byte(self, served: Served, *, ttft_s: float, queue_s: float | None) -> None:
+        """The client has just been sent the first byte. Counted for the worker that prefilled. `queue_s` None: not
+        known."""
         series = served.series(served.prefill or served.decode)
         self._observe(series, Metric.TTFT, (ttft_s,))
-        self._observe(series, Metric.QUEUE, (queue_s,))
+        if queue_s is not None:
+            self._observe(series, Metric.QUEUE, (queue_s,))
 
     def gaps(self, served: Served, gaps_s: Iterable[float]) -> None:
         """Times between tokens. Counted for the worker that decodes. Many at once cost a fifth each of one by one."""

@@ -12,15 +12,18 @@ from cluster.choice import Choice, Delta
 from cluster.fanout import Fanout
 from cluster.metrics import RequestTimeline
 from cluster.prepare import Job
+from cluster.request_terms import RequestTerms
 from kv_transfer.messages import TokenEvent
 
 
 class Generation:
     """Runs the sequences of a job."""
 
-    def __init__(self, job: Job, api: Api, timeline: RequestTimeline) -> None:
+    def __init__(self, job: Job, api: Api, terms: RequestTerms, timeline: RequestTimeline) -> None:
         self._api = api
         self._timeline = timeline
+        self.terms = terms
+        self.watch = api.slo.watch(terms, len(job.specs))
         self.job = job
         self.choices = [
             Choice(api.tokenizer, spec.prompt_token_ids, spec.params, job.stop, return_token_ids=job.return_token_ids)
@@ -33,7 +36,12 @@ class Generation:
         Raises GenerationError. Closing it closes every sequence on every worker.
         """
         remaining = len(self.choices)
-        async with Fanout([self._api.generator.generate(spec) for spec in self.job.specs]) as fanout:
+        watches = self.watch.sequences
+        streams = [
+            self._api.generator.generate(spec, self.terms, watch.journey)
+            for spec, watch in zip(self.job.specs, watches, strict=True)
+        ]
+        async with Fanout(streams, [watch.token for watch in watches]) as fanout:
             while remaining:
                 batch: dict[int, Delta] = {}
                 for index, event in await fanout.next():

@@ -16,25 +16,38 @@ from cluster.api import Api, InFlight
 from cluster.http import create_app
 from cluster.metrics import Metrics
 from cluster.settings import GatewaySettings
+from cluster.slo import NO_TARGETS, SloConfig
+from cluster.slo_account import SloAccount
+from cluster.slo_metrics import SloMetrics
+from cluster.tenants import Tenants
 from engine.tokenizer import Tokenizer
 from tests.openai_conformance import Target
 from tests.scripted_generator import ScriptedGenerator
+from tests.waiting import HANGS_S
 
 MODEL = "smollm2-135m-instruct"
 
 
 @contextmanager
 def running_server(
-    generator: ScriptedGenerator, tokenizer: Tokenizer, settings: GatewaySettings | None = None
+    generator: ScriptedGenerator,
+    tokenizer: Tokenizer,
+    settings: GatewaySettings | None = None,
+    slo: SloConfig = NO_TARGETS,
 ) -> Iterator[Target]:
     """A server on a port of its own, and clients for it."""
     settings = settings or GatewaySettings()
+    account = SloAccount(slo, model=MODEL)
+    metrics = Metrics()
+    metrics.registry.register(SloMetrics(account))
     api = Api(
         generator=generator,
         tokenizer=tokenizer,
         model_name=MODEL,
         settings=settings,
-        metrics=Metrics(),
+        metrics=metrics,
+        slo=account,
+        tenants=Tenants(b"a secret of the cluster"),
         in_flight=InFlight(settings.max_concurrent),
     )
     listener = socket.create_server(("127.0.0.1", 0))
@@ -44,12 +57,12 @@ def running_server(
     root = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         with (
-            openai.OpenAI(base_url=f"{root}/v1", api_key="unused", max_retries=0, timeout=20) as client,
-            httpx.Client(base_url=root, timeout=20) as http,
+            openai.OpenAI(base_url=f"{root}/v1", api_key="unused", max_retries=0, timeout=HANGS_S) as client,
+            httpx.Client(base_url=root, timeout=HANGS_S) as http,
         ):
             yield Target(client=client, http=http, model=MODEL)
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=HANGS_S)
         listener.close()
         assert not thread.is_alive(), "the server did not stop"

@@ -10,8 +10,10 @@ from typing import Final
 
 from cluster.errors import GenerationError
 from cluster.generation import ServingLimits
+from cluster.journey import Journey
+from cluster.request_terms import RequestTerms
 from engine.tokenizer import Tokenizer
-from kv_transfer.messages import RequestSpec, TokenEvent
+from kv_transfer.messages import Placement, RequestSpec, TokenEvent
 
 _WORDS: Final = (
     "the",
@@ -55,6 +57,7 @@ class ScriptedGenerator:
         self._eos = min(tokenizer.eos_token_ids)
         self.script = Script()
         self.requests: list[RequestSpec] = []
+        self.terms: list[RequestTerms | None] = []  # of the same requests
         self.num_open = 0
         self.num_cancelled = 0
         self.num_finished = 0
@@ -65,8 +68,14 @@ class ScriptedGenerator:
     def workers(self) -> list[dict[str, object]]:
         return [{"worker_id": "scripted", "role": "decode"}]
 
-    async def generate(self, request: RequestSpec) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(
+        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
+        self.terms.append(terms)
+        if journey is not None:
+            journey.placed(self._placement(request))
+            journey.started()
         self.num_open += 1
         finished = False
         try:
@@ -90,6 +99,9 @@ class ScriptedGenerator:
             self.num_open -= 1
             self.num_finished += finished
             self.num_cancelled += not finished
+
+    def _placement(self, request: RequestSpec) -> Placement:
+        return Placement(request_id=request.request_id, attempt=request.attempt, prefill="p0", decode="d0")
 
     def _token_ids(self, request: RequestSpec) -> list[int]:
         params = request.params

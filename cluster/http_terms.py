@@ -1,0 +1,46 @@
+"""From a request's headers and body to the terms it is served on.
+
+Knows where clients write their wishes; `cluster.slo` knows what they mean, `cluster.tenants` whose they are.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from fastapi import Request
+from starlette.types import Scope
+
+from cluster.api import Api
+from cluster.errors import InvalidRequestError
+from cluster.openai_types import GenerationBody
+from cluster.request_terms import RequestTerms
+from cluster.slo import CLASS_HEADER, SloChoiceError
+
+_ARRIVED_AT: Final = "legato.arrived_at"
+
+
+def note_arrival(scope: Scope) -> None:
+    """The request has just come in; its body has not been read."""
+    scope[_ARRIVED_AT] = time.monotonic()
+
+
+def arrival(request: Request) -> float:
+    arrived_at: float = request.scope[_ARRIVED_AT]
+    return arrived_at
+
+
+def terms_of(request: Request, body: GenerationBody, api: Api) -> RequestTerms:
+    """Raises InvalidRequestError where a class, tier, target or tenant is none."""
+    try:
+        slo = api.slo.classes.choose(body.service_tier, request.headers)
+    except SloChoiceError as error:
+        raise InvalidRequestError(str(error), param=error.param) from error
+    tenant = api.tenants.name(request.headers, body.safety_identifier, body.user)
+    return RequestTerms(slo=slo, tenant=tenant, arrived_at=arrival(request))
+
+
+def answered_tier(request: Request, body: GenerationBody) -> str:
+    """What the answer says in `service_tier`: the tier that was asked for; a class, where a header chose one."""
+    chosen = request.headers.get(CLASS_HEADER) or body.service_tier or "auto"
+    return "default" if chosen == "auto" else chosen

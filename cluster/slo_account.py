@@ -1,0 +1,97 @@
+"""One gateway's account of its promises: collects what happens to requests and knows how things stand.
+
+Every `PERIOD_S`, and whenever somebody asks, what is new goes into the gateway's own tracker and to `publish`, so that
+others can add up the accounts of all gateways. Knows no HTTP and no Prometheus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+from cluster.errors import ApiError
+from cluster.request_terms import RequestTerms
+from cluster.request_watch import RequestWatch, outcome_of
+from cluster.slo import NO_TARGETS, SloConfig
+from cluster.slo_report import Counts, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
+from cluster.slo_tracker import SeriesSnapshot, SloTracker
+
+PERIOD_S: Final = 1.0
+
+
+def _nobody(report: SloReport) -> None:
+    """Nobody wants to know."""
+
+
+class SloAccount:
+    """`publish` is given each report once, after it was absorbed here."""
+
+    def __init__(
+        self, classes: SloConfig = NO_TARGETS, *, model: str, publish: Callable[[SloReport], None] = _nobody
+    ) -> None:
+        now = time.monotonic()
+        self.classes = classes
+        self._model = model
+        self._publish = publish
+        self._recorder = SloRecorder()
+        self._tracker = SloTracker(classes, now_s=now)
+        self._counts = {SeriesKey(slo_class.name, model, ""): Counts() for slo_class in classes.classes}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Settle periodically from now on."""
+        self._task = asyncio.create_task(self._run(), name="slo-account")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def watch(self, terms: RequestTerms, num_sequences: int) -> RequestWatch:
+        return RequestWatch(self._recorder, terms, self._model, num_sequences)
+
+    @contextmanager
+    def admitting(self, terms: RequestTerms) -> Iterator[None]:
+        """Around what is done before a request can be watched: counts what it ends with there."""
+        try:
+            yield
+        except ApiError as error:
+            outcome = outcome_of(error)
+            if outcome is not None:
+                end = RequestEnd(outcome=outcome, e2e_s=time.monotonic() - terms.arrived_at)
+                self._recorder.ended(Served(slo=terms.slo, model=self._model), end)
+            raise
+
+    def settle(self) -> None:
+        """Absorb and publish what is new."""
+        report = self._recorder.take()
+        if not report.tallies:
+            return
+        self._tracker.absorb(time.monotonic(), report)
+        for key in self._counts.keys() & report.tallies.keys():
+            self._counts[key] = Counts.total((self._counts[key], report.tallies[key].counts))
+        self._publish(report)
+
+    def counts(self) -> Mapping[SeriesKey, Counts]:
+        """Of each class, since the start."""
+        self.settle()
+        return self._counts
+
+    def totals(self) -> list[SeriesSnapshot]:
+        """Of each class, over all workers; of those without news, too."""
+        self.settle()
+        now = time.monotonic()
+        return [self._tracker.snapshot(now, key) for key in self._counts]
+
+    def replicas(self) -> list[SeriesSnapshot]:
+        """Of each class on each worker that there is news of."""
+        self.settle()
+        return self._tracker.replicas(time.monotonic())
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            self.settle()
