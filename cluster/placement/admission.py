@@ -129,10 +129,12 @@ class Admission:
     def _decide(
         self, query: Query, reach: Mapping[str, PrefixReach], now: float, share: float = 1.0
     ) -> tuple[Decision, Candidates | None]:
-        if query.has_targets or not self._is_calm(now):
-            return decide(self._ledger, self._policy, query, reach, now, share=share)
-        decision, found = decide(self._ledger, self._calm_policy, query, reach, now)
-        return anyway(decision) if decision.action is Action.DEFER else decision, found
+        is_free = not query.has_targets and self._is_calm(now)
+        policy = self._calm_policy if is_free else self._policy
+        decision, found = decide(self._ledger, policy, query, reach, now, share=share)
+        if decision.action is Action.DEFER and (is_free or query.attempt > 0):
+            decision = anyway(decision)
+        return decision, found
 
     def _is_calm(self, now: float) -> bool:
         """Whether there is nobody to keep room for."""

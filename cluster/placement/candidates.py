@@ -139,7 +139,7 @@ def evaluate(
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(after.tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
     worth = np.round(gain - policy.alone_gain * alone, 3)
-    barred = np.zeros_like(room) if query.has_targets else ~room
+    barred = np.zeros_like(room) if query.has_targets else ~(room & (chance >= policy.min_gain))
     order = np.lexsort((table.rank[computing], table.rank[decode], delay, alone, -worth, barred))
     return Candidates(
         *(computing, decode, prompt, start_s, ttft_s, after.tpot_s, after.kv_share),

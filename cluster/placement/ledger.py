@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from cluster.placement.assumed_cost import assumed_cost
@@ -112,6 +113,12 @@ class Ledger:
 
     def info(self, worker_id: str) -> WorkerInfo:
         return self._workers[worker_id].info
+
+    def queued_tokens(self, worker_id: str, *, before: str) -> float:
+        """Prompt tokens to be computed there before that request's: as booked, or as reported where that is more."""
+        worker = self._workers[worker_id]
+        ahead = takewhile(lambda booking: booking.query.request_id != before, worker.queue.values())
+        return max(sum(booking.uncached_tokens for booking in ahead), worker.snapshot.queued_prefill_tokens)
 
     # --- requests ---
 

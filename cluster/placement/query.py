@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 NO_TARGET = float("inf")
@@ -25,7 +26,7 @@ class Query:
     tenant: str = ""
     slo_class: str = ""
     prefix_hashes: tuple[bytes, ...] = ()
-    exclude: tuple[str, ...] = ()
+    exclude: Collection[str] = ()
     prefer_decode: str | None = None
 
     @property
