@@ -84,6 +84,12 @@ class PoolSettings(Settings):
     )
     threads: int = Field(1, ge=1, description="Compute threads of each worker on a CPU.")
     max_waiting: int = Field(256, ge=1, description="Sequences that may wait in one worker; it refuses more.")
+    calibration_s: float = Field(
+        2.0,
+        ge=0,
+        description="How long a worker tries steps out at its start, so that its first requests are predicted well;"
+        " 0: it learns from them.",
+    )
     autoscaling: AutoscalingSettings | None = Field(
         None, description="Let the number of workers follow the load; `replicas` is then the number at start."
     )

@@ -27,6 +27,7 @@ def prefill_worker(config: LegatoConfig, host: str) -> PrefillWorkerConfig:
         max_waiting=config.prefill.max_waiting,
         max_slab_bytes=config.transfer.slab_bytes,
         heartbeat_s=config.scheduler.heartbeat_s,
+        calibration_s=config.prefill.calibration_s,
     )
 
 
@@ -39,6 +40,7 @@ def decode_worker(config: LegatoConfig, host: str) -> DecodeWorkerConfig:
         reserve_wait_s=config.decode.reserve_wait_s,
         lease_ttl_s=config.transfer.lease_ttl_s,
         heartbeat_s=config.scheduler.heartbeat_s,
+        calibration_s=config.decode.calibration_s,
         layerkv=_layerkv(config),
     )
 

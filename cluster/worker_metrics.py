@@ -1,4 +1,5 @@
-"""Prometheus metrics of the workers, out of what they report: where their KV rests, and what became of prefixes.
+"""Prometheus metrics of the workers, out of what they report: where their KV rests, what became of prefixes, and what
+their steps cost.
 
 Workers listen for no scraper. What they count travels with their snapshots to every gateway, so whichever gateway is
 asked shows all workers, each under its own label, some seconds old at most.
@@ -14,7 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kv_transfer.messages import DiskReport, PrefixSource, SourceName, TiersReport, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import DiskReport, PrefixSource, SourceName, WorkerInfo, WorkerSnapshot
 
 Worker = tuple[WorkerInfo, WorkerSnapshot]
 _Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -27,12 +28,12 @@ class _Family:
     name: str
     help: str
     labels: tuple[str, ...]
-    samples: Callable[[TiersReport], _Samples]
+    samples: Callable[[WorkerSnapshot], _Samples]
 
     def collect(self, workers: Iterable[Worker]) -> Metric:
         metric = self.kind(self.name, self.help, labels=("worker", "role", *self.labels))
         for info, snapshot in workers:
-            for labels, value in self.samples(snapshot.tiers):
+            for labels, value in self.samples(snapshot):
                 metric.add_metric([info.worker_id, info.role, *labels], value)
         return metric
 
@@ -48,34 +49,37 @@ class WorkerMetrics(Collector):
         return (family.collect(workers) for family in _FAMILIES)
 
 
-def _one(number: Callable[[TiersReport], float]) -> Callable[[TiersReport], _Samples]:
-    return lambda tiers: [((), number(tiers))]
+def _one(number: Callable[[WorkerSnapshot], float]) -> Callable[[WorkerSnapshot], _Samples]:
+    return lambda snapshot: [((), number(snapshot))]
 
 
-def _disk(numbers: Callable[[DiskReport], dict[str, int]]) -> Callable[[TiersReport], _Samples]:
+def _disk(numbers: Callable[[DiskReport], dict[str, int]]) -> Callable[[WorkerSnapshot], _Samples]:
     """By one label; nothing where the worker has no disk tier."""
 
-    def samples(tiers: TiersReport) -> _Samples:
-        return [] if tiers.disk is None else [((label,), number) for label, number in numbers(tiers.disk).items()]
+    def samples(snapshot: WorkerSnapshot) -> _Samples:
+        disk = snapshot.tiers.disk
+        return [] if disk is None else [((label,), number) for label, number in numbers(disk).items()]
 
     return samples
 
 
-def _blocks(tiers: TiersReport) -> _Samples:
-    for tier, blocks in tiers.blocks.items():
+def _blocks(snapshot: WorkerSnapshot) -> _Samples:
+    for tier, blocks in snapshot.tiers.blocks.items():
         yield (tier, "free"), blocks.free
         yield (tier, "cached"), blocks.cached
         yield (tier, "held"), blocks.held
 
 
-def _stored(tiers: TiersReport) -> _Samples:
+def _stored(snapshot: WorkerSnapshot) -> _Samples:
+    tiers = snapshot.tiers
     if "host" in tiers.blocks:
         yield ("host",), tiers.host_stored_columns
     if tiers.disk is not None:
         yield ("disk",), tiers.disk.stored
 
 
-def _dropped(tiers: TiersReport) -> _Samples:
+def _dropped(snapshot: WorkerSnapshot) -> _Samples:
+    tiers = snapshot.tiers
     if "host" in tiers.blocks:
         yield ("host", "no_room"), tiers.host_dropped_columns
     if tiers.disk is not None:
@@ -86,6 +90,23 @@ def _dropped(tiers: TiersReport) -> _Samples:
 
 def _by_source(numbers: Mapping[PrefixSource, int] | Mapping[SourceName, int]) -> _Samples:
     return [((source,), number) for source, number in numbers.items()]
+
+
+def _cost_errors(snapshot: WorkerSnapshot) -> _Samples:
+    cost = snapshot.step_cost
+    if cost is not None:
+        yield ("prefill",), cost.prefill_error
+        yield ("decode",), cost.decode_error
+
+
+def _cost_coefficients(snapshot: WorkerSnapshot) -> _Samples:
+    cost = snapshot.step_cost
+    if cost is not None:
+        yield ("step",), cost.base_s
+        yield ("prefill_token",), cost.prefill_token_s
+        yield ("prefill_pair",), cost.prefill_pair_s
+        yield ("decode",), cost.decode_s
+        yield ("context_token",), cost.context_token_s
 
 
 _FAMILIES: Final = (
@@ -101,70 +122,70 @@ _FAMILIES: Final = (
         "legato_worker_host_sequences",
         "Sequences of which some layers rest in host memory",
         (),
-        _one(lambda tiers: tiers.num_in_host),
+        _one(lambda snapshot: snapshot.tiers.num_in_host),
     ),
     _Family(
         GaugeMetricFamily,
         "legato_worker_host_copy_bytes_per_second",
         "Measured rate of copies between device and host memory",
         (),
-        _one(lambda tiers: tiers.host_bytes_per_s),
+        _one(lambda snapshot: snapshot.tiers.host_bytes_per_s),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_host_landings",
         "Sequences that got some of their first blocks in host memory",
         (),
-        _one(lambda tiers: tiers.num_host_landings),
+        _one(lambda snapshot: snapshot.tiers.num_host_landings),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_offloads",
         "Moves of a running sequence's layers to host memory",
         (),
-        _one(lambda tiers: tiers.num_offloads),
+        _one(lambda snapshot: snapshot.tiers.num_offloads),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_restores",
         "Moves of a running sequence's layers back to the device",
         (),
-        _one(lambda tiers: tiers.num_restores),
+        _one(lambda snapshot: snapshot.tiers.num_restores),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_preemptions",
         "Sequences whose KV was given up, to be computed again",
         (),
-        _one(lambda tiers: tiers.num_preemptions),
+        _one(lambda snapshot: snapshot.tiers.num_preemptions),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_prefix_hit_tokens",
         "Prompt tokens that were not computed, by where their KV was",
         ("source",),
-        lambda tiers: _by_source(tiers.hit_tokens),
+        lambda snapshot: _by_source(snapshot.tiers.hit_tokens),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_prefix_missed_tokens",
         "Prompt tokens that were computed",
         (),
-        _one(lambda tiers: tiers.missed_tokens),
+        _one(lambda snapshot: snapshot.tiers.missed_tokens),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_kv_loaded_columns",
         "Columns brought into the worker's host memory, by where they were",
         ("source",),
-        lambda tiers: _by_source(tiers.loaded_columns),
+        lambda snapshot: _by_source(snapshot.tiers.loaded_columns),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_kv_load_failed_columns",
         "Columns that a load did not bring: gone, damaged, or unreadable",
         ("source",),
-        lambda tiers: _by_source(tiers.failed_columns),
+        lambda snapshot: _by_source(snapshot.tiers.failed_columns),
     ),
     _Family(
         CounterMetricFamily,
@@ -193,5 +214,19 @@ _FAMILIES: Final = (
         "Files of the disk tier that were damaged or unreadable (read), and writes that failed",
         ("direction",),
         _disk(lambda disk: {"read": disk.lost, "write": disk.write_errors}),
+    ),
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_step_cost_error",
+        "Median of |measured / predicted - 1| over the durations of the worker's latest steps of a kind",
+        ("kind",),
+        _cost_errors,
+    ),
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_step_cost_seconds",
+        "What a step takes by the worker's own model, for each unit of its work",
+        ("unit",),
+        _cost_coefficients,
     ),
 )

@@ -26,6 +26,7 @@ CONFIG: dict[str, Any] = {
     "prefill": {
         "num_cpus": 0.2,
         "chunk_tokens": 256,
+        "calibration_s": 0,
         "autoscaling": {
             "min_replicas": 1,
             "max_replicas": 2,
@@ -35,7 +36,7 @@ CONFIG: dict[str, Any] = {
             "downscale_delay_s": 1.0,
         },
     },
-    "decode": {"num_cpus": 0.2},
+    "decode": {"num_cpus": 0.2, "calibration_s": 0},
     "gateway": {"num_cpus": 0.1},
 }
 ENVIRONMENT = {

@@ -36,8 +36,8 @@ CONFIG: dict[str, Any] = {
         # 2,048 tokens: about twenty of the test's sequences, while up to 64 arrive.
         "decode": {"block_size": 32, "memory": "64 blocks", "host_memory": 0},
     },
-    "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 96},
-    "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240},
+    "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 96, "calibration_s": 0},
+    "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240, "calibration_s": 0},
     "gateway": {"retries": 20},
     "transfer": {"transport": "shm", "lease_ttl_s": 5},
 }

@@ -1,4 +1,4 @@
-"""What operators see of the workers' memory tiers: the text that Prometheus scrapes, and `/cluster`. Whole clusters."""
+"""What operators see of workers' memory tiers and steps: what Prometheus scrapes, and `/cluster`. Whole clusters."""
 
 from __future__ import annotations
 
@@ -51,6 +51,9 @@ class Scraper:
         samples = self._samples(name, labels)
         assert samples, f"{name} is not told with {labels}"
         return sum(samples)
+
+    def tells_nothing_of(self, name: str) -> bool:
+        return not self._samples(name, {})
 
     async def shows(self, value: float, name: str, **labels: str) -> None:
         """Reports take a moment to arrive."""
@@ -205,6 +208,23 @@ async def test_sequences_that_rest_in_host_memory_are_told(llama: SmallModel) ->
         assert metric("legato_worker_offloads_total") == scheduler.num_offloads
         assert metric("legato_worker_preemptions_total") == scheduler.num_preemptions
         await cluster.idle()
+
+
+async def test_what_steps_cost_is_told_with_its_error(llama: SmallModel) -> None:
+    async with cluster_of(llama) as cluster:
+        worker = cluster.decodes[0]
+        metric = Scraper(cluster, worker.info.worker_id)
+        assert metric.tells_nothing_of("legato_worker_step_cost_error"), "it has computed nothing"
+        await ask(cluster, "r")
+        cost = worker._steps.costs.cost()
+        assert cost is not None
+        await metric.shows(cost.base_s, "legato_worker_step_cost_seconds", unit="step")
+        await metric.shows(cost.prefill_token_s, "legato_worker_step_cost_seconds", unit="prefill_token")
+        assert metric("legato_worker_step_cost_seconds", unit="prefill_pair") == cost.prefill_pair_s
+        assert metric("legato_worker_step_cost_seconds", unit="decode") == cost.decode_s
+        assert metric("legato_worker_step_cost_seconds", unit="context_token") == cost.context_token_s
+        assert metric("legato_worker_step_cost_error", kind="decode") == worker._steps.costs.error("decode")
+        assert metric("legato_worker_step_cost_error", kind="prefill") == worker._steps.costs.error("prefill")
 
 
 def index_of(cluster: MiniCluster, worker: DecodeWorker) -> dict[str, Any]:
