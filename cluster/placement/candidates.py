@@ -140,7 +140,9 @@ def evaluate(
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
     worth = np.round(gain - policy.alone_gain * alone, 3)
     barred = np.zeros_like(room) if query.has_targets else ~(room & (chance >= policy.min_gain))
-    order = np.lexsort((table.rank[computing], table.rank[decode], delay, alone, -worth, barred))
+    # Of equals who has least to do: predictions err, and then it is good not to have put everything on one.
+    ties = (table.rank[computing], table.rank[decode], table.rows[Row.BOOKED, decode])
+    order = np.lexsort((*ties, delay, alone, -worth, barred))
     return Candidates(
         *(computing, decode, prompt, start_s, ttft_s, after.tpot_s, after.kv_share),
         *(chance, harm, gain, delay, room, order, reach),
