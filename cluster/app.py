@@ -160,7 +160,7 @@ class Scheduler:
             local_prefill_below=config.scheduler.local_prefill_below_tokens,
             stale_after_s=config.scheduler.stale_after_s,
         )
-        self._server = SchedulerServer(policy, control_identity("scheduler", secret))
+        self._server = SchedulerServer(policy, control_identity("scheduler", secret), slo_classes=config.slo_classes)
         await self._server.start(resolve_host(host))
 
     async def endpoint(self) -> Endpoint:
@@ -190,7 +190,6 @@ class Gateway:
 
         self._config = config
         self._tenants = Tenants(secret)
-        self._slo = SloAccount(config.slo_classes, model=config.model.name)
         self._orchestrator = Orchestrator(
             control_identity("gateway", secret),
             OrchestratorConfig(
@@ -198,6 +197,7 @@ class Gateway:
             ),
             locate_scheduler,
         )
+        self._slo = SloAccount(config.slo_classes, model=config.model.name, publish=self._orchestrator.publish_slo)
         self._orchestrator.start()
         self._slo.start()
 

@@ -20,6 +20,7 @@ from cluster.journey import Journey
 from cluster.request_run import FromWorker, RequestRun, RequestState, WorkerLost
 from cluster.request_terms import RequestTerms
 from cluster.scheduler_client import SchedulerClient, Worker
+from cluster.slo_report import SloReport
 from cluster.worker_links import WorkerLinks
 from kv_transfer.messages import (
     Cancel,
@@ -31,6 +32,7 @@ from kv_transfer.messages import (
     RequestSpec,
     Reserve,
     Reserved,
+    SloUpdate,
     Start,
     StepFrame,
     TokenEvent,
@@ -102,7 +104,7 @@ class Orchestrator:
                 **asdict(info),
                 **asdict(snapshot),
                 "connected": self._links.is_up(info.worker_id),
-                "index": self._index_of(info.worker_id),
+                "index": self._scheduler.index_of(info.worker_id),
             }
             for info, snapshot in self._scheduler.workers.values()
         ]
@@ -110,12 +112,9 @@ class Orchestrator:
     def reports(self) -> list[Worker]:
         return list(self._scheduler.workers.values())
 
-    def _index_of(self, worker_id: str) -> dict[str, object] | None:
-        """None where the scheduler has not told of one."""
-        report = self._scheduler.indexes.get(worker_id)
-        if report is None:
-            return None
-        return {name: value for name, value in asdict(report).items() if name != "worker_id"}
+    def publish_slo(self, report: SloReport) -> None:
+        """To the scheduler, which adds up what all gateways saw."""
+        self._scheduler.tell(SloUpdate(report=report.to_bytes()))
 
     async def generate(
         self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None

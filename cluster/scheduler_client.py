@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
 from engine.sequence import SequenceKey
@@ -84,6 +85,18 @@ class SchedulerClient:
     def ended(self, request_id: str) -> None:
         if self._connection is not None:
             self._connection.post(Ended(request_id=request_id))
+
+    def index_of(self, worker_id: str) -> dict[str, object] | None:
+        """What the scheduler knows of a worker's blocks; None where it has not told."""
+        report = self.indexes.get(worker_id)
+        if report is None:
+            return None
+        return {name: value for name, value in asdict(report).items() if name != "worker_id"}
+
+    def tell(self, message: Message) -> None:
+        """What is lost, and no harm, while the scheduler cannot be reached."""
+        if self._connection is not None:
+            self._connection.post(message)
 
     def worker_lost(self, worker_id: str) -> None:
         """The link to a worker broke. Without a scheduler to tell whether it lives on, it is dead."""

@@ -9,6 +9,9 @@ from dataclasses import replace
 
 from cluster.block_index import BlockIndex
 from cluster.scheduler import GlobalScheduler, SchedulerPolicy
+from cluster.slo import NO_TARGETS, SloConfig
+from cluster.slo_report import SloReport
+from cluster.slo_tracker import SloTracker
 from kv_transfer.connection import Connection, Server, serve
 from kv_transfer.messages import (
     BlockEvents,
@@ -19,6 +22,7 @@ from kv_transfer.messages import (
     Place,
     Register,
     Replicas,
+    SloUpdate,
 )
 from kv_transfer.transports.base import Identity, TransportError
 
@@ -28,9 +32,17 @@ logger = logging.getLogger(__name__)
 class SchedulerServer:
     """Drives one `GlobalScheduler` and one `BlockIndex`; a connection's purpose tells a worker from a gateway."""
 
-    def __init__(self, policy: SchedulerPolicy, identity: Identity, *, broadcast_period_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        policy: SchedulerPolicy,
+        identity: Identity,
+        *,
+        broadcast_period_s: float = 1.0,
+        slo_classes: SloConfig = NO_TARGETS,
+    ) -> None:
         self._scheduler = GlobalScheduler(policy)
         self.block_index = BlockIndex()
+        self.slo = SloTracker(slo_classes, now_s=time.monotonic())  # of what all gateways have told since the start
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._gateways: set[Connection] = set()
@@ -123,6 +135,8 @@ class SchedulerServer:
                     case Place(request_id=request_id):
                         unfinished.add(request_id)
                         connection.post(self._scheduler.place(message, time.monotonic()))
+                    case SloUpdate(report=report):
+                        self._on_slo(connection, report)
                     case Ended(request_id=request_id):
                         unfinished.discard(request_id)
                         self._scheduler.ended(request_id)
@@ -132,6 +146,13 @@ class SchedulerServer:
             self._gateways.discard(connection)
             for request_id in unfinished:
                 self._scheduler.ended(request_id)
+
+    def _on_slo(self, gateway: Connection, report: bytes) -> None:
+        """A gateway with other classes, while a new configuration rolls out, is no reason to lose it."""
+        try:
+            self.slo.absorb(time.monotonic(), SloReport.from_bytes(report))
+        except ValueError as error:
+            logger.warning("how requests fared at %s is not counted: %s", gateway.peer.worker_id, error)
 
     def _replicas(self) -> Replicas:
         return replace(self._scheduler.replicas(), indexes=self.block_index.report())

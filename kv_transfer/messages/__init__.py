@@ -53,6 +53,7 @@ from kv_transfer.messages.scheduling import (
     Replicas,
     RoleAnswer,
     RoleRequest,
+    SloUpdate,
     Unplaceable,
 )
 from kv_transfer.messages.workers import (
@@ -119,6 +120,7 @@ __all__ = [
     "SegmentOffer",
     "SlabHeader",
     "SlabsFreed",
+    "SloUpdate",
     "SourceName",
     "Start",
     "StepCostReport",

@@ -21,6 +21,7 @@ from kv_transfer.messages.scheduling import (
     Replicas,
     RoleAnswer,
     RoleRequest,
+    SloUpdate,
     Unplaceable,
 )
 from kv_transfer.messages.workers import ChangeRole, Heartbeat, Register
@@ -55,6 +56,7 @@ Message = (
     | Ended
     | FirstToken
     | Queued
+    | SloUpdate
     | Replicas
     | RoleRequest
     | RoleAnswer

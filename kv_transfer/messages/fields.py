@@ -39,4 +39,7 @@ def _whole_hashes(joined: bytes) -> bytes:
 # Hashes of columns (see `engine.prefix`), joined: one value instead of thousands.
 Hashes = Annotated[bytes, Field(strict=True, max_length=MAX_HASHES * HASH_BYTES), AfterValidator(_whole_hashes)]
 
+# Encoded by whoever says it, for whoever knows how to read it.
+Opaque = Annotated[bytes, Field(strict=True, max_length=4 * 2**20)]
+
 STRICT: Final = ConfigDict(extra="forbid")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kv_transfer.messages.blocks import IndexReport
-from kv_transfer.messages.fields import STRICT, Count, Hashes, Items, NonNegative, Role, Text
+from kv_transfer.messages.fields import STRICT, Count, Hashes, Items, NonNegative, Opaque, Role, Text
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 
@@ -66,6 +66,14 @@ class FirstToken:
 
     __pydantic_config__ = STRICT
     request_id: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloUpdate:
+    """Gateway to scheduler, every second or so: how requests fared since the last one (`cluster.slo_report`)."""
+
+    __pydantic_config__ = STRICT
+    report: Opaque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
