@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and how Hypothesis chooses its examples."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from engine.model_store import resolve_model
+
+# What fails depends on the code alone: the same examples in every run, and no limit on the time that one takes.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+# Other examples in each run: `make test-long`.
+settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)

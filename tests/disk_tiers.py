@@ -12,6 +12,7 @@ import numpy as np
 from kv_transfer.tiers.disk_files import ColumnFormat
 from kv_transfer.tiers.disk_health import WritePause
 from kv_transfer.tiers.disk_tier import DiskLimits, DiskTier
+from tests.waiting import HANGS_S
 
 NUM_GROUPS = 3
 BLOCK_BYTES = 5000  # no multiple of a page
@@ -33,7 +34,7 @@ def opened(
     tier = DiskTier(path, form, limits(num_slots, queued=queued), pause=pause)
     try:
         yield tier
-        assert tier.flush(10)
+        assert tier.flush(HANGS_S)
         tier.check_idle()
     finally:
         tier.close()
@@ -53,8 +54,8 @@ def store(tier: DiskTier, *numbers: int) -> None:
     for number in numbers:
         read = threading.Event()
         assert tier.store(hash_of(number), blocks_of(number), read.set)
-        assert read.wait(10)
-        assert tier.flush(10)
+        assert read.wait(HANGS_S)
+        assert tier.flush(HANGS_S)
 
 
 def load(tier: DiskTier, *numbers: int) -> list[bool]:

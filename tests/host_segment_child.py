@@ -5,7 +5,7 @@ killed or, for its standard input to end, and closes.
 
 * `hold`: fills every block.
 * `tear`: fills every block, then takes one for new content and stops when half of that is written.
-* `rewrite`: goes on filling blocks with content of random numbers until it is killed.
+* `rewrite`: goes on filling blocks with content of random numbers until it is killed; the first before its line.
 * `adopt`: waits for a line, then opens, and does nothing with what it restored.
 """
 
@@ -82,6 +82,8 @@ def main(role: str, folder: Path, scope: str) -> None:
     if role == "tear":
         [block] = pool.lease(1).blocks
         words(segment, block)[: BLOCK_BYTES // 16] = 0
+    if role == "rewrite" and pool.find(key_of(0)) is None:
+        fill(segment, pool, 0)
     report(segment)
     while role == "rewrite":
         number = random.randrange(NUM_NUMBERS)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANGS_S
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -49,7 +51,7 @@ class Worker:
         """Have it close its segment."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        assert self._process.wait(timeout=20) == 0
+        assert self._process.wait(timeout=HANGS_S) == 0
 
     def kill(self) -> None:
         self._process.kill()

@@ -16,7 +16,7 @@ LOOP_KINDS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
     "asyncio": asyncio.new_event_loop,
 }
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def num_open_files() -> int:
@@ -49,7 +49,7 @@ class LoopInThread:
     def stop(self) -> None:
         self.run(self._cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(DEADLINE_S)
         self._loop.close()
 
     async def _cancel_all(self) -> None:

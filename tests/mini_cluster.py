@@ -31,7 +31,7 @@ from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity
 from kv_transfer.worker_port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
-from tests.waiting import eventually
+from tests.waiting import HANGS_S, eventually
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class MiniCluster:
         """One more gateway, for the caller to start and stop."""
         return Orchestrator(self._identity("gateway"), self.config.orchestrator, self._locate)
 
-    async def ready(self, timeout_s: float = 10.0) -> None:
+    async def ready(self, timeout_s: float = HANGS_S) -> None:
         """Until the gateway is connected to every worker."""
         wanted = {worker.info.worker_id for worker in self.workers}
         assert await self.orchestrator._links.wait_up(wanted, timeout_s), "the workers did not come up"
@@ -158,8 +158,11 @@ class MiniCluster:
             async for event in events:
                 yield event
 
-    async def idle(self, timeout_s: float = 1.0) -> None:
-        """Until no live worker holds anything for anyone; AssertionError with what is left if that takes longer."""
+    async def idle(self, timeout_s: float = 20.0) -> None:
+        """Until no live worker holds anything for anyone; AssertionError with what is left if that takes longer.
+
+        Long before a reservation would lapse by itself.
+        """
         await eventually(lambda: not self._held(), timeout_s, "blocks are still held")
         for model in self.models:
             model.block_pool.check_idle()

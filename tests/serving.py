@@ -9,6 +9,7 @@ from typing import Any
 from kv_transfer.connection import Connection, ConnectionConfig, Server, connect, serve
 from kv_transfer.messages import Ended
 from kv_transfer.transports.base import Identity
+from tests.waiting import HANGS_S
 
 WORKER = Identity(worker_id="decode-1", node_id="a", secret=b"secret", compatibility={"model": "x"})
 GATEWAY = Identity(worker_id="gateway-1", node_id="a", secret=b"secret", compatibility={})
@@ -28,7 +29,7 @@ async def serving(
 
 
 async def connect_to(server: Server, config: ConnectionConfig | None = None) -> Connection:
-    return await connect(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5, config=config)
+    return await connect(server.endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S, config=config)
 
 
 async def echo(connection: Connection) -> None:

@@ -420,7 +420,7 @@ async def test_a_scheduler_that_forgot_asks_and_many_changes_do_not_wait_for_the
             await eventually(lambda: index.num_columns("worker") == 0)
             index.forget("worker")
             _store(pool, list(range(5000)))
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(30.0):
                 await eventually(lambda: index.num_columns("worker") == 5000)
 
 

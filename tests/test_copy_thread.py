@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.copy_thread import CopyThread
+from tests.waiting import HANGS_S
 
 
 class Held:
@@ -22,14 +23,14 @@ class Held:
         self._gate = threading.Event()
         self._begun = threading.Event()
         self.first = self.thread.submit(0, self._hold)
-        assert self._begun.wait(5.0)
+        assert self._begun.wait(HANGS_S)
 
     def append(self, urgency: int, name: str) -> Future[None]:
         return self.thread.submit(urgency, functools.partial(self.done.append, name))
 
     def _hold(self) -> None:
         self._begun.set()
-        assert self._gate.wait(5.0)
+        assert self._gate.wait(HANGS_S)
 
     def release(self) -> None:
         self._gate.set()
@@ -48,7 +49,7 @@ def test_the_most_urgent_goes_first_and_equals_in_order(held: Held) -> None:
         held.append(urgency, name)
     last = held.append(9, "last")
     held.release()
-    last.result(5.0)
+    last.result(HANGS_S)
     assert held.done == ["now", "a", "b", "c", "d", "last"]
 
 
@@ -58,7 +59,7 @@ def test_what_is_called_off_in_time_never_runs(held: Held) -> None:
     assert dropped.cancel()
     assert not held.first.cancel(), "what runs cannot be called off"
     held.release()
-    last.result(5.0)
+    last.result(HANGS_S)
     assert held.done == ["last"]
 
 
@@ -70,8 +71,8 @@ def test_a_failure_is_its_own_jobs_alone(held: Held) -> None:
     fine = held.append(2, "fine")
     held.release()
     with pytest.raises(OSError, match="no such page"):
-        failed.result(5.0)
-    fine.result(5.0)
+        failed.result(HANGS_S)
+    fine.result(HANGS_S)
 
 
 def test_it_ends_after_what_was_submitted(held: Held) -> None:
@@ -90,5 +91,5 @@ def test_it_may_change_tensors_made_under_inference_mode(held: Held) -> None:
 
     job = held.thread.submit(1, change)
     held.release()
-    job.result(5.0)
+    job.result(HANGS_S)
     assert tensor.tolist() == [1, 1, 1]

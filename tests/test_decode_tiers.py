@@ -22,7 +22,7 @@ from kv_transfer.tiers.sources import ColumnViews
 from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
-from tests.waiting import eventually
+from tests.waiting import HANGS_S, eventually
 
 BLOCK_BYTES = 16 * 256  # of one layer: 16 tokens
 PROMPT = random_prompts([150], seed=7)[0]
@@ -120,7 +120,7 @@ async def slow_disk(cluster: MiniCluster) -> AsyncIterator[Event]:
     load, go = source.load, Event()
 
     def slow(hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
-        assert go.wait(20)
+        assert go.wait(HANGS_S)
         return load(hashes, destinations)
 
     source.load = slow  # type: ignore[method-assign]
@@ -156,7 +156,7 @@ async def test_a_full_queue_counts_what_loads(llama: SmallModel, tmp_path: Path)
     async with only_on_disk(llama, tmp_path) as (cluster, worker), slow_disk(cluster), loading(cluster):
         worker._config = replace(worker._config, max_waiting=1)
         with pytest.raises(OverloadedError):
-            await asyncio.wait_for(ask(cluster, "other", PROMPT[:40]), 5)
+            await asyncio.wait_for(ask(cluster, "other", PROMPT[:40]), HANGS_S)
 
 
 async def test_a_prefix_that_does_not_come_in_time_is_computed(llama: SmallModel, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ async def test_a_lost_gateway_ends_what_loads(llama: SmallModel, tmp_path: Path)
 
 async def test_a_drain_waits_for_what_loads(llama: SmallModel, tmp_path: Path) -> None:
     async with only_on_disk(llama, tmp_path) as (cluster, worker), slow_disk(cluster) as go, loading(cluster) as asking:
-        draining = asyncio.create_task(worker.drain(10))
+        draining = asyncio.create_task(worker.drain(HANGS_S))
         await asyncio.sleep(0.05)
         assert not draining.done()
         go.set()
@@ -218,6 +218,6 @@ async def test_the_next_turn_finds_the_answer_in_the_decode_workers_memory(llama
             known = (len(history) + len(answer) - 1) // 16  # the last token's KV is nowhere
             history = history + answer + PROMPT[turn : turn + 3]
             await copied_down(cluster)
-            await eventually(partial(reaches, prefill_tiers, block_hashes(history, 16)[:known]), 5.0, "not found")
+            await eventually(partial(reaches, prefill_tiers, block_hashes(history, 16)[:known]), what="not found")
         assert cached_by_turn == [0, 64, 112]
         assert prefill_tiers.num_loaded_columns == 2 + 2

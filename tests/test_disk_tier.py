@@ -34,6 +34,7 @@ from tests.disk_tiers import (
     present,
     store,
 )
+from tests.waiting import HANGS_S, wait_until
 
 
 class Clock:
@@ -319,7 +320,7 @@ def test_a_prefix_is_touched_when_all_of_it_is_written(tmp_path: Path) -> None:
         for number in numbers:
             assert tier.store(hash_of(number), blocks_of(number), lambda: None)
         tier.touch_later([hash_of(number) for number in numbers])
-        assert tier.flush(10)
+        assert tier.flush(HANGS_S)
         store(tier, 9)
         assert present(tier, [*numbers, 9]) == [1, 2, 3, 9]
 
@@ -461,7 +462,7 @@ class SlowDisk:
 
     def __call__(self, fd: int, data: memoryview, offset: int) -> int:
         self.writing.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(HANGS_S)
         return self._write(fd, data, offset)
 
 
@@ -470,7 +471,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
     with opened(tmp_path, queued=2) as tier:
         disk = SlowDisk(monkeypatch)
         assert tier.store(hash_of(0), blocks_of(0), lambda: done.append(0))
-        assert disk.writing.wait(10)
+        assert disk.writing.wait(HANGS_S)
         assert done == [0]  # its blocks are not needed any more
         assert not tier.store(hash_of(0), blocks_of(0), lambda: done.append(-1))  # it is on its way
         assert [tier.store(hash_of(n), blocks_of(n), lambda n=n: done.append(n)) for n in (1, 2, 3)] == [  # type: ignore[misc]
@@ -479,7 +480,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
             False,
         ]
         disk.go_on.set()
-        assert tier.flush(10)
+        assert tier.flush(HANGS_S)
         assert done == [0, 1, 2]
         assert load(tier, 0, 1, 2, 3) == [True, True, True, False]
         assert tier.counters().dropped_queue == 1
@@ -491,9 +492,12 @@ def test_closing_gives_back_what_is_queued(tmp_path: Path, monkeypatch: pytest.M
     done: list[int] = []
     for number in range(3):
         assert tier.store(hash_of(number), blocks_of(number), lambda number=number: done.append(number))  # type: ignore[misc]
-    assert disk.writing.wait(10)
-    threading.Timer(0.05, disk.go_on.set).start()
-    tier.close()
+    assert disk.writing.wait(HANGS_S)
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    wait_until(lambda: tier._writer._closing)
+    disk.go_on.set()
+    closing.join()
     assert done == [0, 1, 2]
     assert present(tier, range(3)) == []
     assert load(tier, 0) == [False]
@@ -507,7 +511,7 @@ def test_closing_gives_back_what_is_queued(tmp_path: Path, monkeypatch: pytest.M
 def test_a_failing_callback_does_not_stop_the_writer(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         assert tier.store(hash_of(1), blocks_of(1), lambda: exec("raise RuntimeError('the loop is closed')"))
-        assert tier.flush(10)
+        assert tier.flush(HANGS_S)
         store(tier, 2)
         assert load(tier, 2) == [True]
 
@@ -518,7 +522,7 @@ def test_no_slot_is_taken_from_a_reader(tmp_path: Path, monkeypatch: pytest.Monk
 
     def slow_read(fd: int, buffers: list[memoryview], offset: int) -> int:
         reading.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HANGS_S)
         return read(fd, buffers, offset)
 
     with opened(tmp_path, 1) as tier:
@@ -527,7 +531,7 @@ def test_no_slot_is_taken_from_a_reader(tmp_path: Path, monkeypatch: pytest.Monk
         results: list[bool] = []
         loader = threading.Thread(target=lambda: results.extend(load(tier, 1)))
         loader.start()
-        assert reading.wait(10)
+        assert reading.wait(HANGS_S)
         store(tier, 2)
         go_on.set()
         loader.join()
@@ -555,20 +559,22 @@ def test_loads_stores_evictions_and_damage_at_once_never_give_wrong_bytes(tmp_pa
         for reader in readers:
             reader.start()
         rng = random.Random(9)
-        for _ in range(600):
-            number = rng.randrange(12)
-            tier.store(hash_of(number), blocks_of(number), lambda: None)
-            assert tier.flush(10)
-            if rng.random() < 0.1:
-                damage_somewhere(rng.choice(files(tier)), rng)
+
+        def disturb() -> bool:
+            for _ in range(100):
+                number = rng.randrange(12)
+                tier.store(hash_of(number), blocks_of(number), lambda: None)
+                assert tier.flush(HANGS_S)
+                if rng.random() < 0.1:
+                    damage_somewhere(rng.choice(files(tier)), rng)
+            counters = tier.counters()
+            return bool(failed) or (min(num_loaded) > 20 and counters.stored > 50 and counters.lost > 0)
+
+        wait_until(disturb)
         enough.set()
         for reader in readers:
             reader.join()
         assert not failed, failed
-        counters = tier.counters()
-        assert min(num_loaded) > 20
-        assert counters.stored > 50
-        assert counters.lost > 0
 
 
 def damage_somewhere(file: Path, rng: random.Random) -> None:

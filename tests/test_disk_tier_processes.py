@@ -15,8 +15,10 @@ import pytest
 from kv_transfer.tiers.disk_files import ColumnFormat
 from tests.disk_tier_child import NUM_SLOTS
 from tests.disk_tiers import BLOCK_BYTES, NUM_GROUPS, files, load, opened, present, store
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parent.parent
+MOST_WRITTEN = 30_000  # its reports fill the pipe before that, however long nobody reads them
 OTHER_FORM = ColumnFormat(fingerprint="model b", num_groups=NUM_GROUPS, block_bytes=BLOCK_BYTES)
 
 
@@ -33,7 +35,7 @@ def child(folder: Path, what: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=HANGS_S)
 
 
 def line(stream: IO[str] | None) -> str:
@@ -48,21 +50,21 @@ def test_killed_while_writing(tmp_path: Path, after_s: float) -> None:
             pass
         time.sleep(after_s)  # the moment of death is what varies
         process.kill()
-        process.wait(10)
+        process.wait(HANGS_S)
     with opened(tmp_path, NUM_SLOTS) as tier:
         assert tier.path.name == "worker-000"
         assert not list(tier.path.glob("*.tmp"))
-        found = present(tier, range(4000))
+        found = present(tier, range(MOST_WRITTEN))
         assert len(found) in (NUM_SLOTS - 1, NUM_SLOTS)
         assert load(tier, *found) == [True] * len(found)
-        store(tier, *range(5000, 5000 + NUM_SLOTS))
+        store(tier, *range(MOST_WRITTEN, MOST_WRITTEN + NUM_SLOTS))
         assert len(files(tier)) == NUM_SLOTS
 
 
 @pytest.mark.parametrize(("what", "num_found"), [("die-unnamed", 3), ("die-named", 4)])
 def test_half_written_when_killed(tmp_path: Path, what: str, num_found: int) -> None:
     with child(tmp_path, what) as process:
-        assert process.wait(30) == -9
+        assert process.wait(HANGS_S) == -9
     assert len(list(tmp_path.glob("*/*.tmp"))) == 4 - num_found
     with opened(tmp_path, NUM_SLOTS) as tier:
         assert len(present(tier, range(4))) == num_found
@@ -74,7 +76,7 @@ def test_half_written_when_killed(tmp_path: Path, what: str, num_found: int) -> 
 def test_no_room_for_a_file(tmp_path: Path) -> None:
     with child(tmp_path, "full") as process:
         assert line(process.stdout) == "fine"
-        assert process.wait(10) == 0
+        assert process.wait(HANGS_S) == 0
 
 
 def test_two_processes_never_share_a_folder(tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_two_processes_never_share_a_folder(tmp_path: Path) -> None:
         with opened(tmp_path) as third:
             assert third.path.name == "worker-002"
         first.kill()
-        first.wait(10)
+        first.wait(HANGS_S)
         with opened(tmp_path) as heir, opened(tmp_path) as other:
             assert {heir.path.name} == {*taken} - {"worker-001" if heir.path.name == "worker-000" else "worker-000"}
             assert other.path.name == "worker-002"

@@ -221,7 +221,7 @@ try:
 except SegmentError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert "bytes cannot be made in /dev/shm: File too large. Give the host tier less memory" in done.stdout
     assert not segment_paths(SHARED_MEMORY, scope)
 

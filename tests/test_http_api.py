@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-import time
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from engine.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server
 from tests.openai_conformance import CHECKS, MESSAGES, PROMPT, Target
 from tests.scripted_generator import Script, ScriptedGenerator
+from tests.waiting import HANGS_S, eventually, wait_until
 
 pytestmark = pytest.mark.model
 
@@ -50,14 +50,6 @@ def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator
     yield shared_generator
     shared_generator.script = Script()
     wait_until(lambda: shared_generator.num_open == 0)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 1.0) -> None:
-    """The server is in another thread, so its state can only be looked at again and again."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass in time"
-        threading.Event().wait(0.005)
 
 
 def texts_of(target: Target, **fields: Any) -> list[str]:
@@ -286,7 +278,7 @@ def test_the_context_is_the_limit(target: Target, generator: ScriptedGenerator) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("delay_s", [0.02, 30.0], ids=["in mid-stream", "before the first token"])
+@pytest.mark.parametrize("delay_s", [0.02, HANGS_S], ids=["in mid-stream", "before the first token"])
 def test_a_client_that_goes_away_ends_its_sequences(
     target: Target, generator: ScriptedGenerator, stream: bool, delay_s: float
 ) -> None:
@@ -295,7 +287,7 @@ def test_a_client_that_goes_away_ends_its_sequences(
 
     async def leave() -> None:
         async with httpx.AsyncClient(base_url=str(target.http.base_url)) as client:
-            request = asyncio.create_task(client.post("/v1/completions", json=body, timeout=30))
+            request = asyncio.create_task(client.post("/v1/completions", json=body, timeout=HANGS_S))
             await asyncio.to_thread(wait_until, lambda: generator.num_open == 3)
             request.cancel()
             await asyncio.wait({request})
@@ -310,49 +302,63 @@ def test_a_slow_reader_does_not_hold_the_sequence(target: Target, generator: Scr
     generator.script.reply = "word " * 1_500
     body = {"model": MODEL, "prompt": PROMPT, "stream": True, "max_tokens": 1_500, "logprobs": 5}
     with target.http.stream("POST", "/v1/completions", json=body) as answer:
-        wait_until(lambda: generator.num_finished == 1, timeout_s=5)
+        wait_until(lambda: generator.num_finished == 1)
         assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
-def test_limits_of_a_gateway(tokenizer: Tokenizer) -> None:
-    settings = GatewaySettings(max_concurrent=4, request_deadline_s=0.3, max_body_bytes=10_000, body_timeout_s=0.3)
+SHORT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+
+
+def test_no_more_at_once_than_a_gateway_may(tokenizer: Tokenizer) -> None:
     generator = ScriptedGenerator(tokenizer)
-    with running_server(generator, tokenizer, settings) as target:
-        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
-        generator.script = Script(delay_s=30)
-        late = target.http.post("/v1/completions", json={**body, "n": 4})
-        assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
-        assert target.http.post("/v1/completions", json={**body, "n": 5}).json()["error"]["param"] == "n"
-        check_overload(target, generator, body)
-        check_body_limits(target, body)
+    with running_server(generator, tokenizer, GatewaySettings(max_concurrent=4)) as target:
+        assert target.http.post("/v1/completions", json={**SHORT, "n": 5}).json()["error"]["param"] == "n"
+        generator.script = Script(delay_s=HANGS_S)
+
+        async def come_second() -> httpx.Response:
+            async with httpx.AsyncClient(base_url=target.http.base_url, timeout=HANGS_S) as client:
+                first = asyncio.create_task(client.post("/v1/completions", json={**SHORT, "n": 3}))
+                await eventually(lambda: generator.num_open == 3)
+                answer = await client.post("/v1/completions", json={**SHORT, "n": 2})
+                first.cancel()
+                await asyncio.wait({first})
+                return answer
+
+        answer = asyncio.run(come_second())
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         generator.script = Script()
-        assert target.http.post("/v1/completions", json={**body, "n": 4}).status_code == 200
+        wait_until(lambda: generator.num_open == 0)
+        assert target.http.post("/v1/completions", json={**SHORT, "n": 4}).status_code == 200
+
+
+def test_a_request_ends_at_the_deadline_and_makes_room(tokenizer: Tokenizer) -> None:
+    settings = GatewaySettings(max_concurrent=4, request_deadline_s=0.3)
+    generator = ScriptedGenerator(tokenizer)
+    generator.script = Script(delay_s=HANGS_S)
+    with running_server(generator, tokenizer, settings) as target:
+        for _ in range(2):
+            late = target.http.post("/v1/completions", json={**SHORT, "n": 4})
+            assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
         assert generator.num_open == 0
 
 
-def check_overload(target: Target, generator: ScriptedGenerator, body: dict[str, Any]) -> None:
-    first = threading.Thread(target=lambda: target.http.post("/v1/completions", json={**body, "n": 3}))
-    first.start()
-    wait_until(lambda: generator.num_open == 3)
-    answer = target.http.post("/v1/completions", json={**body, "n": 2})
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-    first.join()
-
-
-def check_body_limits(target: Target, body: dict[str, Any]) -> None:
+def test_a_body_that_is_too_large_is_not_read(tokenizer: Tokenizer) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(1_000):
             yield b" " * 1_000
 
-    def stalled() -> Iterator[bytes]:
-        yield b"{"
-        threading.Event().wait(1.0)
-        yield b"}"
+    with running_server(ScriptedGenerator(tokenizer), tokenizer, GatewaySettings(max_body_bytes=10_000)) as target:
+        declared = target.http.post("/v1/completions", json={**SHORT, "prompt": "x" * 20_000})
+        assert declared.status_code == 413 and declared.json()["error"]["code"] == "body_too_large"
+        assert target.http.post("/v1/completions", content=endless()).status_code == 413
 
-    declared = target.http.post("/v1/completions", json={**body, "prompt": "x" * 20_000})
-    assert declared.status_code == 413 and declared.json()["error"]["code"] == "body_too_large"
-    assert target.http.post("/v1/completions", content=endless()).status_code == 413
-    assert target.http.post("/v1/completions", content=stalled()).status_code == 408
+
+def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer) -> None:
+    with running_server(ScriptedGenerator(tokenizer), tokenizer, GatewaySettings(body_timeout_s=0.3)) as target:
+        url = target.http.base_url
+        with socket.create_connection((url.host, url.port or 0), timeout=HANGS_S) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            assert sock.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_metrics_count_outcomes(tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ from kv_transfer.tiers import late_digests
 from kv_transfer.tiers.host_segment import HostSegment
 from kv_transfer.tiers.segment_index import block_digest
 from tests.host_segments import SHARED_MEMORY, scope
-from tests.waiting import eventually
+from tests.waiting import HANGS_S, eventually
 
 __all__ = ["scope"]
 
@@ -66,13 +66,13 @@ async def test_what_was_evicted_before_its_turn_is_not_published(scope: str, mon
     def slow_digest(key: Key, content: memoryview) -> int:
         digest = block_digest(key, content)
         reached.set()
-        assert go.wait(10)
+        assert go.wait(HANGS_S)
         return digest
 
     monkeypatch.setattr(late_digests, "block_digest", slow_digest)
     segment, pool = opened(scope)
     compute(segment, pool, 1)
-    assert reached.wait(10)
+    assert reached.wait(HANGS_S)
     compute(segment, pool, 2)
     pool.drop_cached()
     go.set()

@@ -22,7 +22,7 @@ from kv_transfer.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import Brake, MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
-from tests.waiting import eventually
+from tests.waiting import HANGS_S, eventually
 
 PROMPT = random_prompts([150], seed=7)[0]
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 129, 200)
@@ -222,7 +222,7 @@ async def test_a_cancel_while_the_prompt_is_computed_frees_everything(llama: Sma
             request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
             await held.reached()
             await cancel(request)
-            await eventually(lambda: cluster.models[1].block_pool.num_leases == 0, 1.0)
+            await eventually(lambda: cluster.models[1].block_pool.num_leases == 0)
         await cluster.idle()
         assert await tokens(cluster, "next", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens
 
@@ -241,7 +241,7 @@ async def test_a_cancel_while_the_reservation_waits_leaves_nothing_waiting(llama
             first, second = (asyncio.create_task(cluster.generate(name, PROMPT, greedy())) for name in "ab")
             await eventually(lambda: cluster.decodes[0]._landings.num_waiting)
             await cancel(second)
-            await eventually(lambda: not cluster.decodes[0]._landings.num_waiting, 1.0)
+            await eventually(lambda: not cluster.decodes[0]._landings.num_waiting)
         assert tokens_of(await first) == llama.local(PROMPT, greedy()).tokens
 
 
@@ -262,7 +262,7 @@ async def test_who_waits_for_blocks_comes_in_as_soon_as_a_cancel_frees_them(llam
                 await (held.reached() if name == "a" else eventually(lambda: waiting(cluster) == len(requests) - 1))
             cancelled, next_one = ("a", "b") if which == "the reservation" else ("b", "c")
             await cancel(requests.pop(cancelled))
-            found = await asyncio.wait_for(requests.pop(next_one), 2.0)
+            found = await asyncio.wait_for(requests.pop(next_one), HANGS_S)
             assert tokens_of(found) == llama.local(PROMPT[: lengths[next_one]], greedy(5)).tokens
             held.release()
             await asyncio.gather(*requests.values())
@@ -430,7 +430,7 @@ async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel) -> No
             assert chosen._gateway_of, "it was placed where there was less to do, and would be again"
             stack.enter_context(brake(chosen._model.runner))
 
-        found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), 10.0)
+        found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), HANGS_S)
         assert found == llama.local(PROMPT, greedy(40)).tokens
 
 
@@ -454,7 +454,7 @@ async def test_a_reservation_whose_prefill_falls_silent_lapses_and_the_request_g
             silent = next(w for w, one in zip(cluster.prefills, held, strict=True) if one.holding.is_set())
             silent._sender.stop()  # its keep-alives
             next(one for one in held if not one.holding.is_set()).release()
-            found = await asyncio.wait_for(request, 30.0)
+            found = await asyncio.wait_for(request, HANGS_S)
             assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
 
 
@@ -484,13 +484,13 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(llam
         with brake(worker._model.runner) as held:
             before = [asyncio.create_task(cluster.generate(f"r{n}", PROMPT, greedy())) for n in range(4)]
             await held.reached()
-            drain = asyncio.create_task(worker.drain(10.0))
+            drain = asyncio.create_task(worker.drain(HANGS_S))
             await eventually(lambda: sees_draining(cluster))
             num_held = len(worker._gateway_of)
             during = [asyncio.create_task(cluster.generate(f"d{n}", PROMPT, greedy())) for n in range(4)]
             assert [tokens_of(await request) for request in during] == [expected] * 4
             assert len(worker._gateway_of) == num_held and not drain.done()
-        await asyncio.wait_for(drain, 5.0)
+        await asyncio.wait_for(drain, HANGS_S)
         assert [tokens_of(await request) for request in before] == [expected] * 4
         assert not worker._gateway_of
 
@@ -515,9 +515,9 @@ async def test_a_worker_whose_last_sequence_fails_is_drained(llama: SmallModel) 
             request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
             await held.reached()
             worker = busy(cluster)
-            drain = asyncio.create_task(worker.drain(10.0))
+            drain = asyncio.create_task(worker.drain(HANGS_S))
             await asyncio.sleep(0)
-        await asyncio.wait_for(drain, 5.0)
+        await asyncio.wait_for(drain, HANGS_S)
         assert tokens_of(await request) == llama.local(PROMPT, greedy()).tokens
 
 

@@ -20,7 +20,7 @@ from kv_transfer.tiers.neighbours import Neighbours
 from kv_transfer.tiers.prefix_tiers import PrefixTiers, PrefixTiersConfig
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource, ColumnViews
 from tests.tier_bench import GROUPS, LAYOUT, ScriptedSource, fill, hashes, holds, tier
-from tests.waiting import eventually
+from tests.waiting import HANGS_S, eventually
 
 SCOPE = "0123456789abcdef"
 
@@ -33,7 +33,7 @@ class Tiers:
         *sources: ColumnSource,
         sink: ColumnSink | None = None,
         host_columns: int = 12,
-        load_timeout_s: float = 5.0,
+        load_timeout_s: float = HANGS_S,
         max_queued_blocks: int = 4096,
     ) -> None:
         self.device, self.host = tier(8), tier(host_columns)
@@ -43,7 +43,7 @@ class Tiers:
     async def promote(self, digests: Sequence[bytes]) -> int:
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.tiers.promote(digests, done.set_result)
-        return await asyncio.wait_for(done, 5)
+        return await asyncio.wait_for(done, HANGS_S)
 
     async def settled(self) -> None:
         await eventually(
@@ -361,7 +361,7 @@ async def test_a_neighbours_host_memory_and_the_own_disk_serve_one_prefix(tmp_pa
             fill(bench.device, digests)
             bench.tiers.stored(digests)
             await bench.settled()
-        assert disk.flush(5)
+        assert disk.flush(HANGS_S)
         for digest in digests[:4]:  # so that only the neighbour has these
             assert columns.holds(digest)
         async with opened(Tiers(NeighbourSource(neighbours, GROUPS), columns)) as bench:
@@ -400,7 +400,7 @@ async def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
             fill(bench.device, digests)
             bench.tiers.stored(digests)
             await bench.settled()
-        assert disk.flush(5)
+        assert disk.flush(HANGS_S)
         paths = sorted(disk.path.glob("*.kv"))
         damaged = bytearray(paths[1].read_bytes())
         damaged[4096 + 100] ^= 1

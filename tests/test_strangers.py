@@ -18,6 +18,7 @@ from kv_transfer.meeting import dial
 from kv_transfer.messages import Ended
 from tests.loops import LOOP_KINDS, num_open_files, run_on
 from tests.serving import GATEWAY, WORKER, Run, assert_alive, connect_to, echo, serving
+from tests.waiting import HANGS_S, wait_until
 
 
 @pytest.fixture(params=list(LOOP_KINDS))
@@ -40,7 +41,7 @@ def test_a_malformed_frame_ends_its_connection_alone_and_both_ends_know_why(
     async def scenario() -> None:
         async with serving(echo, ConnectionConfig(limits=FrameLimits(payload_bytes=100))) as server:
             other = await connect_to(server)
-            bad = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5)
+            bad = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S)
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(bad.sock, poison)
             answer = b""
@@ -66,14 +67,15 @@ STRANGERS = {
 @pytest.mark.parametrize("words", STRANGERS.values(), ids=list(STRANGERS))
 def test_a_stranger_is_cut_off_in_time_and_harms_nobody(run: Run, words: bytes) -> None:
     async def scenario() -> None:
-        async with serving(echo, handshake_timeout_s=0.3) as server:
+        async with serving(echo) as server:
             friend = await connect_to(server)
+            server._listener._handshake_timeout_s = 0.2
             loop = asyncio.get_running_loop()
             with socket.create_connection((server.endpoint.host, server.endpoint.port)) as stranger:
                 stranger.setblocking(False)
                 await loop.sock_sendall(stranger, words)
                 with suppress(ConnectionResetError):
-                    assert await asyncio.wait_for(loop.sock_recv(stranger, 1000), 2) == b""
+                    assert await asyncio.wait_for(loop.sock_recv(stranger, 1000), HANGS_S) == b""
             await assert_alive(friend)
 
     run(scenario())
@@ -81,7 +83,7 @@ def test_a_stranger_is_cut_off_in_time_and_harms_nobody(run: Run, words: bytes) 
 
 def test_many_silent_strangers_only_delay_a_friend(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(echo, handshake_timeout_s=0.5) as server:
+        async with serving(echo, handshake_timeout_s=2.0) as server:
             crowd = [socket.create_connection((server.endpoint.host, server.endpoint.port)) for _ in range(150)]
             friend = await connect_to(server)
             await assert_alive(friend)
@@ -95,7 +97,7 @@ def test_random_bytes_never_bring_a_listener_down() -> None:
     logging.disable(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=LOOP_KINDS["uvloop"]) as runner:
-            server = runner.run(serve("127.0.0.1", WORKER, echo, handshake_timeout_s=0.2))
+            server = runner.run(serve("127.0.0.1", WORKER, echo, handshake_timeout_s=2.0))
             friend = runner.run(connect_to(server))
             files = num_open_files()
 
@@ -111,7 +113,7 @@ def test_random_bytes_never_bring_a_listener_down() -> None:
                 await assert_alive(friend)
 
             async def attack_as_member(words: list[bytes]) -> None:
-                meeting = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=5)
+                meeting = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S)
                 try:
                     for word in words:
                         await asyncio.get_running_loop().sock_sendall(meeting.sock, word)
@@ -123,11 +125,15 @@ def test_random_bytes_never_bring_a_listener_down() -> None:
             @settings(max_examples=60, deadline=None)
             @given(words=st.lists(st.binary(min_size=1, max_size=300), max_size=3), member=st.booleans())
             def fuzz(words: list[bytes], member: bool) -> None:
-                runner.run(asyncio.wait_for((attack_as_member if member else attack)(words), 10))
+                runner.run(asyncio.wait_for((attack_as_member if member else attack)(words), HANGS_S))
 
             fuzz()
-            runner.run(asyncio.sleep(1.3))  # the handshake deadline, and the linger of closed connections
-            assert num_open_files() <= files, "descriptors of strangers were kept"
+
+            def all_gone() -> bool:
+                runner.run(asyncio.sleep(0.05))
+                return num_open_files() <= files
+
+            wait_until(all_gone, what="descriptors of strangers were kept")
             friend.close("done")
             runner.run(server.close())
     finally:

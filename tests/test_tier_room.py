@@ -15,7 +15,7 @@ from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.tiers_config import Budget, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
-from tests.waiting import eventually
+from tests.waiting import HANGS_S, eventually
 
 BLOCK_BYTES = 16 * 256  # of one layer: 16 tokens
 FIRST, SECOND = random_prompts([150, 151], seed=7)
@@ -54,7 +54,7 @@ async def cluster_of(
 def copies_hang(tiers: PrefixTiers) -> Iterator[Event]:
     """Nothing is copied to the host before the event is set."""
     go = Event()
-    tiers._down._thread.submit(go.wait, 30)
+    tiers._down._thread.submit(go.wait, HANGS_S)
     try:
         yield go
     finally:
@@ -74,7 +74,7 @@ async def second_goes_on(
         asking = asyncio.create_task(ask(cluster, "second", SECOND))
         await eventually(waits)
         go.set()
-        assert await asyncio.wait_for(asking, 5) == model.local(SECOND, TOKENS).tokens
+        assert await asyncio.wait_for(asking, HANGS_S) == model.local(SECOND, TOKENS).tokens
 
 
 async def test_a_prompt_that_waits_for_blocks_that_are_being_copied_is_computed(llama: SmallModel) -> None:

@@ -24,6 +24,7 @@ from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryLink
 from kv_transfer.transports.sockets import SocketTransport
 from kv_transfer.transports.tcp import TcpConfig, TcpLink
 from tests.transport_conformance import DECODE, MIB, PREFILL, send, take
+from tests.waiting import HANGS_S
 
 SMALL = SlabConfig(slab_bytes=MIB, num_slabs=2)
 
@@ -56,7 +57,7 @@ async def listening(kind: TransportKind, slabs: SlabConfig = SMALL) -> AsyncIter
 
 
 async def assert_carries(link: Link, far: Far) -> Link:
-    peer = await asyncio.wait_for(far.links.get(), 5)
+    peer = await asyncio.wait_for(far.links.get(), HANGS_S)
     await send(link, "slab", b"12345")
     assert await take(peer, 1) == {"slab": b"12345"}
     return peer
@@ -66,7 +67,7 @@ async def test_auto_takes_shared_memory_on_a_node_and_tcp_between_nodes() -> Non
     near, remote = make("auto", PREFILL), make("auto", replace(PREFILL, node_id="b"))
     async with listening("auto") as (far, endpoint):
         for transport, kind in ((near, SharedMemoryLink), (remote, TcpLink)):
-            link = await transport.connect(endpoint, timeout_s=5)
+            link = await transport.connect(endpoint, timeout_s=HANGS_S)
             assert isinstance(link, kind)
             await assert_carries(link, far)
             await transport.close()
@@ -81,14 +82,14 @@ async def test_auto_falls_back_to_tcp_where_memory_cannot_be_shared(
     monkeypatch.setattr(shm, "map_segment", refuse)
     async with listening("auto") as (far, endpoint):
         auto, only = make("auto", PREFILL), make("shm", PREFILL)
-        link = await auto.connect(endpoint, timeout_s=5)
+        link = await auto.connect(endpoint, timeout_s=HANGS_S)
         assert isinstance(link, TcpLink)
         assert "kv-shm does not reach" in caplog.text
         assert "another process namespace" in caplog.text
         await far.links.get()  # the link that came to nothing
         await assert_carries(link, far)
         with pytest.raises(PeerRefusedError, match="another process namespace"):
-            await only.connect(endpoint, timeout_s=5)
+            await only.connect(endpoint, timeout_s=HANGS_S)
         await auto.close()
 
 
@@ -101,7 +102,7 @@ async def test_shared_memory_alone_does_not_reach_another_node() -> None:
 async def test_a_kind_that_the_listener_does_not_serve_is_refused() -> None:
     async with listening("shm") as (_, endpoint):
         with pytest.raises(PeerRefusedError, match="listens here for kv-shm, not for 'kv-tcp'"):
-            await make("tcp", PREFILL).connect(endpoint, timeout_s=5)
+            await make("tcp", PREFILL).connect(endpoint, timeout_s=HANGS_S)
 
 
 def test_an_unknown_kind_is_refused() -> None:
@@ -112,7 +113,7 @@ def test_an_unknown_kind_is_refused() -> None:
 async def test_ends_with_different_slab_sizes_agree_on_the_smaller() -> None:
     async with listening("tcp", SlabConfig(slab_bytes=1000, num_slabs=2)) as (far, endpoint):
         transport = make("tcp", PREFILL)
-        link = await transport.connect(endpoint, timeout_s=5)
+        link = await transport.connect(endpoint, timeout_s=HANGS_S)
         peer = await assert_carries(link, far)
         for end in (link, peer):
             with pytest.raises(ValueError, match="1 to 1000 bytes, not 1001"):
@@ -123,13 +124,13 @@ async def test_ends_with_different_slab_sizes_agree_on_the_smaller() -> None:
 async def test_losing_one_connection_ends_a_tcp_link_with_all_of_them() -> None:
     async with listening("tcp") as (far, endpoint):
         transport = make("tcp", PREFILL)
-        link = await transport.connect(endpoint, timeout_s=5)
+        link = await transport.connect(endpoint, timeout_s=HANGS_S)
         peer = await assert_carries(link, far)
         assert isinstance(link, TcpLink)
         link._connections[2].close("a stripe broke")
         for end in (link, peer):
             with pytest.raises(LinkClosedError, match="a stripe broke"):
-                await asyncio.wait_for(end.receive(), 3)
+                await asyncio.wait_for(end.receive(), HANGS_S)
         with pytest.raises(LinkClosedError, match="a stripe broke"):
             await link.acquire(1)
         await transport.close()
@@ -139,8 +140,8 @@ async def test_a_link_that_is_never_completed_is_given_up(monkeypatch: pytest.Mo
     monkeypatch.setattr("kv_transfer.transports.tcp._ASSEMBLY_TIMEOUT_S", 0.2)
     async with listening("tcp") as (far, endpoint):
         attributes = {"link": "1", "stripes": "2", "number": "0", "slab_bytes": "1000"}
-        meeting = await dial(endpoint, PREFILL, purpose="kv-tcp", timeout_s=5, attributes=attributes)
-        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(meeting.sock, 1), 2) == b""
+        meeting = await dial(endpoint, PREFILL, purpose="kv-tcp", timeout_s=HANGS_S, attributes=attributes)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(meeting.sock, 1), HANGS_S) == b""
         meeting.sock.close()
         assert far.links.empty()
 
@@ -159,15 +160,15 @@ async def test_a_connection_of_no_possible_link_is_closed(
     attributes: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with listening("tcp") as (_, endpoint):
-        meeting = await dial(endpoint, PREFILL, purpose="kv-tcp", timeout_s=5, attributes=attributes)
-        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(meeting.sock, 1), 2) == b""
+        meeting = await dial(endpoint, PREFILL, purpose="kv-tcp", timeout_s=HANGS_S, attributes=attributes)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(meeting.sock, 1), HANGS_S) == b""
         meeting.sock.close()
         assert "of its link: it must be" in caplog.text
 
 
 async def forge(endpoint: Endpoint, sent: Sequence[tuple[Message, bytes]]) -> Connection:
     """A member of the cluster that says `sent` on a shared-memory link of its own."""
-    meeting: Meeting = await dial(endpoint, PREFILL, purpose="kv-shm", timeout_s=5)
+    meeting: Meeting = await dial(endpoint, PREFILL, purpose="kv-shm", timeout_s=HANGS_S)
     connection = Connection(meeting, ConnectionConfig(), Hooks())
     await connection.start()
     for message, payload in sent:
@@ -193,8 +194,8 @@ async def test_a_forged_announcement_ends_its_link(place: bytes, complaint: str)
         forger = await forge(endpoint, [(segment.offer(), b""), (Ended(request_id="x"), place)])
         peer = await far.links.get()
         with pytest.raises(LinkClosedError, match=complaint):
-            await asyncio.wait_for(peer.receive(), 3)
-        await asyncio.wait_for(forger.wait_closed(), 3)
+            await asyncio.wait_for(peer.receive(), HANGS_S)
+        await asyncio.wait_for(forger.wait_closed(), HANGS_S)
         assert complaint in (forger.closed or "")
         segment.close()
 
@@ -204,7 +205,7 @@ async def test_freeing_slabs_that_were_never_sent_ends_the_link() -> None:
         forger = await forge(endpoint, [(SlabsFreed(slabs=[0, 7]), b"")])
         peer = await far.links.get()
         with pytest.raises(LinkClosedError, match="frees slabs that it does not have"):
-            await asyncio.wait_for(peer.receive(), 3)
+            await asyncio.wait_for(peer.receive(), HANGS_S)
         await forger.wait_closed()
 
 
@@ -229,7 +230,7 @@ def test_nobody_maps_what_is_not_the_offered_segment() -> None:
 async def test_a_stranger_at_a_transports_listener_harms_no_link(caplog: pytest.LogCaptureFixture) -> None:
     async with listening("auto") as (far, endpoint):
         transport = make("auto", PREFILL)
-        link = await transport.connect(endpoint, timeout_s=5)
+        link = await transport.connect(endpoint, timeout_s=HANGS_S)
         for words in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, b"", b"\x00"):
             with socket.create_connection((endpoint.host, endpoint.port)) as stranger:
                 stranger.sendall(words)
@@ -239,7 +240,7 @@ async def test_a_stranger_at_a_transports_listener_harms_no_link(caplog: pytest.
 
 
 async def test_an_in_process_network_loses_doubles_and_delays() -> None:
-    fates = {"lost": [], "twice": [0.0, 0.0], "late": [0.05], "plain": [0.0]}
+    fates = {"lost": [], "twice": [0.0, 0.0], "late": [0.5], "plain": [0.0]}
 
     def faults(sender: str, receiver: str, message: Message) -> Sequence[float]:
         assert (sender, receiver) == ("prefill-1", "decode-1")
@@ -260,13 +261,13 @@ async def test_an_in_process_network_loses_doubles_and_delays() -> None:
             if delivery.message.request_id == "late":
                 late.set()
 
-    link = await near.connect(await far.listen(serve), timeout_s=5)
+    link = await near.connect(await far.listen(serve), timeout_s=HANGS_S)
     for name in fates:
         await send(link, name, name.encode())
-    await asyncio.wait_for(late.wait(), 5)
+    await asyncio.wait_for(late.wait(), HANGS_S)
     assert arrived == [("twice", b"twice"), ("twice", b"twice"), ("plain", b"plain"), ("late", b"late")]
     for _ in range(SMALL.num_slabs):  # none was lost with its message
-        await asyncio.wait_for(link.acquire(1), 1)
+        await asyncio.wait_for(link.acquire(1), HANGS_S)
     await far.crash()
     with pytest.raises(LinkClosedError, match="the peer is gone"):
         await link.receive()

@@ -10,7 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
@@ -18,14 +17,18 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer.connection import ConnectionConfig
 from kv_transfer.messages import Ended, Endpoint
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Delivery, Link, LinkClosedError, Transport
 from tests.loops import num_open_files, run_on
 from tests.transport_child import MIB, digest, make_transport
 from tests.transport_conformance import send
+from tests.waiting import HANGS_S
 
 KINDS = ["shm", "tcp"]
+# At once, however busy the machine: a silent peer would be given up after this time.
+NOT_BY_SILENCE_S = 0.8 * ConnectionConfig().idle_timeout_s
 
 
 @contextmanager
@@ -85,7 +88,7 @@ def test_slabs_arrive_to_the_bit(kind: str) -> None:
 
     async def scenario(endpoint: Endpoint) -> None:
         async with transport(kind) as own:
-            link = await own.connect(endpoint, timeout_s=5)
+            link = await own.connect(endpoint, timeout_s=HANGS_S)
             sending = asyncio.gather(*(send(link, name, payload) for name, payload in payloads.items()))
             for _ in payloads:
                 answer = (await link.receive()).message
@@ -108,18 +111,16 @@ def test_a_sender_notices_at_once_that_its_receiver_was_killed(kind: str, loop_k
 
     async def scenario(process: subprocess.Popen[str], endpoint: Endpoint) -> None:
         async with transport(kind, SlabConfig(slab_bytes=MIB, num_slabs=4)) as own:
-            link = await own.connect(endpoint, timeout_s=5)
+            link = await own.connect(endpoint, timeout_s=HANGS_S)
             streaming = asyncio.create_task(stream(link))
             for _ in range(5):
                 await link.receive()
             process.send_signal(signal.SIGKILL)
-            killed_at = time.monotonic()
             with pytest.raises(LinkClosedError, match=r"child.*lost"):
-                await streaming
+                await asyncio.wait_for(streaming, NOT_BY_SILENCE_S)
             with pytest.raises(LinkClosedError):
                 while True:
                     await link.receive()
-            assert time.monotonic() - killed_at < 2
 
     with receiving_child(kind) as (process, endpoint):
         run_on(loop_kind, scenario(process, endpoint))
@@ -130,23 +131,24 @@ def test_a_sender_notices_at_once_that_its_receiver_was_killed(kind: str, loop_k
 @pytest.mark.parametrize("loop_kind", ["uvloop", "asyncio"])
 def test_a_receiver_notices_at_once_that_its_sender_was_killed(kind: str, loop_kind: str) -> None:
     async def scenario() -> None:
-        seconds: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        killed, noticed = asyncio.Event(), asyncio.Event()
 
         async def serve(link: Link) -> None:
             held = [await link.receive() for _ in range(2)]
             process.send_signal(signal.SIGKILL)
-            killed_at = time.monotonic()
+            killed.set()
             with contextlib.suppress(LinkClosedError):
                 while True:
                     check(await link.receive())
             for delivery in held:  # what was handed over stays whole without its sender
                 check(delivery)
-            seconds.set_result(time.monotonic() - killed_at)
+            noticed.set()
 
         async with transport(kind, SlabConfig(slab_bytes=MIB, num_slabs=4)) as own:
             endpoint = await own.listen(serve)
             with child("send", kind, json.dumps(asdict(endpoint))) as process:
-                assert await seconds < 2
+                await killed.wait()
+                await asyncio.wait_for(noticed.wait(), NOT_BY_SILENCE_S)
 
     run_on(loop_kind, scenario())
 
@@ -168,6 +170,6 @@ try:
 except SegmentError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert "A shared-memory segment of 1073741824 bytes cannot be made: [Errno 27] File too large." in done.stdout
     assert "use the transport 'tcp'" in done.stdout

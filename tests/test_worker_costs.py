@@ -13,7 +13,9 @@ from cluster.config import load_config
 from cluster.translate import decode_worker, prefill_worker
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
-from engine.calibration import TRIALS
+from engine.calibration import TRIALS, calibrate
+from engine.sequence import StepPlan
+from engine.step_loop import StepLoop
 from kv_transfer.messages import WorkerInfo, WorkerSnapshot
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
@@ -179,3 +181,24 @@ async def test_cluster_shows_the_cost_model(llama: SmallModel) -> None:
         assert isinstance(decode, dict)
         assert decode["base_s"] > 0
         assert {"prefill_error", "decode_error"} <= decode.keys()
+
+
+async def test_the_next_worker_of_a_model_knows_what_was_learnt(llama: SmallModel) -> None:
+    """Whoever takes over a model that is loaded already begins with its cost, and does not calibrate it again."""
+    async with cluster_of(llama, num_prefill=0) as cluster:
+        await cluster.generate("r", PROMPT, greedy())
+        model = cluster.models[0]
+        learnt = model.costs.cost()
+        assert learnt is not None
+        with brake(model.runner) as held:
+            steps = StepLoop(
+                model.runner,
+                costs=model.costs,
+                plan=lambda: StepPlan(()),
+                finish=lambda plan, output: None,
+                failed=lambda plan, error: None,
+            )
+            await steps.calibrate(lambda: calibrate(model).cost)
+            assert not held.holding.is_set(), "a step was made"
+            await steps.stop()
+        assert model.costs.cost() == learnt

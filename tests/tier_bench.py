@@ -14,6 +14,7 @@ from engine.kv_cache import KVCache, KVLayout
 from kv_transfer.messages import SourceName
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.sources import ColumnViews
+from tests.waiting import HANGS_S
 
 LAYOUT = KVLayout(num_layers=5, layers_per_group=2, num_kv_heads=2, head_dim=4, block_size=4, dtype=torch.bfloat16)
 GROUPS = LAYOUT.num_layer_groups
@@ -74,7 +75,7 @@ class ScriptedSource:
         return digest in self.digests
 
     def load(self, hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
-        assert self.go.wait(10)
+        assert self.go.wait(HANGS_S)
         self.before_load()
         self.loads += hashes
         for digest, views in zip(hashes, destinations, strict=True):

@@ -58,7 +58,7 @@ async def receive(kind: str) -> None:
 
 
 async def send(kind: str, endpoint: Endpoint) -> None:
-    link = await make_transport(kind, "child").connect(endpoint, timeout_s=5)
+    link = await make_transport(kind, "child").connect(endpoint, timeout_s=60)
     for number in itertools.count():
         slab = await link.acquire(MIB)
         slab.view[:] = bytes([number % 251]) * MIB

@@ -26,6 +26,7 @@ from kv_transfer.messages import Cancel, Ended, Endpoint
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Delivery, Identity, Link, LinkClosedError, PeerRefusedError, Transport
 from tests.loops import LOOP_KINDS, LoopInThread, num_open_files
+from tests.waiting import HANGS_S
 
 PREFILL = Identity(worker_id="prefill-1", node_id="a", secret=b"secret", compatibility={"model": "x"})
 DECODE = Identity(worker_id="decode-1", node_id="a", secret=b"secret", compatibility={"model": "x"})
@@ -46,8 +47,8 @@ class Pair:
         self._accepted: Future[Link] = Future()
         self._handler_ended = asyncio.Event()
         self.endpoint: Endpoint = self.far.run(self.listener.listen(self._serve))
-        self.link: Link = self.near.run(self.dialer.connect(self.endpoint, timeout_s=5))
-        self.peer: Link = self._accepted.result(5)
+        self.link: Link = self.near.run(self.dialer.connect(self.endpoint, timeout_s=HANGS_S))
+        self.peer: Link = self._accepted.result(HANGS_S)
 
     def stop(self) -> None:
         self.end_handler()
@@ -146,7 +147,7 @@ class TransportConformance:
 
         sending = pair.near.start(send_all())
         assert pair.far.run(take(pair.peer, len(sent))) == sent
-        sending.result(5)
+        sending.result(HANGS_S)
 
     def test_messages_keep_their_order_among_slabs(self, pair: Pair) -> None:
         async def send_all() -> None:
@@ -166,7 +167,7 @@ class TransportConformance:
 
         sending = pair.near.start(send_all())
         assert pair.far.run(take_all()) == list(range(600))
-        sending.result(5)
+        sending.result(HANGS_S)
 
     def test_acquire_waits_for_a_slab_and_goes_on_after_a_release(self, pair: Pair) -> None:
         slabs = [pair.near.run(pair.link.acquire(1000)) for _ in range(SMALL.num_slabs)]
@@ -174,7 +175,7 @@ class TransportConformance:
         time.sleep(0.1)
         assert not waiting.done()
         slabs[0].discard()  # from this thread, which is neither end's
-        assert len(waiting.result(5).view) == 5
+        assert len(waiting.result(HANGS_S).view) == 5
 
     def test_a_receiver_that_keeps_its_deliveries_holds_the_sender_back(self, pair: Pair) -> None:
         sent: list[int] = []
@@ -195,8 +196,8 @@ class TransportConformance:
             assert delivery.payload is not None
             assert bytes(delivery.payload) == bytes([int(request_id(delivery))]) * (2 * MIB)
             delivery.release()
-        assert len(rest.result(20)) == 29
-        sending.result(5)
+        assert len(rest.result(HANGS_S)) == 29
+        sending.result(HANGS_S)
 
     @pytest.mark.parametrize("size", [0, 2 * MIB + 1])
     def test_a_size_that_no_slab_has_is_refused(self, pair: Pair, size: int) -> None:
@@ -235,7 +236,7 @@ class TransportConformance:
         pair.far.run(pair.peer.close("enough"))
         for future in (waiting, receiving):
             with pytest.raises(LinkClosedError, match="enough"):
-                future.result(3)
+                future.result(HANGS_S)
         with pytest.raises(LinkClosedError, match="enough"):
             pair.send("late")
         with pytest.raises(LinkClosedError, match="enough"):
@@ -255,15 +256,15 @@ class TransportConformance:
     def test_the_link_closes_when_its_handler_returns(self, pair: Pair) -> None:
         pair.end_handler()
         with pytest.raises(LinkClosedError, match="closed by the peer: the handler has ended"):
-            pair.near.run(pair.link.receive(), timeout_s=3)
+            pair.near.run(pair.link.receive(), timeout_s=HANGS_S)
 
     def test_closing_a_transport_ends_its_links(self, pair: Pair) -> None:
         pair.end_handler()
         pair.far.run(pair.listener.close())
         with pytest.raises(LinkClosedError):
-            pair.near.run(pair.link.receive(), timeout_s=3)
+            pair.near.run(pair.link.receive(), timeout_s=HANGS_S)
         with pytest.raises(LinkClosedError):
-            pair.near.run(pair.dialer.connect(pair.endpoint, timeout_s=2))
+            pair.near.run(pair.dialer.connect(pair.endpoint, timeout_s=HANGS_S))
 
     def test_peers_that_must_not_meet_are_refused_with_a_sentence(self, pair: Pair, make: MakeTransport) -> None:
         strangers = {
@@ -274,14 +275,14 @@ class TransportConformance:
         for sentence, identity in strangers.items():
             transport = make(identity)
             with pytest.raises(PeerRefusedError, match=sentence):
-                pair.near.run(transport.connect(pair.endpoint, timeout_s=3))
+                pair.near.run(transport.connect(pair.endpoint, timeout_s=HANGS_S))
             pair.near.run(transport.close())
         pair.send("still fine")
         assert request_id(pair.receive()) == "still fine"
 
     def test_several_links_are_apart(self, pair: Pair, make: MakeTransport) -> None:
         other = make(replace(PREFILL, worker_id="prefill-2"))
-        link = pair.near.run(other.connect(pair.endpoint, timeout_s=3))
+        link = pair.near.run(other.connect(pair.endpoint, timeout_s=HANGS_S))
         pair.near.run(link.close("only this one"))
         pair.near.run(other.close())
         pair.send("slab", b"1")

@@ -1,4 +1,8 @@
-"""Waiting, in tests, for what another task or thread is about to do and nobody announces."""
+"""Waiting, in tests, for what another task or thread is about to do and nobody announces.
+
+How long is a question of how busy the machine is, so no test takes promptness from a deadline of seconds. Where what is
+waited for would also come by itself, by some timeout of Legato's, the deadline lies below that.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,22 @@ import asyncio
 import time
 from collections.abc import Callable
 
+HANGS_S = 60.0  # for what takes milliseconds: longer than this is never
+_LOOKS_EVERY_S = 0.005
+_NEVER = "what was waited for did not happen"
 
-async def eventually(condition: Callable[[], object], timeout_s: float = 5.0, what: str = "") -> None:
+
+async def eventually(condition: Callable[[], object], timeout_s: float = HANGS_S, what: str = "") -> None:
     """Until the condition holds; AssertionError if that takes too long."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, what or "what was waited for did not happen"
-        await asyncio.sleep(0.005)
+        assert time.monotonic() < deadline, what or _NEVER
+        await asyncio.sleep(_LOOKS_EVERY_S)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = HANGS_S, what: str = "") -> None:
+    """Like `eventually`, for a thread without an event loop."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what or _NEVER
+        time.sleep(_LOOKS_EVERY_S)
