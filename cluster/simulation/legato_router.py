@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cluster.block_index import BlockIndex
 from cluster.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.placement.ledger import Ledger
@@ -21,7 +23,7 @@ from kv_transfer.messages import (
 
 
 class LegatoRouter:
-    """Workers' cost models are given, as they would report them."""
+    """Workers' cost models are given, as they would report them. `on_verdict` hears what became of each question."""
 
     wants_blocks = True
 
@@ -31,9 +33,10 @@ class LegatoRouter:
         self._costs = costs
         self._cost_of: dict[str, StepCost] = {}
         self._index = BlockIndex()
-        self._ledger = Ledger()
+        self.ledger = Ledger()
+        self.on_verdict: Callable[[Query, Verdict, float], None] = lambda query, verdict, now: None
         self._admission = Admission(
-            self._ledger, self._index.longest_prefix, policy or DecisionPolicy(), rules or AdmissionPolicy()
+            self.ledger, self._index.longest_prefix, policy or DecisionPolicy(), rules or AdmissionPolicy()
         )
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
@@ -42,10 +45,10 @@ class LegatoRouter:
         cost = self._cost_of[info.worker_id] = costs.prefill if is_prefill else costs.decode
         chunk_tokens = costs.prefill_chunk_tokens if is_prefill else costs.decode_chunk_tokens
         max_num_seqs = float("inf") if is_prefill else costs.max_num_seqs
-        self._ledger.register(info, snapshot, now, cost=cost, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs)
+        self.ledger.register(info, snapshot, now, cost=cost, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs)
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
-        return self._ledger.heartbeat(snapshot, now, cost=self._cost_of.get(snapshot.worker_id))
+        return self.ledger.heartbeat(snapshot, now, cost=self._cost_of.get(snapshot.worker_id))
 
     def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
         if isinstance(message, BlockEvents):
@@ -54,7 +57,10 @@ class LegatoRouter:
             self._index.on_snapshot(message, now)
 
     def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
-        return _answer(self._admission.ask(_query(request), now))
+        query = _query(request)
+        verdict = self._admission.ask(query, now)
+        self.on_verdict(query, verdict, now)
+        return _answer(verdict)
 
     def answers(self, now: float) -> list[Placement | Unplaceable]:
         return [answer for verdict in self._admission.again(now) if (answer := _answer(verdict)) is not None]
@@ -63,10 +69,10 @@ class LegatoRouter:
         return self._admission.next_at()
 
     def first_token(self, request_id: str, now: float) -> None:
-        self._ledger.first_token(request_id, now)
+        self.ledger.first_token(request_id, now)
 
     def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
-        self._ledger.ended(request_id, now, num_output_tokens or None)
+        self.ledger.ended(request_id, now, num_output_tokens or None)
 
 
 def _query(request: PlaceQuery) -> Query:

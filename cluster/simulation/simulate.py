@@ -31,7 +31,8 @@ from kv_transfer.messages import Placement, Unplaceable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """`declared_tokens`: the most new tokens that clients say they want; None: exactly what they will get, as if they
-    knew. Clients that are turned away come back after Retry-After, up to `max_returns` times."""
+    knew. Clients that are turned away come back after Retry-After, up to `max_returns` times. `gateway_s`: of each
+    request, in HTTP and the gateway, before anybody is asked."""
 
     num_prefill: int
     num_decode: int
@@ -40,6 +41,7 @@ class SimulationConfig:
     slo: SloConfig = field(default_factory=SloConfig)
     heartbeat_s: float = 0.5
     message_s: float = 0.0002
+    gateway_s: float = 0.0
     declared_tokens: int | None = None
     max_returns: int = 0
     seed: int = 0  # of the noise in steps
@@ -52,7 +54,7 @@ class SimulationConfig:
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class Live:
     """A request that is in the cluster, or whose client will come back."""
 
     request: TraceRequest
@@ -69,15 +71,15 @@ class SimulationResult:
 
 def simulate(config: SimulationConfig, requests: Iterable[TraceRequest], router: Router) -> SimulationResult:
     """Play the trace to its end. Raises ValueError where it holds no requests or not in order of arrival."""
-    return _Simulation(config, router).run(iter(requests))
+    return Simulation(config, router).run(iter(requests))
 
 
-class _Simulation:
+class Simulation:
     def __init__(self, config: SimulationConfig, router: Router) -> None:
         self._config = config
         self._router = router
         self._clock = VirtualClock()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._records: list[Record] = []
         self._asks_at = math.inf  # when the router is asked for answers next
         self._prefills = {
@@ -145,15 +147,15 @@ class _Simulation:
         )
         hasher = ContentHasher(request, len(self._records), self._config.decode.block_size)
         self._records.append(record)
-        self._live[request.request_id] = live = _Live(request, hasher, record)
+        self._live[request.request_id] = live = Live(request, hasher, record)
         self._come(live)
         self._await_next(requests)
 
-    def _come(self, live: _Live) -> None:
+    def _come(self, live: Live) -> None:
         live.record.arrival_s = self._clock.now
-        self._clock.after(self._config.message_s, lambda: self._place(live))
+        self._clock.after(self._config.gateway_s + self._config.message_s, lambda: self._place(live))
 
-    def _place(self, live: _Live) -> None:
+    def _place(self, live: Live) -> None:
         answer = self._router.place(self._query(live), self._clock.now)
         if answer is not None:
             self._answer(live, answer)
@@ -174,13 +176,13 @@ class _Simulation:
             self._answer(self._live[answer.request_id], answer)
         self._await_answers()
 
-    def _answer(self, live: _Live, answer: Placement | Unplaceable) -> None:
+    def _answer(self, live: Live, answer: Placement | Unplaceable) -> None:
         if isinstance(answer, Unplaceable):
             self._clock.after(self._config.message_s, lambda: self._turn_away(live, answer))
         else:
             self._clock.after(2 * self._config.message_s, lambda: self._begin(live, answer))
 
-    def _query(self, live: _Live) -> PlaceQuery:
+    def _query(self, live: Live) -> PlaceQuery:
         request, declared = live.request, self._config.declared_tokens
         num_findable = (request.prompt_tokens - 1) // self._config.decode.block_size
         return PlaceQuery(
@@ -193,7 +195,7 @@ class _Simulation:
             hashes=tuple(live.hasher.hashes[:num_findable]),
         )
 
-    def _begin(self, live: _Live, placement: Placement) -> None:
+    def _begin(self, live: Live, placement: Placement) -> None:
         """The decode worker has the gateway's message."""
         live.record.placed_s = self._clock.now
         live.record.prefill, live.record.decode = placement.prefill, placement.decode
@@ -211,7 +213,7 @@ class _Simulation:
         else:
             decode.reserve(seq, granted, refuse)
 
-    def _prefill(self, live: _Live, placement: Placement, reserved: Sequence) -> None:
+    def _prefill(self, live: Live, placement: Placement, reserved: Sequence) -> None:
         assert placement.prefill is not None
         decode = self._decodes[placement.decode]
 
@@ -222,14 +224,14 @@ class _Simulation:
         seq = sequence_of(live.request, live.hasher, live.attempt)
         self._prefills[placement.prefill].start(seq, decode, refuse)
 
-    def _refused(self, live: _Live, reason: str, retry_after_s: float | None) -> None:
+    def _refused(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         self._router.ended(live.request.request_id, self._clock.now, 0)
         self._reject(live, reason, retry_after_s)
 
-    def _turn_away(self, live: _Live, answer: Unplaceable) -> None:
+    def _turn_away(self, live: Live, answer: Unplaceable) -> None:
         self._reject(live, answer.reason, answer.retry_after_s)
 
-    def _reject(self, live: _Live, reason: str, retry_after_s: float | None) -> None:
+    def _reject(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         live.record.num_rejections += 1
         live.record.rejected, live.record.retry_after_s = reason, retry_after_s
         if retry_after_s is None or live.record.num_rejections > self._config.max_returns:

@@ -61,6 +61,7 @@ class SimulatedWorker:
             layer_groups=1,
         )
         self.on_activity: Callable[[], None] = lambda: None
+        self.draining = False
         self._num_snapshots = 0
 
     @property
@@ -74,7 +75,7 @@ class SimulatedWorker:
         return WorkerSnapshot(
             worker_id=self.worker_id,
             sequence_number=self._num_snapshots,
-            draining=False,
+            draining=self.draining,
             num_running=running,
             num_waiting=waiting,
             queued_prefill_tokens=queued_tokens,
