@@ -17,10 +17,9 @@ from decode_workers.landings import Landings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.reporting import DecodeReport
 from decode_workers.states import DecodeState
-from engine.calibration import calibrate, estimated_cost
+from engine.calibration import calibrate
 from engine.loading import LoadedModel
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
-from engine.step_costs import StepCosts
 from engine.step_loop import StepLoop
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.draining import Drain
@@ -116,7 +115,7 @@ class DecodeWorker:
         await self._landings.start(worker_id=self._identity.worker_id, ttl_s=self._config.lease_ttl_s)
         self._steps = StepLoop(
             self._model.runner,
-            costs=StepCosts(estimated_cost(self._model)),
+            costs=self._model.costs,
             plan=self._plan,
             finish=self._finish,
             failed=self._step_failed,

@@ -18,7 +18,6 @@ import torch
 
 from engine.block_pool import BlockLease
 from engine.loading import LoadedModel
-from engine.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.sampling_params import SamplingParams
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
 from engine.step_cost import StepCost, StepWork
@@ -83,7 +82,7 @@ def calibrate(
     began = clock()
     scratch = Scratch(model)
     measured: list[tuple[StepWork, float]] = []
-    cost = estimate = estimated_cost(model)
+    cost = estimate = model.costs.estimate
     try:
         for trial in scratch.possible(TRIALS):
             plan = scratch.plan(trial)
@@ -173,9 +172,3 @@ def _step_s(model: LoadedModel, plan: StepPlan, clock: Callable[[], float]) -> f
     began = clock()
     model.runner.execute(plan)
     return max(clock() - began, 1e-9)
-
-
-def estimated_cost(model: LoadedModel) -> StepCost:
-    """With nothing measured. Only its proportions matter."""
-    shape = ModelShape.of(model.runner.config, bytes_per_value=model.layout.dtype.itemsize)
-    return roofline_cost(shape, CPU_CORE if model.kv_cache.tensor.device.type == "cpu" else H100_SXM)

@@ -13,7 +13,10 @@ import torch
 from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache, KVLayout
 from engine.model_store import resolve_model
+from engine.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.runner import HostMemory, ModelRunner, load_runner
+from engine.step_cost import StepCost
+from engine.step_costs import StepCosts
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 
@@ -47,7 +50,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run, with the pool that owns the KV blocks of each tier. `fingerprint` tells models apart."""
+    """A model ready to run, with the pool that owns the KV blocks of each tier. `fingerprint` tells models apart;
+    `costs` is what was learnt of its steps, whoever ran them."""
 
     name: str
     fingerprint: str
@@ -56,6 +60,7 @@ class LoadedModel:
     host_pool: BlockPool | None  # None without host memory
     max_model_len: int
     prefix_caching: bool
+    costs: StepCosts
 
     @property
     def kv_cache(self) -> KVCache:
@@ -106,6 +111,7 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         host_pool=None if runner.host_cache is None else BlockPool(runner.host_cache.num_blocks),
         max_model_len=_max_model_len(config, runner),
         prefix_caching=config.prefix_caching,
+        costs=StepCosts(_estimated_cost(runner)),
     )
 
 
@@ -123,6 +129,12 @@ def model_fingerprint(folder: Path) -> str:
                 weights.seek(size * index // _NUM_SAMPLES)
                 digest.update(weights.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _estimated_cost(runner: ModelRunner) -> StepCost:
+    """With nothing measured. Only its proportions matter."""
+    shape = ModelShape.of(runner.config, bytes_per_value=runner.kv_cache.layout.dtype.itemsize)
+    return roofline_cost(shape, CPU_CORE if runner.kv_cache.tensor.device.type == "cpu" else H100_SXM)
 
 
 def _dtype(name: DtypeName, folder: Path) -> torch.dtype:

@@ -14,10 +14,10 @@ _SCALING_STEPS = 8
 
 
 class StepCosts:
-    """Of one worker. Of `estimate` only the proportions count, and only without a calibration."""
+    """Of one model on one device. Of `estimate` only the proportions count."""
 
     def __init__(self, estimate: StepCost) -> None:
-        self._estimate = estimate
+        self.estimate = estimate
         self._first: list[tuple[StepWork, float]] = []
         self._is_seeded = False
         self._seed_error = estimate.relative_error
@@ -35,7 +35,7 @@ class StepCosts:
             self._fit.observe(work, seconds)
         else:
             self._first.append((work, seconds))
-            self._fit = StepCostFit(fit_steps(self._estimate, self._first))
+            self._fit = StepCostFit(fit_steps(self.estimate, self._first))
             self._is_seeded = len(self._first) == _SCALING_STEPS
 
     def cost(self) -> StepCost | None:

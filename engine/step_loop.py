@@ -88,9 +88,11 @@ class StepLoop:
         return alive and not hangs and self._num_failures < MAX_CONSECUTIVE_FAILURES
 
     async def calibrate(self, measure: Callable[[], StepCost]) -> None:
-        """Begin with what steps cost as `measure()` finds it in the compute thread. Before `start`."""
+        """Begin with what steps cost as `measure()` finds it in the compute thread, where nothing is known of them yet.
+        Before `start`."""
         assert self._task is None, "a calibration and steps would disturb each other"
-        self.costs.seed(await asyncio.get_running_loop().run_in_executor(self._compute, measure))
+        if self.costs.cost() is None:
+            self.costs.seed(await asyncio.get_running_loop().run_in_executor(self._compute, measure))
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="step-loop")

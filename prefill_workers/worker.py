@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from engine.allocation import BlockAllocator
-from engine.calibration import calibrate, estimated_cost
+from engine.calibration import calibrate
 from engine.loading import LoadedModel
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
-from engine.step_costs import StepCosts
 from engine.step_loop import StepLoop
 from engine.stopping import finish_reason
 from kv_transfer.block_events import BlockEventLog
@@ -126,7 +125,7 @@ class PrefillWorker:
         )
         self._steps = StepLoop(
             self._model.runner,
-            costs=StepCosts(estimated_cost(self._model)),
+            costs=self._model.costs,
             plan=self._plan,
             finish=self._finish,
             failed=self._step_failed,

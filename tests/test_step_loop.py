@@ -252,6 +252,8 @@ async def test_a_calibration_is_made_in_the_compute_thread_before_the_first_step
     assert [thread.startswith("compute") for thread in threads] == [True]
     assert bench.costs.cost() == ESTIMATE
     assert bench.num_planned == 0
+    await bench.loop.calibrate(measure)
+    assert len(threads) == 1, "what is known is not measured again"
     bench.loop.start()
     with pytest.raises(AssertionError, match="disturb each other"):
         await bench.loop.calibrate(measure)
