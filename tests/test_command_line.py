@@ -12,7 +12,7 @@ from tests.served_cluster import MODEL, config_file
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cluster", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "cluster", *arguments], capture_output=True, text=True, timeout=240, check=False
     )
 
 

@@ -232,7 +232,7 @@ def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> N
         found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
         assert found.returncode == 0, found.stderr
         missing = subprocess.run(
-            [*command[:-1], "owner/none"], env=environment, capture_output=True, text=True, timeout=60
+            [*command[:-1], "owner/none"], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
         )
     files = {path.name: path.read_bytes() for path in Path(found.stdout.strip()).iterdir()}
     assert files == wanted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ from tests.host_segment_child import (
     words,
 )
 from tests.host_segments import SHARED_MEMORY, scope, worker
+from tests.waiting import HANGS_S, wait_until
 
 __all__ = ["scope"]
 
@@ -86,12 +86,14 @@ def test_a_reader_of_blocks_that_are_being_rewritten_never_gets_wrong_bytes(scop
     outcomes = {True: 0, False: 0}
     with worker("rewrite", scope) as writer:
         writer.opened()
-        deadline = time.monotonic() + 30
-        while sum(outcomes.values()) < 6000 or min(outcomes.values()) < 100:
-            assert time.monotonic() < deadline, outcomes
+
+        def enough_of_both() -> bool:
             for number in range(NUM_NUMBERS):
                 if neighbours.find(key_of(number)):
                     outcomes[load(neighbours, number)] += 1
+            return sum(outcomes.values()) >= 6000 and min(outcomes.values()) >= 20
+
+        wait_until(enough_of_both, timeout_s=4 * HANGS_S)
 
 
 def test_a_dead_neighbours_blocks_stay_of_use_before_and_after_its_adoption(scope: str) -> None:
@@ -199,7 +201,7 @@ def test_who_finds_does_not_wait_for_who_brings_the_index_up_to_date(scope: str)
     with neighbours._lock:
         finder = threading.Thread(target=lambda: found.append(neighbours.find(key_of(1))), daemon=True)
         finder.start()
-        finder.join(timeout=5)
+        finder.join(timeout=HANGS_S)
     assert found == [True]
     segment.close(unlink=True)
 

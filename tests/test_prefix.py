@@ -38,7 +38,7 @@ def test_another_process_computes_the_same() -> None:
             check=True,
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             text=True,
-            timeout=60,
+            timeout=240,
         ).stdout
         assert printed.strip() == b"".join(block_hashes(list(range(9)), 4, "ü")).hex()
 

@@ -8,7 +8,6 @@ import json
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 
 from engine.step_cost import StepCost, StepWork
 from engine.step_cost_fit import StepCostFit, fit_steps, kind_of, left_out_error, scaled
+from tests.processor_time import in_loop_turns
 
 TRUTH = StepCost(base_s=0.025, prefill_token_s=1.2e-3, prefill_pair_s=1.1e-6, decode_s=1.5e-3, context_token_s=6.5e-6)
 NAMES = [field.name for field in dataclasses.fields(StepCost) if field.name != "relative_error"]
@@ -252,19 +252,17 @@ def test_kinds() -> None:
     assert [kind_of(draw(rng)) for draw in (prefill, decode, mixed)] == ["prefill", "decode", "prefill"]
 
 
-def test_a_step_is_taken_in_within_thirty_microseconds_of_processor_time() -> None:
+def test_taking_a_step_in_is_cheap() -> None:
+    """Some 13 µs of processor time on the machine where a turn of a loop takes 20 ns."""
     rng = random.Random(0)
     steps = [(work, TRUTH.step_s(work)) for work in (any_kind(rng) for _ in range(1000))]
-    best = min(_observing_s(steps) for _ in range(5))
-    assert best / len(steps) < 30e-6
 
+    def observe() -> None:
+        fit = StepCostFit(skewed([2, 0.5, 2, 0.5, 2]))
+        for work, seconds in steps:
+            fit.observe(work, seconds)
 
-def _observing_s(steps: list[tuple[StepWork, float]]) -> float:
-    fit = StepCostFit(skewed([2, 0.5, 2, 0.5, 2]))
-    began = time.thread_time()
-    for work, seconds in steps:
-        fit.observe(work, seconds)
-    return time.thread_time() - began
+    assert in_loop_turns(observe, rounds=5) / len(steps) < 2000
 
 
 # --- recorded steps of SmolLM2 ---------------------------------------------------------------------------------------

@@ -1,0 +1,37 @@
+"""Processor time for tests, in a unit that means the same on every machine: turns of a loop in Python.
+
+A slow machine is slow at both, and what others take of a busy one does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+_TURNS = 200_000
+
+
+def in_loop_turns(work: Callable[[], object], rounds: int = 1) -> float:
+    """What `work` takes in turns of `total += 1.0`, in the best of so many rounds, without garbage collection."""
+    turn_s = min(_thread_s(_loop) for _ in range(3)) / _TURNS
+    return min(_thread_s(work) for _ in range(rounds)) / turn_s
+
+
+def _thread_s(work: Callable[[], object]) -> float:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _loop() -> float:
+    total = 0.0
+    for _ in range(_TURNS):
+        total += 1.0
+    return total
