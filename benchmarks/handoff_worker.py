@@ -19,6 +19,7 @@ from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from kv_transfer.messages import Endpoint
 from kv_transfer.timeline import HandoffTimeline
 from kv_transfer.transfer_config import TransferConfig
+from kv_transfer.worker_parts import WorkerParts
 from kv_transfer.worker_port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
@@ -51,14 +52,21 @@ async def _serve(order: WorkerOrder) -> None:
     secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
     identity = worker_identity(model, worker_id=order.role, node_id=NODE_ID, secret=secret)
     transport = TransferConfig(transport=order.transport).open(identity, "127.0.0.1")
+    parts = WorkerParts(
+        model=model,
+        identity=identity,
+        transport=transport,
+        locate_scheduler=locate_scheduler,
+    )
     worker: PrefillWorker | DecodeWorker
     if order.role == "prefill":
-        worker = PrefillWorker(model, PrefillWorkerConfig(), identity, transport, locate_scheduler, _print_timeline)
+        worker = PrefillWorker(parts, PrefillWorkerConfig(), _print_timeline)
     else:
-        worker = DecodeWorker(model, DecodeWorkerConfig(), identity, transport, locate_scheduler)
+        worker = DecodeWorker(parts, DecodeWorkerConfig())
     await worker.start()
     await asyncio.to_thread(sys.stdin.read)
     await worker.stop()
+    await asyncio.to_thread(model.runner.close)
 
 
 def _print_timeline(timeline: HandoffTimeline) -> None:

@@ -30,19 +30,17 @@ from cluster.tenants import Tenants
 from cluster.translate import (
     decode_engine,
     decode_tiers,
-    decode_worker,
     prefill_engine,
     prefill_tiers,
-    prefill_worker,
     transfer_config,
+    worker_roles,
 )
+from cluster.worker_deployment import WorkerDeployment, resolve_host
 from cluster.worker_metrics import WorkerMetrics
-from decode_workers.deployment import DecodeDeployment
 from engine.model_store import resolve_model
 from engine.tokenizer import Tokenizer
-from kv_transfer.messages import Endpoint
+from kv_transfer.messages import Endpoint, Role
 from kv_transfer.transports.base import Identity
-from prefill_workers.deployment import PrefillDeployment
 
 logger = logging.getLogger(__name__)
 
@@ -58,32 +56,9 @@ def build(args: dict[str, Any]) -> Application:
 def build_application(config: LegatoConfig) -> Application:
     logging.basicConfig(level=config.log_level)
     secret = cluster_secret(config)
-    host = config.network.host
-    scheduler = scheduler_deployment(config).bind(config, secret, host)
-    pools = []
-    if not config.colocated:
-        prefill = pool_deployment(PrefillDeployment, "PrefillWorker", config.prefill, config.prefill.replicas)
-        pools.append(
-            prefill.bind(
-                prefill_engine(config),
-                prefill_worker(config, host),
-                prefill_tiers(config),
-                transfer_config(config),
-                secret,
-                scheduler,
-            )
-        )
-    decode = pool_deployment(DecodeDeployment, "DecodeWorker", config.decode, config.decode.replicas)
-    pools.append(
-        decode.bind(
-            decode_engine(config),
-            decode_worker(config, host),
-            decode_tiers(config),
-            transfer_config(config),
-            secret,
-            scheduler,
-        )
-    )
+    scheduler = scheduler_deployment(config).bind(config, secret, config.network.host)
+    pools = [] if config.colocated else [worker_pool("prefill", config, secret, scheduler)]
+    pools.append(worker_pool("decode", config, secret, scheduler))
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=UNLIMITED,
@@ -111,13 +86,27 @@ def scheduler_deployment(config: LegatoConfig) -> Any:
     )
 
 
-def pool_deployment(worker: type, name: str, pool: PoolSettings, replicas: int) -> Any:
+def worker_pool(role: Role, config: LegatoConfig, secret: bytes, scheduler: Application) -> Application:
+    """The workers that are started in this role, each with its share of the machine."""
+    if role == "prefill":
+        deployment = pool_deployment("PrefillWorker", config.prefill, config.prefill.replicas)
+        engine, tiers = prefill_engine(config), prefill_tiers(config)
+    else:
+        deployment = pool_deployment("DecodeWorker", config.decode, config.decode.replicas)
+        engine, tiers = decode_engine(config), decode_tiers(config)
+    pool: Application = deployment.bind(
+        role, worker_roles(config), engine, tiers, transfer_config(config), secret, scheduler, config.network.host
+    )
+    return pool
+
+
+def pool_deployment(name: str, pool: PoolSettings, replicas: int) -> Any:
     """The Serve deployment of one pool of workers, with its share of the machine and its scaling."""
     scaling = pool.autoscaling
     size: dict[str, Any] = (
         {"num_replicas": replicas} if scaling is None else {"autoscaling_config": autoscaling_config(scaling, replicas)}
     )
-    return serve.deployment(worker).options(
+    return serve.deployment(WorkerDeployment).options(
         name=name,
         **size,
         max_ongoing_requests=UNLIMITED,
@@ -228,8 +217,3 @@ def control_identity(role: str, secret: bytes) -> Identity:
     replica = serve.get_replica_context().replica_id.unique_id
     node_id = ray.get_runtime_context().get_node_id()
     return Identity(worker_id=f"{role}-{replica}-{os.getpid()}", node_id=node_id, secret=secret, compatibility={})
-
-
-def resolve_host(host: str) -> str:
-    """The address to listen on, on this node: `host`, or this node's own where the configuration says `node`."""
-    return ray.util.get_node_ip_address() if host == "node" else host

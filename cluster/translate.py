@@ -5,10 +5,14 @@ from __future__ import annotations
 from cluster.kv_settings import KvPoolSettings
 from cluster.settings import LegatoConfig, PoolSettings
 from decode_workers.pacing import LayerKvConfig
+from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
 from engine.loading import EngineConfig
+from kv_transfer.messages import Role
 from kv_transfer.tiers.tiers_config import DiskConfig, TiersConfig
 from kv_transfer.transfer_config import TransferConfig
+from kv_transfer.worker_parts import WorkerRole
+from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorkerConfig
 
 
@@ -20,9 +24,8 @@ def decode_engine(config: LegatoConfig) -> EngineConfig:
     return _engine(config, config.kv.decode, config.decode)
 
 
-def prefill_worker(config: LegatoConfig, host: str) -> PrefillWorkerConfig:
+def prefill_worker(config: LegatoConfig) -> PrefillWorkerConfig:
     return PrefillWorkerConfig(
-        host=host,
         chunk_tokens=config.prefill.chunk_tokens,
         max_waiting=config.prefill.max_waiting,
         max_slab_bytes=config.transfer.slab_bytes,
@@ -31,9 +34,8 @@ def prefill_worker(config: LegatoConfig, host: str) -> PrefillWorkerConfig:
     )
 
 
-def decode_worker(config: LegatoConfig, host: str) -> DecodeWorkerConfig:
+def decode_worker(config: LegatoConfig) -> DecodeWorkerConfig:
     return DecodeWorkerConfig(
-        host=host,
         max_num_seqs=config.decode.max_num_seqs,
         token_budget=config.decode.chunk_tokens + config.decode.max_num_seqs,
         max_waiting=config.decode.max_waiting,
@@ -43,6 +45,11 @@ def decode_worker(config: LegatoConfig, host: str) -> DecodeWorkerConfig:
         calibration_s=config.decode.calibration_s,
         layerkv=_layerkv(config),
     )
+
+
+def worker_roles(config: LegatoConfig) -> dict[Role, WorkerRole]:
+    """What every worker can be, whichever pool it was started in."""
+    return {"prefill": PrefillRole(prefill_worker(config)), "decode": DecodeRole(decode_worker(config))}
 
 
 def prefill_tiers(config: LegatoConfig) -> TiersConfig:

@@ -130,6 +130,11 @@ class Landings:
         """Nobody waits for its reservations any more."""
         self._pending.forget(gateway)
 
+    def give_up_waiting(self, reason: str) -> None:
+        """Whoever has no blocks yet is to ask another worker."""
+        for gateway, request in self._pending.clear():
+            self._port.fail(gateway, (request.request_id, request.attempt), reason, retryable=True)
+
     def _grant(self, gateway: GatewayId, request: RequestSpec) -> None:
         seq = sequence_of(request)
         self._scheduler.reserve(seq)

@@ -67,6 +67,12 @@ class PendingReserves:
     def forget(self, gateway: GatewayId) -> None:
         self._queue = deque(pending for pending in self._queue if pending.gateway != gateway)
 
+    def clear(self) -> list[tuple[GatewayId, RequestSpec]]:
+        """Forget all, and name them."""
+        waited = [(pending.gateway, pending.request) for pending in self._queue]
+        self._queue.clear()
+        return waited
+
     def stop(self) -> None:
         self._timer.stop()
 

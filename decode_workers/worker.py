@@ -6,10 +6,8 @@ tokens out). It can also compute a request entirely by itself. Knows nothing of 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from decode_workers.building import decode_scheduler
@@ -18,17 +16,14 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.reporting import DecodeReport
 from decode_workers.states import DecodeState
 from engine.calibration import calibrate
-from engine.loading import LoadedModel
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.step_loop import StepLoop
-from kv_transfer.block_events import BlockEventLog
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
-from kv_transfer.messages import Cancel, Endpoint, Message, RequestSpec, Reserve, Start, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import Cancel, Message, RequestSpec, Reserve, Start, WorkerInfo, WorkerSnapshot
 from kv_transfer.prefix_loading import Columns, PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
-from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.worker_parts import WorkerParts
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
 
 logger = logging.getLogger(__name__)
@@ -43,41 +38,23 @@ class DecodeWorkerConfig:
     learnt from requests. `layerkv`: how sequences rest in host memory too; None: on the device only.
     """
 
-    host: str = "127.0.0.1"
     max_num_seqs: int = 64
     token_budget: int = 512
     max_waiting: int = 256
     reserve_wait_s: float = 10.0
     lease_ttl_s: float = 30.0
     heartbeat_s: float = 0.5
-    drain_s: float = 20.0
     calibration_s: float = 0.0
     layerkv: LayerKvConfig | None = None
 
 
 class DecodeWorker:
-    """Accepts `Reserve` (KV will come) and `Start` (compute it here); answers with tokens, `Refused`, or a failure.
+    """Accepts `Reserve` (KV will come) and `Start` (compute it here); answers with tokens, `Refused`, or a failure."""
 
-    `lower_tiers` and `events` are of the model's own pools. The tiers are closed by who made them, after `stop`.
-    """
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        config: DecodeWorkerConfig,
-        identity: Identity,
-        transport: Transport,
-        locate_scheduler: Callable[[], Awaitable[Endpoint]],
-        *,
-        lower_tiers: PrefixTiers | None = None,
-        events: BlockEventLog | None = None,
-    ) -> None:
-        self._model = model
+    def __init__(self, parts: WorkerParts, config: DecodeWorkerConfig) -> None:
+        model = self._model = parts.model
+        self._parts = parts
         self._config = config
-        self._identity = identity
-        self._transport = transport
-        self._locate_scheduler = locate_scheduler
-        self._events = events
         self._scheduler = decode_scheduler(
             model,
             max_num_seqs=config.max_num_seqs,
@@ -86,25 +63,27 @@ class DecodeWorker:
             rates=lambda: self._steps.rates,
         )
         self._prefix = PrefixLoading(
-            lower_tiers,
+            parts.lower_tiers,
             self._scheduler.allocator,
             prefill_s=lambda num_tokens: self._steps.rates.prefill_s(num_tokens),
             on_over=self._compute,
             on_room=self._on_room,
         )
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
-        self._drain = Drain(lambda: not self._gateway_of and not self._landings.num_waiting)
-        self._report = DecodeReport(identity.worker_id, model, self._scheduler, self._prefix, steps=lambda: self._steps)
+        self._drain = Drain(lambda: not (self._gateway_of or self._num_waiting or self._scheduler.num_running))
+        self._report = DecodeReport(
+            parts.identity.worker_id, model, self._scheduler, self._prefix, steps=lambda: self._steps
+        )
 
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
         self._thread = LoopThread("kv")
-        self._port = GatewayPort(self._identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
+        self._port = GatewayPort(self._parts.identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
         self._landings = Landings(
             self._model,
             self._scheduler,
             self._port,
-            self._transport,
+            self._parts.transport,
             self._thread,
             wait_s=self._config.reserve_wait_s,
             on_reserved=self._on_reserved,
@@ -112,7 +91,7 @@ class DecodeWorker:
             on_ended=self._on_room,
             on_failed=self._fail,
         )
-        await self._landings.start(worker_id=self._identity.worker_id, ttl_s=self._config.lease_ttl_s)
+        await self._landings.start(worker_id=self._parts.identity.worker_id, ttl_s=self._config.lease_ttl_s)
         self._steps = StepLoop(
             self._model.runner,
             costs=self._model.costs,
@@ -120,24 +99,25 @@ class DecodeWorker:
             finish=self._finish,
             failed=self._step_failed,
         )
-        if calibration_s := self._config.calibration_s:
+        if (calibration_s := self._config.calibration_s) and not self._model.costs.is_seeded:
             await self._steps.calibrate(lambda: calibrate(self._model, budget_s=calibration_s).cost)
-        endpoint = await self._port.start(self._config.host)
+        endpoint = await self._port.start(self._parts.host)
         self.info: WorkerInfo = worker_info(
             self._model,
-            self._identity,
+            self._parts.identity,
             "decode",
             endpoint,
             chunk_tokens=self._config.token_budget,
             max_num_seqs=self._scheduler.max_in_flight,
         )
         self._registration = Registration(
-            self._identity,
+            self._parts.identity,
             self.info,
-            locate_scheduler=self._locate_scheduler,
+            locate_scheduler=self._parts.locate_scheduler,
             snapshot=self.snapshot,
             period_s=self._config.heartbeat_s,
-            events=self._events,
+            events=self._parts.events,
+            on_order=self._parts.on_order,
         )
         self._steps.start()
         self._registration.start()
@@ -153,19 +133,26 @@ class DecodeWorker:
     def snapshot(self) -> WorkerSnapshot:
         return self._report.snapshot(num_pending=self._landings.num_waiting, draining=self._drain.has_begun)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take nothing new and wait until everything here is done, at most so long."""
-        await self._drain.wait(timeout_s)
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait until nothing is held here, at most so long; whether that is so."""
+        return await self._drain.wait(timeout_s)
+
+    def give_up(self, reason: str) -> None:
+        """Let go of all that is left, for other workers to go on with. `drain` first, and again until it is gone."""
+        self._landings.give_up_waiting(reason)
+        for key in list(self._gateway_of):
+            self._fail(key, reason, True)
+            self._let_go(key)
+        self._on_room()
 
     async def stop(self) -> None:
         """Leave at once: what is unfinished fails over to other workers."""
         await self._registration.stop()
         await self._port.close("the decode worker stops")
         await self._steps.stop()
-        await asyncio.to_thread(self._model.runner.close)
         self._prefix.close()
         self._landings.stop()
-        await self._thread.run(self._transport.close())
+        await self._thread.run(self._parts.transport.close())
         self._thread.stop()
 
     # --- requests in ---
@@ -241,12 +228,16 @@ class DecodeWorker:
         self._landings.cancel_waiting(request_id, attempt)
         for key in [key for key in self._gateway_of if key[0] == request_id and key[1] <= attempt]:
             del self._gateway_of[key]
-            if self._scheduler.state(key) is DecodeState.RESERVED:
-                self._landings.cancel(key)
-            else:
-                self._prefix.cancel(key)
-                self._scheduler.drop(key)
+            self._let_go(key)
         self._on_room()
+
+    def _let_go(self, key: SequenceKey) -> None:
+        """Its blocks are free as soon as nothing uses them."""
+        if self._scheduler.state(key) is DecodeState.RESERVED:
+            self._landings.cancel(key)
+        else:
+            self._prefix.cancel(key)
+            self._scheduler.drop(key)
 
     def _on_room(self) -> None:
         """Something left. What waits for its blocks or its turn may come in, also when no step is going on."""

@@ -23,6 +23,11 @@ class StepCosts:
         self._seed_error = estimate.relative_error
         self._fit: StepCostFit | None = None
 
+    @property
+    def is_seeded(self) -> bool:
+        """Steps to come refine what is known already."""
+        return self._is_seeded
+
     def seed(self, cost: StepCost) -> None:
         """Begin with what was measured."""
         self._fit, self._seed_error, self._is_seeded = StepCostFit(cost), cost.relative_error, True

@@ -43,6 +43,13 @@ class BlockEventLog:
         self._next_id = 0
         self._lock = threading.Lock()
 
+    def rename(self, worker_id: str) -> None:
+        """Another worker has what the tiers hold from now on: a new life, which begins with a `snapshot`."""
+        with self._lock:
+            self._worker_id = worker_id
+            self.epoch = secrets.randbits(62)
+            self._next_id = 0
+
     def watch(self, tier: Tier, pool: BlockPool) -> None:
         """Follow the pool from what it holds now on."""
         pool.observe(self.observer(tier))

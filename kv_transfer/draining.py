@@ -15,12 +15,13 @@ class Drain:
         self._over = asyncio.Event()
         self.has_begun = False
 
-    async def wait(self, timeout_s: float) -> None:
-        """Begin, and wait for the end, at most so long."""
+    async def wait(self, timeout_s: float) -> bool:
+        """Begin, and wait for the end, at most so long; whether it has come."""
         self.has_begun = True
         self.note()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), timeout_s)
+        return self._over.is_set()
 
     def note(self) -> None:
         if self.has_begun and self._is_idle():

@@ -81,6 +81,11 @@ class PrefillScheduler:
         return len(self._entries) - len(self._waiting)
 
     @property
+    def num_held(self) -> int:
+        """All that are here, for whatever reason."""
+        return len(self._entries)
+
+    @property
     def num_in_host(self) -> int:
         """Of those that have blocks, the ones that rest in host memory at least in part."""
         return sum(bool(entry.seq.host_groups) for entry in self._entries.values())

@@ -6,29 +6,25 @@ first tokens out). Knows nothing of Ray or of decode workers beyond the tickets 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.allocation import BlockAllocator
 from engine.calibration import calibrate
-from engine.loading import LoadedModel
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
 from engine.step_loop import StepLoop
 from engine.stopping import finish_reason
-from kv_transfer.block_events import BlockEventLog
 from kv_transfer.cost_report import cost_report
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
-from kv_transfer.messages import Cancel, Endpoint, Message, RequestSpec, Start, Ticket, WorkerSnapshot
+from kv_transfer.messages import Cancel, Message, RequestSpec, Start, Ticket, WorkerSnapshot
 from kv_transfer.prefix_loading import PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.sending import KvSender
-from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.report import tiers_report
 from kv_transfer.timeline import HandoffTimeline, ignore_timeline
-from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.worker_parts import WorkerParts
 from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
 from prefill_workers.layer_stream import LayerStream
 from prefill_workers.placement import host_placement
@@ -44,39 +40,26 @@ class PrefillWorkerConfig:
     `calibration_s`: how long steps are tried out before the worker takes requests; 0: they are learnt from requests.
     """
 
-    host: str = "127.0.0.1"
     chunk_tokens: int = 512
     max_waiting: int = 256
     max_slab_bytes: int = 4 * 2**20
     heartbeat_s: float = 0.5
-    drain_s: float = 20.0
     calibration_s: float = 0.0
 
 
 class PrefillWorker:
-    """Accepts `Start` with a ticket; answers with the first token, or `Refused`, or a failure.
-
-    `lower_tiers` and `events` are of the model's own pools. The tiers are closed by who made them, after `stop`.
-    """
+    """Accepts `Start` with a ticket; answers with the first token, or `Refused`, or a failure."""
 
     def __init__(
         self,
-        model: LoadedModel,
+        parts: WorkerParts,
         config: PrefillWorkerConfig,
-        identity: Identity,
-        transport: Transport,
-        locate_scheduler: Callable[[], Awaitable[Endpoint]],
         on_handed_over: Callable[[HandoffTimeline], None] = ignore_timeline,
-        lower_tiers: PrefixTiers | None = None,
-        events: BlockEventLog | None = None,
     ) -> None:
-        self._model = model
+        model = self._model = parts.model
+        self._parts = parts
         self._config = config
-        self._identity = identity
-        self._transport = transport
-        self._locate_scheduler = locate_scheduler
         self._on_handed_over = on_handed_over
-        self._events = events
         self._allocator = BlockAllocator(
             model.block_pool,
             layer_groups=model.layout.num_layer_groups,
@@ -85,7 +68,7 @@ class PrefillWorker:
             host_pool=model.host_pool,
         )
         self._prefix = PrefixLoading(
-            lower_tiers,
+            parts.lower_tiers,
             self._allocator,
             prefill_s=self._prefill_s,
             on_over=self._on_prefix,
@@ -102,7 +85,7 @@ class PrefillWorker:
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
         self._num_snapshots = 0
-        self._drain = Drain(lambda: self._sender.num_handing_over == 0)
+        self._drain = Drain(lambda: not (self._sender.num_handing_over or self._scheduler.num_held))
 
     def _prefill_s(self, num_tokens: int) -> float:
         return self._steps.rates.prefill_s(num_tokens)
@@ -112,7 +95,7 @@ class PrefillWorker:
         self._thread = LoopThread("kv")
         self._sender = KvSender(
             self._model.kv_cache,
-            self._transport,
+            self._parts.transport,
             self._thread,
             host_cache=self._model.host_cache,
             max_slab_bytes=self._config.max_slab_bytes,
@@ -131,20 +114,21 @@ class PrefillWorker:
             failed=self._step_failed,
             on_layer=self._stream.on_layer,
         )
-        if calibration_s := self._config.calibration_s:
+        if (calibration_s := self._config.calibration_s) and not self._model.costs.is_seeded:
             await self._steps.calibrate(lambda: calibrate(self._model, budget_s=calibration_s).cost)
-        self._port = GatewayPort(self._identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
-        endpoint = await self._port.start(self._config.host)
+        self._port = GatewayPort(self._parts.identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
+        endpoint = await self._port.start(self._parts.host)
         self.info = worker_info(
-            self._model, self._identity, "prefill", endpoint, chunk_tokens=self._config.chunk_tokens
+            self._model, self._parts.identity, "prefill", endpoint, chunk_tokens=self._config.chunk_tokens
         )
         self._registration = Registration(
-            self._identity,
+            self._parts.identity,
             self.info,
-            locate_scheduler=self._locate_scheduler,
+            locate_scheduler=self._parts.locate_scheduler,
             snapshot=self.snapshot,
             period_s=self._config.heartbeat_s,
-            events=self._events,
+            events=self._parts.events,
+            on_order=self._parts.on_order,
         )
         self._steps.start()
         self._registration.start()
@@ -156,7 +140,7 @@ class PrefillWorker:
     def snapshot(self) -> WorkerSnapshot:
         self._num_snapshots += 1
         return WorkerSnapshot(
-            worker_id=self._identity.worker_id,
+            worker_id=self._parts.identity.worker_id,
             sequence_number=self._num_snapshots,
             draining=self._drain.has_begun,
             num_running=self._scheduler.num_running,
@@ -176,19 +160,24 @@ class PrefillWorker:
             ),
         )
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take nothing new and wait until everything here is done, at most so long."""
-        await self._drain.wait(timeout_s)
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait until nothing is held here, at most so long; whether that is so."""
+        return await self._drain.wait(timeout_s)
+
+    def give_up(self, reason: str) -> None:
+        """Let go of all that is left, for other workers to go on with. `drain` first, and again until it is gone."""
+        for key in list(self._gateway_of):
+            self._fail(key, reason, True)
+            self._sender.cancel(key, reason)
 
     async def stop(self) -> None:
         """Leave at once: what is unfinished fails over to other workers."""
         await self._registration.stop()
         await self._port.close("the prefill worker stops")
         await self._steps.stop()
-        await asyncio.to_thread(self._model.runner.close)
         self._prefix.close()
         self._sender.stop()
-        await self._thread.run(self._transport.close())
+        await self._thread.run(self._parts.transport.close())
         self._thread.stop()
 
     # --- requests in ---
@@ -256,6 +245,7 @@ class PrefillWorker:
             if seq.key in self._gateway_of:
                 self._first_token(seq, sampled)
         self._port.flush()
+        self._drain.note()
 
     def _first_token(self, seq: Sequence, sampled: SampledToken) -> None:
         index = len(seq.output_token_ids)
@@ -281,6 +271,7 @@ class PrefillWorker:
         for item in plan.items:
             self._fail(item.seq.key, f"the prefill step failed: {error}", True)
             self._sender.cancel(item.seq.key, "the prefill step failed")
+        self._drain.note()
 
     # --- ends ---
 

@@ -5,12 +5,12 @@ Everything between gateway and workers is what runs under Serve; only the proces
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler import SchedulerPolicy
@@ -21,7 +21,7 @@ from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import StepOutput, StepPlan
 from kv_transfer.block_events import BlockEventLog
-from kv_transfer.messages import Endpoint, RequestSpec, TokenEvent
+from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
@@ -29,6 +29,7 @@ from kv_transfer.tiers.tiers_config import TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity
+from kv_transfer.worker_parts import WorkerParts
 from kv_transfer.worker_port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.waiting import HANGS_S, eventually
@@ -95,31 +96,13 @@ class MiniCluster:
         assert await self.orchestrator._links.wait_up(wanted, timeout_s), "the workers did not come up"
 
     async def add_prefill(self) -> PrefillWorker:
-        model, identity, lower_tiers, events = self._load(self.config.prefill_engine, "prefill")
-        worker = PrefillWorker(
-            model,
-            self.config.prefill,
-            identity,
-            self.config.transfer.open(identity, "127.0.0.1"),
-            self._locate,
-            lower_tiers=lower_tiers,
-            events=events,
-        )
+        worker = PrefillWorker(self._load(self.config.prefill_engine, "prefill"), self.config.prefill)
         await worker.start()
         self.prefills.append(worker)
         return worker
 
     async def add_decode(self) -> DecodeWorker:
-        model, identity, lower_tiers, events = self._load(self.config.decode_engine, "decode")
-        worker = DecodeWorker(
-            model,
-            self.config.decode,
-            identity,
-            self.config.transfer.open(identity, "127.0.0.1"),
-            self._locate,
-            lower_tiers=lower_tiers,
-            events=events,
-        )
+        worker = DecodeWorker(self._load(self.config.decode_engine, "decode"), self.config.decode)
         await worker.start()
         self.decodes.append(worker)
         return worker
@@ -131,15 +114,20 @@ class MiniCluster:
         else:
             self.decodes.remove(worker)
         self.models.remove(worker._model)
-        await worker.stop()
+        await self._end(worker)
 
     async def stop(self) -> None:
         await self.orchestrator.stop()
         for worker in self.workers:
-            await worker.stop()
+            await self._end(worker)
         for close in self._close_tiers:
             await close()
         await self.scheduler.stop()
+
+    @staticmethod
+    async def _end(worker: PrefillWorker | DecodeWorker) -> None:
+        await worker.stop()
+        await asyncio.to_thread(worker._model.runner.close)
 
     async def generate(
         self, request_id: str, prompt: list[int], params: SamplingParams, **spec: object
@@ -191,9 +179,7 @@ class MiniCluster:
     async def _locate(self) -> Endpoint:
         return self.scheduler.endpoint
 
-    def _load(
-        self, options: dict[str, object], role: Literal["prefill", "decode"]
-    ) -> tuple[LoadedModel, Identity, PrefixTiers | None, BlockEventLog | None]:
+    def _load(self, options: dict[str, object], role: Role) -> WorkerParts:
         defaults = EngineConfig(
             model_ref=self.config.model_ref,
             model_name="model",
@@ -218,7 +204,14 @@ class MiniCluster:
         self.models.append(model)
         if lower is not None:
             self.tiers.append(lower)
-        return model, identity, lower, events
+        return WorkerParts(
+            model=model,
+            identity=identity,
+            transport=self.config.transfer.open(identity, "127.0.0.1"),
+            locate_scheduler=self._locate,
+            lower_tiers=lower,
+            events=events,
+        )
 
     def _worker_identity(self, model: LoadedModel, role: str) -> Identity:
         number = secrets.token_hex(4)

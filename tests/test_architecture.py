@@ -41,9 +41,6 @@ FOREIGN = {
     "decode_workers": HTTP | {"ray"},
 }
 EXCEPTIONS = {
-    # Thin translations to Ray Serve.
-    ("prefill_workers/deployment.py", "ray"),
-    ("decode_workers/deployment.py", "ray"),
     # Names the errors that the Hugging Face hub's client lets through.
     ("engine/model_store.py", "httpx"),
 }
@@ -90,7 +87,7 @@ def test_imports_are_seen_wherever_they_stand() -> None:
     """The checks above find nothing, so what they look with is itself looked at."""
     seen = set(imports(Path(__file__)))
     assert {("importlib.metadata", ""), ("pathlib", "Path"), ("kernels", "")} <= seen
-    assert any(module.partition(".")[0] == "ray" for module, _ in imports(ROOT / "prefill_workers" / "deployment.py"))
+    assert any(module.partition(".")[0] == "ray" for module, _ in imports(ROOT / "cluster" / "worker_deployment.py"))
 
 
 @pytest.mark.parametrize("package", PRODUCT)

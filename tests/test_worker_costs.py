@@ -169,8 +169,8 @@ async def test_a_prefill_worker_decodes_nothing(llama: SmallModel) -> None:
 
 def test_the_settings_say_how_long_workers_calibrate() -> None:
     config = load_config({"prefill": {"calibration_s": 0.5}})
-    assert prefill_worker(config, "127.0.0.1").calibration_s == 0.5
-    assert decode_worker(config, "127.0.0.1").calibration_s == config.decode.calibration_s == 2.0
+    assert prefill_worker(config).calibration_s == 0.5
+    assert decode_worker(config).calibration_s == config.decode.calibration_s == 2.0
 
 
 async def test_cluster_shows_the_cost_model(llama: SmallModel) -> None:

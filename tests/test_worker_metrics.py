@@ -245,9 +245,9 @@ async def test_cluster_shows_what_the_block_index_knows(llama: SmallModel, tmp_p
         assert before["num_gaps"] == 0
         assert before["num_snapshots_asked"] == 0
 
-        assert worker._events is not None
+        assert worker._parts.events is not None
         drop(cluster.models[0].block_pool)
-        lost = worker._events.take()  # a report that never arrives
+        lost = worker._parts.events.take()  # a report that never arrives
         assert isinstance(lost[0], BlockEvents)
         await eventually(lambda: index_of(cluster, worker)["num_gaps"] == 1, 5.0, "the gap is not seen")
         await eventually(lambda: index_of(cluster, worker)["in_step"], 5.0, "the index stays out of step")

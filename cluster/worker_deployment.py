@@ -1,0 +1,71 @@
+"""A worker replica as a Ray Serve deployment: translates Serve's life cycle and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from engine.loading import EngineConfig
+from kv_transfer.messages import Endpoint, Role
+from kv_transfer.tiers.tiers_config import TiersConfig
+from kv_transfer.tiers.worker_tiers import WorkerTiers
+from kv_transfer.transfer_config import TransferConfig
+from kv_transfer.worker_parts import WorkerRole
+from kv_transfer.worker_replica import ReplicaSite, WorkerReplica
+
+DRAIN_S = 20.0  # within Serve's graceful_shutdown_timeout_s: see `cluster.app`
+
+
+class WorkerDeployment:
+    """One replica is one worker, at first of its pool's role. Requests reach its own port, without Serve."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        role: Role,
+        roles: Mapping[Role, WorkerRole],
+        engine: EngineConfig,
+        tiers: TiersConfig,
+        transfer: TransferConfig,
+        secret: bytes,
+        scheduler: DeploymentHandle,
+        host: str,
+    ) -> None:
+        # Read by torch at its first allocation: huge pages for weights and KV are worth 4 to 10 % of a decode step.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+        async def locate_scheduler() -> Endpoint:
+            endpoint: Endpoint = await scheduler.endpoint.remote()
+            return endpoint
+
+        site = ReplicaSite(
+            name=f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}",
+            node_id=ray.get_runtime_context().get_node_id(),
+            host=resolve_host(host),
+            secret=secret,
+        )
+        self._replica = WorkerReplica(role, roles, WorkerTiers(tiers, engine, secret), transfer, site, locate_scheduler)
+        await self._replica.start()
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces the replica after repeated failures."""
+        if not self._replica.healthy:
+            raise RuntimeError(
+                "the worker's step loop has ended or fails repeatedly, or a change of its role failed; see its log"
+            )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the pool's autoscaling policy goes by."""
+        return {"load": self._replica.load()}
+
+    async def __del__(self) -> None:
+        """Serve's graceful shutdown: finish what is here, as far as time allows."""
+        await self._replica.stop(DRAIN_S)
+
+
+def resolve_host(host: str) -> str:
+    """The address to listen on, on this node: `host`, or this node's own where the configuration says `node`."""
+    return ray.util.get_node_ip_address() if host == "node" else host

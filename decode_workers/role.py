@@ -1,0 +1,21 @@
+"""How a replica becomes a decode worker: see `kv_transfer.worker_parts.WorkerRole`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from kv_transfer.messages import WorkerSnapshot
+from kv_transfer.worker_parts import WorkerParts
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRole:
+    config: DecodeWorkerConfig
+
+    def make(self, parts: WorkerParts) -> DecodeWorker:
+        return DecodeWorker(parts, self.config)
+
+    def load(self, snapshot: WorkerSnapshot) -> float:
+        """Sequences that it holds."""
+        return float(snapshot.num_running + snapshot.num_waiting)

@@ -1,0 +1,21 @@
+"""How a replica becomes a prefill worker: see `kv_transfer.worker_parts.WorkerRole`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.messages import WorkerSnapshot
+from kv_transfer.worker_parts import WorkerParts
+from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRole:
+    config: PrefillWorkerConfig
+
+    def make(self, parts: WorkerParts) -> PrefillWorker:
+        return PrefillWorker(parts, self.config)
+
+    def load(self, snapshot: WorkerSnapshot) -> float:
+        """Prompt tokens that wait."""
+        return float(snapshot.queued_prefill_tokens)
