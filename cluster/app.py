@@ -179,23 +179,25 @@ class Gateway:
 
         self._config = config
         self._tenants = Tenants(secret)
+        self._identity = control_identity("gateway", secret)
+        self._slo = SloAccount(config.slo_classes, model=config.model.name)
         self._orchestrator = Orchestrator(
-            control_identity("gateway", secret),
+            self._identity,
             OrchestratorConfig(
                 request_deadline_s=config.gateway.request_deadline_s, max_attempts=config.gateway.retries + 1
             ),
             locate_scheduler,
+            self._slo.hear,
         )
-        self._slo = SloAccount(config.slo_classes, model=config.model.name, publish=self._orchestrator.publish_slo)
         self._orchestrator.start()
-        self._slo.start()
+        self._slo.start(self._orchestrator.publish_slo)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve after the constructor."""
         config = self._config
         metrics = Metrics()
         metrics.registry.register(WorkerMetrics(self._orchestrator.reports))
-        metrics.registry.register(SloMetrics(self._slo))
+        metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))
         api = Api(
             generator=self._orchestrator,
             tokenizer=Tokenizer(resolve_model(config.model.ref)),

@@ -1,4 +1,4 @@
-"""`GET /slo`: how well the answering gateway keeps its promises, as JSON in milliseconds."""
+"""`GET /slo`: how well promises are kept, as JSON in milliseconds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from fastapi import APIRouter, Request
 
 from cluster.api import Api
 from cluster.slo import SloClass
+from cluster.slo_account import Scope
 from cluster.slo_tracker import Burn, SeriesSnapshot
 
 router = APIRouter()
 
 
 @router.get("/slo", response_model=None)
-async def slo(request: Request) -> dict[str, Any]:
+async def slo(request: Request, scope: Scope = "cluster") -> dict[str, Any]:
     """Targets, and figures of the sliding windows: of each class, and of each class on each worker."""
     api: Api = request.app.state.api
     return {
+        "scope": scope,
         "default_class": api.slo.classes.default,
         "targets": {slo_class.name: _targets(slo_class) for slo_class in api.slo.classes.classes},
-        "classes": [_figures(snapshot) for snapshot in api.slo.totals()],
-        "workers": [{"worker": snapshot.key.replica, **_figures(snapshot)} for snapshot in api.slo.replicas()],
+        "classes": [_figures(snapshot) for snapshot in api.slo.totals(scope)],
+        "workers": [{"worker": snapshot.key.replica, **_figures(snapshot)} for snapshot in api.slo.replicas(scope)],
     }
 
 

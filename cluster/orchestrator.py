@@ -70,11 +70,13 @@ class Orchestrator:
         identity: Identity,
         config: OrchestratorConfig,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        on_slo: Callable[[bytes], None] = lambda report: None,
     ) -> None:
+        """`on_slo` is told how requests fared at other gateways, as `publish_slo` tells those of this one's."""
         self._config = config
         self._runs: dict[str, RequestRun] = {}
         self._links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
-        self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas)
+        self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas, on_slo)
         self._replicas_changed = asyncio.Event()
 
     def start(self) -> None:

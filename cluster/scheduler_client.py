@@ -25,6 +25,7 @@ from kv_transfer.messages import (
     Placement,
     Replicas,
     Role,
+    SloUpdate,
     Unplaceable,
     WorkerInfo,
     WorkerSnapshot,
@@ -42,17 +43,20 @@ SETTLE_S = 3.0
 
 
 class SchedulerClient:
-    """Places requests and keeps the newest list of workers. `on_replicas` is called with each new list."""
+    """Places requests and keeps the newest list of workers. `on_replicas` is called with each new list, `on_slo` with
+    how requests fared at other gateways."""
 
     def __init__(
         self,
         identity: Identity,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         on_replicas: Callable[[list[WorkerInfo]], None],
+        on_slo: Callable[[bytes], None] = lambda report: None,
     ) -> None:
         self._identity = identity
         self._locate_scheduler = locate_scheduler
         self._on_replicas = on_replicas
+        self._on_slo = on_slo
         self._connection: Connection | None = None
         # By request and attempt: an answer that comes too late for one attempt is none to the next.
         self._waiting: dict[SequenceKey, asyncio.Future[Placement | Unplaceable]] = {}
@@ -197,6 +201,8 @@ class SchedulerClient:
                     answer.set_exception(TransportError("the scheduler does not know its workers yet"))
                 else:
                     answer.set_result(message)
+            case SloUpdate(report=report):
+                self._on_slo(report)
             case _:
                 logger.warning("the scheduler sent %s, which a gateway has no use for", type(message).__name__)
 

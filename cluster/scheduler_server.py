@@ -135,8 +135,8 @@ class SchedulerServer:
                     case Place(request_id=request_id):
                         unfinished.add(request_id)
                         connection.post(self._scheduler.place(message, time.monotonic()))
-                    case SloUpdate(report=report):
-                        self._on_slo(connection, report)
+                    case SloUpdate():
+                        self._on_slo(connection, message)
                     case Ended(request_id=request_id):
                         unfinished.discard(request_id)
                         self._scheduler.ended(request_id)
@@ -147,10 +147,13 @@ class SchedulerServer:
             for request_id in unfinished:
                 self._scheduler.ended(request_id)
 
-    def _on_slo(self, gateway: Connection, report: bytes) -> None:
-        """A gateway with other classes, while a new configuration rolls out, is no reason to lose it."""
+    def _on_slo(self, gateway: Connection, message: SloUpdate) -> None:
+        """Count it here, and pass it on to the other gateways. One with other classes, while settings roll out, is no
+        reason to lose it."""
+        for other in self._gateways - {gateway}:
+            other.post(message)
         try:
-            self.slo.absorb(time.monotonic(), SloReport.from_bytes(report))
+            self.slo.absorb(time.monotonic(), SloReport.from_bytes(message.report))
         except ValueError as error:
             logger.warning("how requests fared at %s is not counted: %s", gateway.peer.worker_id, error)
 

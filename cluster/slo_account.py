@@ -1,16 +1,18 @@
-"""One gateway's account of its promises: collects what happens to requests and knows how things stand.
+"""One gateway's account of promises: collects what happens to its requests and knows how things stand.
 
-Every `PERIOD_S`, and whenever somebody asks, what is new goes into the gateway's own tracker and to `publish`, so that
-others can add up the accounts of all gateways. Knows no HTTP and no Prometheus.
+Every `PERIOD_S`, and whenever somebody asks, what is new goes into the gateway's own tracker, and out to the others.
+What they tell in turn goes, with its own, into a tracker of the whole cluster; without a scheduler to pass such news on
+the cluster is this gateway alone. Knows no HTTP and no Prometheus.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Literal
 
 from cluster.errors import ApiError
 from cluster.request_terms import RequestTerms
@@ -19,30 +21,31 @@ from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_report import Counts, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
 from cluster.slo_tracker import SeriesSnapshot, SloTracker
 
+logger = logging.getLogger(__name__)
+
 PERIOD_S: Final = 1.0
-
-
-def _nobody(report: SloReport) -> None:
-    """Nobody wants to know."""
+Scope = Literal["gateway", "cluster"]
 
 
 class SloAccount:
-    """`publish` is given each report once, after it was absorbed here."""
+    """Times are of this process's monotonic clock."""
 
-    def __init__(
-        self, classes: SloConfig = NO_TARGETS, *, model: str, publish: Callable[[SloReport], None] = _nobody
-    ) -> None:
+    def __init__(self, classes: SloConfig = NO_TARGETS, *, model: str) -> None:
         now = time.monotonic()
         self.classes = classes
         self._model = model
-        self._publish = publish
         self._recorder = SloRecorder()
-        self._tracker = SloTracker(classes, now_s=now)
+        self._trackers: dict[Scope, SloTracker] = {
+            "gateway": SloTracker(classes, now_s=now),
+            "cluster": SloTracker(classes, now_s=now),
+        }
         self._counts = {SeriesKey(slo_class.name, model, ""): Counts() for slo_class in classes.classes}
+        self._publish: Callable[[SloReport], None] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Settle periodically from now on."""
+    def start(self, publish: Callable[[SloReport], None]) -> None:
+        """Settle periodically from now on, and give each report to `publish` once."""
+        self._publish = publish
         self._task = asyncio.create_task(self._run(), name="slo-account")
 
     async def stop(self) -> None:
@@ -65,31 +68,40 @@ class SloAccount:
                 self._recorder.ended(Served(slo=terms.slo, model=self._model), end)
             raise
 
+    def hear(self, report: bytes) -> None:
+        """What another gateway has told. One with other classes, while settings roll out, does not count here."""
+        try:
+            self._trackers["cluster"].absorb(time.monotonic(), SloReport.from_bytes(report))
+        except ValueError as error:
+            logger.warning("how requests fared at another gateway is not counted: %s", error)
+
     def settle(self) -> None:
         """Absorb and publish what is new."""
         report = self._recorder.take()
         if not report.tallies:
             return
-        self._tracker.absorb(time.monotonic(), report)
+        for tracker in self._trackers.values():
+            tracker.absorb(time.monotonic(), report)
         for key in self._counts.keys() & report.tallies.keys():
             self._counts[key] = Counts.total((self._counts[key], report.tallies[key].counts))
-        self._publish(report)
+        if self._publish is not None:
+            self._publish(report)
 
     def counts(self) -> Mapping[SeriesKey, Counts]:
-        """Of each class, since the start."""
+        """Of this gateway's requests of each class, since the start."""
         self.settle()
         return self._counts
 
-    def totals(self) -> list[SeriesSnapshot]:
+    def totals(self, scope: Scope) -> list[SeriesSnapshot]:
         """Of each class, over all workers; of those without news, too."""
         self.settle()
         now = time.monotonic()
-        return [self._tracker.snapshot(now, key) for key in self._counts]
+        return [self._trackers[scope].snapshot(now, key) for key in self._counts]
 
-    def replicas(self) -> list[SeriesSnapshot]:
+    def replicas(self, scope: Scope) -> list[SeriesSnapshot]:
         """Of each class on each worker that there is news of."""
         self.settle()
-        return self._tracker.replicas(time.monotonic())
+        return self._trackers[scope].replicas(time.monotonic())
 
     async def _run(self) -> None:
         while True:

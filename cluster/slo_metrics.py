@@ -1,7 +1,8 @@
-"""Prometheus metrics of a gateway's promises. Latencies and rates are of the account's sliding windows.
+"""Prometheus metrics of promises, computed when they are asked for.
 
-Computed when they are asked for. Counters are for adding up over gateways and over longer times; quantiles of several
-gateways do not add up, so each gateway's stand for the requests that it served itself.
+Quantiles and rates are of sliding windows and of the whole cluster, so whichever gateway answers tells the same;
+quantiles could not be added up afterwards. Counters are each gateway's own, under its name, to be added up over any
+time.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ _CLASS: Final = ("slo_class", "model")
 
 
 class SloMetrics(Collector):
-    """Reads an account."""
+    """Reads the account of one gateway, which is called `gateway`."""
 
-    def __init__(self, account: SloAccount) -> None:
+    def __init__(self, account: SloAccount, gateway: str) -> None:
         self._account = account
+        self._gateway = gateway
 
     def collect(self) -> Iterator[Family]:
-        totals = self._account.totals()
+        totals = self._account.totals("cluster")
         yield from _targets(self._account.classes)
         yield _latencies(totals)
         yield from _rates(totals)
         yield from _budgets(totals)
-        yield from _counters(self._account.counts())
-        yield from _workers(self._account.replicas())
+        yield from _counters(self._account.counts(), self._gateway)
+        yield from _workers(self._account.replicas("cluster"))
 
 
 def _targets(classes: SloConfig) -> Iterator[Family]:
@@ -95,14 +97,15 @@ def _budgets(totals: list[SeriesSnapshot]) -> Iterator[Family]:
     yield burn
 
 
-def _counters(counts: Mapping[SeriesKey, Counts]) -> Iterator[Family]:
-    promises = CounterMetricFamily("legato_slo_promises", "Promises by what became of them", labels=(*_CLASS, "result"))
-    late = CounterMetricFamily("legato_slo_late", "Requests by what came too late", labels=(*_CLASS, "what"))
-    ended = CounterMetricFamily("legato_slo_unfinished", "Requests that were not finished", labels=(*_CLASS, "outcome"))
-    tokens = CounterMetricFamily("legato_slo_tokens", "Tokens of requests that ended", labels=_CLASS)
-    good = CounterMetricFamily("legato_slo_good_tokens", "Of those, of requests that kept their promise", labels=_CLASS)
+def _counters(counts: Mapping[SeriesKey, Counts], gateway: str) -> Iterator[Family]:
+    own = (*_CLASS, "gateway")
+    promises = CounterMetricFamily("legato_slo_promises", "Promises by what became of them", labels=(*own, "result"))
+    late = CounterMetricFamily("legato_slo_late", "Requests by what came too late", labels=(*own, "what"))
+    ended = CounterMetricFamily("legato_slo_unfinished", "Requests that were not finished", labels=(*own, "outcome"))
+    tokens = CounterMetricFamily("legato_slo_tokens", "Tokens of requests that ended", labels=own)
+    good = CounterMetricFamily("legato_slo_good_tokens", "Of those, of requests that kept their promise", labels=own)
     for (slo_class, model, _), counted in counts.items():
-        labels = [slo_class, model]
+        labels = [slo_class, model, gateway]
         promises.add_metric([*labels, "met"], counted.met)
         promises.add_metric([*labels, "missed"], counted.missed)
         late.add_metric([*labels, "first_byte"], counted.late_first)

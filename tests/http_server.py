@@ -39,7 +39,7 @@ def running_server(
     settings = settings or GatewaySettings()
     account = SloAccount(slo, model=MODEL)
     metrics = Metrics()
-    metrics.registry.register(SloMetrics(account))
+    metrics.registry.register(SloMetrics(account, "gateway-1"))
     api = Api(
         generator=generator,
         tokenizer=tokenizer,

@@ -86,9 +86,9 @@ class MiniCluster:
         self.scheduler = SchedulerServer(self.config.policy, self._identity("scheduler"), broadcast_period_s=0.2)
         await self.scheduler.start("127.0.0.1")
 
-    def new_orchestrator(self) -> Orchestrator:
+    def new_orchestrator(self, on_slo: Callable[[bytes], None] = lambda report: None) -> Orchestrator:
         """One more gateway, for the caller to start and stop."""
-        return Orchestrator(self._identity("gateway"), self.config.orchestrator, self._locate)
+        return Orchestrator(self._identity("gateway"), self.config.orchestrator, self._locate, on_slo)
 
     async def ready(self, timeout_s: float = HANGS_S) -> None:
         """Until the gateway is connected to every worker."""

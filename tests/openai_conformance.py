@@ -177,11 +177,21 @@ def n_gives_distinct_choices(target: Target) -> None:
 def sampling_fields_are_accepted(target: Target) -> None:
     extra = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "cache_salt": "tenant-1"}
     penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "temperature": 0.8, "top_p": 0.9}
-    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "safety_identifier": "s"}
     answer = target.chat(max_tokens=4, extra_body=extra, **penalties, **harmless)
     assert answer.usage.completion_tokens <= 4
     assert target.complete(max_tokens=4, extra_body={"top_k": -1}, best_of=1, suffix="", user="u").choices
     assert target.chat(max_tokens=2, response_format={"type": "text"}, tools=[], tool_choice="none").choices
+
+
+def service_tiers_of_openai_are_understood(target: Target) -> None:
+    for asked, answered in (("auto", "default"), ("default", "default"), ("flex", "flex"), ("priority", "priority")):
+        assert target.chat(max_tokens=1, service_tier=asked).service_tier == answered
+        assert {part.service_tier for part in target.chat(max_tokens=2, service_tier=asked, stream=True)} == {answered}
+    assert target.chat(max_tokens=1).service_tier == "default"
+    body = {"model": target.model, "messages": MESSAGES, "service_tier": "no such tier"}
+    refused = target.http.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "service_tier"
 
 
 def usage_comes_last_in_a_stream(target: Target) -> None:
@@ -442,6 +452,7 @@ CHECKS: Final[tuple[Callable[[Target], None], ...]] = (
     seeds_repeat_and_differ,
     n_gives_distinct_choices,
     sampling_fields_are_accepted,
+    service_tiers_of_openai_are_understood,
     usage_comes_last_in_a_stream,
     chat_logprobs_have_openai_shape,
     completion_logprobs_have_openai_shape,

@@ -1,4 +1,4 @@
-"""Accounts of promises over real workers: on whom requests were, and what the scheduler learns from all gateways."""
+"""Accounts of promises over real workers: on whom requests were, and what scheduler and gateways tell each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cluster.journey import Journey
-from cluster.orchestrator import Orchestrator
 from cluster.request_terms import RequestTerms
 from cluster.slo import NO_TARGETS, SloClass, SloConfig
 from cluster.slo_account import SloAccount
@@ -19,9 +18,10 @@ from cluster.slo_tracker import SeriesSnapshot
 from kv_transfer.messages import RequestSpec, SloUpdate
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
-from tests.waiting import eventually
+from tests.waiting import HANGS_S, eventually
 
 PROMPT = random_prompts([60], seed=3)[0]
+GOLD = SloConfig(classes=(SloClass(name="gold"),), default="gold")
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +29,44 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
-class GatewayAccount:
-    """A gateway, as far as promises go: an orchestrator and an account that tells the scheduler."""
+class Gateway:
+    """As far as promises go: an orchestrator and an account."""
 
-    def __init__(self, orchestrator: Orchestrator, classes: SloConfig = NO_TARGETS) -> None:
-        self._orchestrator = orchestrator
-        self.account = SloAccount(classes, model="model", publish=orchestrator.publish_slo)
+    def __init__(self, cluster: MiniCluster, classes: SloConfig) -> None:
+        self.account = SloAccount(classes, model="model")
+        self.orchestrator = cluster.new_orchestrator(self.account.hear)
 
     async def serve(self, request_id: str, num_tokens: int) -> Journey:
         """One request from its arrival to its last token; where it was served."""
-        watch = self.account.watch(RequestTerms(slo=self.account.classes.choose(None, {})), 1)
+        terms = RequestTerms(slo=self.account.classes.choose(None, {}))
+        watch = self.account.watch(terms, 1)
         (sequence,) = watch.sequences
-        request = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens))
-        async for _ in self._orchestrator.generate(request, None, sequence.journey):
+        request = RequestSpec(
+            request_id=request_id, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens), cache_salt=request_id
+        )
+        async for _ in self.orchestrator.generate(request, terms, sequence.journey):
             sequence.token()
             watch.first_byte()
         watch.ended(Outcome.FINISHED, num_tokens)
         return sequence.journey
+
+    def counts(self) -> dict[str, Counts]:
+        """What it knows of the whole cluster."""
+        return {snapshot.key.slo_class: snapshot.counts for snapshot in self.account.totals("cluster")}
+
+
+@asynccontextmanager
+async def gateway(cluster: MiniCluster, classes: SloConfig = NO_TARGETS) -> AsyncIterator[Gateway]:
+    started = Gateway(cluster, classes)
+    started.orchestrator.start()
+    started.account.start(started.orchestrator.publish_slo)
+    try:
+        wanted = {worker.info.worker_id for worker in cluster.workers}
+        assert await started.orchestrator._links.wait_up(wanted, HANGS_S)
+        yield started
+    finally:
+        await started.account.stop()
+        await started.orchestrator.stop()
 
 
 def known(cluster: MiniCluster, replica: str = "") -> SeriesSnapshot:
@@ -53,28 +74,19 @@ def known(cluster: MiniCluster, replica: str = "") -> SeriesSnapshot:
     return cluster.scheduler.slo.snapshot(time.monotonic(), SeriesKey("default", "model", replica))
 
 
-@asynccontextmanager
-async def gateways(cluster: MiniCluster) -> AsyncIterator[tuple[GatewayAccount, GatewayAccount]]:
-    second = cluster.new_orchestrator()
-    second.start()
-    try:
-        assert await second._links.wait_up({worker.info.worker_id for worker in cluster.workers}, 60)
-        yield GatewayAccount(cluster.orchestrator), GatewayAccount(second)
-    finally:
-        await second.stop()
-
-
-def test_the_scheduler_adds_up_what_all_gateways_saw(llama: SmallModel) -> None:
+def test_the_scheduler_and_every_gateway_know_what_all_gateways_saw(llama: SmallModel) -> None:
     async def run() -> None:
-        async with mini_cluster(MiniClusterConfig(model_ref=str(llama.folder))) as cluster, gateways(cluster) as pair:
-            for number, gateway in enumerate(pair):
-                journey = await gateway.serve(f"r{number}", 10 + number)
-                assert journey.prefill == cluster.prefills[0].info.worker_id
-                assert journey.decode == cluster.decodes[0].info.worker_id
-                gateway.account.settle()
-            await eventually(lambda: known(cluster).counts.met == 2)
-            assert known(cluster).counts == Counts(met=2, tokens=21, met_tokens=21)
+        config = MiniClusterConfig(model_ref=str(llama.folder))
+        async with mini_cluster(config) as cluster, gateway(cluster) as one, gateway(cluster) as other:
             prefill, decode = cluster.prefills[0].info.worker_id, cluster.decodes[0].info.worker_id
+            for number, each in enumerate((one, other)):
+                journey = await each.serve(f"r{number}", 10 + number)
+                assert (journey.prefill, journey.decode) == (prefill, decode)
+            both = Counts(met=2, tokens=21, met_tokens=21)
+            await eventually(lambda: known(cluster).counts == both)
+            await eventually(lambda: one.counts() == other.counts() == {"default": both})
+            (own,) = one.account.totals("gateway")
+            assert own.counts.tokens == 10
             assert known(cluster, decode).latencies[Metric.GAP].count == 9 + 10
             assert known(cluster, prefill).latencies[Metric.QUEUE].count == 2
             latencies = known(cluster).latencies
@@ -85,17 +97,18 @@ def test_the_scheduler_adds_up_what_all_gateways_saw(llama: SmallModel) -> None:
 
 def test_a_gateway_with_other_classes_goes_on_uncounted(llama: SmallModel) -> None:
     async def run() -> None:
-        async with mini_cluster(MiniClusterConfig(model_ref=str(llama.folder))) as cluster:
-            other = GatewayAccount(cluster.orchestrator, SloConfig(classes=(SloClass(name="gold"),), default="gold"))
-            await other.serve("r0", 3)
-            other.account.settle()
-            cluster.orchestrator._scheduler.tell(SloUpdate(report=b"no report"))
-            mine = GatewayAccount(cluster.orchestrator)
-            await mine.serve("r1", 4)  # placed by the same connection: it was not lost
-            mine.account.settle()
+        config = MiniClusterConfig(model_ref=str(llama.folder))
+        async with mini_cluster(config) as cluster, gateway(cluster, GOLD) as strange, gateway(cluster) as plain:
+            await strange.serve("r0", 3)
+            strange.account.settle()
+            strange.orchestrator._scheduler.tell(SloUpdate(report=b"no report"))
+            await plain.serve("r1", 4)
+            await strange.serve("r2", 5)  # placed over the same connection: it was not lost
             await eventually(lambda: known(cluster).counts.met == 1)
             assert [snapshot.key.slo_class for snapshot in cluster.scheduler.slo.totals(time.monotonic())] == [
                 "default"
             ]
+            assert plain.counts() == {"default": Counts(met=1, tokens=4, met_tokens=4)}
+            assert strange.counts() == {"gold": Counts(met=2, tokens=8, met_tokens=8)}
 
     asyncio.run(run())
