@@ -16,7 +16,7 @@ from cluster.slo_account import SloAccount
 from cluster.slo_report import Counts, Metric, Outcome, SeriesKey
 from cluster.slo_tracker import SeriesSnapshot
 from kv_transfer.messages import RequestSpec, SloUpdate
-from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
+from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.waiting import HANGS_S, eventually
 
@@ -74,41 +74,50 @@ def known(cluster: MiniCluster, replica: str = "") -> SeriesSnapshot:
     return cluster.scheduler.slo.snapshot(time.monotonic(), SeriesKey("default", "model", replica))
 
 
-def test_the_scheduler_and_every_gateway_know_what_all_gateways_saw(llama: SmallModel) -> None:
-    async def run() -> None:
-        config = MiniClusterConfig(model_ref=str(llama.folder))
-        async with mini_cluster(config) as cluster, gateway(cluster) as one, gateway(cluster) as other:
-            prefill, decode = cluster.prefills[0].info.worker_id, cluster.decodes[0].info.worker_id
-            for number, each in enumerate((one, other)):
-                journey = await each.serve(f"r{number}", 10 + number)
-                assert (journey.prefill, journey.decode) == (prefill, decode)
-            both = Counts(met=2, tokens=21, met_tokens=21)
-            await eventually(lambda: known(cluster).counts == both)
-            await eventually(lambda: one.counts() == other.counts() == {"default": both})
-            (own,) = one.account.totals("gateway")
-            assert own.counts.tokens == 10
-            assert known(cluster, decode).latencies[Metric.GAP].count == 9 + 10
-            assert known(cluster, prefill).latencies[Metric.QUEUE].count == 2
-            latencies = known(cluster).latencies
-            assert latencies[Metric.QUEUE].p50_s <= latencies[Metric.TTFT].p50_s * 1.03  # both within 1 %
-
-    asyncio.run(run())
+async def test_the_scheduler_and_every_gateway_know_what_all_gateways_saw(llama: SmallModel) -> None:
+    config = MiniClusterConfig(model_ref=str(llama.folder))
+    async with mini_cluster(config) as cluster, gateway(cluster) as one, gateway(cluster) as other:
+        prefill, decode = cluster.prefills[0].info.worker_id, cluster.decodes[0].info.worker_id
+        for number, each in enumerate((one, other)):
+            journey = await each.serve(f"r{number}", 10 + number)
+            assert (journey.prefill, journey.decode) == (prefill, decode)
+        both = Counts(met=2, tokens=21, met_tokens=21)
+        await eventually(lambda: known(cluster).counts == both)
+        await eventually(lambda: one.counts() == other.counts() == {"default": both})
+        (own,) = one.account.totals("gateway")
+        assert own.counts.tokens == 10
+        assert known(cluster, decode).latencies[Metric.GAP].count == 9 + 10
+        assert known(cluster, prefill).latencies[Metric.QUEUE].count == 2
+        latencies = known(cluster).latencies
+        assert latencies[Metric.QUEUE].p50_s <= latencies[Metric.TTFT].p50_s * 1.03  # both within 1 %
 
 
-def test_a_gateway_with_other_classes_goes_on_uncounted(llama: SmallModel) -> None:
-    async def run() -> None:
-        config = MiniClusterConfig(model_ref=str(llama.folder))
-        async with mini_cluster(config) as cluster, gateway(cluster, GOLD) as strange, gateway(cluster) as plain:
-            await strange.serve("r0", 3)
-            strange.account.settle()
-            strange.orchestrator._scheduler.tell(SloUpdate(report=b"no report"))
-            await plain.serve("r1", 4)
-            await strange.serve("r2", 5)  # placed over the same connection: it was not lost
-            await eventually(lambda: known(cluster).counts.met == 1)
-            assert [snapshot.key.slo_class for snapshot in cluster.scheduler.slo.totals(time.monotonic())] == [
-                "default"
-            ]
-            assert plain.counts() == {"default": Counts(met=1, tokens=4, met_tokens=4)}
-            assert strange.counts() == {"gold": Counts(met=2, tokens=8, met_tokens=8)}
+async def test_a_gateway_with_other_classes_goes_on_uncounted(llama: SmallModel) -> None:
+    config = MiniClusterConfig(model_ref=str(llama.folder))
+    async with mini_cluster(config) as cluster, gateway(cluster, GOLD) as strange, gateway(cluster) as plain:
+        await strange.serve("r0", 3)
+        strange.account.settle()
+        strange.orchestrator._scheduler.tell(SloUpdate(report=b"no report"))
+        await plain.serve("r1", 4)
+        await strange.serve("r2", 5)  # placed over the same connection: it was not lost
+        await eventually(lambda: known(cluster).counts.met == 1)
+        assert [snapshot.key.slo_class for snapshot in cluster.scheduler.slo.totals(time.monotonic())] == ["default"]
+        assert plain.counts() == {"default": Counts(met=1, tokens=4, met_tokens=4)}
+        assert strange.counts() == {"gold": Counts(met=2, tokens=8, met_tokens=8)}
 
-    asyncio.run(run())
+
+@pytest.mark.parametrize("num_prefill", [1, 0], ids=["prefill worker", "decode worker alone"])
+async def test_queue_time_reaches_to_the_first_step(llama: SmallModel, num_prefill: int) -> None:
+    config = MiniClusterConfig(model_ref=str(llama.folder), num_prefill=num_prefill)
+    async with mini_cluster(config) as cluster, gateway(cluster) as one:
+        with brake(cluster.models[0].runner) as held:
+            first = asyncio.create_task(one.serve("r0", 2))
+            await held.reached()
+            second = asyncio.create_task(one.serve("r1", 2))
+            await eventually(lambda: cluster.workers[0]._scheduler.num_waiting == 1)
+            await asyncio.sleep(1.0)  # which the second one waits, and the first one does not: it is being computed
+        journeys = await asyncio.gather(first, second)
+        assert journeys[1].worker_wait_s > 0.9 > journeys[0].worker_wait_s
+        (figures,) = one.account.totals("gateway")
+        assert figures.latencies[Metric.QUEUE].count == 2
+        assert figures.latencies[Metric.QUEUE].p99_s < figures.latencies[Metric.TTFT].p99_s * 1.03
