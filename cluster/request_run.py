@@ -149,6 +149,8 @@ class RequestRun:
         while not self.ended and (head := self._early.pop(len(self.emitted), None)) is not None:
             self.state = RequestState.DECODING
             self.emitted.append(head.token_id)
+            if head.waited_s is not None:
+                self.journey.worker_wait_s = head.waited_s
             ready.append(head)
             if head.finish_reason is not None:
                 self.end(RequestState.FINISHED)

@@ -5,6 +5,7 @@ Written by the worker scheduler that holds it; runner and sampler only read.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -79,10 +80,22 @@ class Sequence:
     num_brought: dict[Literal["neighbours", "disk"], int] = field(default_factory=dict)
     prefix: PrefixHasher | None = None  # of the tokens hashed so far; tokens never change, so it is only extended
     num_published: int = 0  # leading full blocks already made findable in the prefix cache
+    accepted_at: float = field(default_factory=time.monotonic)  # this and the next: seconds of `time.monotonic()`
+    began_at: float | None = None  # when its first step was planned
 
     @property
     def key(self) -> SequenceKey:
         return self.request_id, self.attempt
+
+    def begin(self) -> None:
+        """A step with it is about to run; only the first one counts."""
+        if self.began_at is None:
+            self.began_at = time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        """From its being accepted here to its first step."""
+        return (time.monotonic() if self.began_at is None else self.began_at) - self.accepted_at
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -114,6 +114,8 @@ class StepLoop:
             plan = self._plan()
             if plan.items or plan.copies:
                 work = StepWork.of_plan(plan)  # before the step changes its sequences
+                for item in plan.items:
+                    item.seq.begin()
                 if await self._step(plan):
                     self.costs.observe(work, time.perf_counter() - began)
             else:

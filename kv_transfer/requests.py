@@ -29,7 +29,7 @@ def token_event(
     num_cached_tokens: int | None,
     prompt_logprobs: list[TokenLogprobs] | None,
 ) -> TokenEvent:
-    """The `index`-th output token of `seq` as the gateway sees it."""
+    """The `index`-th output token of `seq` as the gateway sees it. `num_cached_tokens`: only of the attempt's first."""
     chosen = token.logprobs
     return TokenEvent(
         request_id=seq.request_id,
@@ -40,5 +40,6 @@ def token_event(
         logprob=None if chosen is None else chosen.logprob,
         top_logprobs=None if chosen is None else chosen.top,
         num_cached_tokens=num_cached_tokens,
+        waited_s=None if num_cached_tokens is None else seq.waited_s,
         prompt_logprobs=None if prompt_logprobs is None else [(p.logprob, p.top) for p in prompt_logprobs],
     )

@@ -78,7 +78,8 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     logprob: Real | None = None
     top_logprobs: Items[tuple[TokenId, Real]] | None = None
-    num_cached_tokens: Count | None = None  # only on an attempt's first token
+    num_cached_tokens: Count | None = None  # this and the next only on an attempt's first token
+    waited_s: NonNegative | None = None  # in the worker that computed the prompt, before its first step
     # only on an attempt's first token, where asked for: (logprob, top) of each prompt token after the first
     prompt_logprobs: Items[tuple[Real, Items[tuple[TokenId, Real]]]] | None = None
 
