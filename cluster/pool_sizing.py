@@ -31,7 +31,7 @@ class PoolRules:
     A pool does not shrink before it has the workers that it was given, or after `patience_s` of waiting for them.
     After the budget burned, a lower target is in force that rises back over `forget_s`; where the pool is idler than
     `idle` of its target, more workers would not help: single requests are too long for their targets, or something
-    else is wrong. `burn_pause_s`: for a worker to start, and for the windows of the error budget to see it.
+    else is wrong. `start_s`: what a new worker takes until it serves; `burn_s`: until the error budget shows that.
     """
 
     min_workers: int = 1
@@ -41,7 +41,8 @@ class PoolRules:
     target: float = 0.7
     margin: float = 0.15
     hold_s: float = 60.0
-    burn_pause_s: float = 90.0
+    start_s: float = 30.0
+    burn_s: float = 60.0
     forget_s: float = 1800.0
     patience_s: float = 600.0
     idle: float = 0.4
@@ -98,7 +99,7 @@ class PoolSize:
             self.size = view.live
         burns = view.burns and self._is_busy(view)
         self.needed = max(self.rules.min_workers, math.ceil(view.demand / self.target(now) - _ROUNDING))
-        if burns and self.needed <= self.size and now - self.raised_at >= self.rules.burn_pause_s:
+        if burns and self.needed <= self.size and now - self.raised_at >= self.rules.start_s + self.rules.burn_s:
             self._learn(now, view)
             self.needed = self.size + 1
         if burns or self.needed > self.size or not self._fits_in(self.size - 1, now, view):

@@ -28,13 +28,12 @@ _RETURN_S: Final = 120.0  # so long after it was turned away, a client that asks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsPlan:
-    """`start_s`: what a new worker takes until it serves, so how far ahead demand is predicted."""
+    """What the pools may be. Demand is predicted as far ahead as a new worker takes to start."""
 
     prefill: PoolRules
     decode: PoolRules
     flips: FlipRules = field(default_factory=FlipRules)
     windows: DemandWindows = field(default_factory=DemandWindows)
-    start_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +88,13 @@ class PoolWatch:
 
     def views(self, now: float, burning: Burning) -> tuple[PoolView, PoolView]:
         """Of prefill and decode. What is not one pool's fault is blamed on the busier one."""
-        lead_s, table = self._plan.start_s, self._ledger.table
+        plan, table = self._plan, self._ledger.table
         rows = table.live()[table.rows[Row.DRAINING, table.live()] == 0.0]
         num_decode = int(table.rows[Row.DECODES, rows].sum())
         num_prefill = len(rows) - num_decode
         held = self._held.update(_held(self._ledger), now)
-        prefill = self._prefill.forecast(now, lead_s).predicted
-        decode = max(self._decode.forecast(now, lead_s).predicted, held)
+        prefill = self._prefill.forecast(now, plan.prefill.start_s).predicted
+        decode = max(self._decode.forecast(now, plan.decode.start_s).predicted, held)
         prefill_is_busier = prefill * num_decode > decode * num_prefill
         return (
             PoolView(demand=prefill, burns=burning.ttft or (burning.other and prefill_is_busier), live=num_prefill),

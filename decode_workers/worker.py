@@ -109,6 +109,7 @@ class DecodeWorker:
             endpoint,
             chunk_tokens=self._config.token_budget,
             max_num_seqs=self._scheduler.max_in_flight,
+            home=self._parts.home,
         )
         self._registration = Registration(
             self._parts.identity,

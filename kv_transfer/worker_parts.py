@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.loading import LoadedModel
 from kv_transfer.block_events import BlockEventLog
-from kv_transfer.messages import Endpoint, Message, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import Endpoint, Message, Role, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker_port import warn_of_order
@@ -18,7 +18,8 @@ from kv_transfer.worker_port import warn_of_order
 class WorkerParts:
     """What a worker gets from its maker. The transport is its own, all else outlives it.
 
-    `lower_tiers` and `events` are of the model's own pools. `on_order` gets what the scheduler sends.
+    `lower_tiers` and `events` are of the model's own pools. `on_order` gets what the scheduler sends. `home`: the role
+    of the pool that it belongs to, whatever its own; None: its own.
     """
 
     model: LoadedModel
@@ -29,6 +30,7 @@ class WorkerParts:
     lower_tiers: PrefixTiers | None = None
     events: BlockEventLog | None = None
     on_order: Callable[[Message], None] = warn_of_order
+    home: Role | None = None
 
 
 class Worker(Protocol):

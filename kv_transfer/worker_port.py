@@ -67,6 +67,7 @@ def worker_info(
     *,
     chunk_tokens: int,
     max_num_seqs: int = 0,
+    home: Role | None = None,
 ) -> WorkerInfo:
     """What a worker tells the scheduler about itself once. `max_num_seqs` 0: any number of them."""
     return WorkerInfo(
@@ -82,6 +83,7 @@ def worker_info(
         layer_groups=model.layout.num_layer_groups,
         chunk_tokens=chunk_tokens,
         max_num_seqs=max_num_seqs,
+        home=home,
     )
 
 

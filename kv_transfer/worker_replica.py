@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.loading import LoadedModel
 from kv_transfer.block_events import BlockEventLog
-from kv_transfer.messages import ChangeRole, Endpoint, Message, Role
+from kv_transfer.messages import ChangeRole, Endpoint, Message, PoolTarget, Role
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transfer_config import TransferConfig
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 CLEAR_S = 10.0  # for blocks to be let go that copies or a step in flight still use
 STOP_S = 30.0
+TARGET_HOLDS_S = 10.0  # the scheduler repeats it every second
 START_S = 60.0
 
 
@@ -51,6 +52,7 @@ class WorkerReplica:
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
     ) -> None:
         self.role = role
+        self._home = role
         self._roles = roles
         self._tiers = tiers
         self._transfer = transfer
@@ -61,6 +63,7 @@ class WorkerReplica:
         self._change: asyncio.Task[None] | None = None
         self._num_changes = 0
         self._failure: BaseException | None = None
+        self._pool_target: tuple[int, float] | None = None  # and when it was heard
 
     async def start(self) -> None:
         """Load the model and begin to work. Returns when requests can come."""
@@ -86,6 +89,12 @@ class WorkerReplica:
     def load(self) -> float:
         """What its pool is sized by."""
         return 0.0 if self._worker is None else self._roles[self.role].load(self._worker.snapshot())
+
+    def pool_target(self) -> int | None:
+        """How many workers its pool should have. None: the scheduler does not say, or is gone."""
+        if self._pool_target is None or time.monotonic() - self._pool_target[1] > TARGET_HOLDS_S:
+            return None
+        return self._pool_target[0]
 
     def change_role(self, role: Role, drain_s: float) -> bool:
         """Begin to become a worker of that role; requests that run on after `drain_s` go elsewhere.
@@ -128,13 +137,16 @@ class WorkerReplica:
             lower_tiers=self._lower,
             events=self._events,
             on_order=self._on_order,
+            home=self._home,
         )
         worker = self._roles[self.role].make(parts)
         await worker.start()
         return worker
 
     def _on_order(self, message: Message) -> None:
-        if not isinstance(message, ChangeRole):
+        if isinstance(message, PoolTarget):
+            self._pool_target = (message.num_workers, time.monotonic())
+        elif not isinstance(message, ChangeRole):
             warn_of_order(message)
         elif not self.change_role(message.role, message.drain_s):
             logger.warning("a %s worker was told to become a %s worker, and cannot now", self.role, message.role)

@@ -95,10 +95,9 @@ def test_predicted_sizes_follow_a_demand_that_triples_and_falls() -> None:
     """Against the pools that would serve the peak: nearly all in time, for much less; and they shrink to what they
     were."""
     plan = PoolsPlan(
-        prefill=PoolRules(initial=2, max_workers=8),
-        decode=PoolRules(initial=2, max_workers=8),
+        prefill=PoolRules(initial=2, max_workers=8, start_s=ELASTICITY.start_s),
+        decode=PoolRules(initial=2, max_workers=8, start_s=ELASTICITY.start_s),
         windows=DemandWindows(short_s=20.0, long_s=120.0),
-        start_s=ELASTICITY.start_s,
     )
     demand = [(1.0, 200.0), (1.5, 220.0), (2.0, 240.0), (3.0, 500.0), (1.0, 1000.0)]
     legato = router()

@@ -24,7 +24,7 @@ from kv_transfer.messages.scheduling import (
     SloUpdate,
     Unplaceable,
 )
-from kv_transfer.messages.workers import ChangeRole, Heartbeat, Register
+from kv_transfer.messages.workers import ChangeRole, Heartbeat, PoolTarget, Register
 
 
 class MalformedMessageError(ValueError):
@@ -47,6 +47,7 @@ Message = (
     | Register
     | Heartbeat
     | ChangeRole
+    | PoolTarget
     | BlockEvents
     | BlockIndexRequest
     | BlockIndexSnapshot

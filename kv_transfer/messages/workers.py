@@ -25,6 +25,7 @@ class WorkerInfo:
     layer_groups: Count
     chunk_tokens: Count = 0  # the budget of one step; 0: unknown
     max_num_seqs: Count = 0  # held at once; 0: not bounded by their number
+    home: Role | None = None  # of the pool that it was started in; None: its role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,14 @@ class Register:
 class Heartbeat:
     __pydantic_config__ = STRICT
     snapshot: WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolTarget:
+    """Scheduler to worker: so many workers should there be in the pool that it was started in."""
+
+    __pydantic_config__ = STRICT
+    num_workers: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,88 @@
+"""Pool sizing as orders to workers: how many there should be in their pools, and who is to change its role.
+
+A worker whose role is not that of the pool it was started in counts where it works, and is kept where it was started:
+Serve knows only the latter. Knows no sockets; the clock is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from cluster.placement.ledger import Ledger
+from cluster.pool_sizing import PoolAdvice
+from cluster.pool_watch import Burning, PoolsPlan, PoolWatch
+from cluster.slo_tracker import SloTracker
+from kv_transfer.messages import ChangeRole, PoolTarget, Role, WorkerInfo, WorkerSnapshot
+
+DRAIN_S: Final = 10.0  # what still runs then goes on elsewhere
+_FLIP_S: Final = 120.0  # by then it has come back in its new role, or never will
+
+Order = tuple[str, PoolTarget | ChangeRole]
+"""To whom, and what."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flip:
+    info: WorkerInfo  # in its old role
+    role: Role
+    until: float
+
+    def is_done(self, workers: Iterable[WorkerInfo], now: float) -> bool:
+        return now > self.until or any(w.pid == self.info.pid and w.role == self.role for w in workers)
+
+
+class PoolKeeper:
+    """`watch` is to hear of every verdict."""
+
+    def __init__(self, ledger: Ledger, plan: PoolsPlan, tracker: SloTracker, now: float) -> None:
+        self._ledger = ledger
+        self._tracker = tracker
+        self._plan = plan
+        self._flips: list[_Flip] = []
+        self.watch = PoolWatch(ledger, plan, now)
+        self.advice: PoolAdvice | None = None
+
+    def orders(self, now: float) -> Iterator[Order]:
+        """To be sent now, and to be asked for again in about a second."""
+        self.advice = self.watch.advise(now, Burning.of(self._tracker.totals(now)))
+        workers = [info for info, _ in self._ledger.workers()]
+        self._flips = [flip for flip in self._flips if not flip.is_done(workers, now)]
+        if self.advice is None:
+            return
+        if self.advice.flip is not None:
+            yield from self._flip(self.advice.flip, now)
+        targets = self._by_home(self.advice, workers)
+        scales: dict[Role, bool] = {"prefill": self._plan.prefill.scales, "decode": self._plan.decode.scales}
+        for info in workers:
+            home = info.home or info.role
+            if scales[home]:
+                yield info.worker_id, PoolTarget(num_workers=targets[home])
+
+    def _flip(self, role: Role, now: float) -> Iterator[Order]:
+        """Whoever has the least to lose."""
+        able = [(info, snapshot) for info, snapshot in self._ledger.workers() if info.role != role]
+        chosen = min((w for w in able if not w[1].draining), key=_to_lose, default=None)
+        if chosen is not None:
+            self._flips.append(_Flip(chosen[0], role, now + _FLIP_S))
+            yield chosen[0].worker_id, ChangeRole(role=role, drain_s=DRAIN_S)
+
+    def _by_home(self, advice: PoolAdvice, workers: Iterable[WorkerInfo]) -> dict[Role, int]:
+        """Workers that Serve should have in each pool. Who is about to change its role counts as if it had."""
+        targets: dict[Role, int] = {"prefill": advice.num_prefill, "decode": advice.num_decode}
+        changing = {flip.info.worker_id for flip in self._flips}
+        roles = [(flip.info, flip.role) for flip in self._flips]
+        roles += [(info, info.role) for info in workers if info.worker_id not in changing]
+        for info, role in roles:
+            home = info.home or info.role
+            targets[home] += role != home
+            targets[role] -= role != home
+        return {role: max(0, target) for role, target in targets.items()}
+
+
+def _to_lose(worker: tuple[WorkerInfo, WorkerSnapshot]) -> tuple[int, int, int, str]:
+    info, snapshot = worker
+    at_home = info.home is None or info.home == info.role  # else it would only go back
+    held = snapshot.num_running + snapshot.num_waiting
+    return (at_home, held + snapshot.num_pending, snapshot.context_tokens, info.worker_id)
