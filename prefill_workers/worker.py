@@ -119,7 +119,12 @@ class PrefillWorker:
         self._port = GatewayPort(self._parts.identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
         endpoint = await self._port.start(self._parts.host)
         self.info = worker_info(
-            self._model, self._parts.identity, "prefill", endpoint, chunk_tokens=self._config.chunk_tokens
+            self._model,
+            self._parts.identity,
+            "prefill",
+            endpoint,
+            chunk_tokens=self._config.chunk_tokens,
+            home=self._parts.home,
         )
         self._registration = Registration(
             self._parts.identity,
