@@ -21,7 +21,7 @@ from engine.loading import LoadedModel
 from engine.sampling_params import SamplingParams
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
 from engine.step_cost import StepCost, StepWork
-from engine.step_cost_fit import fit_steps, left_out_error
+from engine.step_cost_fit import TELLING_STEPS, fit_steps, left_out_error
 
 GroupTable = npt.NDArray[np.int32]
 """`[layer_groups, columns]`"""
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 _REPEATED_BELOW_S = 0.15
-_TELLING_TRIALS = 7  # fewer than this, and leaving one out leaves coefficients open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +92,7 @@ def calibrate(
             cost = fit_steps(estimate, measured)
     finally:
         scratch.close()
-    if len(measured) >= _TELLING_TRIALS:
+    if len(measured) >= TELLING_STEPS:
         cost = dataclasses.replace(cost, relative_error=left_out_error(estimate, measured))
     done = Calibration(cost=cost, num_trials=len(measured), took_s=clock() - began)
     logger.info("calibrated with %d steps in %.2f s: %s", done.num_trials, done.took_s, done.cost)

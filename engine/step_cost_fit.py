@@ -46,9 +46,13 @@ _STREAK = 8
 # Of the seed's variance, what is then added.
 _OWN_CHANGE = 0.1
 _WINDOW = 256
-# Of a fit of steps all at once.
+# Of a fit of steps all at once: how much weight what was expected has beside a step.
 _REWEIGHTINGS = 6
 _RIDGE = 1e-3
+# Fewer steps than this leave coefficients open. Then each is expected to be within several times the estimate's: else a
+# short prompt that happened to take long would be put down to its few pairs, and long prompts to take minutes.
+TELLING_STEPS = 8
+_RIDGE_OF_FEW = 5e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,21 +197,27 @@ def fit_steps(estimate: StepCost, steps: Sequence[tuple[StepWork, float]]) -> St
     seconds = np.array([seconds for _, seconds in steps])
     prior = np.array(_coefficients(estimate))
     prior *= np.median(seconds / (quantities @ prior))
-    # Each in units of what would explain some step entirely: it cannot be more. One that no step has is left alone.
-    per_unit = np.divide(seconds[:, None], quantities, out=np.full(quantities.shape, np.inf), where=quantities > 0)
-    units = np.where(np.isfinite(per_unit).any(axis=0), per_unit.min(axis=0), prior)
+    few = len(steps) < TELLING_STEPS
+    units = prior if few else _explaining(quantities, seconds, prior)
     known = np.divide(prior, units, out=np.zeros(5), where=units > 0)
-    shares = _least_squares(quantities * units / seconds[:, None], np.minimum(known, 1.0))
+    rows = quantities * units / seconds[:, None]
+    shares = _least_squares(rows, np.minimum(known, 1.0), _RIDGE_OF_FEW if few else _RIDGE)
     return _cost((shares * units).tolist(), estimate.relative_error)
 
 
-def _least_squares(rows: _Matrix, prior: _Vector) -> _Vector:
+def _explaining(quantities: _Matrix, seconds: _Vector, prior: _Vector) -> _Vector:
+    """Of each coefficient what would explain some step entirely: it cannot be more. That of what no step has stays."""
+    per_unit = np.divide(seconds[:, None], quantities, out=np.full(quantities.shape, np.inf), where=quantities > 0)
+    return np.where(np.isfinite(per_unit).any(axis=0), per_unit.min(axis=0), prior)
+
+
+def _least_squares(rows: _Matrix, prior: _Vector, ridge: float) -> _Vector:
     """The x above the floor with `rows @ x` nearest to 1 in Huber's sense and, among equals, nearest to `prior`."""
     weights = np.ones(len(rows))
     for _ in range(_REWEIGHTINGS):
-        information = (rows.T * weights) @ rows + _RIDGE * np.eye(5)
+        information = (rows.T * weights) @ rows + ridge * np.eye(5)
         variance: _Matrix = np.linalg.inv(information).astype(np.float64, copy=False)
-        x = _raised(variance @ (rows.T @ weights + _RIDGE * prior), variance, _LEAST_SHARE)
+        x = _raised(variance @ (rows.T @ weights + ridge * prior), variance, _LEAST_SHARE)
         errors = np.abs(rows @ x - 1)
         limit = _HUBER_SCALES * max(float(np.median(errors)), _LEAST_SCALE)
         weights = np.minimum(1.0, limit / np.maximum(errors, limit))

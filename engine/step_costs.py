@@ -7,10 +7,10 @@ who runs the steps nor who asks.
 from __future__ import annotations
 
 from engine.step_cost import StepCost, StepWork
-from engine.step_cost_fit import StepCostFit, StepKind, fit_steps
+from engine.step_cost_fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps
 
-# Enough that one which pays for what libraries make once is seen through.
-_SCALING_STEPS = 8
+# Enough that one which pays for what libraries make once is seen through, too few to tell much more than the speed.
+_SCALING_STEPS = TELLING_STEPS - 1
 
 
 class StepCosts:

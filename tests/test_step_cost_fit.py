@@ -334,6 +334,23 @@ def test_a_dozen_steps_tell_all_coefficients_whatever_the_estimate() -> None:
     assert coefficients(fit_steps(estimate, some_steps(12))) == pytest.approx(coefficients(TRUTH), rel=0.05)
 
 
+def test_a_few_disturbed_steps_do_not_make_long_prompts_take_minutes() -> None:
+    """A calibration on a machine with other work: each of its trials takes up to eight times as long, by itself."""
+    works = [
+        StepWork(decodes=1, context_tokens=251),
+        StepWork.of_prefill(16),
+        StepWork(decodes=8, context_tokens=8 * 61),
+        StepWork.of_prefill(48, 900),
+        StepWork(decodes=1, context_tokens=1001),
+    ]
+    estimate, rng = skewed([0.6, 1.0, 0.7, 0.9, 0.25]), random.Random(0)  # a roofline's errors, and more
+    for _ in range(200):
+        for num_steps in range(1, len(works) + 1):
+            cost = fit_steps(estimate, [(work, TRUTH.step_s(work) * 8 ** rng.random()) for work in works[:num_steps]])
+            for asked in (StepWork.of_prefill(512, 1500), StepWork(decodes=16, context_tokens=16 * 600.0)):
+                assert 1 / 15 < cost.step_s(asked) / TRUTH.step_s(asked) < 15
+
+
 def test_an_outlier_among_a_dozen_is_seen_through() -> None:
     steps = some_steps(14)
     steps[5] = steps[5][0], 8 * steps[5][1]

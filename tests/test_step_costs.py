@@ -16,7 +16,7 @@ TRUTH = StepCost(
     base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=1.5e-3, context_token_s=6e-6, relative_error=0.1
 )
 ESTIMATE = dataclasses.replace(scaled(TRUTH, 1e-3), relative_error=0.3)  # right in proportion, for a faster device
-FAR_OFF = dataclasses.replace(ESTIMATE, base_s=1e-3 * ESTIMATE.base_s)
+FAR_OFF = dataclasses.replace(ESTIMATE, base_s=0.1 * ESTIMATE.base_s)
 PROMPT = StepWork.of_prefill(200, 100)
 DECODES = StepWork(decodes=4, context_tokens=800)
 
