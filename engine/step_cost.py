@@ -5,9 +5,13 @@ Knows what work a plan holds and what it costs, nothing of who does it when.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Final
 
 from engine.sequence import StepPlan
+
+_SMALL_PART: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,14 @@ class StepCost:
             + self.decode_s * work.decodes
             + self.context_token_s * work.context_tokens
         )
+
+    def shared_tokens(self) -> float:
+        """How many prompt tokens it takes to make what a step costs in any case a small part of it.
+
+        Up to there prompts that share a step save time; beyond, those whose prompt is computed wait for the others'
+        (the critical length of Zhong et al., "DistServe", OSDI 2024).
+        """
+        return (1 / _SMALL_PART - 1) * self.base_s / self.prefill_token_s if self.prefill_token_s else math.inf
 
     def prefill_s(self, num_tokens: float, num_cached: float = 0.0, chunk_tokens: float = float("inf")) -> float:
         """Of a whole prompt, in chunks, with nothing else in its steps."""

@@ -6,6 +6,8 @@ who runs the steps nor who asks.
 
 from __future__ import annotations
 
+import math
+
 from engine.step_cost import StepCost, StepWork
 from engine.step_cost_fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps
 
@@ -46,6 +48,11 @@ class StepCosts:
     def cost(self) -> StepCost | None:
         """None as long as nothing was measured."""
         return None if self._fit is None else self._fit.cost()
+
+    def shared_tokens(self) -> float:
+        """See `StepCost`; without bound as long as nothing was measured."""
+        cost = self.cost()
+        return math.inf if cost is None else cost.shared_tokens()
 
     def error(self, kind: StepKind) -> float:
         """Median of |actual / predicted - 1| over the latest steps of a kind; the seed's own without any."""

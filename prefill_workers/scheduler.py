@@ -1,12 +1,13 @@
 """Which chunks of which prompts a prefill worker computes in its next step.
 
 A pure class: driven by calls, does no I/O, knows no clock. First come, first served; a long prompt is cut into chunks
-under the token budget, and what the budget leaves goes to the next prompt in the same step. Only a prompt whose prefix
-is being loaded lets others pass.
+under the token budget. Where a step would be short, the next prompt shares it; beyond that it would only make the first
+one wait. Only a prompt whose prefix is being loaded lets others pass.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -46,6 +47,7 @@ class PrefillScheduler:
 
     `host_groups(seq)`: which layer groups of a prompt may rest in host memory when the device lacks blocks for all;
     none where a step can stage no columns of them.
+    `shared_tokens()`: up to how many tokens prompts share a step, as it stands; more of one prompt may be in it.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class PrefillScheduler:
         max_waiting: int,
         staging_columns: int = 0,
         host_groups: Callable[[Sequence], frozenset[int]] = _device_only,
+        shared_tokens: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._allocator = allocator
         self._token_budget = token_budget
         self._max_waiting = max_waiting
         self._staging_columns = staging_columns
         self._host_groups = host_groups
+        self._shared_tokens = shared_tokens
         self._entries: dict[SequenceKey, _Entry] = {}
         self._waiting: dict[SequenceKey, _Entry] = {}  # in order of arrival; also those that load
         self._running: list[Sequence] = []
@@ -117,7 +121,12 @@ class PrefillScheduler:
 
     def plan(self) -> tuple[StepPlan, list[Sequence]]:
         """The next step, and the sequences that enter with it (their prefix hits are known now)."""
-        step = StepFilling(self._allocator, token_budget=self._token_budget, staging_columns=self._staging_columns)
+        step = StepFilling(
+            self._allocator,
+            token_budget=self._token_budget,
+            staging_columns=self._staging_columns,
+            shared_tokens=self._shared_tokens(),
+        )
         for seq in self._running:
             step.add(seq)
         admitted = self._admit(step)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 from engine.allocation import BlockAllocator
 from engine.sequence import BlockCopy, ScheduledSequence, Sequence, StepPlan
 
 
 class StepFilling:
-    """Sequences are offered in order; each gets what the ones before it have left."""
+    """Sequences are offered in order; each gets what the ones before it have left.
 
-    def __init__(self, allocator: BlockAllocator, *, token_budget: int, staging_columns: int) -> None:
+    The first one may fill the budget; others are added only up to `shared_tokens` in all.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        token_budget: int,
+        staging_columns: int,
+        shared_tokens: float = math.inf,
+    ) -> None:
         self._allocator = allocator
         self._tokens_left = token_budget
+        self._shared_tokens = shared_tokens
         self._columns_left = staging_columns
         self._items: list[ScheduledSequence] = []
         self._copies: list[BlockCopy] = []
@@ -31,6 +44,8 @@ class StepFilling:
         staged = self._allocator.num_columns_for(seq.num_computed + num_tokens) if seq.host_groups else 0
         if num_tokens == 0 or staged > self._columns_left:
             return
+        if not self._items:
+            self._tokens_left = max(num_tokens, int(min(self._tokens_left, self._shared_tokens)))
         self._items.append(ScheduledSequence(seq, num_tokens))
         self._copies += copies
         self._tokens_left -= num_tokens

@@ -81,6 +81,7 @@ class PrefillWorker:
             max_waiting=config.max_waiting,
             staging_columns=model.staging_columns,
             host_groups=placement.host_groups,
+            shared_tokens=lambda: self._steps.costs.shared_tokens(),
         )
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -246,6 +248,7 @@ class Bench:
         host_columns: int = 0,
         staging_columns: int = 0,
         rate: float = 100.0,
+        shared_tokens: float = math.inf,
     ) -> None:
         self.pool = BlockPool(columns * layer_groups)
         host_pool = BlockPool(host_columns * layer_groups) if host_columns else None
@@ -257,6 +260,7 @@ class Bench:
             max_waiting=8,
             staging_columns=staging_columns,
             host_groups=_placement(allocator, staging_columns, rate).host_groups,
+            shared_tokens=lambda: shared_tokens,
         )
 
     def step(self) -> tuple[list[tuple[str, int]], list[str]]:
@@ -276,6 +280,22 @@ def test_what_a_long_prompt_leaves_of_the_budget_goes_to_the_next() -> None:
     assert bench.step() == ([("a", 4), ("b", 5), ("c", 7)], ["a", "b"])
     assert bench.scheduler.num_uncomputed_tokens == 2
     assert bench.step() == ([("c", 2)], ["c"])
+
+
+def test_prompts_share_a_step_only_up_to_where_sharing_saves_time() -> None:
+    bench = Bench(shared_tokens=10.7)
+    for name, length in (("a", 4), ("b", 5), ("c", 9), ("d", 17)):
+        bench.scheduler.add(_seq(name, [ord(name)] * length))
+    assert bench.step() == ([("a", 4), ("b", 5), ("c", 1)], ["a", "b"])
+    assert bench.step() == ([("c", 8), ("d", 2)], ["c"])
+    assert bench.step() == ([("d", 15)], ["d"])  # alone, it has the whole budget
+
+
+def test_without_room_to_share_every_prompt_has_its_own_steps() -> None:
+    bench = Bench(shared_tokens=0.0)
+    for name, length in (("a", 20), ("b", 5)):
+        bench.scheduler.add(_seq(name, [ord(name)] * length))
+    assert [bench.step() for _ in range(3)] == [([("a", 16)], []), ([("a", 4)], ["a"]), ([("b", 5)], ["b"])]
 
 
 def test_a_prompt_enters_only_when_its_turn_has_come() -> None:

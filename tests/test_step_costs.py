@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -98,3 +99,13 @@ def test_the_report_says_what_is_known() -> None:
             assert getattr(report, field.name) == getattr(cost, field.name)
     assert report.decode_error == costs.error("decode") < 0.05
     assert report.prefill_error == costs.error("prefill") == 0.3
+
+
+def test_prompts_share_a_step_until_its_fixed_cost_is_a_tenth() -> None:
+    shared = round(TRUTH.shared_tokens())
+    assert shared == 9 * 20
+    assert TRUTH.base_s == pytest.approx(0.1 * (TRUTH.base_s + TRUTH.prefill_token_s * shared))
+    costs = StepCosts(ESTIMATE)
+    assert costs.shared_tokens() == math.inf
+    costs.seed(TRUTH)
+    assert costs.shared_tokens() == pytest.approx(shared)

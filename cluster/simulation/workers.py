@@ -229,7 +229,10 @@ class SimulatedPrefill(SimulatedWorker):
         self._clock = clock
         self._listener = listener
         self.scheduler = PrefillScheduler(
-            self.allocator, token_budget=shape.token_budget, max_waiting=shape.max_waiting
+            self.allocator,
+            token_budget=shape.token_budget,
+            max_waiting=shape.max_waiting,
+            shared_tokens=shape.cost.shared_tokens,
         )
         self.steps = SimulatedSteps(clock, shape.cost, plan=self._plan, finish=self._finish, noise=shape.noise(epoch))
         self._receivers: dict[SequenceKey, SimulatedDecode] = {}
