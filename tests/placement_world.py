@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.placement.ledger import Booking, Ledger
+from cluster.placement.booking import Booking
+from cluster.placement.ledger import Ledger
 from cluster.placement.query import Query
 from engine.step_cost import StepCost
 from tests.worker_reports import worker_info, worker_snapshot
@@ -37,6 +38,7 @@ def book(
     prefill: str | None = "p1",
     decode: str = "d1",
     prefill_s: float = 1.0,
+    num_cached: int = 0,
     **changes: object,
 ) -> Booking:
     query = query_of(request_id, **changes)
@@ -44,7 +46,7 @@ def book(
         query,
         prefill=prefill,
         decode=decode,
-        uncached_tokens=query.num_tokens,
+        uncached_tokens=query.num_tokens - num_cached,
         prefill_s=prefill_s,
         weight=1.0,
         now=now,

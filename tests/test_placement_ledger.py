@@ -70,8 +70,31 @@ def test_a_snapshot_tells_what_is_done_of_what_it_knows() -> None:
     ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=2000), 1.0, cost=COST)
     book(ledger, "c", 1.5)
     ledger.heartbeat(worker_snapshot("p1", 3, queued_prefill_tokens=1500), 2.0, cost=COST)
-    # a and b were there before the snapshot at 1.0, c came after: half of a is done, b and c are to come.
-    assert _drained_at(ledger, "p1") == pytest.approx(4.5)
+    # a and b were there before the snapshot at 1.0, c came after: at least half of a is done, by the clock all of it.
+    assert _drained_at(ledger, "p1") == pytest.approx(4.0)
+
+
+def test_between_the_ends_of_steps_the_clock_tells_what_is_done() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 0.0)
+    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=1000), 0.4, cost=COST)
+    ledger.heartbeat(worker_snapshot("p1", 3, queued_prefill_tokens=1000), 0.8, cost=COST)
+    assert _drained_at(ledger, "p1") == pytest.approx(1.0)
+
+
+def test_a_worker_that_lags_is_no_more_than_a_step_ahead_of_what_it_says() -> None:
+    ledger = ledger_of("d1")
+    ledger.register(worker_info("p1"), worker_snapshot("p1"), 0.0, cost=COST, chunk_tokens=200)
+    book(ledger, "a", 0.0)
+    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=900), 0.9, cost=COST)
+    assert _drained_at(ledger, "p1") == pytest.approx(0.9 + 0.7)
+
+
+def test_what_a_waiting_prompt_will_find_cached_is_no_unknown_work() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 0.0), book(ledger, "b", 0.0, num_cached=900, prefill_s=0.1)
+    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=2000), 0.5, cost=COST)
+    assert _drained_at(ledger, "p1") == pytest.approx(1.1)
 
 
 def test_work_that_nobody_booked_counts_too() -> None:

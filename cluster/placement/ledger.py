@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Final
 
 from cluster.placement.assumed_cost import assumed_cost
+from cluster.placement.booking import Booking, seconds_of
 from cluster.placement.output_lengths import OutputLengths
 from cluster.placement.query import Query
 from cluster.placement.worker_table import PROMPTS_OVER_S, Row, Slot, WorkerTable
@@ -20,21 +21,6 @@ from engine.step_cost import StepCost, StepWork
 from kv_transfer.messages import WorkerInfo, WorkerSnapshot
 
 _MOST_PROMPTS: Final = 0.9  # of its time
-
-
-@dataclass(slots=True)
-class Booking:
-    """`computing`: the worker of the prompt; `prefill_s`: predicted, for `uncached_tokens`; `computed_at`: its end."""
-
-    query: Query
-    computing: str
-    decode: str
-    uncached_tokens: float
-    prefill_s: float
-    placed_at: float
-    slot: int
-    computed_at: float
-    reported: bool = False  # the computing worker's snapshots include it by now
 
 
 @dataclass(slots=True)
@@ -218,19 +204,22 @@ class Ledger:
         self._set_step_s(worker, now)
 
     def _correct_queue(self, worker: _Worker, queued_tokens: float, now: float) -> None:
-        """The worker says how much is left: what is missing of the bookings is done, what is too much is unknown."""
-        known = sum(b.uncached_tokens for b in worker.queue.values())
-        done = sum(b.uncached_tokens for b in worker.queue.values() if b.reported) - queued_tokens
-        elapsed_s = 0.0
-        for booking in worker.queue.values():
-            if done <= 0:
-                break
-            elapsed_s += booking.prefill_s * min(1.0, done / max(booking.uncached_tokens, 1.0))
-            done -= booking.uncached_tokens
-        excess = max(0.0, queued_tokens - known)
-        cost = self.table.cost(self.table.row(worker.info.worker_id))
-        worker.extra_s = cost.prefill_s(excess) if excess else 0.0
-        worker.busy_since = now - elapsed_s
+        """The worker says how much is left: what is missing of the bookings is done, what is too much is unknown.
+
+        It counts a step's tokens when the step is over, and those it will find cached until it begins the prompt. So
+        this bounds what is done, and between the bounds the clock decides.
+        """
+        bookings = list(worker.queue.values())
+        row = self.table.row(worker.info.worker_id)
+        began_at = worker.busy_since + worker.extra_s
+        cached = sum(b.query.num_tokens - b.uncached_tokens for b in bookings[1:])
+        left = sum(b.uncached_tokens for b in bookings) - queued_tokens
+        excess = max(0.0, -left - cached)
+        least = sum(b.uncached_tokens for b in bookings if b.reported) - queued_tokens
+        most = left + cached + float(self.table.rows[Row.CHUNK_TOKENS, row])
+        worker.extra_s = self.table.cost(row).prefill_s(excess) if excess else 0.0
+        elapsed_s = max(seconds_of(bookings, least), min(seconds_of(bookings, most), now - began_at))
+        worker.busy_since = now - (seconds_of(bookings, least) if excess else elapsed_s)
 
     def _correct_decodes(self, worker: _Worker, row: int, context_tokens: float | None) -> None:
         """Sequences that the worker has beyond those booked on it were placed before this scheduler's time."""
