@@ -33,7 +33,11 @@ class LoggedWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedCluster:
-    """`prefill` None: there were no prefill workers. `block_size`: tokens of the blocks that requests' hashes name."""
+    """`prefill` None: there were no prefill workers. `block_size`: tokens of the blocks that requests' hashes name.
+
+    What no worker's cost holds: `gateway_s`, of HTTP and the gateway, in each first token; `handoff_s`, and for each
+    token of a prompt's last chunk `handoff_token_s`, from the first token until decode may go on.
+    """
 
     num_prefill: int
     num_decode: int
@@ -41,6 +45,9 @@ class LoggedCluster:
     decode: LoggedWorker
     block_size: int
     slo: SloConfig
+    gateway_s: float = 0.0
+    handoff_s: float = 0.002
+    handoff_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

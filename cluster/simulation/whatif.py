@@ -11,8 +11,8 @@ from typing import Final
 from cluster.request_log import LoggedCluster, LoggedRequest, LoggedWorker
 from cluster.simulation.fleet import KnownCosts
 from cluster.simulation.legato_router import LegatoRouter
-from cluster.simulation.records import ClassSummary, Quantiles
-from cluster.simulation.simulate import SimulationConfig, simulate
+from cluster.simulation.records import ClassSummary, Quantiles, Record
+from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloClass, SloConfig
@@ -67,7 +67,7 @@ class WhatIf:
             ("TTFT", self.measured.ttft, self.replayed.ttft),
             ("TPOT", self.measured.tpot, self.replayed.tpot),
         ):
-            for quantile in ("p50", "p95"):
+            for quantile in ("p50", "p95", "p99"):
                 truth = getattr(real, quantile)
                 if truth:
                     errors[f"{name} {quantile.upper()}"] = getattr(simulated, quantile) / truth - 1
@@ -118,7 +118,16 @@ def what_if(
     )
 
 
+def replay(cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> list[Record]:
+    """What the log's requests see of the cluster as it was, simulated; in order of arrival, from second 0."""
+    return _simulated(cluster, _trace(cluster, requests)).records
+
+
 def _play(cluster: LoggedCluster, trace: Sequence[TraceRequest]) -> ClassSummary:
+    return _simulated(cluster, trace).summary.overall
+
+
+def _simulated(cluster: LoggedCluster, trace: Sequence[TraceRequest]) -> SimulationResult:
     prefill = cluster.prefill or cluster.decode  # without prefill workers, of no consequence
     config = SimulationConfig(
         num_prefill=cluster.num_prefill,
@@ -126,14 +135,16 @@ def _play(cluster: LoggedCluster, trace: Sequence[TraceRequest]) -> ClassSummary
         prefill=_shape(cluster, prefill),
         decode=_shape(cluster, cluster.decode),
         slo=cluster.slo,
+        gateway_s=cluster.gateway_s,
     )
     costs = KnownCosts(
         prefill=prefill.cost,
         decode=cluster.decode.cost,
         prefill_chunk_tokens=prefill.token_budget,
         decode_chunk_tokens=cluster.decode.token_budget,
+        max_num_seqs=cluster.decode.max_num_seqs,
     )
-    return simulate(config, trace, LegatoRouter(costs)).summary.overall
+    return simulate(config, trace, LegatoRouter(costs))
 
 
 def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:
@@ -143,7 +154,9 @@ def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:
         token_budget=worker.token_budget,
         max_num_seqs=worker.max_num_seqs,
         block_size=cluster.block_size,
-        step_noise=worker.cost.relative_error / 0.8,  # the mean absolute error of a normal one is 0.8 sigma
+        handoff_s=cluster.handoff_s,
+        handoff_token_s=cluster.handoff_token_s,
+        step_noise=worker.cost.relative_error / 0.67,  # the median absolute error of a normal one is 0.67 sigma
     )
 
 
