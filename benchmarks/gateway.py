@@ -30,7 +30,7 @@ from benchmarks.scripted_worker import ScriptedWorker, keep_beat
 from benchmarks.sse_client import AnswerError, stream_wave
 from benchmarks.summary import Json, spread
 from benchmarks.workload import MODEL, Load
-from cluster.scheduler import SchedulerPolicy
+from cluster.global_scheduler import SchedulerPolicy
 from cluster.scheduler_server import SchedulerServer
 from kv_transfer.messages import Endpoint
 from kv_transfer.transports.base import Identity

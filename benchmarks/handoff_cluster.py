@@ -18,8 +18,8 @@ from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE, WorkerOrder
 from benchmarks.provenance import ROOT
 from benchmarks.workload import greedy
 from cluster.errors import UnavailableError
+from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.scheduler import SchedulerPolicy
 from cluster.scheduler_server import SchedulerServer
 from kv_transfer.messages import Endpoint, RequestSpec
 from kv_transfer.timeline import HandoffTimeline

@@ -18,10 +18,10 @@ from ray.serve.handle import DeploymentHandle
 from cluster.api import Api, InFlight
 from cluster.autoscaling import LoadPolicy
 from cluster.config import load_config
+from cluster.global_scheduler import SchedulerPolicy
 from cluster.http import create_app
 from cluster.metrics import Metrics
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.scheduler import SchedulerPolicy
 from cluster.scheduler_server import SchedulerServer
 from cluster.settings import AutoscalingSettings, LegatoConfig, PoolSettings
 from cluster.slo_account import SloAccount

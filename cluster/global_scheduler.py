@@ -7,7 +7,7 @@ runs in the cluster, in the simulator and in tests.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -58,25 +58,27 @@ class SchedulerPolicy:
 
 
 class GlobalScheduler:
-    """`now` never goes back. `log`: the newest decisions."""
+    """`now` never goes back. `log`: the newest decisions. `on_verdict` hears each as it is made, `ledger` is to read:
+    for those who size the pools."""
 
     def __init__(self, policy: SchedulerPolicy) -> None:
         self._policy = policy
-        self._ledger = Ledger()
-        self._admission = Admission(self._ledger, self._reach, policy.decision, policy.admission)
+        self.ledger = Ledger()
+        self._admission = Admission(self.ledger, self._reach, policy.decision, policy.admission)
         self._prefills: frozenset[str] = frozenset()
         self._waiting: dict[str, Place] = {}
         self._wake_at = float("inf")
         self._woken_at = float("-inf")
         self.block_index = BlockIndex()
         self.log = DecisionLog(policy.admission.log_size)
+        self.on_verdict: Callable[[Query, Verdict, float], None] = lambda query, verdict, now: None
 
     # --- what workers report ---
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
         """A worker's new life: what was known of an earlier one is void."""
         self.block_index.forget(info.worker_id)
-        self._ledger.register(
+        self.ledger.register(
             info,
             snapshot,
             now,
@@ -89,14 +91,14 @@ class GlobalScheduler:
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
         """Take a snapshot in, unless a newer one is known. False if the worker is not: it has to register (again)."""
-        if snapshot.worker_id not in self._ledger.table:
+        if snapshot.worker_id not in self.ledger.table:
             return False
-        before = self._ledger.table.rows[:, self._ledger.table.row(snapshot.worker_id)].copy()
-        cost = _cost(self._ledger.info(snapshot.worker_id).role, snapshot.step_cost)
+        before = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)].copy()
+        cost = _cost(self.ledger.info(snapshot.worker_id).role, snapshot.step_cost)
         # A worker that does not count its context tokens reports none, whatever runs there.
         context = None if snapshot.num_running and not snapshot.context_tokens else snapshot.context_tokens
-        self._ledger.heartbeat(snapshot, now, cost=cost, context_tokens=context)
-        after = self._ledger.table.rows[:, self._ledger.table.row(snapshot.worker_id)]
+        self.ledger.heartbeat(snapshot, now, cost=cost, context_tokens=context)
+        after = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)]
         earlier_s = max(before[Row.DRAINED_AT], now) - max(after[Row.DRAINED_AT], now)
         left = before[Row.EXTRA_DECODES] > after[Row.EXTRA_DECODES] or before[Row.DRAINING] > after[Row.DRAINING]
         if earlier_s > FREED_S or left:
@@ -112,19 +114,19 @@ class GlobalScheduler:
     def lost(self, worker_id: str, now: float) -> bool:
         """The worker is gone. False if it was not known."""
         self.block_index.forget(worker_id)
-        known = self._ledger.lost(worker_id, now)
+        known = self.ledger.lost(worker_id, now)
         self._note_prefills()
         return known
 
     def expire(self, now: float) -> list[str]:
         """Drop and name the workers that have been silent too long."""
-        silent = self._ledger.silent(now, self._policy.stale_after_s)
+        silent = self.ledger.silent(now, self._policy.stale_after_s)
         for worker_id in silent:
             self.lost(worker_id, now)
         return silent
 
     def replicas(self) -> Replicas:
-        return Replicas(workers=list(self._ledger.workers()), indexes=self.block_index.report())
+        return Replicas(workers=list(self.ledger.workers()), indexes=self.block_index.report())
 
     # --- what gateways ask and tell ---
 
@@ -135,19 +137,21 @@ class GlobalScheduler:
     @property
     def num_booked(self) -> int:
         """Requests that were placed and have not ended."""
-        return len(self._ledger)
+        return len(self.ledger)
 
     def place(self, request: Place, now: float) -> Answer | Queued:
         """Choose workers and count the work as theirs at once; or say when to come back, or that there will be an
         answer: see `answers`."""
-        self._ledger.ended(request.request_id, now)  # an earlier attempt
+        self.ledger.ended(request.request_id, now)  # an earlier attempt
         self._waiting.pop(request.request_id, None)
-        verdict = self._admission.ask(self._query(request, now), now)
+        query = self._query(request, now)
+        verdict = self._admission.ask(query, now)
+        self.on_verdict(query, verdict, now)
         if verdict.outcome is not Outcome.WAITING:
             return self._answer(request, verdict, now)
         self._waiting[request.request_id] = request
         self.log.add(request, verdict, "it waits for room")
-        query = verdict.decision.query
+        query = verdict.decision.query  # without targets, where these are hopeless
         within_s = min(self._policy.admission.max_wait_s, max(0.0, query.arrived_at + query.ttft_s - now))
         return Queued(request_id=request.request_id, attempt=request.attempt, within_s=within_s)
 
@@ -170,14 +174,14 @@ class GlobalScheduler:
         return None if at is None else min(at, self._wake_at)
 
     def first_token(self, request_id: str, now: float) -> None:
-        self._ledger.first_token(request_id, now)
+        self.ledger.first_token(request_id, now)
 
     def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
         """The request left the cluster, or its client is gone. Unknown ids are fine."""
         if self._waiting.pop(request_id, None) is not None:
             self._admission.gone(request_id)
-        if request_id in self._ledger:
-            self._ledger.ended(request_id, now, num_output_tokens)
+        if request_id in self.ledger:
+            self.ledger.ended(request_id, now, num_output_tokens)
             self._room_may_have_come(now)
 
     # --- between the words and the decision ---
@@ -196,12 +200,12 @@ class GlobalScheduler:
         if verdict.outcome is not Outcome.PLACED:
             return verdict, self._reason(request, verdict)
         computing = verdict.decision.best.prefill or verdict.decision.best.decode
-        queued = self._ledger.queued_tokens(computing, before=request.request_id)
+        queued = self.ledger.queued_tokens(computing, before=request.request_id)
         excess = queued - self._policy.max_queued_tokens
         if excess <= 0 or request.attempt > 0:
             return verdict, verdict.outcome.value
-        self._ledger.ended(request.request_id, now)
-        later_s = self._ledger.table.cost(self._ledger.table.row(computing)).prefill_s(excess)
+        self.ledger.ended(request.request_id, now)
+        later_s = self.ledger.table.cost(self.ledger.table.row(computing)).prefill_s(excess)
         verdict = replace(verdict, outcome=Outcome.REJECTED, retry_after_s=max(MIN_RETRY_AFTER_S, later_s))
         return verdict, f"{queued:.0f} prompt tokens are waiting"
 
@@ -213,7 +217,7 @@ class GlobalScheduler:
                 f"the first token would come after {best.ttft_s:.3g} s and each further one after"
                 f" {1000 * best.tpot_s:.3g} ms, or those of others too late"
             )
-        longest = max((info.max_model_len for info, _ in self._ledger.workers() if info.role == "decode"), default=0)
+        longest = max((info.max_model_len for info, _ in self.ledger.workers() if info.role == "decode"), default=0)
         if verdict.retry_after_s is None:
             return f"no decode worker holds more than {longest} tokens"
         return "no decode worker is ready"
@@ -222,7 +226,7 @@ class GlobalScheduler:
         return self.block_index.longest_prefix(hashes) if hashes else {}
 
     def _note_prefills(self) -> None:
-        self._prefills = frozenset(info.worker_id for info, _ in self._ledger.workers() if info.role == "prefill")
+        self._prefills = frozenset(info.worker_id for info, _ in self.ledger.workers() if info.role == "prefill")
 
     def _room_may_have_come(self, now: float) -> None:
         """Not each time: a busy cluster tells of room hundreds of times a second."""
@@ -251,9 +255,9 @@ class GlobalScheduler:
 
     def _leaves(self, worker_id: str | None) -> bool:
         """Whether it refuses also those that it has blocks reserved for."""
-        if worker_id is None or worker_id not in self._ledger.table:
+        if worker_id is None or worker_id not in self.ledger.table:
             return False
-        return bool(self._ledger.table.rows[Row.DRAINING][self._ledger.table.row(worker_id)])
+        return bool(self.ledger.table.rows[Row.DRAINING][self.ledger.table.row(worker_id)])
 
 
 def _cost(role: Role, report: StepCostReport | None) -> StepCost | None:

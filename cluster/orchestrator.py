@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.generation import ServingLimits
 from cluster.journey import Journey
-from cluster.request_run import FromWorker, RequestRun, RequestState, WorkerLost
+from cluster.placer import Placer, sleep_within
+from cluster.request_run import AttemptFailedError, FromWorker, RequestRun, RequestState, WorkerLost
 from cluster.request_terms import RequestTerms
 from cluster.scheduler_client import SchedulerClient, Worker
 from cluster.slo_report import SloReport
@@ -27,7 +28,6 @@ from kv_transfer.messages import (
     Endpoint,
     FailureEvent,
     Message,
-    Placement,
     Refused,
     RequestSpec,
     Reserve,
@@ -54,14 +54,6 @@ class OrchestratorConfig:
     retry_delay_s: float = 0.25
 
 
-class _AttemptFailedError(Exception):
-    """This attempt is over, the request is not."""
-
-    def __init__(self, reason: str, worker_id: str | None) -> None:
-        super().__init__(reason)
-        self.worker_id = worker_id
-
-
 class Orchestrator:
     """Implements `cluster.generation.Generator` over real workers."""
 
@@ -77,7 +69,9 @@ class Orchestrator:
         self._runs: dict[str, RequestRun] = {}
         self._links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
         self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas, on_slo)
-        self._replicas_changed = asyncio.Event()
+        self._placer = Placer(
+            self._scheduler, self._links, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
+        )
 
     def start(self) -> None:
         self._scheduler.start()
@@ -118,6 +112,10 @@ class Orchestrator:
         """To the scheduler, which adds up what all gateways saw."""
         self._scheduler.tell(SloUpdate(report=report.to_bytes()))
 
+    async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
+        """See `Generator`."""
+        return await self._scheduler.decisions(limit, as_text=as_text)
+
     async def generate(
         self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
     ) -> AsyncGenerator[TokenEvent, None]:
@@ -131,7 +129,7 @@ class Orchestrator:
                     async with contextlib.aclosing(self._attempt(run)) as events:
                         async for event in events:
                             yield event
-                except _AttemptFailedError as failure:
+                except AttemptFailedError as failure:
                     await self._prepare_retry(run, failure)
         except (DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError):
             run.end(RequestState.FAILED)
@@ -143,7 +141,7 @@ class Orchestrator:
     # --- one attempt ---
 
     async def _attempt(self, run: RequestRun) -> AsyncGenerator[TokenEvent, None]:
-        placement = await self._place(run)
+        placement = await self._placer.place(run)
         spec = run.spec()
         if placement.prefill is None:
             self._post(placement.decode, Start(request=spec, ticket=None))
@@ -157,28 +155,12 @@ class Orchestrator:
         while not run.ended:
             source, event = await self._next(run)
             if isinstance(event, TokenEvent):
-                for ready in run.merge(source, event):
-                    yield ready
-
-    async def _place(self, run: RequestRun) -> Placement:
-        """Ask until there is an answer; only a request that has not started yet is turned away."""
-        held = next((w for w in run.touched - run.excluded if self._is_decode(w) and self._links.is_up(w)), None)
-        while True:
-            try:
-                placement = await self._scheduler.place(run.place_query(prefer_decode=held))
-                break
-            except (UnavailableError, OverloadedError):
-                if run.attempt == run.request.attempt:
-                    raise
-                self._replicas_changed.clear()
-                await self._sleep(run, self._config.retry_delay_s, self._replicas_changed)
-        run.placed(placement)
-        needed = {placement.decode} | ({placement.prefill} if placement.prefill else set())
-        await self._links.wait_up(needed, self._config.link_timeout_s)
-        for worker_id in needed:
-            if not self._links.is_up(worker_id):
-                raise _AttemptFailedError("the worker cannot be reached", worker_id)
-        return placement
+                was_prefilling = run.state is RequestState.PREFILLING
+                ready = run.merge(source, event)
+                if was_prefilling and ready:
+                    self._scheduler.first_token(run.request_id)
+                for token in ready:
+                    yield token
 
     async def _await_reservation(self, run: RequestRun) -> Reserved:
         while True:
@@ -192,12 +174,12 @@ class Orchestrator:
             event = await self._receive(run)
             match event:
                 case WorkerLost(worker_id) if run.concerns(worker_id):
-                    raise _AttemptFailedError("the worker is gone", worker_id)
+                    raise AttemptFailedError("the worker is gone", worker_id)
                 case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
                     if not failure.retryable:
                         raise FailedError(f"The request failed: {failure.reason}.")
                     if run.concerns(worker_id):
-                        raise _AttemptFailedError(failure.reason, worker_id)
+                        raise AttemptFailedError(failure.reason, worker_id)
                 case FromWorker(worker_id, Refused() as refused) if refused.attempt == run.attempt:
                     self._refused(run, worker_id, refused)
                 case FromWorker(worker_id, TokenEvent() | Reserved() as good):
@@ -217,7 +199,7 @@ class Orchestrator:
                     f"The request was not finished within {self._config.request_deadline_s:g} s. Ask for fewer tokens."
                 ) from None
             assert run.placement is not None
-            raise _AttemptFailedError("the worker is silent", run.placement.decode) from None
+            raise AttemptFailedError("the worker is silent", run.placement.decode) from None
 
     def _refused(self, run: RequestRun, worker_id: str, refused: Refused) -> None:
         if refused.retry_after_s is None:
@@ -226,9 +208,9 @@ class Orchestrator:
             raise OverloadedError(
                 f"Overloaded: {refused.reason}. Try again later.", retry_after_s=refused.retry_after_s
             )
-        raise _AttemptFailedError(refused.reason, worker_id)
+        raise AttemptFailedError(refused.reason, worker_id)
 
-    async def _prepare_retry(self, run: RequestRun, failure: _AttemptFailedError) -> None:
+    async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:
         worker_id = failure.worker_id
         logger.warning("request %s attempt %d failed: %s (%s)", run.request_id, run.attempt, failure, worker_id)
         if run.attempt + 1 - run.request.attempt >= self._config.max_attempts:
@@ -237,31 +219,19 @@ class Orchestrator:
             )
         # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
         for touched in list(run.touched):
-            if not self._is_decode(touched) or touched == worker_id:
+            if not self._placer.is_decode(touched) or touched == worker_id:
                 self._links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
                 run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         run.next_attempt(worker_id)
-        await self._sleep(run, self._config.retry_delay_s * (run.attempt - run.request.attempt - 1), None)
-
-    async def _sleep(self, run: RequestRun, seconds: float, early: asyncio.Event | None) -> None:
-        """Wait, at most to the deadline, or until the event."""
-        if time.monotonic() + seconds >= run.deadline:
-            raise DeadlineError("No worker could take the request over before its deadline.")
-        if early is None:
-            await asyncio.sleep(seconds)
-            return
-        try:
-            await asyncio.wait_for(early.wait(), seconds)
-        except TimeoutError:
-            return
+        await sleep_within(run, self._config.retry_delay_s * (run.attempt - run.request.attempt - 1))
 
     def _post(self, worker_id: str, message: Message) -> None:
         if not self._links.post(worker_id, message):
-            raise _AttemptFailedError("the worker is gone", worker_id)
+            raise AttemptFailedError("the worker is gone", worker_id)
 
     def _forget(self, run: RequestRun) -> None:
         del self._runs[run.request_id]
-        self._scheduler.ended(run.request_id)
+        self._scheduler.ended(run.request_id, run.num_output_tokens)
         finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
         if finished_by_decode and run.attempt == run.request.attempt:
             return  # every worker let go of it by itself
@@ -270,13 +240,9 @@ class Orchestrator:
 
     # --- what comes in ---
 
-    def _is_decode(self, worker_id: str) -> bool:
-        worker = self._scheduler.workers.get(worker_id)
-        return worker is not None and worker[0].role == "decode"
-
     def _on_replicas(self, workers: list[WorkerInfo]) -> None:
         self._links.update(workers)
-        self._replicas_changed.set()
+        self._placer.replicas_changed()
 
     def _on_message(self, worker_id: str, message: Message) -> None:
         match message:

@@ -7,6 +7,7 @@ once and in order. Does no I/O.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -52,6 +53,14 @@ class FromWorker:
 RunEvent = WorkerLost | FromWorker
 
 
+class AttemptFailedError(Exception):
+    """This attempt is over, the request is not. `worker_id`: who is to blame, if anybody."""
+
+    def __init__(self, reason: str, worker_id: str | None) -> None:
+        super().__init__(reason)
+        self.worker_id = worker_id
+
+
 class RequestRun:
     """One request from arrival to its terminal state."""
 
@@ -74,6 +83,9 @@ class RequestRun:
         self.touched: set[str] = set()  # workers that may hold something for it
         self.decode_took_over = False  # decode has emitted in this attempt: prefill's fate matters no more
         self.excluded: set[str] = set()
+        self.prefix_hashes = b""  # of the prompt's blocks, as the workers name them
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0
         self._early: dict[int, TokenEvent] = {}  # of this attempt, ahead of the next index
 
     @property
@@ -83,6 +95,11 @@ class RequestRun:
     @property
     def ended(self) -> bool:
         return self.state in TERMINAL
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        """Where it came to its own end."""
+        return len(self.emitted) if self.state is RequestState.FINISHED else None
 
     def end(self, state: RequestState) -> None:
         """Enter a terminal state; only the first one counts."""
@@ -101,6 +118,12 @@ class RequestRun:
             max_new_tokens=max(1, self.request.params.max_tokens - len(self.emitted)),
             exclude=sorted(self.excluded),
             prefer_decode=prefer_decode,
+            slo_class=self.terms.slo.slo_class,
+            tenant=self.terms.tenant,
+            ttft_s=self.terms.slo.ttft_s,
+            tpot_s=self.terms.slo.tpot_s,
+            waited_s=max(0.0, time.monotonic() - self.terms.arrived_at),
+            prefix_hashes=self.prefix_hashes,
         )
 
     def placed(self, placement: Placement) -> None:

@@ -1,28 +1,35 @@
 """A gateway's line to the global scheduler, and what it does when that line is cut.
 
 While the scheduler cannot be reached, placement falls back to the better of two random workers by the last snapshots
-known ("the power of two choices", Mitzenmacher 2001): good enough, and never a reason to turn a request away.
+known ("the power of two choices", Mitzenmacher 2001): good enough, and never a reason to turn a request away. That
+holds for requests, too, that waited for room when the line was cut.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
 from engine.sequence import SequenceKey
 from kv_transfer.connection import Connection, connect
 from kv_transfer.messages import (
+    AskDecisions,
+    Decisions,
     Ended,
     Endpoint,
+    FirstToken,
     IndexReport,
     Message,
     Place,
     Placement,
+    Queued,
     Replicas,
     Role,
     SloUpdate,
@@ -42,6 +49,14 @@ RETRY_S = 0.5
 SETTLE_S = 3.0
 
 
+@dataclass(slots=True)
+class _Question:
+    """`patience`: until when an answer is waited for; longer once the scheduler says that it will take a while."""
+
+    answer: asyncio.Future[Placement | Unplaceable]
+    patience: asyncio.Timeout
+
+
 class SchedulerClient:
     """Places requests and keeps the newest list of workers. `on_replicas` is called with each new list, `on_slo` with
     how requests fared at other gateways."""
@@ -59,7 +74,9 @@ class SchedulerClient:
         self._on_slo = on_slo
         self._connection: Connection | None = None
         # By request and attempt: an answer that comes too late for one attempt is none to the next.
-        self._waiting: dict[SequenceKey, asyncio.Future[Placement | Unplaceable]] = {}
+        self._waiting: dict[SequenceKey, _Question] = {}
+        self._told: dict[int, asyncio.Future[list[str]]] = {}  # decisions, by question
+        self._ask_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
         self.workers: dict[str, Worker] = {}
         self.indexes: dict[str, IndexReport] = {}  # what the scheduler knows of a worker's blocks
@@ -86,9 +103,26 @@ class SchedulerClient:
             raise UnavailableError(f"Not ready: {answer.reason}.", retry_after_s=answer.retry_after_s)
         raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
 
-    def ended(self, request_id: str) -> None:
-        if self._connection is not None:
-            self._connection.post(Ended(request_id=request_id))
+    def first_token(self, request_id: str) -> None:
+        self.tell(FirstToken(request_id=request_id))
+
+    def ended(self, request_id: str, num_output_tokens: int | None = None) -> None:
+        """`num_output_tokens`: where the request came to its own end."""
+        self.tell(Ended(request_id=request_id, num_output_tokens=num_output_tokens))
+
+    async def decisions(self, limit: int, *, as_text: bool = False) -> list[str]:
+        """The scheduler's newest decisions, newest first; UnavailableError while it cannot be asked."""
+        ask_id = next(self._ask_ids)
+        told = self._told[ask_id] = asyncio.get_running_loop().create_future()
+        try:
+            if self._connection is not None:
+                self._connection.post(AskDecisions(ask_id=ask_id, limit=limit, as_text=as_text))
+                return await asyncio.wait_for(told, PLACE_TIMEOUT_S)
+        except (TransportError, TimeoutError) as error:
+            logger.info("the scheduler does not tell its decisions: %s", error)
+        finally:
+            del self._told[ask_id]
+        raise UnavailableError("The global scheduler cannot be asked now. Try again.", retry_after_s=RETRY_S)
 
     def index_of(self, worker_id: str) -> dict[str, object] | None:
         """What the scheduler knows of a worker's blocks; None where it has not told."""
@@ -113,11 +147,15 @@ class SchedulerClient:
             return self._place_alone(request)
         answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
         key = (request.request_id, request.attempt)
-        self._waiting[key] = answer
         try:
-            connection.post(request)
-            return await asyncio.wait_for(answer, PLACE_TIMEOUT_S)
-        except (TransportError, TimeoutError):
+            async with asyncio.timeout(PLACE_TIMEOUT_S) as patience:
+                self._waiting[key] = _Question(answer, patience)
+                connection.post(request)
+                return await answer
+        except TransportError:
+            return self._place_alone(request)
+        except TimeoutError:
+            self.ended(request.request_id)  # an answer that comes yet is not to be booked
             return self._place_alone(request)
         finally:
             self._waiting.pop(key, None)
@@ -179,7 +217,11 @@ class SchedulerClient:
             self._connection = None
             self.indexes = {}
             connection.close("the gateway reconnects")
-            for answer in self._waiting.values():
+            lost: list[asyncio.Future[Any]] = [
+                *(question.answer for question in self._waiting.values()),
+                *self._told.values(),
+            ]
+            for answer in lost:
                 if not answer.done():
                     answer.set_exception(TransportError("the scheduler is gone"))
 
@@ -193,18 +235,26 @@ class SchedulerClient:
                     return
                 self.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
                 self._on_replicas([info for info, _ in workers])
-            case Placement() | Unplaceable():
-                answer = self._waiting.get((message.request_id, message.attempt))
-                if answer is None or answer.done():
-                    return
-                if isinstance(message, Unplaceable) and self._settling:
-                    answer.set_exception(TransportError("the scheduler does not know its workers yet"))
-                else:
-                    answer.set_result(message)
+            case Placement() | Unplaceable() | Queued():
+                question = self._waiting.get((message.request_id, message.attempt))
+                if question is not None and not question.answer.done():
+                    self._on_answer(question, message)
+            case Decisions(ask_id=ask_id, decisions=decisions):
+                if (told := self._told.get(ask_id)) is not None and not told.done():
+                    told.set_result(decisions)
             case SloUpdate(report=report):
                 self._on_slo(report)
             case _:
                 logger.warning("the scheduler sent %s, which a gateway has no use for", type(message).__name__)
+
+    def _on_answer(self, question: _Question, message: Placement | Unplaceable | Queued) -> None:
+        if isinstance(message, Queued):
+            now = asyncio.get_running_loop().time()
+            question.patience.reschedule(now + message.within_s + PLACE_TIMEOUT_S)
+        elif isinstance(message, Unplaceable) and self._settling:
+            question.answer.set_exception(TransportError("the scheduler does not know its workers yet"))
+        else:
+            question.answer.set_result(message)
 
 
 def _better_of_two(workers: list[Worker]) -> WorkerInfo | None:

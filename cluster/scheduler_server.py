@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
-from cluster.block_index import BlockIndex
-from cluster.scheduler import GlobalScheduler, SchedulerPolicy
+from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
+from cluster.line_log import LineLog
 from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_report import SloReport
 from cluster.slo_tracker import SloTracker
 from kv_transfer.connection import Connection, Server, serve
 from kv_transfer.messages import (
+    AskDecisions,
     BlockEvents,
     BlockIndexSnapshot,
+    Decisions,
     Ended,
     Endpoint,
+    FirstToken,
     Heartbeat,
     Place,
     Register,
-    Replicas,
     SloUpdate,
 )
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
 
+MAX_DECISIONS: Final = 1000  # told at once
+
 
 class SchedulerServer:
-    """Drives one `GlobalScheduler` and one `BlockIndex`; a connection's purpose tells a worker from a gateway."""
+    """Drives one `GlobalScheduler`; a connection's purpose tells a worker from a gateway.
+
+    `decision_log`: a file that every decision is appended to, as a line of JSON.
+    """
 
     def __init__(
         self,
@@ -39,20 +48,27 @@ class SchedulerServer:
         *,
         broadcast_period_s: float = 1.0,
         slo_classes: SloConfig = NO_TARGETS,
+        decision_log: Path | None = None,
     ) -> None:
         self._scheduler = GlobalScheduler(policy)
-        self.block_index = BlockIndex()
+        self.block_index = self._scheduler.block_index
         self.slo = SloTracker(slo_classes, now_s=time.monotonic())  # of what all gateways have told since the start
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
+        self._decision_log = None if decision_log is None else LineLog(decision_log)
         self._gateways: set[Connection] = set()
+        self._asked_by: dict[str, Connection] = {}  # of every request that has not ended
         self._workers: dict[str, Connection] = {}  # each worker's newest connection
         self._server: Server | None = None
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._told = asyncio.Event()  # something that may bring an answer to who waits
 
     async def start(self, host: str) -> Endpoint:
         self._server = await serve(host, self._identity, self._serve_peer)
-        self._housekeeping = asyncio.create_task(self._keep_house(), name="scheduler-housekeeping")
+        self._tasks = [
+            asyncio.create_task(self._keep_house(), name="scheduler-housekeeping"),
+            asyncio.create_task(self._answer_waiting(), name="scheduler-late-answers"),
+        ]
         return self._server.endpoint
 
     @property
@@ -62,12 +78,12 @@ class SchedulerServer:
 
     @property
     def healthy(self) -> bool:
-        return self._housekeeping is not None and not self._housekeeping.done()
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
     async def stop(self) -> None:
-        if self._housekeeping is not None:
-            self._housekeeping.cancel()
-            await asyncio.gather(self._housekeeping, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         # Workers are about to lose their scheduler, not gateways their workers: what those know last must stay.
         self._gateways.clear()
         if self._server is not None:
@@ -90,7 +106,6 @@ class SchedulerServer:
                 match message:
                     case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
                         self._workers[worker_id] = connection
-                        self.block_index.forget(worker_id)
                         self._scheduler.register(info, snapshot, time.monotonic())
                         logger.info("%s worker %s registered (pid %d)", info.role, worker_id, info.pid)
                         self._broadcast()
@@ -101,17 +116,14 @@ class SchedulerServer:
                         self._on_blocks(connection, message)
                     case _:
                         connection.close(f"{type(message).__name__} is not for {worker_id} to send")
+                self._look_for_answers()
         finally:
             self._on_worker_disconnected(worker_id, connection)
 
     def _on_blocks(self, connection: Connection, message: BlockEvents | BlockIndexSnapshot) -> None:
         if self._workers.get(message.worker_id) is not connection:
             return  # the last words of a connection that the worker has replaced
-        now = time.monotonic()
-        if isinstance(message, BlockEvents):
-            request = self.block_index.on_events(message, now)
-        else:
-            request = self.block_index.on_snapshot(message, now)
+        request = self._scheduler.blocks(message, time.monotonic())
         if request is not None:
             connection.post(request)
 
@@ -119,33 +131,57 @@ class SchedulerServer:
         if self._workers.get(worker_id) is not connection:
             return  # it has come back on another one since
         del self._workers[worker_id]
-        self.block_index.forget(worker_id)
-        if self._scheduler.lost(worker_id):
+        if self._scheduler.lost(worker_id, time.monotonic()):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()
 
     async def _serve_gateway(self, connection: Connection) -> None:
         self._gateways.add(connection)
-        unfinished: set[str] = set()
         try:
-            connection.post(self._replicas())
+            connection.post(self._scheduler.replicas())
             while True:
                 message, _ = await connection.receive()
                 match message:
                     case Place(request_id=request_id):
-                        unfinished.add(request_id)
+                        self._asked_by[request_id] = connection
                         connection.post(self._scheduler.place(message, time.monotonic()))
+                    case FirstToken(request_id=request_id):
+                        self._scheduler.first_token(request_id, time.monotonic())
+                    case Ended(request_id=request_id, num_output_tokens=num_output_tokens):
+                        self._asked_by.pop(request_id, None)
+                        self._scheduler.ended(request_id, time.monotonic(), num_output_tokens)
                     case SloUpdate():
                         self._on_slo(connection, message)
-                    case Ended(request_id=request_id):
-                        unfinished.discard(request_id)
-                        self._scheduler.ended(request_id)
+                    case AskDecisions():
+                        connection.post(self._decisions(message))
                     case _:
                         connection.close(f"{type(message).__name__} is not for a gateway to send")
+                self._look_for_answers()
         finally:
             self._gateways.discard(connection)
-            for request_id in unfinished:
-                self._scheduler.ended(request_id)
+            self._on_gateway_disconnected(connection)
+
+    def _on_gateway_disconnected(self, connection: Connection) -> None:
+        """Nobody is left to hear of its requests' ends."""
+        for request_id in [request_id for request_id, asker in self._asked_by.items() if asker is connection]:
+            del self._asked_by[request_id]
+            self._scheduler.ended(request_id, time.monotonic())
+        self._look_for_answers()
+
+    def _look_for_answers(self) -> None:
+        if self._scheduler.num_waiting:
+            self._told.set()
+
+    async def _answer_waiting(self) -> None:
+        """To the requests that had no answer when they were asked for."""
+        while True:
+            next_at = self._scheduler.next_at()
+            patience_s = None if next_at is None else max(0.0, next_at - time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), patience_s)
+            self._told.clear()
+            for answer in self._scheduler.answers(time.monotonic()):
+                self._asked_by[answer.request_id].post(answer)
 
     def _on_slo(self, gateway: Connection, message: SloUpdate) -> None:
         """Count it here, and pass it on to the other gateways. One with other classes, while settings roll out, is no
@@ -157,11 +193,20 @@ class SchedulerServer:
         except ValueError as error:
             logger.warning("how requests fared at %s is not counted: %s", gateway.peer.worker_id, error)
 
-    def _replicas(self) -> Replicas:
-        return replace(self._scheduler.replicas(), indexes=self.block_index.report())
+    def _decisions(self, question: AskDecisions) -> Decisions:
+        newest = self._scheduler.log.newest(min(question.limit, MAX_DECISIONS))
+        offset_s = _clock_offset_s()
+        told = [str(one) if question.as_text else one.as_json(offset_s) for one in newest]
+        return Decisions(ask_id=question.ask_id, decisions=told)
+
+    def _write_decisions(self) -> None:
+        new = self._scheduler.log.take_new()
+        if self._decision_log is not None:
+            offset_s = _clock_offset_s()
+            self._decision_log.append(one.as_json(offset_s) for one in new)
 
     def _broadcast(self) -> None:
-        replicas = self._replicas()
+        replicas = self._scheduler.replicas()
         for gateway in self._gateways:
             gateway.post(replicas)
 
@@ -170,5 +215,10 @@ class SchedulerServer:
             await asyncio.sleep(self._broadcast_period_s)
             for worker_id in self._scheduler.expire(time.monotonic()):
                 logger.warning("worker %s has been silent too long and counts as gone", worker_id)
-                self.block_index.forget(worker_id)
+            self._write_decisions()
             self._broadcast()
+
+
+def _clock_offset_s() -> float:
+    """From the scheduler's clock to Unix time."""
+    return time.time() - time.monotonic()

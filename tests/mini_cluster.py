@@ -12,8 +12,8 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.scheduler import SchedulerPolicy
 from cluster.scheduler_server import SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.loading import EngineConfig, LoadedModel, load_model

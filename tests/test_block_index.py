@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.block_index import BlockIndex, PrefixReach
-from cluster.scheduler import SchedulerPolicy
+from cluster.global_scheduler import SchedulerPolicy
 from cluster.scheduler_server import SchedulerServer
 from engine.block_pool import BlockPool
 from kv_transfer import block_events

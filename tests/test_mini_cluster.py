@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError
+from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import OrchestratorConfig
-from cluster.scheduler import SchedulerPolicy
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams

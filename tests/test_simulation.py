@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.simulation.router import PlaceQuery, QueueLengthRouter
+from cluster.simulation.queue_length import QueueLengthRouter
+from cluster.simulation.router import PlaceQuery
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.traces import TraceRequest
@@ -130,7 +131,7 @@ class Recorder(QueueLengthRouter):
             self.beats.append((snapshot.worker_id, now))
             return take_in(snapshot, now)
 
-        self.heartbeat = heartbeat
+        self.heartbeat = heartbeat  # type: ignore[method-assign]
 
     def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
         if now >= self._opens_at:

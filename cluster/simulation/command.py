@@ -16,8 +16,9 @@ from typing import Final
 from cluster.simulation.baselines import Colocated, DistServe, Dynamo, LeastOutstandingTokens, RoundRobin
 from cluster.simulation.fleet import KnownCosts
 from cluster.simulation.legato_router import LegatoRouter
+from cluster.simulation.queue_length import QueueLengthRouter
 from cluster.simulation.records import Record, Summary
-from cluster.simulation.router import QueueLengthRouter, Router
+from cluster.simulation.router import Router
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.synthetic import Workload, draw_requests

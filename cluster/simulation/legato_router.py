@@ -1,14 +1,16 @@
-"""Legato's placement and admission behind the simulation's seam, with the block index that the scheduler keeps."""
+"""Legato's `GlobalScheduler` behind the simulation's seam."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
-from cluster.block_index import BlockIndex
-from cluster.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
+from cluster.placement.admission import AdmissionPolicy, Verdict
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
-from cluster.placement.query import NO_TARGET, Query
+from cluster.placement.query import Query
 from cluster.simulation.fleet import KnownCosts
 from cluster.simulation.router import PlaceQuery
 from engine.step_cost import StepCost
@@ -16,10 +18,14 @@ from kv_transfer.messages import (
     BlockEvents,
     BlockIndexSnapshot,
     Placement,
+    Queued,
+    StepCostReport,
     Unplaceable,
     WorkerInfo,
     WorkerSnapshot,
 )
+
+_UNBOUNDED: Final = 2**62
 
 
 class LegatoRouter:
@@ -31,76 +37,77 @@ class LegatoRouter:
         self, costs: KnownCosts, policy: DecisionPolicy | None = None, rules: AdmissionPolicy | None = None
     ) -> None:
         self._costs = costs
-        self._cost_of: dict[str, StepCost] = {}
-        self._index = BlockIndex()
-        self.ledger = Ledger()
-        self.on_verdict: Callable[[Query, Verdict, float], None] = lambda query, verdict, now: None
-        self._admission = Admission(
-            self.ledger, self._index.longest_prefix, policy or DecisionPolicy(), rules or AdmissionPolicy()
+        self._reports = {"prefill": _report(costs.prefill), "decode": _report(costs.decode)}
+        self._report_of: dict[str, StepCostReport] = {}
+        self._scheduler = GlobalScheduler(
+            SchedulerPolicy(
+                max_queued_tokens=_UNBOUNDED,
+                decision=policy or DecisionPolicy(),
+                admission=rules or AdmissionPolicy(),
+            )
         )
 
+    @property
+    def ledger(self) -> Ledger:
+        return self._scheduler.ledger
+
+    @property
+    def on_verdict(self) -> Callable[[Query, Verdict, float], None]:
+        return self._scheduler.on_verdict
+
+    @on_verdict.setter
+    def on_verdict(self, hear: Callable[[Query, Verdict, float], None]) -> None:
+        self._scheduler.on_verdict = hear
+
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
-        costs = self._costs
-        is_prefill = info.role == "prefill"
-        cost = self._cost_of[info.worker_id] = costs.prefill if is_prefill else costs.decode
-        chunk_tokens = costs.prefill_chunk_tokens if is_prefill else costs.decode_chunk_tokens
-        max_num_seqs = float("inf") if is_prefill else costs.max_num_seqs
-        self.ledger.register(info, snapshot, now, cost=cost, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs)
+        costs, is_prefill = self._costs, info.role == "prefill"
+        bounded = costs.max_num_seqs < float("inf") and not is_prefill
+        info = replace(
+            info,
+            chunk_tokens=costs.prefill_chunk_tokens if is_prefill else costs.decode_chunk_tokens,
+            max_num_seqs=int(costs.max_num_seqs) if bounded else 0,
+        )
+        report = self._report_of[info.worker_id] = self._reports[info.role]
+        self._scheduler.register(info, replace(snapshot, step_cost=report), now)
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
-        return self.ledger.heartbeat(snapshot, now, cost=self._cost_of.get(snapshot.worker_id))
+        return self._scheduler.heartbeat(replace(snapshot, step_cost=self._report_of.get(snapshot.worker_id)), now)
 
     def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
-        if isinstance(message, BlockEvents):
-            self._index.on_events(message, now)
-        else:
-            self._index.on_snapshot(message, now)
+        self._scheduler.blocks(message, now)
 
     def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
-        query = _query(request)
-        verdict = self._admission.ask(query, now)
-        self.on_verdict(query, verdict, now)
-        return _answer(verdict)
+        question = replace(
+            request,
+            slo_class=request.slo.slo_class,
+            ttft_s=request.slo.ttft_s,
+            tpot_s=request.slo.tpot_s,
+            waited_s=now - request.arrived_at,
+            prefix_hashes=b"".join(request.hashes),
+        )
+        answer = self._scheduler.place(question, now)
+        return None if isinstance(answer, Queued) else answer
 
     def answers(self, now: float) -> list[Placement | Unplaceable]:
-        return [answer for verdict in self._admission.again(now) if (answer := _answer(verdict)) is not None]
+        return self._scheduler.answers(now)
 
     def next_at(self) -> float | None:
-        return self._admission.next_at()
+        return self._scheduler.next_at()
 
     def first_token(self, request_id: str, now: float) -> None:
-        self.ledger.first_token(request_id, now)
+        self._scheduler.first_token(request_id, now)
 
     def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
-        self.ledger.ended(request_id, now, num_output_tokens or None)
+        self._scheduler.ended(request_id, now, num_output_tokens or None)
 
 
-def _query(request: PlaceQuery) -> Query:
-    return Query(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        num_tokens=request.num_tokens,
-        max_new_tokens=request.max_new_tokens,
-        arrived_at=request.arrived_at,
-        ttft_s=NO_TARGET if request.slo.ttft_s is None else request.slo.ttft_s,
-        tpot_s=NO_TARGET if request.slo.tpot_s is None else request.slo.tpot_s,
-        slo_class=request.slo.slo_class,
-        prefix_hashes=request.hashes,
-        exclude=tuple(request.exclude),
-        prefer_decode=request.prefer_decode,
-    )
-
-
-def _answer(verdict: Verdict) -> Placement | Unplaceable | None:
-    query = verdict.decision.query
-    if verdict.outcome is Outcome.WAITING:
-        return None
-    if verdict.outcome is Outcome.PLACED:
-        best = verdict.decision.best
-        return Placement(request_id=query.request_id, attempt=query.attempt, prefill=best.prefill, decode=best.decode)
-    return Unplaceable(
-        request_id=query.request_id,
-        attempt=query.attempt,
-        reason=verdict.decision.action.value,
-        retry_after_s=verdict.retry_after_s,
+def _report(cost: StepCost) -> StepCostReport:
+    return StepCostReport(
+        base_s=cost.base_s,
+        prefill_token_s=cost.prefill_token_s,
+        prefill_pair_s=cost.prefill_pair_s,
+        decode_s=cost.decode_s,
+        context_token_s=cost.context_token_s,
+        prefill_error=cost.relative_error,
+        decode_error=cost.relative_error,
     )

@@ -1,5 +1,5 @@
-"""The seam between the simulation and who places requests: the interface of `cluster.scheduler.GlobalScheduler`, with
-what it does not take in yet added. Baselines implement the same.
+"""The seam between the simulation and who places requests: about the interface of `cluster.GlobalScheduler`, which
+baselines implement, too.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.slo import RequestSlo
 from kv_transfer.messages import (
     BlockEvents,
@@ -70,26 +69,3 @@ class NobodyWaits:
 
     def next_at(self) -> float | None:
         return None
-
-
-class QueueLengthRouter(NobodyWaits):
-    """Legato's `GlobalScheduler` as it is: predicted work, without targets or prefixes."""
-
-    wants_blocks = False
-
-    def __init__(self, policy: SchedulerPolicy | None = None) -> None:
-        self._scheduler = GlobalScheduler(policy or SchedulerPolicy())
-        self.register = self._scheduler.register
-        self.heartbeat = self._scheduler.heartbeat
-
-    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
-        """It knows no prefixes."""
-
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
-        return self._scheduler.place(request, now)
-
-    def first_token(self, request_id: str, now: float) -> None:
-        """It does not follow requests."""
-
-    def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
-        self._scheduler.ended(request_id)

@@ -12,6 +12,7 @@ from typing import Final
 from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport
 from kv_transfer.messages.codec import MalformedMessageError, Message, decode, encode
 from kv_transfer.messages.connections import Goodbye, Ping, SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.messages.decisions import AskDecisions, Decisions
 from kv_transfer.messages.fields import (
     MAX_EVENT_CHANGES,
     MAX_HASHES,
@@ -76,6 +77,7 @@ __all__ = [
     "MAX_HASHES",
     "PROTOCOL_VERSION",
     "Abort",
+    "AskDecisions",
     "BlockChange",
     "BlockEvents",
     "BlockIndexRequest",
@@ -84,6 +86,7 @@ __all__ = [
     "ChangeRole",
     "Commit",
     "Count",
+    "Decisions",
     "Digest",
     "DiskReport",
     "Ended",

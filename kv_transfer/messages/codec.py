@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from engine.sampling_params import MAX_LOGIT_BIAS
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
 from kv_transfer.messages.connections import Goodbye, Ping, SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.messages.decisions import AskDecisions, Decisions
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
 from kv_transfer.messages.requests import Cancel, Refused, Reserve, Reserved, Start, StepFrame
 from kv_transfer.messages.scheduling import (
@@ -57,6 +58,8 @@ Message = (
     | Ended
     | FirstToken
     | Queued
+    | AskDecisions
+    | Decisions
     | SloUpdate
     | Replicas
     | RoleRequest

@@ -1,0 +1,41 @@
+"""A file that grows by lines, for logs that other programs read. A disk that fails costs the log and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+class LineLog:
+    """Appends; several processes of one machine may share a file.
+
+    Lines are written whole, in one call each time, by an append that the system makes atomic on local disks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._failed = False
+
+    def create(self, first_line: str) -> None:
+        """Begin the file with that line, unless there is one."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._path.open("xb", buffering=0) as file:
+                file.write(f"{first_line}\n".encode())
+        except FileExistsError:
+            return
+
+    def append(self, lines: Iterable[str]) -> None:
+        """Whatever cannot be written is lost; it is said once."""
+        data = "".join(f"{line}\n" for line in lines).encode()
+        if not data or self._failed:
+            return
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                file.write(data)
+        except OSError as error:
+            self._failed = True
+            logger.error("%s cannot be written, and is given up: %s", self._path, error)
