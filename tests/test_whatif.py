@@ -91,7 +91,8 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: int, words: str) -> None:
 def test_what_happened_is_replayed_as_it_happened() -> None:
     """The log's clock begins elsewhere, so times agree up to rounding."""
     result = what_if(CLUSTER, lived())
-    assert set(result.errors) == {"in time", *(f"{name} {p}" for name in ("TTFT", "TPOT") for p in ("P50", "P95", "P99"))}
+    quantiles = {f"{name} {share}" for name in ("TTFT", "TPOT") for share in ("P50", "P95", "P99")}
+    assert set(result.errors) == {"in time", *quantiles}
     assert all(abs(error) < 1e-3 for error in result.errors.values())
     assert result.supposed == replace(result.replayed, name="supposed")
     assert "That is much" not in result.text()
