@@ -39,6 +39,7 @@ CONFIG: dict[str, Any] = {
     "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 96, "calibration_s": 0},
     "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240, "calibration_s": 0},
     "gateway": {"retries": 20},
+    "slo": {"default": "plain", "classes": {"plain": {}, "batch": {"service_tiers": ["flex"]}}},
     "transfer": {"transport": "shm", "lease_ttl_s": 5},
 }
 
@@ -106,6 +107,23 @@ def test_seeded_sampling_does_not_depend_on_company(cluster: ServedCluster, prom
 def test_openai_conformance(cluster: ServedCluster, check: Any) -> None:
     with httpx.Client(base_url=cluster.url, timeout=120) as http, cluster.client() as client:
         check(Target(client=client, http=http, model=MODEL))
+
+
+def test_how_promises_are_kept(cluster: ServedCluster, prompts: list[list[int]]) -> None:
+    body = {"model": MODEL, "prompt": prompts[0], "max_tokens": 5, "ignore_eos": True, "service_tier": "flex"}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"x-slo-ttft-ms": "600000"}, timeout=120)
+    assert answer.json()["service_tier"] == "flex" and answer.headers["x-slo-class"] == "batch"
+
+    def figures(kind: str, **wanted: str) -> dict[str, Any]:
+        rows = httpx.get(f"{cluster.url}/slo", timeout=10).json()[kind]
+        return next(dict(row) for row in rows if wanted.items() <= row.items())
+
+    cluster.wait_until(lambda: figures("classes", slo_class="batch")["counts"]["met_tokens"] >= 5, "it is counted")
+    for role, metric in (("prefill", "ttft"), ("prefill", "queue"), ("decode", "gap"), ("decode", "tpot")):
+        worker = figures("workers", slo_class="batch", worker=cluster.worker(role)["worker_id"])
+        assert worker["latency_ms"][metric]["p50"] > 0, metric
+    assert cluster.metric("legato_slo_promises_total", slo_class="batch", result="missed") == 0
+    assert cluster.metric("legato_slo_attainment", slo_class="batch", window="short") == 1
 
 
 def test_disconnected_client_frees_everything_within_a_second(cluster: ServedCluster, prompts: list[list[int]]) -> None:
