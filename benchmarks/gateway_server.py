@@ -45,6 +45,9 @@ class ServerOrder:
 class _FullSpeed:
     """A `Generator` whose next token is there in the next turn of the event loop."""
 
+    async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
+        return []
+
     def workers(self) -> list[dict[str, object]]:
         return []
 

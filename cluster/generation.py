@@ -50,6 +50,13 @@ class Generator(Protocol):
         """
         ...
 
+    async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
+        """Where requests were sent lately and why, newest first: lines of JSON, or tables for people.
+
+        Raises `cluster.errors.UnavailableError` while nobody can be asked.
+        """
+        ...
+
     def workers(self) -> list[dict[str, object]]:
         """What is known of each live worker, as JSON values, for people and dashboards."""
         ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from cluster import http_chat, http_completions, http_service, http_slo
+from cluster import http_chat, http_completions, http_decisions, http_service, http_slo
 from cluster.api import Api
 from cluster.http_body import BodyLimit
 from cluster.http_errors import install_error_handlers
@@ -18,7 +18,7 @@ def create_app(api: Api) -> FastAPI:
     # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere.
     app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False)
     app.state.api = api
-    for module in (http_chat, http_completions, http_service, http_slo):
+    for module in (http_chat, http_completions, http_decisions, http_service, http_slo):
         app.include_router(module.router)
     install_error_handlers(app)
     settings = api.settings

@@ -65,6 +65,9 @@ class ScriptedGenerator:
     def limits(self) -> ServingLimits | None:
         return self.script.limits
 
+    async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
+        return [f"table {n}" if as_text else f'{{"request_id": "r{n}"}}' for n in range(limit)]
+
     def workers(self) -> list[dict[str, object]]:
         return [{"worker_id": "scripted", "role": "decode"}]
 

@@ -255,6 +255,15 @@ def test_a_sequence_that_ends_unfinished_is_a_failure(target: Target, generator:
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "generation_failed"
 
 
+def test_decisions_of_the_scheduler(target: Target, generator: ScriptedGenerator) -> None:
+    answer = target.http.get("/cluster/decisions", params={"limit": 2})
+    assert answer.json() == {"decisions": [{"request_id": "r0"}, {"request_id": "r1"}]}
+    assert target.http.get("/cluster/decisions", params={"limit": 2, "format": "text"}).text == "table 0\n\ntable 1\n"
+    for params in ({"limit": "0"}, {"limit": "many"}, {"format": "xml"}):
+        refused = target.http.get("/cluster/decisions", params=params)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 def test_nothing_known_of_the_cluster(target: Target, generator: ScriptedGenerator) -> None:
     generator.script.limits = None
     answer = target.http.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES})
