@@ -43,17 +43,15 @@ class GenerationResponse(Response):
         self._shape = shape
         self._timeline = timeline
         self._watch = generation.watch
-        self._outcome: Outcome | None = Outcome.FAILED  # unless something better is known at the end
+        self._outcome: Outcome | None = Outcome.CANCELLED  # unless something else is known at the end
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._timeline.num_prompt_tokens = self._generation.job.num_prompt_tokens
         with self._api.metrics.running(self._timeline):
             try:
-                connected = await unless_disconnected(receive, self._answer_or_fail(send))
-                if not connected:
-                    self._timeline.outcome, self._outcome = "cancelled", Outcome.CANCELLED
-            finally:
+                await unless_disconnected(receive, self._answer_or_fail(send))
+            finally:  # Serve cancels a request whose client has left
                 if self._outcome is not None:
                     self._watch.ended(self._outcome, self._generation.num_generated_tokens)
 
@@ -74,6 +72,7 @@ class GenerationResponse(Response):
             with self._api.in_flight.enter(len(job.specs)):
                 async with asyncio.timeout(deadline_s), aclosing(self._generation.batches()) as batches:
                     await (self._stream(send, batches) if job.stream else self._whole(send, batches))
+                    self._timeline.outcome, self._outcome = "finished", Outcome.FINISHED
         except TimeoutError as error:
             raise DeadlineError(
                 f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
@@ -82,7 +81,6 @@ class GenerationResponse(Response):
             self._timeline.num_cached_tokens = self._generation.num_cached_tokens
             self._timeline.num_generated_tokens = self._generation.num_generated_tokens
             self._timeline.num_steps = self._generation.num_steps
-        self._timeline.outcome, self._outcome = "finished", Outcome.FINISHED
 
     async def _stream(self, send: Send, batches: Batches) -> None:
         opened: set[int] = set()
@@ -162,8 +160,8 @@ class _Whole:
         return self._last
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work` to its end, or cancel it as soon as the client is gone; whether the client stayed."""
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, or cancel it as soon as the client is gone."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:
@@ -175,7 +173,6 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None])
         await asyncio.wait({working, watching})
     if stayed:
         working.result()
-    return stayed
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -26,7 +26,7 @@ class RequestTimeline:
     arrived_s: float
     first_token_s: float | None = None
     last_token_s: float | None = None
-    outcome: str = "failed"  # unless something better is known at the end
+    outcome: str = "cancelled"  # unless something else is known at the end
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0

@@ -28,19 +28,17 @@ from tests.waiting import HANGS_S
 MODEL = "smollm2-135m-instruct"
 
 
-@contextmanager
-def running_server(
+def scripted_api(
     generator: ScriptedGenerator,
     tokenizer: Tokenizer,
     settings: GatewaySettings | None = None,
     slo: SloConfig = NO_TARGETS,
-) -> Iterator[Target]:
-    """A server on a port of its own, and clients for it."""
+) -> Api:
     settings = settings or GatewaySettings()
     account = SloAccount(slo, model=MODEL)
     metrics = Metrics()
     metrics.registry.register(SloMetrics(account, "gateway-1"))
-    api = Api(
+    return Api(
         generator=generator,
         tokenizer=tokenizer,
         model_name=MODEL,
@@ -50,6 +48,17 @@ def running_server(
         tenants=Tenants(b"a secret of the cluster"),
         in_flight=InFlight(settings.max_concurrent),
     )
+
+
+@contextmanager
+def running_server(
+    generator: ScriptedGenerator,
+    tokenizer: Tokenizer,
+    settings: GatewaySettings | None = None,
+    slo: SloConfig = NO_TARGETS,
+) -> Iterator[Target]:
+    """A server on a port of its own, and clients for it."""
+    api = scripted_api(generator, tokenizer, settings, slo)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", loop="uvloop", lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)

@@ -15,12 +15,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.http import create_app
 from cluster.slo import RequestSlo, SloClass, SloConfig
+from cluster.slo_report import Counts, SeriesKey
 from engine.tokenizer import Tokenizer
-from tests.http_server import MODEL, running_server
+from tests.http_server import MODEL, running_server, scripted_api
 from tests.openai_conformance import PROMPT, Target
 from tests.scripted_generator import Script, ScriptedGenerator
-from tests.waiting import wait_until
+from tests.waiting import eventually, wait_until
 
 pytestmark = pytest.mark.model
 
@@ -278,6 +280,25 @@ def test_a_client_that_leaves_counts_only_if_it_had_waited_too_long(
 
     asyncio.run(leave())
     counted(target, cancelled=1, **counts)
+
+
+async def test_serve_cancels_a_request_whose_client_has_left(
+    generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """That is no failure of the service."""
+    api = scripted_api(generator, tokenizer, slo=CLASSES)
+    generator.script = Script(delay_s=60.0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://test") as client:
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+        request = asyncio.create_task(client.post("/v1/completions", json=body))
+        await eventually(lambda: generator.num_open == 1)
+        request.cancel()  # of the task that runs the application
+        await asyncio.wait({request})
+        assert api.slo.counts()[SeriesKey("chat", MODEL, "")] == Counts(cancelled=1)
+        generator.script = Script()
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        metrics = (await client.get("/metrics")).text
+    assert 'legato_requests_total{endpoint="/v1/completions",outcome="cancelled"} 1.0' in metrics
 
 
 # What operators see.
