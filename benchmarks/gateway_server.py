@@ -19,6 +19,7 @@ import uvloop
 from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE
 from benchmarks.workload import MODEL
 from cluster.api import Api, InFlight
+from cluster.errors import NotFoundError
 from cluster.generation import Generator, ServingLimits
 from cluster.http import create_app
 from cluster.journey import Journey
@@ -30,7 +31,7 @@ from cluster.slo_account import SloAccount
 from cluster.tenants import Tenants
 from engine.model_store import resolve_model
 from engine.tokenizer import Tokenizer
-from kv_transfer.messages import Endpoint, RequestSpec, TokenEvent
+from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
 from kv_transfer.transports.base import Identity
 
 
@@ -53,6 +54,9 @@ class _FullSpeed:
 
     def limits(self) -> ServingLimits:
         return ServingLimits(max_model_len=8_192, ready=True)
+
+    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+        raise NotFoundError("There are no workers here.")
 
     async def generate(
         self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None

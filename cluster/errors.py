@@ -3,6 +3,7 @@
     ApiError
     ├── InvalidRequestError            400  the client's mistake; says what to change
     │   ├── NotFoundError              404  no such model or URL
+    │   ├── ConflictError              409  not in the state that the cluster is in
     │   ├── BodyTooLargeError          413
     │   └── BodyTimeoutError           408  the body did not arrive in time
     └── GenerationError                     what a `Generator` may raise
@@ -57,6 +58,11 @@ class InvalidRequestError(ApiError):
 class NotFoundError(InvalidRequestError):
     status = 404
     default_code = "not_found"
+
+
+class ConflictError(InvalidRequestError):
+    status = 409
+    default_code = "conflict"
 
 
 class BodyTooLargeError(InvalidRequestError):

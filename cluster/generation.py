@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from cluster.journey import Journey
 from cluster.request_terms import RequestTerms
-from kv_transfer.messages import RequestSpec, TokenEvent
+from kv_transfer.messages import RequestSpec, Role, TokenEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,14 @@ class Generator(Protocol):
 
     def workers(self) -> list[dict[str, object]]:
         """What is known of each live worker, as JSON values, for people and dashboards."""
+        ...
+
+    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+        """Have a worker become one of that role; returns when it was told. What runs there after `drain_s` goes on
+        elsewhere.
+
+        Raises NotFoundError, ConflictError where it must not, or UnavailableError where nobody can say.
+        """
         ...
 
     def limits(self) -> ServingLimits | None:

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from cluster.api import Api
 from cluster.errors import InvalidRequestError
-from cluster.openai_types import DetokenizeBody, TokenizeBody
+from cluster.openai_types import DetokenizeBody, RoleBody, TokenizeBody
 from cluster.prepare import chat_token_ids, check_token_ids, text_token_ids
 
 router = APIRouter()
@@ -82,6 +82,13 @@ async def health(request: Request) -> JSONResponse:
 async def cluster(request: Request) -> dict[str, Any]:
     """The workers as this gateway knows them: role, pid, load, KV blocks."""
     return {"workers": _api(request).generator.workers()}
+
+
+@router.post("/cluster/workers/{worker_id}/role", response_model=None, status_code=202)
+async def change_role(worker_id: str, body: RoleBody, request: Request) -> dict[str, Any]:
+    """The worker was told: it comes back under another name, see `/cluster`."""
+    await _api(request).generator.change_role(worker_id, body.role, body.drain_s)
+    return {"worker_id": worker_id, "role": body.role, "status": "changing"}
 
 
 @router.get("/metrics", response_model=None)

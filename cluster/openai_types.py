@@ -22,6 +22,7 @@ from cluster.openai_fields import (
     Unsupported,
 )
 from engine.sampling_params import MAX_LOGPROBS
+from kv_transfer.messages import Role
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -124,3 +125,10 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: TokenIds
+
+
+class RoleBody(Body):
+    """`POST /cluster/workers/{worker_id}/role`: what still runs there after `drain_s` goes on elsewhere."""
+
+    role: Role
+    drain_s: float = Field(20.0, ge=0, le=600)

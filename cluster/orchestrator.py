@@ -32,6 +32,7 @@ from kv_transfer.messages import (
     RequestSpec,
     Reserve,
     Reserved,
+    Role,
     SloUpdate,
     Start,
     StepFrame,
@@ -115,6 +116,10 @@ class Orchestrator:
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
         """See `Generator`."""
         return await self._scheduler.decisions(limit, as_text=as_text)
+
+    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+        """See `Generator`."""
+        await self._scheduler.change_role(worker_id, role, drain_s)
 
     async def generate(
         self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.role_changes import require_ordered
 from engine.sequence import SequenceKey
 from kv_transfer.connection import Connection, connect
 from kv_transfer.messages import (
@@ -32,6 +33,8 @@ from kv_transfer.messages import (
     Queued,
     Replicas,
     Role,
+    RoleAnswer,
+    RoleRequest,
     SloUpdate,
     Unplaceable,
     WorkerInfo,
@@ -75,7 +78,7 @@ class SchedulerClient:
         self._connection: Connection | None = None
         # By request and attempt: an answer that comes too late for one attempt is none to the next.
         self._waiting: dict[SequenceKey, _Question] = {}
-        self._told: dict[int, asyncio.Future[list[str]]] = {}  # decisions, by question
+        self._asked: dict[int, asyncio.Future[Decisions | RoleAnswer]] = {}  # by number
         self._ask_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
         self.workers: dict[str, Worker] = {}
@@ -112,17 +115,17 @@ class SchedulerClient:
 
     async def decisions(self, limit: int, *, as_text: bool = False) -> list[str]:
         """The scheduler's newest decisions, newest first; UnavailableError while it cannot be asked."""
-        ask_id = next(self._ask_ids)
-        told = self._told[ask_id] = asyncio.get_running_loop().create_future()
-        try:
-            if self._connection is not None:
-                self._connection.post(AskDecisions(ask_id=ask_id, limit=limit, as_text=as_text))
-                return await asyncio.wait_for(told, PLACE_TIMEOUT_S)
-        except (TransportError, TimeoutError) as error:
-            logger.info("the scheduler does not tell its decisions: %s", error)
-        finally:
-            del self._told[ask_id]
-        raise UnavailableError("The global scheduler cannot be asked now. Try again.", retry_after_s=RETRY_S)
+        told = await self._put(AskDecisions(ask_id=next(self._ask_ids), limit=limit, as_text=as_text))
+        assert isinstance(told, Decisions)
+        return told.decisions
+
+    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+        """Have the scheduler tell the worker. Raises NotFoundError or ConflictError where it does not, and
+        UnavailableError while it cannot be asked."""
+        question = RoleRequest(ask_id=next(self._ask_ids), worker_id=worker_id, role=role, drain_s=drain_s)
+        answer = await self._put(question)
+        assert isinstance(answer, RoleAnswer)
+        require_ordered(answer)
 
     def index_of(self, worker_id: str) -> dict[str, object] | None:
         """What the scheduler knows of a worker's blocks; None where it has not told."""
@@ -140,6 +143,19 @@ class SchedulerClient:
         """The link to a worker broke. Without a scheduler to tell whether it lives on, it is dead."""
         if self._connection is None:
             self.workers.pop(worker_id, None)
+
+    async def _put(self, question: AskDecisions | RoleRequest) -> Decisions | RoleAnswer:
+        answer: asyncio.Future[Decisions | RoleAnswer] = asyncio.get_running_loop().create_future()
+        self._asked[question.ask_id] = answer
+        try:
+            if self._connection is not None:
+                self._connection.post(question)
+                return await asyncio.wait_for(answer, PLACE_TIMEOUT_S)
+        except (TransportError, TimeoutError) as error:
+            logger.info("the scheduler does not answer %s: %s", type(question).__name__, error)
+        finally:
+            del self._asked[question.ask_id]
+        raise UnavailableError("The global scheduler cannot be asked now. Try again.", retry_after_s=RETRY_S)
 
     async def _ask(self, request: Place) -> Placement | Unplaceable:
         connection = self._connection
@@ -219,7 +235,7 @@ class SchedulerClient:
             connection.close("the gateway reconnects")
             lost: list[asyncio.Future[Any]] = [
                 *(question.answer for question in self._waiting.values()),
-                *self._told.values(),
+                *self._asked.values(),
             ]
             for answer in lost:
                 if not answer.done():
@@ -239,9 +255,9 @@ class SchedulerClient:
                 question = self._waiting.get((message.request_id, message.attempt))
                 if question is not None and not question.answer.done():
                     self._on_answer(question, message)
-            case Decisions(ask_id=ask_id, decisions=decisions):
-                if (told := self._told.get(ask_id)) is not None and not told.done():
-                    told.set_result(decisions)
+            case Decisions() | RoleAnswer():
+                if (asked := self._asked.get(message.ask_id)) is not None and not asked.done():
+                    asked.set_result(message)
             case SloUpdate(report=report):
                 self._on_slo(report)
             case _:

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.line_log import LineLog
+from cluster.role_changes import RoleChanges
 from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_report import SloReport
 from cluster.slo_tracker import SloTracker
@@ -19,6 +21,7 @@ from kv_transfer.messages import (
     AskDecisions,
     BlockEvents,
     BlockIndexSnapshot,
+    ChangeRole,
     Decisions,
     Ended,
     Endpoint,
@@ -26,6 +29,8 @@ from kv_transfer.messages import (
     Heartbeat,
     Place,
     Register,
+    RoleAnswer,
+    RoleRequest,
     SloUpdate,
 )
 from kv_transfer.transports.base import Identity, TransportError
@@ -56,6 +61,7 @@ class SchedulerServer:
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._decision_log = None if decision_log is None else LineLog(decision_log)
+        self._role_changes = RoleChanges()
         self._gateways: set[Connection] = set()
         self._asked_by: dict[str, Connection] = {}  # of every request that has not ended
         self._workers: dict[str, Connection] = {}  # each worker's newest connection
@@ -131,6 +137,7 @@ class SchedulerServer:
         if self._workers.get(worker_id) is not connection:
             return  # it has come back on another one since
         del self._workers[worker_id]
+        self._role_changes.gone(worker_id)
         if self._scheduler.lost(worker_id, time.monotonic()):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()
@@ -150,6 +157,8 @@ class SchedulerServer:
                     case Ended(request_id=request_id, num_output_tokens=num_output_tokens):
                         self._asked_by.pop(request_id, None)
                         self._scheduler.ended(request_id, time.monotonic(), num_output_tokens)
+                    case RoleRequest():
+                        connection.post(self._change_role(message))
                     case SloUpdate():
                         self._on_slo(connection, message)
                     case AskDecisions():
@@ -182,6 +191,19 @@ class SchedulerServer:
             self._told.clear()
             for answer in self._scheduler.answers(time.monotonic()):
                 self._asked_by[answer.request_id].post(answer)
+
+    def _change_role(self, request: RoleRequest) -> RoleAnswer:
+        """Tell the worker, unless it must not go. It counts as draining at once, not only with its next report."""
+        workers, now = self._scheduler.replicas().workers, time.monotonic()
+        answer = self._role_changes.ask(request, workers, now)
+        if answer.outcome == "ordered":
+            worker_id = request.worker_id
+            self._workers[worker_id].post(ChangeRole(role=request.role, drain_s=request.drain_s))
+            (snapshot,) = (snapshot for info, snapshot in workers if info.worker_id == worker_id)
+            leaving = replace(snapshot, draining=True, sequence_number=snapshot.sequence_number + 1)
+            self._scheduler.heartbeat(leaving, now)
+            self._broadcast()
+        return answer
 
     def _on_slo(self, gateway: Connection, message: SloUpdate) -> None:
         """Count it here, and pass it on to the other gateways. One with other classes, while settings roll out, is no

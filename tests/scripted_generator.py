@@ -13,7 +13,7 @@ from cluster.generation import ServingLimits
 from cluster.journey import Journey
 from cluster.request_terms import RequestTerms
 from engine.tokenizer import Tokenizer
-from kv_transfer.messages import Placement, RequestSpec, TokenEvent
+from kv_transfer.messages import Placement, RequestSpec, Role, TokenEvent
 
 _WORDS: Final = (
     "the",
@@ -46,6 +46,7 @@ class Script:
     burst: int = 1  # tokens that come without a pause between them
     fail_after: int | None = None  # tokens, then `error`, or a silent end
     error: Exception | None = None
+    role_error: Exception | None = None  # to any change of a worker's role
     limits: ServingLimits | None = field(default_factory=lambda: ServingLimits(max_model_len=MAX_MODEL_LEN, ready=True))
 
 
@@ -58,6 +59,7 @@ class ScriptedGenerator:
         self.script = Script()
         self.requests: list[RequestSpec] = []
         self.terms: list[RequestTerms | None] = []  # of the same requests
+        self.role_changes: list[tuple[str, Role, float]] = []
         self.num_open = 0
         self.num_cancelled = 0
         self.num_finished = 0
@@ -70,6 +72,11 @@ class ScriptedGenerator:
 
     def workers(self) -> list[dict[str, object]]:
         return [{"worker_id": "scripted", "role": "decode"}]
+
+    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+        if self.script.role_error is not None:
+            raise self.script.role_error
+        self.role_changes.append((worker_id, role, drain_s))
 
     async def generate(
         self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.errors import ConflictError, NotFoundError, UnavailableError
 from engine.runner import ModelRunner, load_runner
 from kv_transfer import worker_replica
-from kv_transfer.messages import ChangeRole, Role
+from kv_transfer.messages import Role
 from kv_transfer.worker_parts import Worker, WorkerParts
 from kv_transfer.worker_replica import WorkerReplica
 from prefill_workers.role import PrefillRole
@@ -140,19 +141,49 @@ async def test_what_is_cached_is_found_by_the_next_worker(llama: SmallModel) -> 
         assert tokens_of(events) == llama.local(PROMPT, greedy()).tokens
 
 
-async def test_the_scheduler_may_order_it(llama: SmallModel) -> None:
+async def test_an_operator_may_order_it(llama: SmallModel) -> None:
+    """By way of a gateway and the scheduler, which sends nobody to the worker from then on."""
+    expected = llama.local(PROMPT, greedy()).tokens
     async with replica_cluster(llama, num_prefill=1, num_decode=2) as cluster:
-        replica = cluster.replicas[1]
-        old = replica.worker
-        assert old is not None
-        cluster.scheduler._workers[old.info.worker_id].post(ChangeRole(role="prefill", drain_s=5.0))
-        await eventually(lambda: isinstance(replica.worker, PrefillWorker))
+        gateway, (_, first, second) = cluster.orchestrator, cluster.replicas
+        with brake(first.model.runner), brake(second.model.runner):
+            asking = asyncio.create_task(cluster.generate("before", PROMPT, greedy()))
+            await eventually(lambda: holds(first, "before") or holds(second, "before"))
+            replica, other = (first, second) if holds(first, "before") else (second, first)
+            old, stays = worker_id_of(replica), worker_id_of(other)
+            await gateway.change_role(old, "prefill", 60.0)
+            with pytest.raises(ConflictError, match=f"{old} is changing its role already"):
+                await gateway.change_role(old, "prefill", 60.0)
+            with pytest.raises(ConflictError, match=f"{stays} is the only decode worker that takes requests"):
+                await gateway.change_role(stays, "prefill", 60.0)
+            with pytest.raises(NotFoundError, match="no worker is called nobody"):
+                await gateway.change_role("nobody", "prefill", 60.0)
+            assert [worker["worker_id"] for worker in gateway.workers() if worker["draining"]] == [old]
+        assert tokens_of(await asking) == expected
+        await eventually(lambda: replica.role == "prefill")
         await cluster.changed(replica)
         assert replica.worker is not None
-        assert replica.worker.info.role == "prefill"
-        assert replica.worker.info.worker_id not in (old.info.worker_id, "")
-        await eventually(lambda: old.info.worker_id not in cluster.scheduler._workers)
-        assert await tokens(cluster, "r", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens
+        assert (replica.worker.info.role, replica.worker.info.home) == ("prefill", "decode")
+        assert worker_id_of(replica) != old
+        await eventually(lambda: old not in cluster.scheduler._workers)
+        with pytest.raises(NotFoundError, match=f"no worker is called {old}"):
+            await gateway.change_role(old, "decode", 60.0)
+        assert await tokens(cluster, "after", PROMPT, greedy()) == expected
+        await gateway.change_role(worker_id_of(replica), "decode", 60.0)
+        await eventually(lambda: replica.role == "decode")
+        await cluster.changed(replica)
+
+
+async def test_without_a_scheduler_nobody_changes_roles(llama: SmallModel) -> None:
+    async with replica_cluster(llama) as cluster:
+        await cluster.scheduler.stop()
+        with pytest.raises(UnavailableError, match="scheduler cannot be asked"):
+            await cluster.orchestrator.change_role(worker_id_of(cluster.replicas[0]), "decode", 60.0)
+
+
+def worker_id_of(replica: WorkerReplica) -> str:
+    assert replica.worker is not None
+    return replica.worker.info.worker_id
 
 
 async def test_only_one_change_at_a_time(llama: SmallModel) -> None:
