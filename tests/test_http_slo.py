@@ -1,4 +1,4 @@
-"""Classes of service over the real HTTP application: what a request is promised, and how it is counted in the end."""
+"""Classes of service over the real HTTP application: how a request is counted in the end, and what operators see."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.http import create_app
-from cluster.slo import RequestSlo, SloClass, SloConfig
+from cluster.slo import SloClass, SloConfig
 from cluster.slo_report import Counts, SeriesKey
 from engine.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server, scripted_api
@@ -53,18 +53,6 @@ def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Targe
         yield target
 
 
-@pytest.fixture(scope="module")
-def asked(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def shared(asked: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
-    """In front of `asked`, for tests that need not know what else was counted."""
-    with running_server(asked, tokenizer, slo=CLASSES) as target:
-        yield target
-
-
 def figures(target: Target, slo_class: str = "chat") -> dict[str, Any]:
     classes = target.http.get("/slo").raise_for_status().json()["classes"]
     (found,) = [row for row in classes if row["slo_class"] == slo_class]
@@ -88,89 +76,6 @@ def samples(target: Target, name: str) -> dict[tuple[str, ...], float]:
         for sample in family.samples
         if sample.name == name
     }
-
-
-# What a request is promised.
-
-
-@pytest.mark.parametrize(
-    ("fields", "headers", "slo", "tier"),
-    [
-        ({}, {}, RequestSlo(slo_class="chat", ttft_s=600.0, tpot_s=600.0), "default"),
-        ({"service_tier": "auto"}, {}, RequestSlo(slo_class="chat", ttft_s=600.0, tpot_s=600.0), "default"),
-        ({"service_tier": "scale"}, {}, RequestSlo(slo_class="chat", ttft_s=600.0, tpot_s=600.0), "scale"),
-        ({"service_tier": "flex"}, {}, RequestSlo(slo_class="batch", ttft_s=None, tpot_s=None), "flex"),
-        ({}, {"x-slo-class": "batch"}, RequestSlo(slo_class="batch", ttft_s=None, tpot_s=None), "batch"),
-        (
-            {"service_tier": "priority"},
-            {"X-SLO-TTFT-ms": "250", "x-slo-tpot-ms": "12.5"},
-            RequestSlo(slo_class="chat", ttft_s=0.25, tpot_s=0.0125),
-            "priority",
-        ),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_promise_goes_with_the_request(
-    shared: Target,
-    asked: ScriptedGenerator,
-    fields: dict[str, Any],
-    headers: dict[str, str],
-    slo: RequestSlo,
-    tier: str,
-    stream: bool,
-) -> None:
-    asked.terms.clear()
-    answer = shared.chat(max_tokens=2, n=2, stream=stream, extra_headers=headers, **fields)
-    assert {part.service_tier for part in (answer if stream else [answer])} == {tier}
-    assert [terms is not None and terms.slo for terms in asked.terms] == [slo, slo]
-    completion = shared.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", **fields}, headers=headers)
-    assert completion.json()["service_tier"] == tier and completion.headers["x-slo-class"] == slo.slo_class
-
-
-@pytest.mark.parametrize(
-    ("fields", "headers", "param", "says"),
-    [
-        ({"service_tier": "turbo"}, {}, "service_tier", "There is no service tier 'turbo'"),
-        ({"service_tier": 5}, {}, "service_tier", "string"),
-        ({}, {"x-slo-class": "gold"}, "x-slo-class", "chat, batch"),
-        ({}, {"x-slo-ttft-ms": "soon"}, "x-slo-ttft-ms", "milliseconds"),
-        ({}, {"x-tenant": "x" * 65}, "x-tenant", "1 to 64"),
-    ],
-)
-def test_what_there_is_not_is_the_clients_mistake(
-    shared: Target, asked: ScriptedGenerator, fields: dict[str, Any], headers: dict[str, str], param: str, says: str
-) -> None:
-    asked.requests.clear()
-    before = figures(shared)["counts"]
-    answer = shared.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", **fields}, headers=headers)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert says in error["message"] and asked.requests == []
-    assert figures(shared)["counts"]["missed"] == before["missed"]
-
-
-def test_whose_a_request_is(shared: Target, asked: ScriptedGenerator) -> None:
-    def tenant(headers: dict[str, str], **fields: str) -> str:
-        body = {"model": MODEL, "prompt": "x", "max_tokens": 1, **fields}
-        shared.http.post("/v1/completions", json=body, headers=headers).raise_for_status()
-        terms = asked.terms[-1]
-        assert terms is not None
-        return terms.tenant
-
-    key = {"authorization": "Bearer sk-secret"}
-    assert tenant({"x-tenant": "team-1", **key}, user="ann") == "team-1"
-    assert tenant(key, user="ann") == tenant(key, user="bob") == tenant(key) != tenant({"authorization": "Bearer sk-2"})
-    assert tenant({}, safety_identifier="ann", user="other") == tenant({}, user="ann") != tenant({}, user="bob")
-    assert tenant({}) == ""
-    assert not any(word in tenant(key) + tenant({}, user="ann") for word in ("sk", "secret", "ann"))
-
-
-def test_without_classes_there_is_one_without_targets(generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
-    with running_server(generator, tokenizer) as target:
-        for tier in ("auto", "default", "flex", "scale", "priority"):
-            assert target.chat(service_tier=tier, max_tokens=1).choices
-        counted(target, "default", met=5, tokens=5, met_tokens=5)
-    assert all(terms is not None and not terms.slo.has_targets for terms in generator.terms)
 
 
 # How it is counted.
