@@ -20,6 +20,7 @@ class Booking:
     placed_at: float
     slot: int
     computed_at: float
+    is_first: bool = False  # nobody was ahead of it there
     reported: bool = False  # the computing worker's snapshots include it by now
 
 

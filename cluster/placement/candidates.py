@@ -86,7 +86,7 @@ def shortest_s(
     """TTFT of the request on the fastest worker, were no queue there; inf where no worker takes it."""
     rows = np.concatenate(eligible(ledger.table, query))
     prompt = _prompt(ledger.table, policy, query, rows, _reach_tokens(ledger, reach), now)
-    return float((prompt.load_s + prompt.prefill_s).min(initial=np.inf)) + policy.first_token_s
+    return float((prompt.load_s + prompt.prefill_s).min(initial=np.inf)) + ledger.overhead.seconds
 
 
 def find_candidates(
@@ -127,7 +127,7 @@ def evaluate(
     after = forecast_decode(table, decode[firsts], query, num_output, lead_s[firsts], added_s[firsts], now).at(same)
     start_s = np.maximum(np.maximum(later_s, prompt.wait_s), after.room_s)
     waited_s = -later_s if arrived_later else max(0.0, now - query.arrived_at)
-    ttft_s = waited_s + start_s + work_s + policy.first_token_s
+    ttft_s = waited_s + start_s + work_s + ledger.overhead.seconds
     chance = _chance(table, query, computing, decode, ttft_s, after.tpot_s) * fit_probability(after.kv_share)
     # While a prompt waits for its turn on a decode worker, those who would be handed over to it cannot reserve.
     kept_out = (table.slots[Slot.JOINED_STEP][decode] == np.inf).sum(axis=1) * alone

@@ -15,6 +15,7 @@ from typing import Final
 from cluster.placement.assumed_cost import assumed_cost
 from cluster.placement.booking import Booking, seconds_of
 from cluster.placement.output_lengths import OutputLengths
+from cluster.placement.overhead import Overhead
 from cluster.placement.query import Query
 from cluster.placement.worker_table import PROMPTS_OVER_S, Row, Slot, WorkerTable
 from engine.step_cost import StepCost, StepWork
@@ -39,6 +40,7 @@ class Ledger:
     def __init__(self) -> None:
         self.table = WorkerTable()
         self.lengths = OutputLengths()
+        self.overhead = Overhead()
         self._workers: dict[str, _Worker] = {}
         self._bookings: dict[str, Booking] = {}
 
@@ -137,6 +139,7 @@ class Ledger:
         booking = Booking(query, prefill or decode, decode, uncached_tokens, prefill_s, now, slot, now)
         if not computing.queue:  # it idled: begins now, or when the unknown work is done
             computing.busy_since = max(now - computing.extra_s, min(now, computing.busy_since))
+            booking.is_first = computing.extra_s == 0.0
         computing.queue[query.request_id] = self._bookings[query.request_id] = booking
         decoding.decoding.append(booking)
         expected = self.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
@@ -154,6 +157,8 @@ class Ledger:
             return
         computing = self._workers.get(booking.computing)
         if computing is not None and request_id in computing.queue:
+            if booking.is_first:
+                self.overhead.observe(now - booking.placed_at - booking.prefill_s)
             self._leave_queue(computing, request_id, now, computed=True)
             self._advance(self._workers[booking.decode], now)
             slots = self.table.slots[:, self.table.row(booking.decode), booking.slot]

@@ -14,7 +14,7 @@ class DecisionPolicy:
     Decode alone is chosen over a pair where it brings `alone_gain` more.
 
     `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
-    a token up from there. `first_token_s`: from the end of the prompt's computation to the client.
+    a token up from there.
     """
 
     min_gain: float = 0.5
@@ -25,7 +25,6 @@ class DecisionPolicy:
     num_exact: int = 6
     host_token_s: float = 5e-6
     disk_token_s: float = 60e-6
-    first_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.min_gain < 1.0:
