@@ -16,20 +16,21 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api import Api, InFlight
-from cluster.autoscaling import LoadPolicy
+from cluster.autoscaling import autoscaling_config
 from cluster.config import load_config
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.http import create_app
 from cluster.metrics import Metrics
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler_server import SchedulerServer
-from cluster.settings import AutoscalingSettings, LegatoConfig, PoolSettings
+from cluster.settings import LegatoConfig, PoolSettings
 from cluster.slo_account import SloAccount
 from cluster.slo_metrics import SloMetrics
 from cluster.tenants import Tenants
 from cluster.translate import (
     decode_engine,
     decode_tiers,
+    pools_plan,
     prefill_engine,
     prefill_tiers,
     transfer_config,
@@ -121,21 +122,6 @@ def pool_deployment(name: str, pool: PoolSettings, replicas: int) -> Any:
     )
 
 
-def autoscaling_config(scaling: AutoscalingSettings, replicas: int) -> dict[str, Any]:
-    return {
-        "min_replicas": scaling.min_replicas,
-        "initial_replicas": replicas,
-        "max_replicas": scaling.max_replicas,
-        "look_back_period_s": scaling.look_back_s,
-        "upscale_delay_s": scaling.upscale_delay_s,
-        "downscale_delay_s": scaling.downscale_delay_s,
-        "policy": {
-            "policy_function": f"{LoadPolicy.__module__}:{LoadPolicy.__qualname__}",
-            "policy_kwargs": {"target_per_replica": scaling.target_per_replica},
-        },
-    }
-
-
 @serve.deployment(name="GlobalScheduler")
 class Scheduler:
     """The one global scheduler. Found by its Serve handle, spoken to over its own port."""
@@ -149,7 +135,12 @@ class Scheduler:
             local_prefill_below=config.scheduler.local_prefill_below_tokens,
             stale_after_s=config.scheduler.stale_after_s,
         )
-        self._server = SchedulerServer(policy, control_identity("scheduler", secret), slo_classes=config.slo_classes)
+        self._server = SchedulerServer(
+            policy,
+            control_identity("scheduler", secret),
+            slo_classes=config.slo_classes,
+            pools=pools_plan(config),
+        )
         await self._server.start(resolve_host(host))
 
     async def endpoint(self) -> Endpoint:

@@ -1,7 +1,8 @@
-"""How many workers a pool should have: its load, divided by what one worker should carry.
+"""How many workers a pool should have, said to Serve. Runs inside Serve's controller, once per pool and decision.
 
-Runs inside Serve's controller, once per pool and decision; each worker reports its load under the name "load".
-Smoothing over time (look-back, delays) is Serve's, configured next to the target.
+`AdvicePolicy` passes on what the global scheduler advises (`cluster.pool_sizing`), which each worker hears on its
+connection to it and reports as "wanted". `LoadPolicy` divides what workers report as "load" by what one should carry;
+smoothing over time (look-back, delays) is Serve's then.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import math
 from typing import Any
 
 from ray.serve.config import AutoscalingContext
+
+from cluster.autoscaling_settings import AutoscalingSettings
+
+_REPORTED_OVER_S = 5.0  # Serve takes five samples in this time
 
 
 class LoadPolicy:
@@ -20,5 +25,38 @@ class LoadPolicy:
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         loads = (ctx.aggregated_metrics or {}).get("load", {})
-        wanted = math.ceil(sum(loads.values()) / self._target_per_replica)
-        return min(max(wanted, ctx.capacity_adjusted_min_replicas), ctx.capacity_adjusted_max_replicas), {}
+        return _bounded(ctx, math.ceil(sum(loads.values()) / self._target_per_replica)), {}
+
+
+class AdvicePolicy:
+    """Serve autoscaling policy: the newest advice that any worker of the pool reports; without any, no change."""
+
+    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        reports = [series[-1] for series in (ctx.raw_metrics or {}).get("wanted", {}).values() if series]
+        if not reports:
+            return int(ctx.target_num_replicas), {}
+        newest = max(reports, key=lambda report: report.timestamp)
+        return _bounded(ctx, round(newest.value)), {}
+
+
+def _bounded(ctx: AutoscalingContext, wanted: int) -> int:
+    fewest, most = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
+    return int(min(max(wanted, fewest), most))
+
+
+def autoscaling_config(scaling: AutoscalingSettings, replicas: int) -> dict[str, Any]:
+    """For Serve. Advice is followed at once: who gives it has waited already where waiting is due."""
+    advised = scaling.policy == "slo"
+    policy = AdvicePolicy if advised else LoadPolicy
+    return {
+        "min_replicas": scaling.min_replicas,
+        "initial_replicas": replicas,
+        "max_replicas": scaling.max_replicas,
+        "look_back_period_s": _REPORTED_OVER_S if advised else scaling.look_back_s,
+        "upscale_delay_s": 0.0 if advised else scaling.upscale_delay_s,
+        "downscale_delay_s": 0.0 if advised else scaling.downscale_delay_s,
+        "policy": {
+            "policy_function": f"{policy.__module__}:{policy.__qualname__}",
+            "policy_kwargs": {} if advised else {"target_per_replica": scaling.target_per_replica},
+        },
+    }

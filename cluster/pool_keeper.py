@@ -30,7 +30,7 @@ class _Flip:
     until: float
 
     def is_done(self, workers: Iterable[WorkerInfo], now: float) -> bool:
-        return now > self.until or any(w.pid == self.info.pid and w.role == self.role for w in workers)
+        return now > self.until or any(_process(w) == _process(self.info) and w.role == self.role for w in workers)
 
 
 class PoolKeeper:
@@ -79,6 +79,10 @@ class PoolKeeper:
             targets[home] += role != home
             targets[role] -= role != home
         return {role: max(0, target) for role, target in targets.items()}
+
+
+def _process(info: WorkerInfo) -> tuple[str, int]:
+    return info.endpoint.node_id, info.pid
 
 
 def _to_lose(worker: tuple[WorkerInfo, WorkerSnapshot]) -> tuple[int, int, int, str]:

@@ -18,22 +18,23 @@ from cluster.placement.admission import Outcome, Verdict
 from cluster.placement.ledger import Ledger
 from cluster.placement.query import Query
 from cluster.placement.worker_table import Row, Slot
-from cluster.pool_demand import DecodeRoom, DemandWindows, WorkRate, decode_work_s, prefill_work_s
+from cluster.pool_demand import DecodeRoom, DemandWindows, Forecast, WorkRate, decode_work_s, prefill_work_s
 from cluster.pool_sizing import FlipRules, PoolAdvice, PoolRules, PoolSizer, PoolView
 from cluster.slo_tracker import SeriesSnapshot
 
 _FEWEST_MISSES: Final = 3  # that say anything about a budget
-_RETURN_S: Final = 120.0  # so long after it was turned away, a client that asks the same again is the same
+_EARLY_S: Final = 0.5  # clocks differ
+_RETURN_S: Final = 60.0  # so long after it was asked to come back, who asks the same again is the same client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsPlan:
-    """What the pools may be. Demand is predicted as far ahead as a new worker takes to start."""
+    """What the pools may be. Demand is predicted as far ahead as a new worker takes to start, from what came in three
+    times as long as the pool waits before it shrinks."""
 
     prefill: PoolRules
     decode: PoolRules
     flips: FlipRules = field(default_factory=FlipRules)
-    windows: DemandWindows = field(default_factory=DemandWindows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +66,9 @@ class PoolWatch:
     def __init__(self, ledger: Ledger, plan: PoolsPlan, now: float) -> None:
         self._ledger = ledger
         self._plan = plan
-        self._prefill, self._decode = WorkRate(now, plan.windows), WorkRate(now, plan.windows)
-        self._held = _Smoothed(plan.windows.short_s, now)
-        self._turned_away: OrderedDict[Hashable, float] = OrderedDict()
+        self._prefill, self._decode = (WorkRate(now, _windows(rules)) for rules in (plan.prefill, plan.decode))
+        self._held = _Smoothed(_windows(plan.decode).short_s, now)
+        self._turned_away: OrderedDict[Hashable, float] = OrderedDict()  # and when they were asked to come back
         self._sizer = PoolSizer(plan.prefill, plan.decode, plan.flips, now=now)
 
     def asked(self, query: Query, verdict: Verdict, now: float) -> None:
@@ -75,26 +76,32 @@ class PoolWatch:
         placed, one that is turned away until its client has come back."""
         if query.attempt > 0 or not verdict.decision.rows:
             return
-        self._forget(now)
-        is_new = self._turned_away.pop(_client(query), None) is None
-        if verdict.outcome is Outcome.REJECTED:
-            self._turned_away[_client(query)] = now
-        if is_new:
+        is_back = self._is_back(query, now)
+        if verdict.outcome is Outcome.REJECTED and verdict.retry_after_s is not None and query.prefix_hashes:
+            self._turned_away.setdefault(_client(query), now + verdict.retry_after_s)
+        if not is_back:
             self._count(query, verdict, now)
 
     def advise(self, now: float, burning: Burning | None = None) -> PoolAdvice | None:
         prefill, decode = self.views(now, burning or Burning())
         return self._sizer.advise(now, prefill, decode)
 
+    def forecasts(self, now: float) -> tuple[Forecast, Forecast]:
+        """Of what was asked of prefill and of decode."""
+        return (
+            self._prefill.forecast(now, self._plan.prefill.start_s),
+            self._decode.forecast(now, self._plan.decode.start_s),
+        )
+
     def views(self, now: float, burning: Burning) -> tuple[PoolView, PoolView]:
         """Of prefill and decode. What is not one pool's fault is blamed on the busier one."""
-        plan, table = self._plan, self._ledger.table
+        table = self._ledger.table
         rows = table.live()[table.rows[Row.DRAINING, table.live()] == 0.0]
         num_decode = int(table.rows[Row.DECODES, rows].sum())
         num_prefill = len(rows) - num_decode
         held = self._held.update(_held(self._ledger), now)
-        prefill = self._prefill.forecast(now, plan.prefill.start_s).predicted
-        decode = max(self._decode.forecast(now, plan.decode.start_s).predicted, held)
+        prefill, decode = (forecast.predicted for forecast in self.forecasts(now))
+        decode = max(decode, held)
         prefill_is_busier = prefill * num_decode > decode * num_prefill
         return (
             PoolView(demand=prefill, burns=burning.ttft or (burning.other and prefill_is_busier), live=num_prefill),
@@ -113,9 +120,19 @@ class PoolWatch:
         (self._decode if best.prefill is None else self._prefill).add(now, prompt_s)
         self._decode.add(now, decode_work_s(table.cost(decoding), room, query.num_tokens, expected, query.tpot_s))
 
-    def _forget(self, now: float) -> None:
+    def _is_back(self, query: Query, now: float) -> bool:
+        """Others may ask the same; hence nobody is before its time, and nobody twice."""
         while self._turned_away and now - next(iter(self._turned_away.values())) > _RETURN_S:
             self._turned_away.popitem(last=False)
+        client = _client(query)
+        if now < self._turned_away.get(client, math.inf) - _EARLY_S:
+            return False
+        del self._turned_away[client]
+        return True
+
+
+def _windows(rules: PoolRules) -> DemandWindows:
+    return DemandWindows(short_s=rules.hold_s / 2, long_s=3 * rules.hold_s)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,8 @@ from typing import Final
 
 from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.line_log import LineLog
+from cluster.pool_keeper import PoolKeeper
+from cluster.pool_watch import PoolsPlan
 from cluster.role_changes import RoleChanges
 from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_report import SloReport
@@ -43,7 +45,8 @@ MAX_DECISIONS: Final = 1000  # told at once
 class SchedulerServer:
     """Drives one `GlobalScheduler`; a connection's purpose tells a worker from a gateway.
 
-    `decision_log`: a file that every decision is appended to, as a line of JSON.
+    `decision_log`: a file that every decision is appended to, as a line of JSON. `pools`: what they may become; None:
+    workers come and go as they will.
     """
 
     def __init__(
@@ -54,10 +57,15 @@ class SchedulerServer:
         broadcast_period_s: float = 1.0,
         slo_classes: SloConfig = NO_TARGETS,
         decision_log: Path | None = None,
+        pools: PoolsPlan | None = None,
     ) -> None:
         self._scheduler = GlobalScheduler(policy)
         self.block_index = self._scheduler.block_index
         self.slo = SloTracker(slo_classes, now_s=time.monotonic())  # of what all gateways have told since the start
+        self._pools: PoolKeeper | None = None
+        if pools is not None:
+            self._pools = PoolKeeper(self._scheduler.ledger, pools, self.slo, time.monotonic())
+            self._scheduler.on_verdict = self._pools.watch.asked
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._decision_log = None if decision_log is None else LineLog(decision_log)
@@ -239,6 +247,12 @@ class SchedulerServer:
                 logger.warning("worker %s has been silent too long and counts as gone", worker_id)
             self._write_decisions()
             self._broadcast()
+            self._keep_pools()
+
+    def _keep_pools(self) -> None:
+        if self._pools is not None:
+            for worker_id, order in self._pools.orders(time.monotonic()):
+                self._workers[worker_id].post(order)
 
 
 def _clock_offset_s() -> float:

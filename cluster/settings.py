@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from cluster.autoscaling_settings import AutoscalingSettings
 from cluster.config_fields import Settings, SizeBytes
 from cluster.kv_settings import KvSettings
 from cluster.slo import NO_TARGETS, SloConfig
@@ -49,27 +50,6 @@ class ModelSettings(Settings):
             return self.served_name
         is_path = self.ref.startswith((".", "/", "~"))
         return PurePath(self.ref).name if is_path else self.ref
-
-
-class AutoscalingSettings(Settings):
-    min_replicas: int = Field(1, ge=0, description="Never fewer workers than this.")
-    max_replicas: int = Field(ge=1, description="Never more workers than this.")
-    target_per_replica: float = Field(
-        gt=0,
-        description="Load that one worker should carry: for prefill waiting prompt tokens, for decode sequences.",
-    )
-    look_back_s: float = Field(5.0, gt=0, description="The load is averaged over this long.")
-    upscale_delay_s: float = Field(2.0, ge=0, description="Load must be high for this long before workers are added.")
-    downscale_delay_s: float = Field(60.0, ge=0, description="Load must be low for this long before workers end.")
-
-    @model_validator(mode="after")
-    def _check_range(self) -> Self:
-        if self.min_replicas > self.max_replicas:
-            raise ValueError(
-                f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; "
-                "lower the first or raise the second"
-            )
-        return self
 
 
 class PoolSettings(Settings):
@@ -164,6 +144,10 @@ class SchedulerSettings(Settings):
     max_queued_tokens: int = Field(
         131_072, ge=1, description="Waiting prompt tokens per worker; more requests are answered with 429."
     )
+    role_flips: bool = Field(
+        False,
+        description="Let a worker change its role where its pool can spare it and the other one lacks workers.",
+    )
 
     @model_validator(mode="after")
     def _check_patience(self) -> Self:
@@ -217,6 +201,15 @@ class LegatoConfig(Settings):
                 )
         if self.decode.autoscaling is not None and self.decode.autoscaling.min_replicas == 0:
             raise ValueError("decode.autoscaling.min_replicas is 0; without a decode worker nothing is served: use 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_flips(self) -> Self:
+        if self.scheduler.role_flips and self.colocated:
+            raise ValueError(
+                "scheduler.role_flips is on, but prefill.replicas is 0, so there is only one role; have prefill workers"
+                " or leave it off"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from cluster.kv_settings import KvPoolSettings
-from cluster.settings import LegatoConfig, PoolSettings
+from cluster.pool_sizing import FlipRules, PoolRules
+from cluster.pool_watch import PoolsPlan
+from cluster.settings import DecodeSettings, LegatoConfig, PoolSettings, PrefillSettings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
@@ -14,6 +18,8 @@ from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.worker_parts import WorkerRole
 from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorkerConfig
+
+_MANY: Final = 1_000_000  # as many as flips bring about
 
 
 def prefill_engine(config: LegatoConfig) -> EngineConfig:
@@ -66,6 +72,29 @@ def transfer_config(config: LegatoConfig) -> TransferConfig:
         slab_bytes=config.transfer.slab_bytes,
         num_slabs=config.transfer.num_slabs,
         num_connections=config.transfer.num_connections,
+    )
+
+
+def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
+    """For the scheduler. None: both pools stay as they are, or follow their own load."""
+    rules = [_pool_rules(config, pool) for pool in (config.prefill, config.decode)]
+    if not config.scheduler.role_flips and not any(rule.scales for rule in rules):
+        return None
+    return PoolsPlan(prefill=rules[0], decode=rules[1], flips=FlipRules(enabled=config.scheduler.role_flips))
+
+
+def _pool_rules(config: LegatoConfig, pool: PrefillSettings | DecodeSettings) -> PoolRules:
+    scaling = pool.autoscaling
+    if scaling is None or scaling.policy != "slo":
+        most = 0 if config.colocated and pool is config.prefill else _MANY
+        return PoolRules(min_workers=0, initial=min(pool.replicas, most), max_workers=most, scales=False)
+    return PoolRules(
+        min_workers=scaling.min_replicas,
+        initial=pool.replicas,
+        max_workers=scaling.max_replicas,
+        target=scaling.target_utilisation,
+        hold_s=scaling.downscale_delay_s,
+        start_s=scaling.start_s,
     )
 
 

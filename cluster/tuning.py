@@ -20,6 +20,8 @@ RAY_ENVIRONMENT: Final = {
     # Above the longest generation: a reload of HAProxy must not cut a stream.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
+    # Workers report every second what size their pool should have; by default Serve hears of it every ten.
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     # Nobody balances load over a laptop's one proxy: it need not linger half a minute before it stops.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
 }

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cluster.pool_demand import DemandWindows
 from cluster.pool_sizing import PoolRules
 from cluster.pool_watch import PoolsPlan
 from cluster.simulation.elastic import Elasticity, ElasticSimulation, Worker
@@ -95,9 +94,8 @@ def test_predicted_sizes_follow_a_demand_that_triples_and_falls() -> None:
     """Against the pools that would serve the peak: nearly all in time, for much less; and they shrink to what they
     were."""
     plan = PoolsPlan(
-        prefill=PoolRules(initial=2, max_workers=8, start_s=ELASTICITY.start_s),
-        decode=PoolRules(initial=2, max_workers=8, start_s=ELASTICITY.start_s),
-        windows=DemandWindows(short_s=20.0, long_s=120.0),
+        prefill=PoolRules(initial=2, max_workers=8, hold_s=40.0, start_s=ELASTICITY.start_s),
+        decode=PoolRules(initial=2, max_workers=8, hold_s=40.0, start_s=ELASTICITY.start_s),
     )
     demand = [(1.0, 200.0), (1.5, 220.0), (2.0, 240.0), (3.0, 500.0), (1.0, 1000.0)]
     legato = router()

@@ -1,4 +1,7 @@
-"""`serve run` with a prefill pool that follows its load: a second worker comes under load and goes when it is over."""
+"""`serve run` with a prefill pool that is sized by demand: a second worker comes with it, and goes when it is over.
+
+The scheduler's advice goes to the worker, from there to Serve's controller, and becomes a process that loads a model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.exactness import LONGEST, exactness_prompts
 from tests.http_generation import Answer, complete, greedy_body, http_client
 from tests.served_cluster import MODEL, ServedCluster, served_cluster
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 
 CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL},
@@ -30,10 +33,9 @@ CONFIG: dict[str, Any] = {
         "autoscaling": {
             "min_replicas": 1,
             "max_replicas": 2,
-            "target_per_replica": 500,
-            "look_back_s": 1.0,
-            "upscale_delay_s": 0.5,
-            "downscale_delay_s": 1.0,
+            "target_utilisation": 0.3,
+            "start_s": 2.0,
+            "downscale_delay_s": 4.0,
         },
     },
     "decode": {"num_cpus": 0.2, "calibration_s": 0},
@@ -46,7 +48,7 @@ ENVIRONMENT = {
 }
 
 
-def test_prefill_pool_follows_its_load(tmp_path: Path, smollm2_folder: Path) -> None:
+def test_the_prefill_pool_follows_the_demand(tmp_path: Path, smollm2_folder: Path) -> None:
     prompt = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)[LONGEST]
     serve = str(Path(sys.executable).with_name("serve"))
     with served_cluster(CONFIG, tmp_path, command=(serve, "run"), env=ENVIRONMENT) as cluster:
