@@ -208,7 +208,7 @@ async def test_the_next_turn_finds_the_answer_in_the_decode_workers_memory(llama
     """Split cluster: what prefill has not computed, its neighbour has."""
     async with cluster_of(llama) as cluster:
         prefill_tiers = cluster.tiers[0]
-        history, cached_by_turn = PROMPT[:40], []
+        history, cached_by_turn = random_prompts([40], seed=2)[0], []  # whose tokens are nowhere nearly tied
         for turn in range(3):
             cluster.prefills[0]._steps.rates.prefill_tokens_per_s = SLOW
             events = await cluster.generate(f"turn{turn}", history, greedy(40))
