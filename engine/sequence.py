@@ -1,6 +1,7 @@
 """One sequence: its tokens, how far its KV is computed, and the blocks that hold it.
 
-Written by the worker scheduler that holds it; runner and sampler only read.
+Written by the worker scheduler that holds it, but for when it began, which the step loop says; runner and sampler only
+read.
 """
 
 from __future__ import annotations
