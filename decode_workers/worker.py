@@ -99,7 +99,7 @@ class DecodeWorker:
             finish=self._finish,
             failed=self._step_failed,
         )
-        if (calibration_s := self._config.calibration_s) and not self._model.costs.is_seeded:
+        if calibration_s := self._config.calibration_s:
             await self._steps.calibrate(lambda: calibrate(self._model, budget_s=calibration_s).cost)
         endpoint = await self._port.start(self._parts.host)
         self.info: WorkerInfo = worker_info(

@@ -88,10 +88,10 @@ class StepLoop:
         return alive and not hangs and self._num_failures < MAX_CONSECUTIVE_FAILURES
 
     async def calibrate(self, measure: Callable[[], StepCost]) -> None:
-        """Begin with what steps cost as `measure()` finds it in the compute thread, where nothing is known of them yet.
+        """Begin with what steps cost as `measure()` finds it in the compute thread, unless that is known already.
         Before `start`."""
         assert self._task is None, "a calibration and steps would disturb each other"
-        if self.costs.cost() is None:
+        if not self.costs.is_seeded:
             self.costs.seed(await asyncio.get_running_loop().run_in_executor(self._compute, measure))
 
     def start(self) -> None:

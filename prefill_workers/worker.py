@@ -115,7 +115,7 @@ class PrefillWorker:
             failed=self._step_failed,
             on_layer=self._stream.on_layer,
         )
-        if (calibration_s := self._config.calibration_s) and not self._model.costs.is_seeded:
+        if calibration_s := self._config.calibration_s:
             await self._steps.calibrate(lambda: calibrate(self._model, budget_s=calibration_s).cost)
         self._port = GatewayPort(self._parts.identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
         endpoint = await self._port.start(self._parts.host)
