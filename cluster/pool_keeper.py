@@ -6,6 +6,7 @@ Serve knows only the latter. Knows no sockets; the clock is passed in.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,8 @@ from cluster.pool_sizing import PoolAdvice
 from cluster.pool_watch import Burning, PoolsPlan, PoolWatch
 from cluster.slo_tracker import SloTracker
 from kv_transfer.messages import ChangeRole, PoolTarget, Role, WorkerInfo, WorkerSnapshot
+
+logger = logging.getLogger(__name__)
 
 DRAIN_S: Final = 10.0  # what still runs then goes on elsewhere
 _FLIP_S: Final = 120.0  # by then it has come back in its new role, or never will
@@ -46,7 +49,7 @@ class PoolKeeper:
 
     def orders(self, now: float) -> Iterator[Order]:
         """To be sent now, and to be asked for again in about a second."""
-        self.advice = self.watch.advise(now, Burning.of(self._tracker.totals(now)))
+        self._advise(now)
         workers = [info for info, _ in self._ledger.workers()]
         self._flips = [flip for flip in self._flips if not flip.is_done(workers, now)]
         if self.advice is None:
@@ -59,6 +62,23 @@ class PoolKeeper:
             home = info.home or info.role
             if scales[home]:
                 yield info.worker_id, PoolTarget(num_workers=targets[home])
+
+    def _advise(self, now: float) -> None:
+        before, burning = self.advice, Burning.of(self._tracker.totals(now))
+        self.advice = advice = self.watch.advise(now, burning)
+        if advice is not None and (before is None or before != advice):
+            prefill, decode = self.watch.views(now, burning)
+            logger.info(
+                "the pools should have %d prefill and %d decode workers (%s); demand keeps %.2f and %.2f busy, %s",
+                advice.num_prefill,
+                advice.num_decode,
+                f"{prefill.live} and {decode.live} are there"
+                if advice.flip is None
+                else f"one changes to {advice.flip}",
+                prefill.demand,
+                decode.demand,
+                burning,
+            )
 
     def _flip(self, role: Role, now: float) -> Iterator[Order]:
         """Whoever has the least to lose."""
