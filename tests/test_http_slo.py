@@ -228,6 +228,17 @@ def test_what_prometheus_scrapes(target: Target, generator: ScriptedGenerator) -
     assert samples(target, "legato_slo_worker_burn_rate")[MODEL, "chat", "short", "d0"] == pytest.approx(5)
 
 
+def test_the_scope_of_figures(target: Target) -> None:
+    target.complete(max_tokens=1)
+    counted(target, met=1, tokens=1, met_tokens=1)
+    whole, own = (target.http.get("/slo", params={"scope": scope}).json() for scope in ("cluster", "gateway"))
+    assert [part["classes"][0]["counts"]["met"] for part in (whole, own)] == [1, 1]  # it is all of its cluster
+    assert whole["targets"]["chat"] == {"ttft_ms": 6e5, "tpot_ms": 6e5, "share": 0.9, "service_tiers": ["priority"]}
+    assert (whole["scope"], own["scope"], own["default_class"]) == ("cluster", "gateway", "chat")
+    refused = target.http.get("/slo", params={"scope": "world"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "scope"
+
+
 def test_the_dashboard_shows_what_there_is(target: Target) -> None:
     """Every metric that a panel asks for is one that the application tells, with the labels that it groups by."""
     dashboard = json.loads((ROOT / "docs" / "grafana" / "legato.json").read_text())
