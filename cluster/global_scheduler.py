@@ -7,6 +7,7 @@ runs in the cluster, in the simulator and in tests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -192,7 +193,13 @@ class GlobalScheduler:
         self.log.add(request, verdict, reason)
         if verdict.outcome is Outcome.PLACED:
             best = verdict.decision.best
-            return Placement(request_id=request_id, attempt=attempt, prefill=best.prefill, decode=best.decode)
+            return Placement(
+                request_id=request_id,
+                attempt=attempt,
+                prefill=best.prefill,
+                decode=best.decode,
+                ttft_s=best.ttft_s if math.isfinite(best.ttft_s) else None,
+            )
         return Unplaceable(request_id=request_id, attempt=attempt, reason=reason, retry_after_s=verdict.retry_after_s)
 
     def _unless_swamped(self, request: Place, verdict: Verdict, now: float) -> tuple[Verdict, str]:

@@ -81,6 +81,7 @@ class GenerationResponse(Response):
             self._timeline.num_cached_tokens = self._generation.num_cached_tokens
             self._timeline.num_generated_tokens = self._generation.num_generated_tokens
             self._timeline.num_steps = self._generation.num_steps
+            self._timeline.predicted_ttft_s = self._watch.predicted_ttft_s
 
     async def _stream(self, send: Send, batches: Batches) -> None:
         opened: set[int] = set()

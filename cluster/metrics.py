@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _TTFT_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 60)
 _TPOT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
+_ERROR: Final = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 1, 2, 5)
 _E2E_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
@@ -31,6 +32,7 @@ class RequestTimeline:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0  # tokens of the longest choice
+    predicted_ttft_s: float | None = None  # by who placed it
 
     def token(self) -> None:
         """Tokens have just arrived."""
@@ -52,6 +54,12 @@ class Metrics:
         self._generated_tokens = Counter("legato_generated_tokens", "Tokens generated", registry=r)
         self._ttft = Histogram(
             "legato_time_to_first_token_seconds", "From arrival to first token", buckets=_TTFT_S, registry=r
+        )
+        self._ttft_error = Histogram(
+            "legato_ttft_prediction_error",
+            "|predicted / actual - 1| of times to first token, as predicted when the request was placed",
+            buckets=_ERROR,
+            registry=r,
         )
         self._tpot = Histogram(
             "legato_time_per_output_token_seconds",
@@ -85,6 +93,9 @@ class Metrics:
         self._cached_tokens.inc(timeline.num_cached_tokens)
         self._generated_tokens.inc(timeline.num_generated_tokens)
         self._e2e.observe(time.monotonic() - timeline.arrived_s)
-        self._ttft.observe(timeline.first_token_s - timeline.arrived_s)
+        ttft_s = timeline.first_token_s - timeline.arrived_s
+        self._ttft.observe(ttft_s)
+        if timeline.predicted_ttft_s is not None:
+            self._ttft_error.observe(abs(timeline.predicted_ttft_s / ttft_s - 1))
         if timeline.num_steps > 1:
             self._tpot.observe((timeline.last_token_s - timeline.first_token_s) / (timeline.num_steps - 1))

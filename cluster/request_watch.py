@@ -77,6 +77,7 @@ class RequestWatch:
         self._recorder = recorder
         self._terms = terms
         self._ttft_s: float | None = None
+        self.predicted_ttft_s: float | None = None  # of the sequence whose first token came first
         self.sequences = [SequenceWatch(recorder, terms, model) for _ in range(num_sequences)]
 
     def first_byte(self) -> None:
@@ -87,6 +88,7 @@ class RequestWatch:
         arrived_at = self._terms.arrived_at
         self._ttft_s = time.monotonic() - arrived_at
         journey = first.journey
+        self.predicted_ttft_s = journey.predicted_ttft_s
         self._recorder.first_byte(
             first.served(decode=journey.decode), ttft_s=self._ttft_s, queue_s=journey.queue_s(arrived_at)
         )

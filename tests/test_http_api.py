@@ -389,6 +389,7 @@ def test_metrics_count_outcomes(tokenizer: Tokenizer) -> None:
         'legato_requests_total{endpoint="other",outcome="unknown_url"} 1.0',
         "legato_generated_tokens_total 6.0",  # two, then three and the end
         "legato_time_to_first_token_seconds_count 2.0",
+        "legato_ttft_prediction_error_count 2.0",
         "legato_time_per_output_token_seconds_count 2.0",
     ):
         assert line in page.splitlines(), line

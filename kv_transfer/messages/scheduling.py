@@ -31,13 +31,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """`prefill` None: the decode worker does all of it."""
+    """`prefill` None: the decode worker does all of it. `ttft_s`: from the request's arrival, as predicted."""
 
     __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     prefill: Text | None
     decode: Text
+    ttft_s: NonNegative | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
