@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from engine.step_cost import StepCost
 from engine.step_costs import StepCosts
-from kv_transfer.messages import StepCostReport
+from kv_transfer.messages import Role, StepCostReport
 
 
 def cost_report(costs: StepCosts) -> StepCostReport | None:
@@ -19,4 +20,18 @@ def cost_report(costs: StepCosts) -> StepCostReport | None:
         context_token_s=cost.context_token_s,
         prefill_error=costs.error("prefill"),
         decode_error=costs.error("decode"),
+    )
+
+
+def reported_cost(role: Role, report: StepCostReport | None) -> StepCost | None:
+    """What a worker reports, with the error of those steps that its role is there for."""
+    if report is None:
+        return None
+    return StepCost(
+        base_s=report.base_s,
+        prefill_token_s=report.prefill_token_s,
+        prefill_pair_s=report.prefill_pair_s,
+        decode_s=report.decode_s,
+        context_token_s=report.context_token_s,
+        relative_error=report.prefill_error if role == "prefill" else report.decode_error,
     )
