@@ -111,7 +111,9 @@ class ScriptedGenerator:
             self.num_cancelled += not finished
 
     def _placement(self, request: RequestSpec) -> Placement:
-        return Placement(request_id=request.request_id, attempt=request.attempt, prefill="p0", decode="d0", ttft_s=0.001)
+        return Placement(
+            request_id=request.request_id, attempt=request.attempt, prefill="p0", decode="d0", ttft_s=0.001
+        )
 
     def _token_ids(self, request: RequestSpec) -> list[int]:
         params = request.params
