@@ -18,14 +18,18 @@ _REPORTED_OVER_S = 5.0  # Serve takes five samples in this time
 
 
 class LoadPolicy:
-    """Serve autoscaling policy: `ceil(total load / target_per_replica)` within the configured bounds."""
+    """Serve autoscaling policy: `ceil(total load / target_per_replica)` within the configured bounds.
+
+    Workers that are away in another role come on top: Serve would take them for idle.
+    """
 
     def __init__(self, target_per_replica: float) -> None:
         self._target_per_replica = target_per_replica
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        loads = (ctx.aggregated_metrics or {}).get("load", {})
-        return _bounded(ctx, math.ceil(sum(loads.values()) / self._target_per_replica)), {}
+        metrics = ctx.aggregated_metrics or {}
+        at_home = math.ceil(sum(metrics.get("load", {}).values()) / self._target_per_replica)
+        return _bounded(ctx, at_home + round(sum(metrics.get("away", {}).values()))), {}
 
 
 class AdvicePolicy:

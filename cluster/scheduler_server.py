@@ -30,6 +30,7 @@ from kv_transfer.messages import (
     FirstToken,
     Heartbeat,
     Place,
+    PoolTarget,
     Register,
     RoleAnswer,
     RoleRequest,
@@ -250,9 +251,13 @@ class SchedulerServer:
             self._keep_pools()
 
     def _keep_pools(self) -> None:
-        if self._pools is not None:
-            for worker_id, order in self._pools.orders(time.monotonic()):
+        for worker_id, order in () if self._pools is None else self._pools.orders(time.monotonic()):
+            if isinstance(order, PoolTarget):
                 self._workers[worker_id].post(order)
+                continue
+            request = RoleRequest(ask_id=0, worker_id=worker_id, role=order.role, drain_s=order.drain_s)
+            answer = self._change_role(request)
+            logger.info("%s is to become a %s worker: %s %s", worker_id, order.role, answer.outcome, answer.reason)
 
 
 def _clock_offset_s() -> float:

@@ -60,7 +60,8 @@ class WorkerDeployment:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the pool's autoscaling policy goes by: see `cluster.autoscaling`."""
         target = self._replica.pool_target()
-        return {"load": self._replica.load()} | ({} if target is None else {"wanted": float(target)})
+        carried = {"load": self._replica.load(), "away": float(self._replica.is_away)}
+        return carried if target is None else carried | {"wanted": float(target)}
 
     async def __del__(self) -> None:
         """Serve's graceful shutdown: finish what is here, as far as time allows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from cluster.errors import ConflictError, NotFoundError, UnavailableError
 from engine.runner import ModelRunner, load_runner
 from kv_transfer import worker_replica
-from kv_transfer.messages import Role
+from kv_transfer.messages import ChangeRole, Role
 from kv_transfer.worker_parts import Worker, WorkerParts
 from kv_transfer.worker_replica import WorkerReplica
 from prefill_workers.role import PrefillRole
@@ -172,6 +173,21 @@ async def test_an_operator_may_order_it(llama: SmallModel) -> None:
         await gateway.change_role(worker_id_of(replica), "decode", 60.0)
         await eventually(lambda: replica.role == "decode")
         await cluster.changed(replica)
+
+
+async def test_who_sizes_the_pools_is_refused_like_an_operator(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replica_cluster(llama, num_prefill=1) as cluster:
+        prefill, decode, _ = cluster.replicas
+        orders = [(worker_id_of(prefill), ChangeRole(role="decode", drain_s=5.0))]
+        orders += [(worker_id_of(decode), ChangeRole(role="prefill", drain_s=5.0))]
+        monkeypatch.setattr(
+            cluster.scheduler, "_pools", SimpleNamespace(orders=lambda now: [orders.pop(0)] if orders else [])
+        )
+        await eventually(lambda: decode.role == "prefill")
+        await cluster.changed(decode)
+        assert prefill.role == "prefill", "it was the last one when it was told"
 
 
 async def test_without_a_scheduler_nobody_changes_roles(llama: SmallModel) -> None:
