@@ -32,6 +32,7 @@ PARTS = {
     "offload": 420,
     "prefix": 300,
     "layerkv": 1800,
+    "simulator_honesty": 1200,
 }
 STOP_TIMEOUT_S = 60.0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ from benchmarks.timing import RequestTiming, Wave
 from benchmarks.workload import Load, draw_prompts
 
 REQUEST_TIMEOUT_S = 300.0
+_ID = re.compile(rb'"id":"([^"]+)"')
+_CACHED = re.compile(rb'"cached_tokens":(\d+)')
 
 
 class AnswerError(RuntimeError):
@@ -62,8 +65,9 @@ async def _stream(port: int, body: bytes, num_tokens: int) -> RequestTiming:
         writer.write(_head(len(body)) + body)
         await _require_ok(reader)
         arrivals: list[float] = []
-        tail = b""
+        head = tail = b""
         while chunk := await _chunk(reader):
+            head = head or chunk
             if b'"text"' in chunk:
                 arrivals.append(time.perf_counter())
             tail = (tail + chunk)[-2000:]
@@ -71,8 +75,20 @@ async def _stream(port: int, body: bytes, num_tokens: int) -> RequestTiming:
         writer.close()
     _require_usage(tail, num_tokens)
     return RequestTiming(
-        sent_s=sent_s, first_s=arrivals[0], last_s=arrivals[-1], num_tokens=num_tokens, num_arrivals=len(arrivals)
+        sent_s=sent_s,
+        first_s=arrivals[0],
+        last_s=arrivals[-1],
+        num_tokens=num_tokens,
+        num_arrivals=len(arrivals),
+        second_s=arrivals[1] if len(arrivals) > 1 else None,
+        answer_id=_found(_ID, head),
+        num_cached_tokens=int(_found(_CACHED, tail) or 0),
     )
+
+
+def _found(pattern: re.Pattern[bytes], data: bytes) -> str:
+    match = pattern.search(data)
+    return "" if match is None else match[1].decode()
 
 
 def _head(num_bytes: int) -> bytes:

@@ -12,6 +12,7 @@ from benchmarks.cells import Report
 from benchmarks.cells import spread as _spread
 from benchmarks.cells import table as _table
 from benchmarks.cells import tail as _tail
+from benchmarks.honesty_table import honesty_headline, honesty_tables
 from benchmarks.offload_table import offload_headline, offload_tables
 from benchmarks.plots import plot_layerkv
 from benchmarks.provenance import ROOT
@@ -262,6 +263,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "layerkv": _layerkv,
     "prefix": _prefix,
     "offload": offload_tables,
+    "simulator_honesty": honesty_tables,
 }
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "engine": lambda results: {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]},
@@ -275,5 +277,6 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     },
     "prefix": lambda results: {"times_lower": results["times_lower"]},
     "offload": offload_headline,
+    "simulator_honesty": honesty_headline,
     "transports": lambda results: {"largest_slab": results["rows"][-1]},
 }

@@ -19,6 +19,9 @@ class RequestTiming:
     last_s: float
     num_tokens: int
     num_arrivals: int = 0  # pieces they came in, where that was seen
+    second_s: float | None = None  # when the second piece came
+    answer_id: str = ""
+    num_cached_tokens: int = 0  # of the prompt, as the answer says
 
     @property
     def ttft_s(self) -> float:

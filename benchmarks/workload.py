@@ -11,7 +11,7 @@ from engine.sequence import Sequence
 
 MODEL = "smollm2-135m-instruct"
 # Ids of ordinary words and pieces; below are control tokens and single bytes.
-_TOKEN_IDS = range(1_000, 40_000)
+TOKEN_IDS = range(1_000, 40_000)
 _seeds = itertools.count(1)
 
 
@@ -31,7 +31,7 @@ class Load:
 def draw_prompts(num: int, num_tokens: int) -> list[list[int]]:
     """New ones with each call, the same in each run: no prefix cache can know them."""
     source = random.Random(next(_seeds))
-    return [source.choices(_TOKEN_IDS, k=num_tokens) for _ in range(num)]
+    return [source.choices(TOKEN_IDS, k=num_tokens) for _ in range(num)]
 
 
 def greedy(num_tokens: int) -> SamplingParams:

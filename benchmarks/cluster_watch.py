@@ -1,0 +1,85 @@
+"""What a running cluster says of itself over HTTP, sampled while it is loaded: its workers and their steps' cost."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from dataclasses import dataclass, fields
+from statistics import fmean
+from types import TracebackType
+from typing import Any, Self
+
+from cluster.request_log import LoggedWorker
+from engine.step_cost import StepCost
+
+SAMPLE_S = 1.0
+TIMEOUT_S = 10.0
+
+
+def read_json(port: int, path: str) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT_S) as answer:
+        return json.load(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Of one worker, as `/cluster` shows it."""
+
+    worker: dict[str, Any]
+    cost: StepCost
+
+
+class ClusterWatch:
+    """Within its block, looks at the workers once a second."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._samples: dict[str, list[_Sample]] = {}  # by role: one worker each
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cluster-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.look()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(TIMEOUT_S)
+        self.look()
+
+    def worker(self, role: str) -> LoggedWorker:
+        """With the mean of what its steps were said to cost: the fit follows the last few dozen steps."""
+        samples = self._samples[role]
+        newest = samples[-1].worker
+        return LoggedWorker(
+            cost=_mean([sample.cost for sample in samples]),
+            kv_tokens=newest["num_blocks"] // newest["layer_groups"] * newest["block_size"],
+            token_budget=newest["chunk_tokens"],
+            max_num_seqs=newest["max_num_seqs"],
+        )
+
+    def block_size(self) -> int:
+        size: int = self._samples["decode"][-1].worker["block_size"]
+        return size
+
+    def _run(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            self.look()
+
+    def look(self) -> None:
+        for worker in read_json(self._port, "/cluster")["workers"]:
+            report = worker["step_cost"]
+            if report is None:
+                continue
+            errors = {kind: report.pop(f"{kind}_error") for kind in ("prefill", "decode")}
+            cost = StepCost(**report, relative_error=errors[worker["role"]])
+            self._samples.setdefault(worker["role"], []).append(_Sample(worker, cost))
+
+
+def _mean(costs: list[StepCost]) -> StepCost:
+    """Of each coefficient: then the predictions are the mean of predictions, too."""
+    return StepCost(**{field.name: fmean(getattr(cost, field.name) for cost in costs) for field in fields(StepCost)})
