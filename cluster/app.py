@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,10 +20,11 @@ from ray.serve.handle import DeploymentHandle
 from cluster.api import Api, InFlight
 from cluster.autoscaling import autoscaling_config
 from cluster.config import load_config
-from cluster.global_scheduler import SchedulerPolicy
 from cluster.http import create_app
 from cluster.metrics import Metrics
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.request_recorder import RequestRecorder
+from cluster.request_run import RequestRun
 from cluster.scheduler_server import SchedulerServer
 from cluster.settings import LegatoConfig, PoolSettings
 from cluster.slo_account import SloAccount
@@ -33,6 +36,7 @@ from cluster.translate import (
     pools_plan,
     prefill_engine,
     prefill_tiers,
+    scheduler_policy,
     transfer_config,
     worker_roles,
 )
@@ -130,16 +134,13 @@ class Scheduler:
         self, config: LegatoConfig, secret: bytes, host: str
     ) -> None:
         logging.basicConfig(level=config.log_level)
-        policy = SchedulerPolicy(
-            max_queued_tokens=config.scheduler.max_queued_tokens,
-            local_prefill_below=config.scheduler.local_prefill_below_tokens,
-            stale_after_s=config.scheduler.stale_after_s,
-        )
+        decision_log = config.scheduler.decision_log
         self._server = SchedulerServer(
-            policy,
+            scheduler_policy(config),
             control_identity("scheduler", secret),
             slo_classes=config.slo_classes,
             pools=pools_plan(config),
+            decision_log=None if decision_log is None else Path(decision_log),
         )
         await self._server.start(resolve_host(host))
 
@@ -179,9 +180,16 @@ class Gateway:
             ),
             locate_scheduler,
             self._slo.hear,
+            self._request_recorder(config),
         )
         self._orchestrator.start()
         self._slo.start(self._orchestrator.publish_slo)
+
+    def _request_recorder(self, config: LegatoConfig) -> Callable[[RequestRun], None]:
+        if config.gateway.request_log is None:
+            return lambda run: None
+        path = Path(config.gateway.request_log)
+        return RequestRecorder(path, config.slo_classes, lambda: self._orchestrator.reports()).ended
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve after the constructor."""

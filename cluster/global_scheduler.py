@@ -20,7 +20,7 @@ from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import NO_TARGET, Query
 from cluster.placement.worker_table import Row
 from engine.prefix import HASH_BYTES
-from engine.step_cost import StepCost
+from kv_transfer.cost_report import reported_cost
 from kv_transfer.messages import (
     BlockEvents,
     BlockIndexRequest,
@@ -29,8 +29,6 @@ from kv_transfer.messages import (
     Placement,
     Queued,
     Replicas,
-    Role,
-    StepCostReport,
     Unplaceable,
     WorkerInfo,
     WorkerSnapshot,
@@ -83,7 +81,7 @@ class GlobalScheduler:
             info,
             snapshot,
             now,
-            cost=_cost(info.role, snapshot.step_cost),
+            cost=reported_cost(info.role, snapshot.step_cost),
             chunk_tokens=info.chunk_tokens or float("inf"),
             max_num_seqs=info.max_num_seqs or float("inf"),
         )
@@ -95,7 +93,7 @@ class GlobalScheduler:
         if snapshot.worker_id not in self.ledger.table:
             return False
         before = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)].copy()
-        cost = _cost(self.ledger.info(snapshot.worker_id).role, snapshot.step_cost)
+        cost = reported_cost(self.ledger.info(snapshot.worker_id).role, snapshot.step_cost)
         # A worker that does not count its context tokens reports none, whatever runs there.
         context = None if snapshot.num_running and not snapshot.context_tokens else snapshot.context_tokens
         self.ledger.heartbeat(snapshot, now, cost=cost, context_tokens=context)
@@ -265,17 +263,3 @@ class GlobalScheduler:
         if worker_id is None or worker_id not in self.ledger.table:
             return False
         return bool(self.ledger.table.rows[Row.DRAINING][self.ledger.table.row(worker_id)])
-
-
-def _cost(role: Role, report: StepCostReport | None) -> StepCost | None:
-    """With the error of those steps that the worker is there for."""
-    if report is None:
-        return None
-    return StepCost(
-        base_s=report.base_s,
-        prefill_token_s=report.prefill_token_s,
-        prefill_pair_s=report.prefill_pair_s,
-        decode_s=report.decode_s,
-        context_token_s=report.context_token_s,
-        relative_error=report.prefill_error if role == "prefill" else report.decode_error,
-    )

@@ -21,21 +21,26 @@ class LineLog:
 
     def create(self, first_line: str) -> None:
         """Begin the file with that line, unless there is one."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self._path.open("xb", buffering=0) as file:
-                file.write(f"{first_line}\n".encode())
-        except FileExistsError:
-            return
+        self._write("xb", [first_line])
 
     def append(self, lines: Iterable[str]) -> None:
+        self._write("ab", lines)
+
+    def _write(self, mode: str, lines: Iterable[str]) -> None:
         """Whatever cannot be written is lost; it is said once."""
         data = "".join(f"{line}\n" for line in lines).encode()
         if not data or self._failed:
             return
         try:
-            with self._path.open("ab", buffering=0) as file:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open(mode, buffering=0) as file:
                 file.write(data)
+        except FileExistsError:
+            if mode != "xb":
+                self._give_up("its folder is a file")
         except OSError as error:
-            self._failed = True
-            logger.error("%s cannot be written, and is given up: %s", self._path, error)
+            self._give_up(str(error))
+
+    def _give_up(self, reason: str) -> None:
+        self._failed = True
+        logger.error("%s cannot be written, and is given up: %s", self._path, reason)

@@ -64,9 +64,12 @@ class Orchestrator:
         config: OrchestratorConfig,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         on_slo: Callable[[bytes], None] = lambda report: None,
+        on_ended: Callable[[RequestRun], None] = lambda run: None,
     ) -> None:
-        """`on_slo` is told how requests fared at other gateways, as `publish_slo` tells those of this one's."""
+        """`on_slo` is told how requests fared at other gateways, as `publish_slo` tells those of this one's;
+        `on_ended` of each request that leaves."""
         self._config = config
+        self._on_ended = on_ended
         self._runs: dict[str, RequestRun] = {}
         self._links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
         self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas, on_slo)
@@ -162,6 +165,8 @@ class Orchestrator:
             if isinstance(event, TokenEvent):
                 was_prefilling = run.state is RequestState.PREFILLING
                 ready = run.merge(source, event)
+                if ready:
+                    run.came(time.monotonic())
                 if was_prefilling and ready:
                     self._scheduler.first_token(run.request_id)
                 for token in ready:
@@ -237,6 +242,7 @@ class Orchestrator:
     def _forget(self, run: RequestRun) -> None:
         del self._runs[run.request_id]
         self._scheduler.ended(run.request_id, run.num_output_tokens)
+        self._on_ended(run)
         finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
         if finished_by_decode and run.attempt == run.request.attempt:
             return  # every worker let go of it by itself

@@ -96,6 +96,11 @@ class RequestRun:
     def ended(self) -> bool:
         return self.state in TERMINAL
 
+    def came(self, now: float) -> None:
+        """Tokens were ready to go out."""
+        self.first_token_at = self.first_token_at or now
+        self.last_token_at = now
+
     @property
     def num_output_tokens(self) -> int | None:
         """Where it came to its own end."""

@@ -124,6 +124,11 @@ class GatewaySettings(Settings):
         512, ge=1, description="Sequences (choices) in flight in one gateway; more are answered with 429."
     )
     retries: int = Field(3, ge=0, description="How often a sequence is placed again after a worker failed.")
+    request_log: str | None = Field(
+        None,
+        min_length=1,
+        description="File that each request is appended to when it ends, for `python -m cluster whatif`; empty: none.",
+    )
 
 
 class NetworkSettings(Settings):
@@ -143,6 +148,14 @@ class SchedulerSettings(Settings):
     )
     max_queued_tokens: int = Field(
         131_072, ge=1, description="Waiting prompt tokens per worker; more requests are answered with 429."
+    )
+    max_wait_s: float = Field(
+        60.0, gt=0, description="A request without a target for its first token waits this long for room, then 429."
+    )
+    decision_log: str | None = Field(
+        None,
+        min_length=1,
+        description="File that every placement, wait and refusal is appended to, as a line of JSON; empty: none.",
     )
     role_flips: bool = Field(
         False,

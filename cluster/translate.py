@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from cluster.global_scheduler import SchedulerPolicy
 from cluster.kv_settings import KvPoolSettings
+from cluster.placement.admission import AdmissionPolicy
 from cluster.pool_sizing import FlipRules, PoolRules
 from cluster.pool_watch import PoolsPlan
 from cluster.settings import DecodeSettings, LegatoConfig, PoolSettings, PrefillSettings
@@ -72,6 +74,16 @@ def transfer_config(config: LegatoConfig) -> TransferConfig:
         slab_bytes=config.transfer.slab_bytes,
         num_slabs=config.transfer.num_slabs,
         num_connections=config.transfer.num_connections,
+    )
+
+
+def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
+    settings = config.scheduler
+    return SchedulerPolicy(
+        max_queued_tokens=settings.max_queued_tokens,
+        local_prefill_below=settings.local_prefill_below_tokens,
+        stale_after_s=settings.stale_after_s,
+        admission=AdmissionPolicy(max_wait_s=settings.max_wait_s),
     )
 
 

@@ -10,14 +10,20 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.global_scheduler import Answer, GlobalScheduler, SchedulerPolicy
+from cluster.line_log import LineLog
+from cluster.request_log import read_log
+from cluster.request_recorder import RequestRecorder
 from cluster.request_terms import RequestTerms
-from cluster.slo import RequestSlo
+from cluster.simulation.whatif import what_if
+from cluster.slo import INTERACTIVE, RequestSlo, SloConfig
 from engine.step_cost import StepCost
 from kv_transfer.messages import (
     BlockEvents,
@@ -299,3 +305,54 @@ async def test_a_recorded_log_replays_to_the_same_decisions_bit_for_bit(llama: S
     assert [str(one) for one in again.log.newest(10_000)] == decisions
     kinds = {type(decode(what)) for _, what in told if isinstance(what, bytes)}
     assert kinds == {Register, Heartbeat, BlockEvents, BlockIndexSnapshot, Place, FirstToken, Ended}
+
+
+# --- logs ---
+
+
+async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: SmallModel, tmp_path: Path) -> None:
+    slo = SloConfig(classes=(INTERACTIVE,), default="interactive")
+    log = tmp_path / "logs" / "requests.jsonl"
+    async with cluster_of(llama) as cluster:
+        recorder = RequestRecorder(log, slo, cluster.orchestrator.reports)
+        cluster.orchestrator._on_ended = recorder.ended
+        await asyncio.gather(*(run(cluster, f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
+        with brake(cluster.prefills[0]._model.runner), pytest.raises(OverloadedError):
+            await asyncio.gather(*(run(cluster, f"late{number}", terms(20.0)) for number in range(6)))
+        left = asyncio.create_task(run(cluster, "left", terms(1000.0)))
+        await asyncio.sleep(0)
+        left.cancel()
+        with suppress(asyncio.CancelledError):
+            await left
+        await eventually(lambda: not cluster.orchestrator.num_running)
+    found, requests = read_log(log)
+    assert (found.num_prefill, found.num_decode, found.block_size, found.slo) == (1, 1, 16, slo)
+    assert found.decode.cost == replace(COST, relative_error=0.05)
+    served = {request.request_id: request for request in requests if request.ttft_s is not None}
+    assert {f"r{number}": 4 + number for number in range(6)}.items() <= {
+        name: request.output_tokens for name, request in served.items()
+    }.items()
+    assert all(request.slo_class == "interactive" and (request.tpot_s or 0) > 0 for request in served.values())
+    assert all(len(request.hashes) == 9 for request in requests), "149 tokens may be cached, in blocks of 16"
+    assert len({request.hashes for request in requests}) == 1
+    assert any(request.ttft_s is None for request in requests)
+    assert "left" not in {request.request_id for request in requests}
+    assert all(abs(request.arrival_s - time.time()) < 10 * HANGS_S for request in requests)
+    assert what_if(found, requests).measured.in_time > 0
+
+
+async def test_decisions_are_written_down(llama: SmallModel, tmp_path: Path) -> None:
+    log = tmp_path / "decisions.jsonl"
+    async with cluster_of(llama) as cluster:
+        cluster.scheduler._decision_log = LineLog(log)
+        await run(cluster, "r", terms(1000.0))
+        await eventually(log.exists)
+        assert [json.loads(line)["request_id"] for line in log.read_text().splitlines()] == ["r"]
+
+
+def test_a_disk_that_fails_costs_the_log_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = LineLog(tmp_path / "a-file" / "log")
+    (tmp_path / "a-file").write_text("in the way")
+    for _ in range(3):
+        log.append(["a line"])
+    assert [record.levelname for record in caplog.records] == ["ERROR"]

@@ -1,0 +1,105 @@
+"""A gateway's log of what it served, for `python -m cluster whatif`: a line for each request when it ends.
+
+Begins once the workers' own costs are known, which the log's first line holds; what ends before is kept until then.
+Knows the format's meaning and when a request counts; `cluster.request_log` knows how it is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from cluster.line_log import LineLog
+from cluster.prompt_names import naming_block_size
+from cluster.request_log import LoggedCluster, LoggedRequest, LoggedWorker, cluster_line, request_line
+from cluster.request_run import RequestRun, RequestState
+from cluster.slo import SloConfig
+from engine.prefix import HASH_BYTES
+from kv_transfer.cost_report import reported_cost
+from kv_transfer.messages import Role, WorkerInfo, WorkerSnapshot
+
+_MAX_KEPT: Final = 10_000  # lines, before the workers' costs are known
+_ANY_NUMBER: Final = 100_000  # of sequences, where a worker does not bound it
+_NAME_BYTES: Final = 8  # of a block's hash: enough to tell the blocks of a log apart
+
+Worker = tuple[WorkerInfo, WorkerSnapshot]
+
+
+class RequestRecorder:
+    """`workers()` gives the live ones. Several gateways of one machine may share a file."""
+
+    def __init__(self, path: Path, slo: SloConfig, workers: Callable[[], Iterable[Worker]]) -> None:
+        self._file = LineLog(path)
+        self._slo = slo
+        self._workers = workers
+        self._kept: deque[str] = deque(maxlen=_MAX_KEPT)
+        self._has_begun = False
+
+    def ended(self, run: RequestRun) -> None:
+        """Called when the request leaves the gateway."""
+        logged = logged_request(run, time.time() - time.monotonic())
+        if logged is None:
+            return
+        self._kept.append(request_line(logged))
+        if not self._has_begun and (cluster := logged_cluster(self._workers(), self._slo)) is not None:
+            self._file.create(cluster_line(cluster))
+            self._has_begun = True
+        if self._has_begun:
+            self._file.append(self._kept)
+            self._kept.clear()
+
+
+def logged_request(run: RequestRun, clock_offset_s: float) -> LoggedRequest | None:
+    """None for one whose client left before there was anything to see. A request that was cut short counts with the
+    tokens that it had."""
+    first, num_output = run.first_token_at, len(run.emitted) - len(run.request.output_token_ids)
+    if first is None and run.state is not RequestState.FAILED:
+        return None
+    arrived_at, hashes = run.terms.arrived_at, run.prefix_hashes
+    return LoggedRequest(
+        request_id=run.request_id,
+        arrival_s=arrived_at + clock_offset_s,
+        prompt_tokens=len(run.request.prompt_token_ids),
+        output_tokens=num_output,
+        hashes=tuple(hashes[at : at + _NAME_BYTES].hex() for at in range(0, len(hashes), HASH_BYTES)),
+        slo_class=run.terms.slo.slo_class,
+        ttft_s=None if first is None else first - arrived_at,
+        tpot_s=None if first is None or num_output < 2 else (run.last_token_at - first) / (num_output - 1),
+    )
+
+
+def logged_cluster(workers: Iterable[Worker], slo: SloConfig) -> LoggedCluster | None:
+    """None as long as a pool's workers have not reported what their steps cost."""
+    workers = list(workers)
+    pools: dict[Role, list[Worker]] = {
+        role: [w for w in workers if w[0].role == role] for role in ("prefill", "decode")
+    }
+    prefill, decode = (_logged_worker(pools[role]) for role in ("prefill", "decode"))
+    block_size = naming_block_size(info for info, _ in workers)
+    if decode is None or block_size is None or (prefill is None and pools["prefill"]):
+        return None
+    return LoggedCluster(
+        num_prefill=len(pools["prefill"]),
+        num_decode=len(pools["decode"]),
+        prefill=prefill,
+        decode=decode,
+        block_size=block_size,
+        slo=slo,
+    )
+
+
+def _logged_worker(pool: list[Worker]) -> LoggedWorker | None:
+    """The first that reports its costs stands for its pool."""
+    for info, snapshot in pool:
+        cost = reported_cost(info.role, snapshot.step_cost)
+        if cost is not None:
+            return LoggedWorker(
+                cost=cost,
+                kv_tokens=info.num_blocks // info.layer_groups * info.block_size,
+                token_budget=info.chunk_tokens or info.max_model_len,
+                max_num_seqs=info.max_num_seqs or _ANY_NUMBER,
+            )
+    return None
