@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.pool_watch import PoolsPlan
 from cluster.scheduler_server import SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.loading import EngineConfig, LoadedModel, load_model
@@ -49,6 +50,7 @@ class MiniClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
+    pools: PoolsPlan | None = None
     prefill_sources: tuple[ColumnSource, ...] = ()  # below the prefill workers' host memory, if they have any
     prefill_sink: ColumnSink | None = None
     tiers: TiersConfig | None = None  # of all workers, as they are opened in production; the engines' `host_bytes` then
@@ -83,7 +85,9 @@ class MiniCluster:
 
     async def start_scheduler(self) -> None:
         """Also to replace one that was stopped."""
-        self.scheduler = SchedulerServer(self.config.policy, self._identity("scheduler"), broadcast_period_s=0.2)
+        self.scheduler = SchedulerServer(
+            self.config.policy, self._identity("scheduler"), broadcast_period_s=0.2, pools=self.config.pools
+        )
         await self.scheduler.start("127.0.0.1")
 
     def new_orchestrator(self, on_slo: Callable[[bytes], None] = lambda report: None) -> Orchestrator:
@@ -203,6 +207,7 @@ class MiniCluster:
             lower = worker_tiers.open(model, events)
         self.models.append(model)
         if lower is not None:
+            lower._up._timeout_s = HANGS_S  # what is loaded and what is computed must not depend on how busy we are
             self.tiers.append(lower)
         return WorkerParts(
             model=model,
