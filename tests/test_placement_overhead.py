@@ -55,3 +55,13 @@ def test_those_who_queued_teach_nothing() -> None:
     for number in range(8):
         ledger.first_token(f"r{number}", 3.0 * (number + 1))
     assert ledger.overhead.seconds == 0.0
+
+
+def test_those_who_may_have_shared_their_step_teach_nothing() -> None:
+    ledger = ledger_of("p1", "d1")
+    for number in range(8):
+        book(ledger, f"first-{number}", 10.0 * number)
+        book(ledger, f"next-{number}", 10.0 * number + 0.1)
+        ledger.first_token(f"first-{number}", 10.0 * number + 2.0)
+        ledger.first_token(f"next-{number}", 10.0 * number + 2.0)
+    assert ledger.overhead.seconds == 0.0

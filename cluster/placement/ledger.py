@@ -157,7 +157,7 @@ class Ledger:
             return
         computing = self._workers.get(booking.computing)
         if computing is not None and request_id in computing.queue:
-            if booking.is_first:
+            if booking.is_first and len(computing.queue) == 1:
                 self.overhead.observe(now - booking.placed_at - booking.prefill_s)
             self._leave_queue(computing, request_id, now, computed=True)
             self._advance(self._workers[booking.decode], now)

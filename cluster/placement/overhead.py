@@ -13,7 +13,8 @@ _ENOUGH: Final = 4
 class Overhead:
     """Seconds from a placement to its first token, beyond what was predicted for its prompt: the median of lately.
 
-    Only of prompts that nobody was ahead of: else it would learn how far predicted queues are off.
+    Only of prompts that nobody was ahead of and nobody came after: else it would learn how far predicted queues are
+    off, and what it costs to share a step.
     """
 
     def __init__(self) -> None:
