@@ -1,0 +1,75 @@
+"""What Serve's controller is told of a pool's size, out of what its replicas report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
+from ray.serve.config import AutoscalingConfig, AutoscalingContext
+
+from cluster.autoscaling import AdvicePolicy, LoadPolicy, autoscaling_config
+from cluster.autoscaling_settings import AutoscalingSettings
+
+POOL = DeploymentID("PrefillWorker", "legato")
+
+
+def context(reports: dict[str, list[list[tuple[float, float]]]], *, target: int = 2) -> AutoscalingContext:
+    """`reports`: by name, for each replica (time, value), oldest first."""
+    raw: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {
+        name: {
+            ReplicaID(str(number), POOL): [TimeStampedValue(time, value) for time, value in series]
+            for number, series in enumerate(replicas)
+        }
+        for name, replicas in reports.items()
+    }
+    newest = {name: {r: s[-1].value for r, s in replicas.items() if s} for name, replicas in raw.items()}
+    unused: dict[str, Any] = dict.fromkeys(
+        ("total_num_requests", "total_queued_requests", "last_scale_up_time", "last_scale_down_time", "config")
+    )
+    return AutoscalingContext(
+        deployment_id=POOL,
+        deployment_name=POOL.name,
+        app_name="legato",
+        current_num_replicas=2,
+        target_num_replicas=target,
+        running_replicas=[],
+        aggregated_metrics=newest,
+        raw_metrics=raw,
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=6,
+        policy_state={},
+        current_time=100.0,
+        **unused,
+    )
+
+
+def test_the_newest_advice_counts_whoever_reports_it() -> None:
+    wanted = [[(90.0, 5.0), (98.0, 4.0)], [(99.0, 3.0)], []]
+    assert AdvicePolicy()(context({"wanted": wanted})) == (3, {})
+
+
+@pytest.mark.parametrize("reports", [{}, {"load": [[(99.0, 900.0)]]}, {"wanted": [[]]}])
+def test_without_advice_a_pool_stays_as_it_is(reports: dict[str, list[list[tuple[float, float]]]]) -> None:
+    assert AdvicePolicy()(context(reports, target=4)) == (4, {})
+
+
+@pytest.mark.parametrize(("advice", "size"), [(0.0, 1), (9.0, 6)])
+def test_advice_stays_within_the_bounds(advice: float, size: int) -> None:
+    assert AdvicePolicy()(context({"wanted": [[(99.0, advice)]]})) == (size, {})
+
+
+def test_load_is_shared_out_and_who_is_away_comes_on_top() -> None:
+    reports = {"load": [[(99.0, 700.0)], [(99.0, 400.0)]], "away": [[(99.0, 0.0)], [(99.0, 1.0)]]}
+    assert LoadPolicy(500.0)(context(reports)) == (4, {})
+
+
+@pytest.mark.parametrize("policy", ["slo", "load"])
+def test_serve_takes_the_settings(policy: str) -> None:
+    target = None if policy == "slo" else 9.0
+    settings = AutoscalingSettings(policy=policy, max_replicas=4, target_per_replica=target)  # type: ignore[arg-type]
+    config = AutoscalingConfig(**autoscaling_config(settings, replicas=2))
+    assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (1, 2, 4)
+    assert config.upscale_delay_s == (0.0 if policy == "slo" else 2.0)  # advice has waited already
+    made = config.policy.get_policy()
+    assert callable(made)
