@@ -24,7 +24,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 120.0
 MODEL = "smollm2-135m-instruct"
 
 
@@ -39,7 +39,7 @@ class ServedCluster:
 
     def workers(self) -> list[dict[str, Any]]:
         """What the gateway knows of the workers: role, pid, leases, ..."""
-        response = httpx.get(f"{self.url}/cluster", timeout=10)
+        response = httpx.get(f"{self.url}/cluster", timeout=60)
         response.raise_for_status()
         workers: list[dict[str, Any]] = response.json()["workers"]
         return workers
@@ -49,7 +49,7 @@ class ServedCluster:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of all samples of that name with these labels, as `/metrics` shows them now; 0 without any."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
@@ -59,7 +59,7 @@ class ServedCluster:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(httpx.HTTPError, StopIteration):
@@ -68,7 +68,7 @@ class ServedCluster:
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}; workers: {self.workers()}"
             time.sleep(0.1)
 
-    def wait_idle(self, timeout_s: float = 10.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Until no worker holds a lease: nothing leaked."""
         self.wait_until(
             lambda: all(w["num_leases"] == 0 and w["num_running"] == 0 for w in self.workers()),
@@ -164,7 +164,7 @@ def _stop(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> N
     except subprocess.TimeoutExpired:
         children += psutil.Process(process.pid).children(recursive=True)
         process.kill()
-        process.wait(10)
-    for child in psutil.wait_procs(children, timeout=10)[1]:
+        process.wait(30)
+    for child in psutil.wait_procs(children, timeout=30)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()

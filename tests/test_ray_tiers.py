@@ -6,8 +6,10 @@ A tiny random model, so that a thousand requests take a minute; real processes, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import shutil
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,10 +117,10 @@ def conversations(model: Path) -> list[Conversation]:
     return talks
 
 
-async def talk_to(cluster: ServedCluster, talks: list[Conversation], concurrency: int) -> list[Answer]:
-    """All turns of all conversations: turn after turn, so that each comes back when others have taken its room."""
+async def talk_to(cluster: ServedCluster, talks: list[Conversation], turns: range, concurrency: int) -> list[Answer]:
+    """These turns of all conversations: turn after turn, so that each comes back when others have taken its room."""
     answers: list[Answer] = []
-    for turn in range(NUM_TURNS):
+    for turn in turns:
         bodies = [greedy_body(NAME, talk.prompt(turn), ANSWER_TOKENS) for talk in talks]
         found = await complete_all(cluster.url, bodies, concurrency)
         for talk, answer in zip(talks, found, strict=True):
@@ -154,13 +156,17 @@ def test_conversations_that_fit_in_no_tier(tmp_path: Path, disk: Path, model: Pa
     talks = conversations(model)
     with served_cluster(settings(model, disk), tmp_path) as cluster:
         cluster.wait_for_workers(prefill=1, decode=1)
-        first = talk_to_all(cluster, talks[:10])
-        before = worker_bytes(cluster)
-        answers = talk_to_all(cluster, talks)
+        first = talk_to_all(cluster, talks[:10], range(NUM_TURNS))
+        answers, sizes = [], [worker_bytes(cluster)]
+        for turn in range(0, NUM_TURNS, 4):
+            answers += talk_to_all(cluster, talks, range(turn, turn + 4))
+            sizes.append(worker_bytes(cluster))
         assert len(answers) == NUM_CONVERSATIONS * NUM_TURNS
         cluster.wait_idle()
-        grown = [now - then for now, then in zip(worker_bytes(cluster), before, strict=True)]
-        assert max(grown) < 64 * 2**20, f"the workers grew by {grown} bytes"
+        # A leak grows with every round; what an allocator keeps, now and then.
+        grown = [[b - a for a, b in itertools.pairwise(rounds)] for rounds in zip(*sizes, strict=True)]
+        print(f"growth of the workers' memory: {grown} bytes")
+        assert all(statistics.median(rounds) < 12 * 2**20 for rounds in grown), grown
         assert sum(a.cached_tokens for a in first + answers) > 0
         assert CONVERSATION_BYTES > DISK_BYTES
         assert files_bytes(disk) <= 2 * DISK_BYTES, "two workers keep at most their budget each"
@@ -190,5 +196,5 @@ def test_conversations_that_fit_in_no_tier(tmp_path: Path, disk: Path, model: Pa
         cluster.wait_idle()
 
 
-def talk_to_all(cluster: ServedCluster, talks: list[Conversation]) -> list[Answer]:
-    return asyncio.run(talk_to(cluster, talks, concurrency=16))
+def talk_to_all(cluster: ServedCluster, talks: list[Conversation], turns: range) -> list[Answer]:
+    return asyncio.run(talk_to(cluster, talks, turns, concurrency=16))
