@@ -1,6 +1,6 @@
 """How many workers a pool should have, said to Serve. Runs inside Serve's controller, once per pool and decision.
 
-`AdvicePolicy` passes on what the global scheduler advises (`cluster.pool_sizing`), which each worker hears on its
+`follow_advice` passes on what the global scheduler advises (`cluster.pool_sizing`), which each worker hears on its
 connection to it and reports as "wanted". `LoadPolicy` divides what workers report as "load" by what one should carry;
 smoothing over time (look-back, delays) is Serve's then.
 """
@@ -32,15 +32,13 @@ class LoadPolicy:
         return _bounded(ctx, at_home + round(sum(metrics.get("away", {}).values()))), {}
 
 
-class AdvicePolicy:
+def follow_advice(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Serve autoscaling policy: the newest advice that any worker of the pool reports; without any, no change."""
-
-    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        reports = [series[-1] for series in (ctx.raw_metrics or {}).get("wanted", {}).values() if series]
-        if not reports:
-            return int(ctx.target_num_replicas), {}
-        newest = max(reports, key=lambda report: report.timestamp)
-        return _bounded(ctx, round(newest.value)), {}
+    reports = [series[-1] for series in (ctx.raw_metrics or {}).get("wanted", {}).values() if series]
+    if not reports:
+        return int(ctx.target_num_replicas), {}
+    newest = max(reports, key=lambda report: report.timestamp)
+    return _bounded(ctx, round(newest.value)), {}
 
 
 def _bounded(ctx: AutoscalingContext, wanted: int) -> int:
@@ -51,7 +49,14 @@ def _bounded(ctx: AutoscalingContext, wanted: int) -> int:
 def autoscaling_config(scaling: AutoscalingSettings, replicas: int) -> dict[str, Any]:
     """For Serve. Advice is followed at once: who gives it has waited already where waiting is due."""
     advised = scaling.policy == "slo"
-    policy = AdvicePolicy if advised else LoadPolicy
+    policy: dict[str, Any] = (
+        {"policy_function": f"{__name__}:{follow_advice.__name__}"}
+        if advised
+        else {
+            "policy_function": f"{__name__}:{LoadPolicy.__name__}",
+            "policy_kwargs": {"target_per_replica": scaling.target_per_replica},
+        }
+    )
     return {
         "min_replicas": scaling.min_replicas,
         "initial_replicas": replicas,
@@ -59,8 +64,5 @@ def autoscaling_config(scaling: AutoscalingSettings, replicas: int) -> dict[str,
         "look_back_period_s": _REPORTED_OVER_S if advised else scaling.look_back_s,
         "upscale_delay_s": 0.0 if advised else scaling.upscale_delay_s,
         "downscale_delay_s": 0.0 if advised else scaling.downscale_delay_s,
-        "policy": {
-            "policy_function": f"{policy.__module__}:{policy.__qualname__}",
-            "policy_kwargs": {} if advised else {"target_per_replica": scaling.target_per_replica},
-        },
+        "policy": policy,
     }
