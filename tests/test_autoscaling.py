@@ -71,5 +71,6 @@ def test_serve_takes_the_settings(policy: str) -> None:
     config = AutoscalingConfig(**autoscaling_config(settings, replicas=2))
     assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (1, 2, 4)
     assert config.upscale_delay_s == (0.0 if policy == "slo" else 2.0)  # advice has waited already
-    size, _ = config.policy.get_policy()(context({"wanted": [[(99.0, 3.0)]], "load": [[(99.0, 26.0)]]}))
-    assert size == 3
+    made: Any = config.policy.get_policy()
+    decide = made(**config.policy.policy_kwargs) if isinstance(made, type) else made  # as Serve's controller does
+    assert decide(context({"wanted": [[(99.0, 3.0)]], "load": [[(99.0, 26.0)]]})) == (3, {})
