@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.legato-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: setup serve test check bench clean
+.PHONY: setup serve test test-long check bench clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,13 @@ serve: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# Properties once more, with ROUNDS times other examples; `make test` tries the same ones in every run.
+ROUNDS ?= 5
+test-long: setup
+	for round in $$(seq $(ROUNDS)); do \
+	  $(BIN)/python -m pytest -m "not ray" --hypothesis-profile=random $$(grep -l hypothesis tests/test_*.py) || exit 1; \
+	done
 
 check: setup
 	$(BIN)/ruff check .
