@@ -30,11 +30,12 @@ _RETURN_S: Final = 60.0  # so long after it was asked to come back, who asks the
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsPlan:
     """What the pools may be. Demand is predicted as far ahead as a new worker takes to start, from what came in three
-    times as long as the pool waits before it shrinks."""
+    times as long as the pool waits before it shrinks. `settle_s`: see `PoolSizer`."""
 
     prefill: PoolRules
     decode: PoolRules
     flips: FlipRules = field(default_factory=FlipRules)
+    settle_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class PoolWatch:
         self._prefill, self._decode = (WorkRate(now, _windows(rules)) for rules in (plan.prefill, plan.decode))
         self._held = _Smoothed(_windows(plan.decode).short_s, now)
         self._turned_away: OrderedDict[Hashable, float] = OrderedDict()  # and when they were asked to come back
-        self._sizer = PoolSizer(plan.prefill, plan.decode, plan.flips, now=now)
+        self._sizer = PoolSizer(plan.prefill, plan.decode, plan.flips, now=now, settle_s=plan.settle_s)
 
     def asked(self, query: Query, verdict: Verdict, now: float) -> None:
         """A request came for the first time, and this is what became of it. One that waits counts like one that was

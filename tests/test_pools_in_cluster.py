@@ -15,7 +15,7 @@ from tests.test_mini_cluster import tokens
 from tests.waiting import eventually
 
 # Whatever is asked of prefill is much, and of decode little.
-SCALING = PoolRules(max_workers=6, target=0.005, hold_s=2.0, start_s=1.0)
+SCALING = PoolRules(max_workers=6, target=0.005, hold_s=1.0, start_s=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ async def ask_until(cluster: ReplicaCluster, model: SmallModel, over: asyncio.Ev
 
 async def test_replicas_hear_what_size_their_pool_should_have(llama: SmallModel) -> None:
     """And who obeys, like Serve, has the worker that the demand needs, and none too many when it is over."""
-    pools = PoolsPlan(prefill=replace(SCALING, max_workers=2), decode=replace(SCALING, target=0.9, initial=2))
+    pools = PoolsPlan(
+        prefill=replace(SCALING, max_workers=2), decode=replace(SCALING, target=0.9, initial=2), settle_s=1.0
+    )
     async with replica_cluster(llama, num_prefill=1, num_decode=2, pools=pools) as cluster:
         over = asyncio.Event()
         asking = asyncio.create_task(ask_until(cluster, llama, over))
@@ -58,7 +60,7 @@ async def test_replicas_hear_what_size_their_pool_should_have(llama: SmallModel)
 
 async def test_advice_ends_with_the_scheduler(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_transfer.worker_replica.TARGET_HOLDS_S", 1.0)
-    pools = PoolsPlan(prefill=SCALING, decode=SCALING)
+    pools = PoolsPlan(prefill=SCALING, decode=SCALING, settle_s=1.0)
     async with replica_cluster(llama, num_prefill=1, num_decode=1, pools=pools) as cluster:
         await eventually(lambda: all(replica.pool_target() == 1 for replica in cluster.replicas))
         await cluster.scheduler.stop()
@@ -73,6 +75,7 @@ async def test_a_decode_worker_becomes_one_for_prefill_where_prompts_are_what_is
         prefill=replace(fixed, max_workers=2),
         decode=replace(fixed, target=0.9),
         flips=FlipRules(enabled=True, hold_s=1.0, cooldown_s=600.0),
+        settle_s=1.0,
     )
     async with replica_cluster(llama, num_prefill=1, num_decode=3, pools=pools) as cluster:
         over = asyncio.Event()
