@@ -114,6 +114,11 @@ class WorkerReplica:
         self._change.add_done_callback(self._on_changed)
         return True
 
+    async def changed(self) -> None:
+        """Until no change is going on. Whether the last one succeeded, `healthy` says."""
+        if self._change is not None:
+            await asyncio.wait([self._change])
+
     async def stop(self, drain_s: float) -> None:
         """Finish what is here as far as the time allows, then end everything."""
         if self._change is not None:

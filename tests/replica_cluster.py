@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from prefill_workers.worker import PrefillWorker
 from tests.host_segments import SHARED_MEMORY
 from tests.mini_cluster import MiniCluster, MiniClusterConfig
 from tests.small_models import SmallModel
-from tests.waiting import HANGS_S, eventually
+from tests.waiting import HANGS_S
 
 
 class ReplicaCluster(MiniCluster):
@@ -69,7 +70,7 @@ class ReplicaCluster(MiniCluster):
         await self.changed(replica)
 
     async def changed(self, replica: WorkerReplica) -> None:
-        await eventually(lambda: not replica.is_changing, what="the role does not change")
+        await asyncio.wait_for(replica.changed(), HANGS_S)
         assert replica.healthy, replica._failure
         self._update()
         await self.ready()
