@@ -12,6 +12,8 @@ from typing import Any, Self
 
 from cluster.request_log import LoggedWorker
 from engine.step_cost import StepCost
+from kv_transfer.cost_report import reported_cost
+from kv_transfer.messages import StepCostReport
 
 SAMPLE_S = 1.0
 TIMEOUT_S = 10.0
@@ -72,12 +74,10 @@ class ClusterWatch:
 
     def look(self) -> None:
         for worker in read_json(self._port, "/cluster")["workers"]:
-            report = worker["step_cost"]
-            if report is None:
-                continue
-            errors = {kind: report.pop(f"{kind}_error") for kind in ("prefill", "decode")}
-            cost = StepCost(**report, relative_error=errors[worker["role"]])
-            self._samples.setdefault(worker["role"], []).append(_Sample(worker, cost))
+            told = worker["step_cost"]
+            cost = reported_cost(worker["role"], None if told is None else StepCostReport(**told))
+            if cost is not None:
+                self._samples.setdefault(worker["role"], []).append(_Sample(worker, cost))
 
 
 def _mean(costs: list[StepCost]) -> StepCost:

@@ -67,7 +67,8 @@ def measure(arguments: argparse.Namespace) -> Json:
     if arguments.log is not None:
         lines = [cluster_line(cluster), *map(request_line, log)]
         arguments.log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    rows = compared(log, replay(cluster, log))
+    records = replay(cluster, log)
+    rows = compared(log, records)
     return {
         "model": MODEL,
         "requests": len(load),
@@ -75,6 +76,10 @@ def measure(arguments: argparse.Namespace) -> Json:
         "duration_s": round(load[-1].arrival_s, 1),
         "aim": f"within {AIM:.0%}",
         "overheads": overheads.describe(),
+        "cached_tokens": {
+            "measured": sum(timing.num_cached_tokens for timing in timings),
+            "simulated": sum(record.cached_tokens for record in records),
+        },
         "rows": rows,
         "reaches_aim": all(abs(float(str(row["error"]))) <= AIM for row in rows),
         "prediction": _predictions(timings, decisions),
