@@ -71,17 +71,6 @@ def test_decode_alone_must_bring_more_than_the_pair() -> None:
     assert _where(_decide(ledger)) == ("p1", "d1")
 
 
-def test_a_prompt_that_would_wait_keeps_those_out_who_are_to_be_handed_over() -> None:
-    ledger = ledger_of("p1", "d1", "d2")
-    book(ledger, "queue", prefill_s=10.0)
-    book(ledger, "local", prefill=None, prefill_s=0.9)
-    found = _found(ledger)
-    d1, d2 = ledger.table.row("d1"), ledger.table.row("d2")
-    harm = dict(zip(zip(found.computing.tolist(), found.decode.tolist(), strict=True), found.harm, strict=True))
-    assert harm[d1, d1] > 0.5
-    assert harm[d2, d2] == 0.0
-
-
 def test_the_newcomer_avoids_whom_it_would_make_late() -> None:
     """d1 runs two requests with room to spare, d2 one that is close to its target."""
     ledger = ledger_of("p1", "d1", "d2")

@@ -116,15 +116,30 @@ def test_who_puts_out_more_than_expected_is_expected_to_go_on() -> None:
         ledger.lengths.observe("t", "", 20)
     decoding(ledger, "long", max_new_tokens=1000)
     late = _decode(ledger, now=200 * 0.012)
-    assert late.tpot_s[0] == pytest.approx(0.012050 + 0.4 * (0.001 + 1220e-6), rel=1e-3)
+    assert late.tpot_s[0] == pytest.approx(0.012050 + 0.2 * (0.001 + 1210e-6), rel=1e-3)
+
+
+def test_who_has_outlived_the_short_ones_is_expected_to_be_a_long_one() -> None:
+    ledger = ledger_of("p1", "d1")
+    for number in range(32):
+        decoding(ledger, f"r{number}")
+        ledger.ended(f"r{number}", 0.0, num_output_tokens=10 if number % 2 else 390)  # 200 in the mean
+    decoding(ledger, "one", max_new_tokens=1000)
+    young = _decode(ledger, num_output=1000.0).tpot_s[0]
+    older = _decode(ledger, num_output=1000.0, now=100 * 0.012).tpot_s[0]  # about 290 are to come
+    assert older - 0.012500 == pytest.approx((young - 0.012500) * 1.45, rel=0.1)
 
 
 def test_memory_counts_at_the_peak_of_the_newcomers_life() -> None:
     ledger = ledger_of("p1", "d1", num_blocks=250)  # 4000 tokens
     decoding(ledger, "a")
-    assert _decode(ledger).kv_share[0] == pytest.approx((1000 + 100 + 1000 + 100) / 4000)
+    assert _decode(ledger).kv_share[0] == pytest.approx(
+        (1000 + 100 + 8 + 1000 + 100 + 8) / 4000
+    )  # and half a block each
     decoding(ledger, "short", max_new_tokens=10)
-    assert _decode(ledger).kv_share[0] == pytest.approx(3000 / 4000)  # at first, when the short one is still there
+    assert _decode(ledger).kv_share[0] == pytest.approx(
+        (3000 + 3 * 8) / 4000
+    )  # at first, when the short one is still there
 
 
 def test_where_there_is_no_room_it_comes_when_others_leave() -> None:

@@ -16,7 +16,7 @@ from cluster.placement.candidates import Candidates, could_ever, shortest_s
 from cluster.placement.decision import Action, Decision, anyway, book, decide
 from cluster.placement.fairness import TenantShares
 from cluster.placement.ledger import Ledger
-from cluster.placement.outlook import LATER_S, look_ahead
+from cluster.placement.outlook import placeable_s, welcome_s
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.promises import Promises
 from cluster.placement.query import NO_TARGET, Query
@@ -79,7 +79,10 @@ class Admission:
         """Decide, and book or remember what was decided. Asked again for a request that waits, it is decided anew."""
         self._room.remove(query.request_id)
         self._shares.ask(query.tenant, now)
-        return self._judge(query, now, now)
+        verdict = self._judge(query, now, now)
+        if verdict.decision.rows and query.ttft_s < NO_TARGET:
+            self._ledger.demand.observe(verdict.decision.best.prefill_s, query.ttft_s)
+        return verdict
 
     def again(self, now: float) -> list[Verdict]:
         """Look again at those who wait and are due; returns only what is news: placed, or rejected."""
@@ -155,16 +158,19 @@ class Admission:
     def _wait_or_reject(
         self, decision: Decision, found: Candidates, now: float, came_at: float, share: float
     ) -> Verdict:
-        query, ahead = decision.query, look_ahead(self._ledger, self._policy, decision.query, found, now, share)
+        query = decision.query
         latest_start = query.arrived_at + query.ttft_s - decision.best.prefill_s
         deadline = min(came_at + self._rules.max_wait_s, latest_start)
-        if ahead.placeable_s is not None and now < deadline and not self._room.is_full:
-            until = min(now + ahead.placeable_s, deadline)
-            self._room.put(
-                Waiting(query=query, came_at=came_at, try_at=until, latest_start=latest_start, deadline=deadline)
-            )
-            return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
-        retry_at = now + (LATER_S[-1] if ahead.welcome_s is None else ahead.welcome_s)
+        if now < deadline and not self._room.is_full:
+            within_s = deadline - now if query.has_targets else NO_TARGET
+            wait_s = placeable_s(self._ledger, self._policy, query, found, now, share, within_s)
+            if wait_s is not None:
+                until = min(now + wait_s, deadline)
+                self._room.put(
+                    Waiting(query=query, came_at=came_at, try_at=until, latest_start=latest_start, deadline=deadline)
+                )
+                return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
+        retry_at = now + welcome_s(self._ledger, self._policy, query, found, now, share)
         if query.has_targets:
             retry_at = self._promises.make(_promise_key(query), retry_at, now)
         return Verdict(

@@ -22,7 +22,7 @@ from cluster.placement.prediction import (
     log_probability,
 )
 from cluster.placement.query import Query
-from cluster.placement.worker_table import PROMPTS_OVER_S, Floats, Row, Rows, Slot, WorkerTable
+from cluster.placement.worker_table import PROMPTS_OVER_S, Floats, Row, Rows, WorkerTable
 
 _ASSUMED_TTFT_S = 10.0  # what delays are relative to where there is no target
 _ASSUMED_TPOT_S = 0.1
@@ -125,16 +125,19 @@ def evaluate(
     added_s = np.where(alone, prompt.added_s, 0.0)
     firsts, same = _distinct(decode, added_s, lead_s)
     after = forecast_decode(table, decode[firsts], query, num_output, lead_s[firsts], added_s[firsts], now).at(same)
-    start_s = np.maximum(np.maximum(later_s, prompt.wait_s), after.room_s)
+    # The prompt is computed where it decodes, or queues only when the decode worker has room for it.
+    queues_s = np.where(alone, 0.0, np.maximum(prompt.wait_s - later_s, 0.0))
+    start_s = np.where(
+        after.room_s > later_s, after.room_s + queues_s, np.maximum(np.maximum(later_s, prompt.wait_s), after.room_s)
+    )
     waited_s = -later_s if arrived_later else max(0.0, now - query.arrived_at)
     ttft_s = waited_s + start_s + work_s + ledger.overhead.seconds
     chance = _chance(table, query, computing, decode, ttft_s, after.tpot_s) * fit_probability(after.kv_share)
-    # While a prompt waits for its turn on a decode worker, those who would be handed over to it cannot reserve.
-    kept_out = (table.slots[Slot.JOINED_STEP][decode] == np.inf).sum(axis=1) * alone
-    harm = after.harm + kept_out * np.minimum(
-        1.0, (prompt.wait_s + _UNSEEN * work_s) / min(query.ttft_s, _ASSUMED_TTFT_S)
-    )
-    gain = (chance if query.has_targets else 0.0) - harm
+    harm = after.harm
+    crowding = _crowding(ledger, policy, query, alone, work_s, later_s, now)
+    # Who has no room yet is bound to nobody yet.
+    early = after.room_s > later_s + policy.max_room_s
+    gain = np.where(early & (query.attempt == 0), -1.0, (chance if query.has_targets else 0.0) - harm - crowding)
     room = _leaves_room(policy, work_s, start_s - later_s, harm, _idle_share(table, alone, later_s, now))
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(after.tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
@@ -147,6 +150,30 @@ def evaluate(
         *(computing, decode, prompt, start_s, ttft_s, after.tpot_s, after.kv_share),
         *(chance, harm, gain, delay, room, order, reach),
     )
+
+
+def _crowding(
+    ledger: Ledger,
+    policy: DecisionPolicy,
+    query: Query,
+    alone: NDArray[np.bool_],
+    work_s: Floats,
+    later_s: Floats,
+    now: float,
+) -> Floats:
+    """Requests still to come that the prompt keeps out."""
+    demand, table = ledger.demand, ledger.table
+    if query.ttft_s == np.inf or demand.ttft_s <= 0.0:
+        return np.zeros_like(work_s)
+    rows, (moments, same) = table.live(), np.unique(later_s, return_inverse=True)
+    decodes, drained_s = table.rows[Row.DECODES, rows] == 1.0, table.rows[Row.DRAINED_AT, rows] - now
+    here, there = (
+        np.maximum(drained_s[pool] - moments[:, None], 0.0).sum(axis=1)[same] / max(1, pool.sum())
+        for pool in (decodes, ~decodes)
+    )
+    used = np.minimum(np.where(alone, here, there) / demand.ttft_s, 0.99)
+    crowding: Floats = policy.crowding_cost * used / (1.0 - used) * work_s / max(demand.prompt_s, 1e-9)
+    return crowding
 
 
 def _leaves_room(

@@ -14,6 +14,7 @@ from typing import Final
 
 from cluster.placement.assumed_cost import assumed_cost
 from cluster.placement.booking import Booking, seconds_of
+from cluster.placement.demand import PromptDemand
 from cluster.placement.output_lengths import OutputLengths
 from cluster.placement.overhead import Overhead
 from cluster.placement.query import Query
@@ -41,6 +42,7 @@ class Ledger:
         self.table = WorkerTable()
         self.lengths = OutputLengths()
         self.overhead = Overhead()
+        self.demand = PromptDemand()
         self._workers: dict[str, _Worker] = {}
         self._bookings: dict[str, Booking] = {}
 
@@ -185,6 +187,7 @@ class Ledger:
         self._set_step_s(decoding, now)
         if num_output_tokens:
             self.lengths.observe(booking.query.tenant, booking.query.slo_class, num_output_tokens)
+            self.table.residuals = self.lengths.residuals
 
     # --- arithmetic ---
 

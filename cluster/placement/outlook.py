@@ -5,7 +5,7 @@ Looks at the best candidates of a decision again, as if it were placed later. Kn
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -14,45 +14,50 @@ from cluster.placement.candidates import Candidates, evaluate
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import Query
-from cluster.placement.worker_table import Floats
 
 LATER_S: Final = tuple(0.05 * 1.6**power for power in range(17))  # up to 92 s
 _NUM_CANDIDATES: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """Seconds from now. `placeable_s`: until it could be placed and still meet its targets (None: it could not);
-    `welcome_s`: until it could if it came only then (None: not within the time that was looked at)."""
-
-    placeable_s: float | None
-    welcome_s: float | None
-
-
-def look_ahead(
-    ledger: Ledger, policy: DecisionPolicy, query: Query, found: Candidates, now: float, share: float = 1.0
-) -> Outlook:
-    """`share`: see `is_welcome`."""
-    best = found.order[:_NUM_CANDIDATES]
-    later_s = np.repeat(LATER_S, len(best))
-    waiting, fresh = (
-        evaluate(
-            ledger,
-            policy,
-            query,
-            np.tile(found.computing[best], len(LATER_S)),
-            np.tile(found.decode[best], len(LATER_S)),
-            found.reach,
-            now,
-            later_s,
-            arrived_later=arrived_later,
-        )
-        for arrived_later in (False, True)
-    )
-    return Outlook(_first(policy, query, waiting, later_s, share), _first(policy, query, fresh, later_s, share))
+def placeable_s(
+    ledger: Ledger,
+    policy: DecisionPolicy,
+    query: Query,
+    found: Candidates,
+    now: float,
+    share: float,
+    within_s: float,
+) -> float | None:
+    """Seconds until it could be placed and still meet its targets; None if it cannot `within_s`. `share`: see
+    `is_welcome`."""
+    moments = [later_s for later_s in LATER_S if later_s <= within_s]
+    return _first(ledger, policy, query, found, now, share, moments, arrived_later=False)
 
 
-def _first(policy: DecisionPolicy, query: Query, later: Candidates, later_s: Floats, share: float) -> float | None:
+def welcome_s(
+    ledger: Ledger, policy: DecisionPolicy, query: Query, found: Candidates, now: float, share: float
+) -> float:
+    """Seconds until it could if it came only then: at most the time that is looked at."""
+    found_s = _first(ledger, policy, query, found, now, share, LATER_S, arrived_later=True)
+    return LATER_S[-1] if found_s is None else found_s
+
+
+def _first(
+    ledger: Ledger,
+    policy: DecisionPolicy,
+    query: Query,
+    found: Candidates,
+    now: float,
+    share: float,
+    moments: Sequence[float],
+    *,
+    arrived_later: bool,
+) -> float | None:
+    best, later_s = found.order[:_NUM_CANDIDATES], np.repeat(moments, min(_NUM_CANDIDATES, len(found)))
+    if not len(later_s):
+        return None
+    computing, decode = (np.tile(rows[best], len(moments)) for rows in (found.computing, found.decode))
+    later = evaluate(ledger, policy, query, computing, decode, found.reach, now, later_s, arrived_later=arrived_later)
     if query.has_targets:
         good = (later.gain >= 1.0 - share * (1.0 - policy.min_gain)) & (
             (later.ttft_s <= share * query.ttft_s) | (share >= 1.0)

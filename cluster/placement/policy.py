@@ -12,6 +12,9 @@ class DecisionPolicy:
     prompts that take longer than that, only while `batch_idle` of the pool's workers compute none, and of its time
     lately.
     Decode alone is chosen over a pair where it brings `alone_gain` more.
+    A prompt of average length costs those who are still to come `crowding_cost` requests where the queues are half as
+    long as TTFT targets allow, shorter prompts and queues less, longer ones more: under overload long prompts go first.
+    Nobody is bound to a decode worker that has no room for `max_room_s`.
 
     `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
     a token up from there.
@@ -19,6 +22,8 @@ class DecisionPolicy:
 
     min_gain: float = 0.5
     alone_gain: float = 0.1
+    crowding_cost: float = 0.25
+    max_room_s: float = 0.1
     batch_harm: float = 0.01
     batch_queue_s: float = 1.0
     batch_idle: float = 0.75

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.placement.query import Query
-from cluster.placement.worker_table import Floats, Row, Rows, Slot, WorkerTable
+from cluster.placement.worker_table import RESIDUAL_STEP, Floats, Row, Rows, Slot, WorkerTable
 
 MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
-_OVERDUE: Final = 0.2  # of what was put out, at least so much again is to come, unless a bound is in the way
 _KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
 _PROMPT_FACTS: Final = (Row.PREFILL_TOKEN_S, Row.PREFILL_PAIR_S, Row.CHUNK_TOKENS, Row.DRAINED_AT)
 _LOGISTIC: Final = 1.702  # makes the logistic function close to the normal distribution's
@@ -107,7 +106,7 @@ def forecast_decode(
     facts = table.rows[:, rows]
     used = max(1, int(facts[Row.BOOKED].max(initial=0.0)))
     slots = table.slots[:, rows, :used]
-    near = _neighbours(facts, slots, num_output, lead_s, now)
+    near = _neighbours(facts, slots, table.residuals, num_output, lead_s, now)
     share = near.shared / num_output
     context = share * (near.tokens + near.emitted + near.grown + near.shared / 2)
     decodes = share.sum(axis=1) + facts[Row.EXTRA_DECODES]
@@ -142,15 +141,18 @@ def fit_probability(kv_share: Floats) -> Floats:
     return np.exp(-np.logaddexp(0.0, (kv_share - 1.0) / _KV_SPREAD))
 
 
-def _neighbours(facts: Floats, slots: Floats, num_output: float, lead_s: Floats, now: float) -> _Neighbours:
+def _neighbours(
+    facts: Floats, slots: Floats, residuals: Floats, num_output: float, lead_s: Floats, now: float
+) -> _Neighbours:
     step_s = np.maximum(facts[Row.STEP_S], 1e-9)[:, None]
     steps = facts[Row.STEPS][:, None] + np.maximum(now - facts[Row.AS_OF], 0.0)[:, None] / step_s
     joined = slots[Slot.JOINED_STEP] < np.inf
     output, live = slots[Slot.OUTPUT], slots[Slot.OUTPUT] > 0.0
     emitted = np.where(joined & live, np.maximum(steps - np.where(joined, slots[Slot.JOINED_STEP], 0.0), 0.0), 0.0)
     emitted = np.minimum(emitted, slots[Slot.MAX_OUTPUT])
-    overdue = np.minimum(np.maximum(_OVERDUE * emitted, 1.0), np.maximum(slots[Slot.MAX_OUTPUT] - emitted, 0.0))
-    left = np.where(live, np.maximum(output - emitted, overdue), 0.0)
+    age = emitted / np.maximum(output, 1.0) / RESIDUAL_STEP
+    to_come = output * residuals[np.minimum(age, len(residuals) - 1.0).astype(np.intp)]
+    left = np.where(live, np.minimum(to_come, np.maximum(slots[Slot.MAX_OUTPUT] - emitted, 0.0)), 0.0)
     waits = np.where(joined, 0.0, np.maximum(slots[Slot.FIRST_AT] - now, 0.0))
     until_join_s, until_lead_s = np.maximum(lead_s[:, None] - waits, 0.0), np.maximum(waits - lead_s[:, None], 0.0)
     ahead, offset = np.minimum(until_join_s / step_s, left), until_lead_s / step_s
@@ -185,21 +187,24 @@ def _harm(
 
 
 def _kv_share(facts: Floats, near: _Neighbours, num_tokens: int, num_output: float) -> Floats:
-    """At the worst of three moments of the newcomer's life. Memory is theirs from their placement on."""
-    peak = np.zeros(len(facts[0]))
+    """At the worst of three moments of the newcomer's life. Memory is theirs from their placement on, in whole blocks:
+    half of one more than their tokens need."""
+    peak, half = np.zeros(len(facts[0])), facts[Row.BLOCK_SIZE] / 2
     for step in (0.0, num_output / 2, num_output):
         grown = np.minimum(near.grown + np.maximum(step - near.offset, 0.0), near.left)
-        held = np.where(near.live & (near.leaves_at >= step), near.tokens + near.emitted + grown, 0.0)
-        peak = np.maximum(peak, held.sum(axis=1) + num_tokens + step)
+        held = np.where(near.live & (near.leaves_at >= step), near.tokens + near.emitted + grown + half[:, None], 0.0)
+        peak = np.maximum(peak, held.sum(axis=1) + num_tokens + step + half)
     share: Floats = (peak + facts[Row.EXTRA_CONTEXT]) / np.maximum(facts[Row.KV_TOKENS], 1.0)
     return share
 
 
 def _room_s(facts: Floats, near: _Neighbours, num_tokens: int) -> Floats:
     """Until enough of those who decode have left, for its tokens and for itself; inf where not even an empty worker has
-    the room."""
-    held = np.where(near.live, near.tokens + near.emitted, 0.0)
-    lacking = held.sum(axis=1) + facts[Row.EXTRA_CONTEXT] + num_tokens - facts[Row.KV_TOKENS]
+    the room. Whole blocks, and for each one more, which a worker keeps for its growth."""
+    block = np.maximum(facts[Row.BLOCK_SIZE], 1.0)[:, None]
+    held = np.where(near.live, (np.ceil((near.tokens + near.emitted) / block) + 1.0) * block, 0.0)
+    needed = np.ceil(num_tokens / block[:, 0]) * block[:, 0]
+    lacking = held.sum(axis=1) + facts[Row.EXTRA_CONTEXT] + needed - facts[Row.KV_TOKENS]
     too_many = near.live.sum(axis=1) + facts[Row.EXTRA_DECODES] + 1.0 - facts[Row.MAX_SEQUENCES]
     if not (lacking > 0.0).any() and not (too_many > 0.0).any():
         return np.zeros_like(lacking)

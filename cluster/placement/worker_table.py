@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engine.step_cost import StepCost
 from kv_transfer.messages import WorkerInfo
 
+RESIDUAL_STEP: Final = 0.125
 PROMPTS_OVER_S: Final = 10.0  # over which a worker's share of time for prompts is smoothed
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
@@ -56,13 +57,18 @@ class Slot(IntEnum):
 
 
 class WorkerTable:
-    """Grows by doubling. Rows are found by worker id; `rank` orders them by id, whatever their history."""
+    """Grows by doubling. Rows are found by worker id; `rank` orders them by id, whatever their history.
+
+    `residuals`: what an output still has to come after 0, 1, 2... times `RESIDUAL_STEP` of its expected length, as a
+    share of that.
+    """
 
     def __init__(self, num_rows: int = 8, num_slots: int = 8) -> None:
         self.rows = np.zeros((len(Row), num_rows))
         self.slots = np.zeros((len(Slot), num_rows, num_slots))
         self.rank = np.zeros(num_rows, dtype=np.intp)
         self.ids: list[str | None] = [None] * num_rows
+        self.residuals = np.ones(1)
         self._row_of: dict[str, int] = {}
         self._used = [0] * num_rows  # slots, from the first on
         self._codes: dict[str, int] = {}
