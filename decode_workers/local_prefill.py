@@ -40,6 +40,12 @@ class LocalPrefill:
         return len(self._waiting)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """That they need room for, in whole columns."""
+        size = self._allocator.block_size
+        return sum(self._allocator.num_columns_for(seq.num_tokens) * size for seq in self._waiting)
+
+    @property
     def num_uncomputed(self) -> int:
         """With blocks or without."""
         return len(self._waiting) + len(self._computing)

@@ -121,10 +121,14 @@ class DecodeScheduler:
     def can_reserve(self, num_tokens: int) -> bool:
         """Whether a hand-over of `num_tokens` tokens fits now, with room for its first decode step.
 
-        Not while a preempted sequence waits for blocks: newcomers would starve it.
+        Sequences that wait here for blocks come first, or newcomers would starve them: while there are any, the device
+        must have room for all of these, too.
         """
-        has_place = not self.num_waiting and len(self._entries) < self._tiers.max_in_flight
-        return has_place and self._landing(num_tokens + 1) is not None
+        if len(self._entries) >= self._tiers.max_in_flight:
+            return False
+        waited_for = self._local.num_waiting_tokens
+        host_groups = self._landing(num_tokens + 1 + waited_for)
+        return host_groups is not None and not (waited_for and host_groups)
 
     def reserve(self, seq: Sequence) -> None:
         """Lease landing blocks for all tokens of `seq` and its next one. Ask `can_reserve` first."""
