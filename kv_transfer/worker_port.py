@@ -189,15 +189,10 @@ class Registration:
         self._locate_scheduler = locate_scheduler
         self._snapshot = snapshot
         self._period_s = period_s
-        self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="registration")
-
-    def report_now(self) -> None:
-        """Something has changed that the scheduler should not hear of only with the next report."""
-        self._due.set()
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -215,7 +210,7 @@ class Registration:
     async def _report_while_connected(self) -> None:
         endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
         connection = await connect(endpoint, self._identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
-        line = _SchedulerLine(connection, self._events, self._due, self._on_order)
+        line = _SchedulerLine(connection, self._events, self._on_order)
         try:
             await connection.send(Register(info=self._info, snapshot=self._snapshot()))
             while True:
@@ -234,17 +229,16 @@ class _SchedulerLine:
         self,
         connection: Connection,
         events: BlockEventLog | None,
-        due: asyncio.Event,
         on_order: Callable[[Message], None],
     ) -> None:
         self._connection = connection
         self._events = events
-        self._due = due
+        self._due = asyncio.Event()
         self._on_order = on_order
         self._snapshot_wanted = True
         if events is not None:
             loop = asyncio.get_running_loop()
-            events.on_many = lambda: loop.call_soon_threadsafe(due.set)
+            events.on_many = lambda: loop.call_soon_threadsafe(self._due.set)
         self._listening = asyncio.create_task(self._listen(), name="scheduler-orders")
 
     async def tell_blocks(self) -> None:

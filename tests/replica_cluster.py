@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from decode_workers.role import DecodeRole
@@ -29,7 +30,7 @@ class ReplicaCluster(MiniCluster):
 
     def __init__(self, config: MiniClusterConfig, folder: str) -> None:
         super().__init__(config)
-        self._tiers_config = TiersConfig(host=Budget(num_bytes=2**20), host_folder=folder)
+        self._tiers_config = TiersConfig(host=Budget(num_bytes=2**23), host_folder=folder)
         self.roles: dict[Role, WorkerRole] = {
             "prefill": PrefillRole(config.prefill),
             "decode": DecodeRole(config.decode),
@@ -47,7 +48,7 @@ class ReplicaCluster(MiniCluster):
         return worker
 
     async def add_replica(self, role: Role, roles: Mapping[Role, WorkerRole]) -> WorkerReplica:
-        engine = EngineConfig(
+        defaults = EngineConfig(
             model_ref=self.config.model_ref,
             model_name="model",
             dtype="float32",
@@ -55,6 +56,8 @@ class ReplicaCluster(MiniCluster):
             kv_blocks=512,
             num_threads=1,
         )
+        options = self.config.prefill_engine if role == "prefill" else self.config.decode_engine
+        engine = replace(defaults, **options)  # type: ignore[arg-type]
         tiers = WorkerTiers(self._tiers_config, engine, self._secret)
         site = ReplicaSite(name=secrets.token_hex(4), node_id="node", host="127.0.0.1", secret=self._secret)
         replica = WorkerReplica(role, roles, tiers, self.config.transfer, site, self._locate)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from cluster.errors import ConflictError, NotFoundError, UnavailableError
+from decode_workers.pacing import LayerKvConfig
+from decode_workers.worker import DecodeWorkerConfig
 from engine.runner import ModelRunner, load_runner
 from kv_transfer import worker_replica
 from kv_transfer.messages import ChangeRole, Role
@@ -119,6 +121,37 @@ async def test_a_hand_off_in_flight_is_begun_again_elsewhere(llama: SmallModel, 
             await eventually(lambda: not holds(changing, "r"))
         await cluster.changed(changing)
         assert tokens_of(await asking) == expected
+
+
+async def test_sequences_in_host_memory_leave_too(llama: SmallModel) -> None:
+    """A decode worker whose device holds about two of them; as a prefill worker it has the same tiers."""
+    memory = {"block_size": 8, "layers_per_group": 1, "kv_blocks": 120, "staging_bytes": 2**20}
+    decode = DecodeWorkerConfig(layerkv=LayerKvConfig())
+    prompts = random_prompts([100, 33, 140, 64, 121, 90, 150, 80] * 2)
+    async with replica_cluster(
+        llama, num_prefill=1, prefill_engine=memory, decode_engine=memory, decode=decode
+    ) as cluster:
+        asking = [asyncio.create_task(tokens(cluster, f"r{n}", prompt, greedy(40))) for n, prompt in enumerate(prompts)]
+        crowded = await crowded_decode(cluster)
+        await cluster.change(crowded, "prefill", drain_s=0.0)
+        for prompt, found in zip(prompts, asking, strict=True):
+            assert await found == llama.hugging_face(prompt, 40)
+
+
+async def crowded_decode(cluster: ReplicaCluster) -> WorkerReplica:
+    """One that has sequences in host memory."""
+
+    def crowded() -> list[WorkerReplica]:
+        return [r for r in cluster.replicas if r.worker is not None and r.worker.snapshot().num_paused]
+
+    await eventually(crowded)
+    return crowded()[0]
+
+
+async def test_a_cluster_without_prefill_workers_gets_one(llama: SmallModel) -> None:
+    async with replica_cluster(llama, num_prefill=0) as cluster, load(cluster, llama, 2):
+        await cluster.change(cluster.replicas[0], "prefill")
+        assert (len(cluster.prefills), len(cluster.decodes)) == (1, 1)
 
 
 async def test_what_is_cached_is_found_by_the_next_worker(llama: SmallModel) -> None:
