@@ -62,6 +62,7 @@ class WorkerReplica:
         self._worker: Worker | None = None
         self._change: asyncio.Task[None] | None = None
         self._num_changes = 0
+        self._is_ending = False
         self._failure: BaseException | None = None
         self._pool_target: tuple[int, float] | None = None  # and when it was heard
 
@@ -106,9 +107,10 @@ class WorkerReplica:
     def change_role(self, role: Role, drain_s: float) -> bool:
         """Begin to become a worker of that role; requests that run on after `drain_s` go elsewhere.
 
-        False, and nothing happens, if it is one, is becoming another one, or cannot be one.
+        False, and nothing happens, if it is one, is becoming another one, is about to end, or cannot be one.
         """
-        if self.is_changing or self._failure is not None or role == self.role or role not in self._roles:
+        is_able = not (self.is_changing or self._is_ending or self._failure) and role in self._roles
+        if not is_able or role == self.role:
             return False
         self._change = asyncio.create_task(self._change_to(role, drain_s), name="role-change")
         self._change.add_done_callback(self._on_changed)
@@ -121,6 +123,7 @@ class WorkerReplica:
 
     async def stop(self, drain_s: float) -> None:
         """Finish what is here as far as the time allows, then end everything."""
+        self._is_ending = True
         if self._change is not None:
             if self._worker is not None:  # else it is between two workers: what it does there has deadlines
                 self._change.cancel()

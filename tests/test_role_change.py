@@ -259,6 +259,7 @@ async def test_a_replica_may_be_stopped_while_it_drains(llama: SmallModel) -> No
             assert replica.change_role("decode", 60.0)
             stopping = asyncio.create_task(replica.stop(0.0))
             await asyncio.sleep(0.05)
+            assert not replica.change_role("decode", 60.0)
         await stopping
         cluster.replicas.remove(replica)
         cluster.models.remove(replica.model)
