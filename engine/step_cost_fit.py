@@ -46,6 +46,9 @@ _STREAK = 8
 # Of the seed's variance, what is then added.
 _OWN_CHANGE = 0.1
 _WINDOW = 256
+# Over how many steps their mean is compared with what was predicted; beyond so many times that, a step counts no more.
+_STRETCH_STEPS = 128
+_STRETCH_MOST = 5.0
 # Of a fit of steps all at once: how much weight what was expected has beside a step.
 _REWEIGHTINGS = 6
 _RIDGE = 1e-3
@@ -96,8 +99,9 @@ class StepCostFit:
             return
         parts = self._units * _quantities(work)
         residuals = self._kinds[kind_of(work)]
-        error = seconds / float(self._shares @ parts) - 1
-        residuals.recent.append(abs(error))
+        predicted = float(self._shares @ parts)
+        error = seconds / predicted - 1
+        residuals.add(error, predicted)
         factor = residuals.change(error)
         if factor is not None:
             self._follow(factor, parts > 0)
@@ -110,6 +114,14 @@ class StepCostFit:
 
     def error(self, kind: StepKind) -> FitError:
         return self._kinds[kind].summary()
+
+    def stretch(self, kind: StepKind) -> float:
+        """How many times as long as predicted the latest steps took, all together.
+
+        The estimate follows usual steps and is hardly moved by those that take several times as long: this is what
+        these add to each in the mean, which is what a queue of steps waits for.
+        """
+        return self._kinds[kind].stretch
 
     def _relative_error(self) -> float:
         errors = [error for residuals in self._kinds.values() for error in residuals.recent]
@@ -143,6 +155,18 @@ class _Residuals:
         self.recent: deque[float] = deque(maxlen=_WINDOW)  # without their signs
         self._scale = _FIRST_SCALE  # the median of |error|, tracked
         self._streak: list[float] = []  # large errors in a row, all to one side
+        self._predicted_s = 0.0  # of the latest steps, the older the less
+        self._excess_s = 0.0  # that they took beyond it
+
+    def add(self, error: float, predicted: float) -> None:
+        self.recent.append(abs(error))
+        kept = 1 - 1 / _STRETCH_STEPS
+        self._predicted_s = kept * (self._predicted_s or _STRETCH_STEPS * predicted) + predicted
+        self._excess_s = kept * self._excess_s + min(error, _STRETCH_MOST - 1) * predicted
+
+    @property
+    def stretch(self) -> float:
+        return 1 + self._excess_s / self._predicted_s if self._predicted_s else 1.0
 
     def change(self, error: float) -> float | None:
         """The factor that steps now take longer by, if this error ends a streak that is no accident."""

@@ -49,6 +49,10 @@ class StepCosts:
         """None as long as nothing was measured."""
         return None if self._fit is None else self._fit.cost()
 
+    def stretch(self, kind: StepKind) -> float:
+        """See `StepCostFit`."""
+        return 1.0 if self._fit is None else self._fit.stretch(kind)
+
     def shared_tokens(self) -> float:
         """See `StepCost`; without bound as long as nothing was measured."""
         cost = self.cost()

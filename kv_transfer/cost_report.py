@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.step_cost import StepCost
+from engine.step_cost_fit import scaled
 from engine.step_costs import StepCosts
 from kv_transfer.messages import Role, StepCostReport
 
@@ -20,14 +21,16 @@ def cost_report(costs: StepCosts) -> StepCostReport | None:
         context_token_s=cost.context_token_s,
         prefill_error=costs.error("prefill"),
         decode_error=costs.error("decode"),
+        prefill_stretch=costs.stretch("prefill"),
+        decode_stretch=costs.stretch("decode"),
     )
 
 
 def reported_cost(role: Role, report: StepCostReport | None) -> StepCost | None:
-    """What a worker reports, with the error of those steps that its role is there for."""
+    """What a worker's steps take in the mean, with the error of those that its role is there for."""
     if report is None:
         return None
-    return StepCost(
+    usual = StepCost(
         base_s=report.base_s,
         prefill_token_s=report.prefill_token_s,
         prefill_pair_s=report.prefill_pair_s,
@@ -35,3 +38,4 @@ def reported_cost(role: Role, report: StepCostReport | None) -> StepCost | None:
         context_token_s=report.context_token_s,
         relative_error=report.prefill_error if role == "prefill" else report.decode_error,
     )
+    return scaled(usual, report.prefill_stretch if role == "prefill" else report.decode_stretch)

@@ -101,6 +101,26 @@ def test_a_tenth_of_steps_may_take_ten_times_as_long() -> None:
     assert held_out(fit) < 0.06
 
 
+def test_what_outliers_add_in_the_mean_is_told_apart() -> None:
+    """One step in twenty takes ten times as long, of which what is beyond five times does not count."""
+    worker, fit = Worker(outliers=0.05), StepCostFit(TRUTH)
+    stretches = [worker.run(fit, 100, decode).stretch("decode") for _ in range(30)]
+    assert held_out(fit, draw=decode) < 0.06
+    assert statistics.fmean(stretches[3:]) == pytest.approx(1.2, abs=0.05)
+    assert fit.stretch("prefill") == 1.0, "of which nothing was seen"
+
+
+def test_without_outliers_steps_take_what_is_predicted_in_the_mean() -> None:
+    fit = Worker(noise=0.1).run(StepCostFit(skewed([2, 0.5, 2, 0.5, 2])), 1000)
+    assert (fit.stretch("prefill"), fit.stretch("decode")) == pytest.approx((1.0, 1.0), abs=0.03)
+
+
+def test_a_step_that_hangs_does_not_count_for_all() -> None:
+    fit = Worker().run(StepCostFit(TRUTH), 200, decode)
+    fit.observe(decode(random.Random(5)), 1000.0)
+    assert fit.stretch("decode") < 1.1
+
+
 def test_one_outlier_moves_next_to_nothing() -> None:
     fit = Worker().run(StepCostFit(TRUTH), 200)
     before = fit.cost()

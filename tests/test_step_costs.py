@@ -11,7 +11,8 @@ import pytest
 from engine.step_cost import StepCost, StepWork
 from engine.step_cost_fit import scaled
 from engine.step_costs import StepCosts
-from kv_transfer.cost_report import cost_report
+from kv_transfer.cost_report import cost_report, reported_cost
+from kv_transfer.messages import Role
 
 TRUTH = StepCost(
     base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=1.5e-3, context_token_s=6e-6, relative_error=0.1
@@ -99,6 +100,20 @@ def test_the_report_says_what_is_known() -> None:
             assert getattr(report, field.name) == getattr(cost, field.name)
     assert report.decode_error == costs.error("decode") < 0.05
     assert report.prefill_error == costs.error("prefill") == 0.3
+    assert report.decode_stretch == costs.stretch("decode") == pytest.approx(1.0, abs=0.05)
+    assert report.prefill_stretch == 1.0
+
+
+def test_who_reads_a_report_gets_what_steps_take_in_the_mean() -> None:
+    report = cost_report(shown(StepCosts(ESTIMATE), 40))
+    assert report is not None
+    report = dataclasses.replace(report, decode_stretch=1.25, prefill_stretch=1.1)
+    stretches: dict[Role, float] = {"decode": 1.25, "prefill": 1.1}
+    for role, stretch in stretches.items():
+        cost = reported_cost(role, report)
+        assert cost is not None
+        assert cost.base_s == pytest.approx(stretch * report.base_s)
+        assert cost.relative_error == (report.decode_error if role == "decode" else report.prefill_error)
 
 
 def test_prompts_share_a_step_until_its_fixed_cost_is_a_tenth() -> None:

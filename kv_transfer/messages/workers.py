@@ -80,7 +80,8 @@ class StepCostReport:
     """A worker's cost model as it is fitted to its own steps: see `engine.step_cost.StepCost`, in seconds.
 
     The errors are medians of |measured / predicted - 1| over its latest steps of each kind; without any, its first
-    guess's own.
+    guess's own. The stretches are what those steps took, all together, over what was predicted: more than 1 where some
+    take several times as long as usual.
     """
 
     __pydantic_config__ = STRICT
@@ -91,6 +92,8 @@ class StepCostReport:
     context_token_s: NonNegative
     prefill_error: NonNegative = 0.0
     decode_error: NonNegative = 0.0
+    prefill_stretch: NonNegative = 1.0
+    decode_stretch: NonNegative = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
