@@ -52,6 +52,7 @@ async def _streams(cluster: ServedCluster, body: dict[str, Any]) -> tuple[Answer
     """The same request twice; the second time its decode worker has to leave at once, in mid-stream."""
     async with http_client(cluster.url) as client:
         before = await complete(client, body)
+        await asyncio.to_thread(cluster.wait_idle)  # so that whoever is busy from here on is busy with the next one
         during = Answer()
         told = False
         async for _ in stream_events(client, body, during):
