@@ -323,7 +323,7 @@ CLOSE: dict[str, Any] = {"num_tokens": 100, "max_new_tokens": 100, "ttft_s": 10.
 
 def _crowded(num_more: int = 0, **changes: Any) -> tuple[GlobalScheduler, Queued]:
     """Five decode and just keep their pace, so that a sixth and `num_more` wait until they end, after 1.5 s."""
-    scheduler = _measured("p1", "d1")
+    scheduler = _measured("p1", "d1", admission=AdmissionPolicy(max_contenders=10))
     for n in range(5):
         _placed(scheduler, f"close-{n}", **CLOSE)
         scheduler.first_token(f"close-{n}", 0.0)

@@ -57,7 +57,8 @@ def test_who_would_fit_a_moment_later_waits_and_is_placed() -> None:
     assert (admission.next_at(), "new" in ledger) == (None, True)
 
 
-def test_who_waits_in_vain_is_told_in_time() -> None:
+def test_who_waits_in_vain_is_placed_in_the_end() -> None:
+    """Whoever is turned away hears it at once, and not after a while."""
     ledger = ledger_of("p1", "d1")
     _crowd(ledger)
     admission = _admission(ledger)
@@ -68,9 +69,16 @@ def test_who_waits_in_vain_is_told_in_time() -> None:
     while (at := admission.next_at()) is not None:
         now = at
         verdicts = admission.again(now)
-    assert [v.outcome for v in verdicts] == [Outcome.REJECTED]
+    assert [v.outcome for v in verdicts] == [Outcome.PLACED]
     assert now <= 4.0
-    assert verdicts[0].retry_after_s is not None
+
+
+def test_only_so_many_with_targets_wait_at_once() -> None:
+    ledger = ledger_of("p1", "d1")
+    _crowd(ledger)
+    admission = _admission(ledger, max_contenders=2)
+    outcomes = [_ask(admission, f"r{number}", ttft_s=4.0).outcome for number in range(4)]
+    assert outcomes == [Outcome.WAITING] * 2 + [Outcome.REJECTED] * 2
 
 
 def test_batch_waits_for_the_others_and_at_most_so_long() -> None:

@@ -38,11 +38,14 @@ class AdmissionPolicy:
     """`contested_share`: what the share of a request (see `is_welcome`) is while others are to be served first: its
     tenant is ahead of another, or clients that were promised room may be back (the fewer do come back, the less is kept
     for them). `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met.
+    `max_contenders`: so many with targets wait at once. Few, because who is kept waiting with targets is placed in the
+    end, in time or not, so that whoever is turned away hears it at once.
     `calm_s`: where nobody who could meet targets has asked for so long or is there, requests without are placed at
     once, to be done soonest."""
 
     contested_share: float = 0.5
     max_waiting: int = 1000
+    max_contenders: int = 1
     max_wait_s: float = 60.0
     calm_s: float = 30.0
     log_size: int = 1000
@@ -161,7 +164,7 @@ class Admission:
         query = decision.query
         latest_start = query.arrived_at + query.ttft_s - decision.best.prefill_s
         deadline = min(came_at + self._rules.max_wait_s, latest_start)
-        if now < deadline and not self._room.is_full:
+        if now < deadline and self._may_wait(query):
             within_s = deadline - now if query.has_targets else NO_TARGET
             wait_s = placeable_s(self._ledger, self._policy, query, found, now, share, within_s)
             if wait_s is not None:
@@ -170,12 +173,21 @@ class Admission:
                     Waiting(query=query, came_at=came_at, try_at=until, latest_start=latest_start, deadline=deadline)
                 )
                 return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
+        if query.has_targets and came_at < now and decision.best.ttft_s < NO_TARGET:
+            decision = anyway(decision)
+            self._place(decision, now)
+            return Verdict(outcome=Outcome.PLACED, decision=decision)
         retry_at = now + welcome_s(self._ledger, self._policy, query, found, now, share)
         if query.has_targets:
             retry_at = self._promises.make(_promise_key(query), retry_at, now)
         return Verdict(
             outcome=Outcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)
         )
+
+    def _may_wait(self, query: Query) -> bool:
+        if query.has_targets and self._room.num_with_targets >= self._rules.max_contenders:
+            return False
+        return not self._room.is_full
 
     def _log(self, verdict: Verdict) -> Verdict:
         self.log.append(verdict)

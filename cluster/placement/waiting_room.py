@@ -36,6 +36,10 @@ class WaitingRoom:
         return request_id in self._waiting
 
     @property
+    def num_with_targets(self) -> int:
+        return sum(waiting.query.has_targets for waiting in self._waiting.values())
+
+    @property
     def is_full(self) -> bool:
         return len(self._waiting) >= self._max_waiting
 
