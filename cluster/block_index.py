@@ -156,10 +156,8 @@ class BlockIndex:
         for (device, host, disk), numbers in self._holders.reaches(hashes).items():
             reach = PrefixReach(device=device, host=host, disk=disk)
             found.update(dict.fromkeys([self._names[number] for number in members(numbers)], reach))
-        for worker_id, worker in self._workers.items():
-            if worker.next_id is None:  # a snapshot is arriving
-                found.pop(worker_id, None)
-        return found
+        # Of some, a snapshot is arriving.
+        return {worker_id: reach for worker_id, reach in found.items() if self._workers[worker_id].next_id is not None}
 
     def _worker(self, worker_id: str) -> _WorkerColumns:
         """A new one takes the lowest number that is free."""

@@ -138,7 +138,10 @@ def evaluate(
     # Who has no room yet is bound to nobody yet.
     early = after.room_s > later_s + policy.max_room_s
     gain = np.where(early & (query.attempt == 0), -1.0, (chance if query.has_targets else 0.0) - harm - crowding)
-    room = _leaves_room(policy, work_s, start_s - later_s, harm, _idle_share(table, alone, later_s, now))
+    if query.has_targets:
+        room = np.ones(len(decode), dtype=bool)  # nobody asks
+    else:
+        room = _leaves_room(policy, work_s, start_s - later_s, harm, _idle_share(table, alone, later_s, now))
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(after.tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
     worth = np.round(gain - policy.alone_gain * alone, 3)
@@ -165,7 +168,9 @@ def _crowding(
     demand, table = ledger.demand, ledger.table
     if query.ttft_s == np.inf or demand.ttft_s <= 0.0:
         return np.zeros_like(work_s)
-    rows, (moments, same) = table.live(), np.unique(later_s, return_inverse=True)
+    rows, moments, same = table.live(), later_s[:1], np.zeros(len(later_s), dtype=np.intp)
+    if later_s.any():
+        moments, same = np.unique(later_s, return_inverse=True)
     decodes, drained_s = table.rows[Row.DECODES, rows] == 1.0, table.rows[Row.DRAINED_AT, rows] - now
     here, there = (
         np.maximum(drained_s[pool] - moments[:, None], 0.0).sum(axis=1)[same] / max(1, pool.sum())
@@ -248,8 +253,10 @@ def _shortlist(
     for kind in sorted(set(kinds[decodes].tolist())):
         here, there = decodes[kinds[decodes] == kind], prefills[kinds[prefills] == kind]
         emptiest = _first(here, _coarse_step_s(table, here, query), policy.num_exact)
-        alone = np.union1d(emptiest, _first(here, _ready_s(table, policy, query, here, reach, now), 2))
-        soonest = _first(there, _ready_s(table, policy, query, there, reach, now), policy.num_exact)
+        ready_s = _ready_s(table, policy, query, np.concatenate([here, there]), reach, now)
+        first = _first(here, ready_s[: len(here)], 2)
+        alone = np.array(sorted({*emptiest.tolist(), *first.tolist()}), dtype=np.intp)
+        soonest = _first(there, ready_s[len(here) :], policy.num_exact)
         computing += [np.repeat(soonest, len(emptiest)), alone]
         decode += [np.tile(emptiest, len(soonest)), alone]
     return np.concatenate(computing), np.concatenate(decode)

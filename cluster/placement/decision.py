@@ -14,6 +14,7 @@ from cluster.placement.candidates import Candidates, find_candidates
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import Query
+from cluster.placement.worker_table import Rows
 
 
 class Action(Enum):
@@ -91,7 +92,7 @@ def decide(
     if found is None:
         return Decision(query=query, now=now, action=Action.IMPOSSIBLE, rows=()), None
     action = Action.PLACE if is_welcome(policy, query, found, share) else Action.DEFER
-    rows = tuple(_row(ledger, found, int(index)) for index in found.order[:num_rows])
+    rows = _rows(ledger, found, found.order[:num_rows])
     uncached = float(found.prompt.uncached_tokens[found.order[0]])
     return Decision(query=query, now=now, action=action, rows=rows, uncached_tokens=uncached), found
 
@@ -138,18 +139,14 @@ def book(ledger: Ledger, decision: Decision) -> None:
     )
 
 
-def _row(ledger: Ledger, found: Candidates, index: int) -> CandidateRow:
-    ids, computing, decode = ledger.table.ids, int(found.computing[index]), int(found.decode[index])
-    return CandidateRow(
-        prefill=None if computing == decode else ids[computing],
-        decode=str(ids[decode]),
-        cached_tokens=int(found.prompt.cached_tokens[index]),
-        wait_s=float(found.start_s[index]),
-        prefill_s=float(found.prompt.load_s[index] + found.prompt.prefill_s[index]),
-        ttft_s=float(found.ttft_s[index]),
-        tpot_s=float(found.tpot_s[index]),
-        kv_share=float(found.kv_share[index]),
-        chance=float(found.chance[index]),
-        harm=float(found.harm[index]),
-        gain=float(found.gain[index]),
+def _rows(ledger: Ledger, found: Candidates, best: Rows) -> tuple[CandidateRow, ...]:
+    ids = ledger.table.ids
+    columns = (
+        *(found.computing, found.decode, found.prompt.cached_tokens, found.start_s),
+        *(found.prompt.load_s + found.prompt.prefill_s, found.ttft_s, found.tpot_s, found.kv_share),
+        *(found.chance, found.harm, found.gain),
+    )
+    return tuple(
+        CandidateRow(None if computing == decode else ids[computing], str(ids[decode]), int(cached), *numbers)
+        for computing, decode, cached, *numbers in zip(*(column[best].tolist() for column in columns), strict=True)
     )

@@ -1,0 +1,148 @@
+"""How long one decision of the global scheduler takes: 1,000 workers, a million indexed blocks, 12,000 requests placed.
+
+Each decision is timed alone on one core: `placed` with the prefixes looked up and the booking, `turned away` with the
+outlook, too. Three prompts of ten share a long prefix with others, one of them with a hundred workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from typing import Final
+
+from benchmarks.part import note, run_part
+from benchmarks.summary import Json, percentiles
+from cluster.block_index import BlockIndex
+from cluster.placement.admission import Admission, AdmissionPolicy, Outcome
+from cluster.placement.ledger import Ledger
+from cluster.placement.policy import DecisionPolicy
+from cluster.placement.query import Query
+from engine.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
+from kv_transfer.messages import BlockIndexSnapshot, Endpoint, Role, WorkerInfo, WorkerSnapshot
+
+BLOCK_TOKENS: Final = 64
+CHUNK_TOKENS: Final = 2048
+PREFIX_BLOCKS: Final = 500
+WIDE: Final = 100  # workers that hold one common prefix
+PER_DECODE: Final = 24  # requests placed, at first
+
+
+def build(num_workers: int, num_blocks: int) -> tuple[Ledger, BlockIndex]:
+    """Half of them prefill workers, with the blocks spread evenly over all."""
+    ledger, index = Ledger(), BlockIndex()
+    cost = roofline_cost(LLAMA_3_1_8B, H100_SXM)
+    each = num_blocks // num_workers
+    for number in range(num_workers):
+        role: Role = "prefill" if number % 2 else "decode"
+        info = WorkerInfo(
+            worker_id=f"{role}-{number}",
+            role=role,
+            endpoint=Endpoint(host="", port=0, node_id=""),
+            pid=0,
+            model="simulated",
+            compatibility="simulated",
+            max_model_len=131_072,
+            num_blocks=kv_capacity_tokens(LLAMA_3_1_8B, H100_SXM) // BLOCK_TOKENS,
+            block_size=BLOCK_TOKENS,
+            layer_groups=1,
+        )
+        ledger.register(info, _idle(info), 0.0, cost=cost, chunk_tokens=CHUNK_TOKENS, max_num_seqs=512)
+        common = [_digest(0, block) for block in range(min(PREFIX_BLOCKS, each) if number < WIDE else 0)]
+        own = [_digest(number + 1, block) for block in range(each - len(common))]
+        index.on_snapshot(
+            BlockIndexSnapshot(
+                worker_id=info.worker_id,
+                epoch=0,
+                next_id=0,
+                part=0,
+                num_parts=1,
+                tier="device",
+                hashes=b"".join(common + own),
+            ),
+            0.0,
+        )
+    return ledger, index
+
+
+def _idle(info: WorkerInfo) -> WorkerSnapshot:
+    return WorkerSnapshot(
+        worker_id=info.worker_id,
+        sequence_number=1,
+        draining=False,
+        num_running=0,
+        num_waiting=0,
+        queued_prefill_tokens=0,
+        blocks_available=info.num_blocks,
+        num_leases=0,
+        prefill_tokens_per_s=0.0,
+        decode_step_s=0.0,
+    )
+
+
+def _digest(owner: int, block: int) -> bytes:
+    return owner.to_bytes(8, "little") + block.to_bytes(8, "little")
+
+
+def _query(rng: random.Random, number: int, num_workers: int, now: float, ttft_s: float) -> Query:
+    num_tokens = min(120_000, max(64, round(rng.lognormvariate(8.5, 1.0))))
+    num_blocks, shares = num_tokens // BLOCK_TOKENS, rng.random()
+    owner = 0 if shares < 0.1 else rng.randrange(1, num_workers) if shares < 0.3 else num_workers + number
+    return Query(
+        request_id=f"r{number}",
+        num_tokens=num_tokens,
+        max_new_tokens=1000,
+        arrived_at=now,
+        ttft_s=ttft_s,
+        tpot_s=0.1,
+        tenant=f"t{number % 50}",
+        slo_class="interactive",
+        prefix_hashes=tuple(_digest(owner, block) for block in range(num_blocks)),
+    )
+
+
+def timed_decisions(
+    num_workers: int, num_blocks: int, num_decisions: int, clock: Callable[[], float] = time.thread_time
+) -> dict[Outcome, list[float]]:
+    """Seconds of each, by what became of it. Half of them ask for what no worker can do in time."""
+    ledger, index = build(num_workers, num_blocks)
+    admission = Admission(ledger, index.longest_prefix, DecisionPolicy(), AdmissionPolicy())
+    taken: dict[Outcome, list[float]] = {outcome: [] for outcome in Outcome}
+    rng, now = random.Random(0), 0.0
+    first = PER_DECODE * num_workers // 2
+    for number in range(first + num_decisions):
+        now += 0.001
+        hopeless = number >= first and number % 2 == 1
+        query = _query(rng, number, num_workers, now, 0.2 if hopeless else 30.0)
+        began = clock()
+        verdict = admission.ask(query, now)
+        elapsed = clock() - began
+        if number >= first:
+            taken[verdict.outcome].append(elapsed)
+        elif verdict.outcome is Outcome.PLACED:
+            ledger.first_token(query.request_id, now)  # it decodes
+    return taken
+
+
+def measure(arguments: argparse.Namespace) -> Json:
+    taken = timed_decisions(arguments.workers, arguments.blocks, arguments.decisions)
+    report: Json = {"workers": arguments.workers, "blocks": arguments.blocks}
+    for outcome, seconds in taken.items():
+        if seconds:
+            report[outcome.name.lower()] = figures = percentiles(seconds, 1e-3)
+            note(f"{outcome.name.lower()}: {figures['p50']} ms, P99 {figures['p99']} ms of {figures['samples']}")
+    return report
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decisions", description=__doc__)
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--decisions", type=int, default=2000)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    chosen = _arguments()
+    run_part("decisions", lambda: measure(chosen))
