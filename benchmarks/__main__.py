@@ -33,6 +33,8 @@ PARTS = {
     "prefix": 300,
     "layerkv": 1800,
     "simulator_honesty": 1200,
+    "decisions": 120,
+    "goodput": 1800,
 }
 STOP_TIMEOUT_S = 60.0
 

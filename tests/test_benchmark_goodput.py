@@ -4,33 +4,60 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.goodput import ATTAINMENT, Setting, attainment, highest_load
-from engine.roofline import H100_SXM, LLAMA_3_1_8B, roofline_cost
+from benchmarks.goodput import Comparison, highest_load
+from benchmarks.goodput_setting import ATTAINMENT, Layout, Setting, attainment, layouts
+from benchmarks.goodput_table import goodput_headline, goodput_tables
+
+SPLIT = Layout(num_prefill=1, num_decode=1)
 
 
 def _setting(stretch: float = 0.0) -> Setting:
-    return Setting(trace="azure", path=None, per_pool=1, num_requests=150, first=(1,), steps=2, stretch=stretch)
+    return Setting(trace="azure", path=None, num_workers=2, num_requests=150, stretch=stretch)
 
 
 def test_the_load_found_is_served_and_a_multiple_of_it_is_not() -> None:
-    setting = _setting()
-    load = highest_load(setting, "round-robin", 1)
+    load = highest_load(lambda load: attainment(_setting(), "round-robin", SPLIT, load, 1) >= ATTAINMENT, 2.0, 2)
     assert load > 0.0
-    assert attainment(setting, "round-robin", load, 1) >= ATTAINMENT
-    assert attainment(setting, "round-robin", 8 * load, 1) < ATTAINMENT
+    assert attainment(_setting(), "round-robin", SPLIT, load, 1) >= ATTAINMENT
+    assert attainment(_setting(), "round-robin", SPLIT, 8 * load, 1) < ATTAINMENT
 
 
-@pytest.mark.parametrize("router", ["legato", "legato-strict"])
+@pytest.mark.parametrize("bound", [0.3, 2.0, 50.0])
+def test_the_highest_load_lies_just_below_the_bound(bound: float) -> None:
+    found = highest_load(lambda load: load <= bound, 2.0, 4)
+    assert 0.95 * bound < found <= bound
+
+
+def test_nothing_is_found_where_no_load_is_served() -> None:
+    assert highest_load(lambda load: False, 2.0, 4) == 0.0
+
+
+@pytest.mark.parametrize("router", ["legato", "legato-fair", "legato-strict"])
 def test_an_idle_cluster_serves_all_in_time(router: str) -> None:
-    assert attainment(_setting(), router, 0.1, 1) == 1.0
+    assert attainment(_setting(), router, SPLIT, 0.1, 1) == 1.0
 
 
 def test_targets_follow_lengths_where_that_is_asked_for() -> None:
-    cost = roofline_cost(LLAMA_3_1_8B, H100_SXM)
-    assert {c.ttft_s for c in _setting().slo(cost).classes} == {2.0}
-    by_length = [c.ttft_s for c in _setting(2.0).slo(cost).classes]
+    plain, stretched = _setting(), _setting(2.0)
+    assert {c.ttft_s for c in plain.slo().classes} == {2.0}
+    by_length = [c.ttft_s for c in stretched.slo().classes]
     assert by_length[0] == 2.0
     assert by_length == sorted(by_length, key=lambda ttft_s: ttft_s or 0.0)
-    assert by_length[-1] == pytest.approx(2.0 * cost.prefill_s(131_072, 0.0, 2048))
-    names = {request.slo_class for request in _setting(2.0).requests(1, 1.0)}
-    assert names <= {c.name for c in _setting(2.0).slo(cost).classes}
+    assert by_length[-1] == pytest.approx(2.0 * plain.cost.prefill_s(131_072, 0.0, 2048))
+    names = {request.slo_class for request in stretched.requests(1, 1.0)}
+    assert names <= {c.name for c in stretched.slo().classes}
+
+
+def test_layouts_share_out_the_workers() -> None:
+    assert [option.num_prefill for option in layouts("legato", 8)] == [0, 2, 4, 6]
+    assert [option.num_prefill for option in layouts("mooncake", 8)] == [2, 4, 6]
+    assert {(option.num_prefill, option.num_decode) for option in layouts("colocated", 8)} == {(0, 8)}
+
+
+def test_a_comparison_is_told_as_tables() -> None:
+    found = Comparison(_setting(), (1, 2), steps=1, variants=("legato",)).run(["round-robin"])
+    results = {"targets": "90 %", "stretch": 0.0, "load": "times", "settings": [found]}
+    text = goodput_tables(results)
+    assert "round-robin" in text
+    assert "3 times" in text
+    assert goodput_headline(results)

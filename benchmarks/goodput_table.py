@@ -1,0 +1,66 @@
+"""The reports of `goodput` and `decisions` as tables, and the numbers that aims are set for."""
+
+from __future__ import annotations
+
+from benchmarks.cells import Report, table, tail
+from benchmarks.summary import Json
+
+_SIZES = ("workers", "blocks")
+
+
+def goodput_tables(results: Report) -> str:
+    target = f"{results['targets']}; TTFT at least {results['stretch']:g} times an idle worker's."
+    return "\n".join([target + "\n", *(_setting(line) for line in results["settings"])])
+
+
+def goodput_headline(results: Report) -> Json:
+    return {_name(line): line["ratio"] for line in results["settings"]}
+
+
+def decisions_table(results: Report) -> str:
+    rows: list[list[object]] = [
+        [name, tail(cell), cell["samples"]] for name, cell in results.items() if name not in _SIZES
+    ]
+    return table([f"{results['workers']} workers, {results['blocks']} blocks", "P50 / P99, ms", "decisions"], rows)
+
+
+def _name(line: Report) -> str:
+    return f"{line['trace']} ({line['source']}), {line['model']}, {line['workers']} workers"
+
+
+def _setting(line: Report) -> str:
+    best = line["routers"][line["best_baseline"]]["highest_load"]
+    mean = sum(best) / len(best)
+    rows: list[list[object]] = [
+        [
+            router,
+            found["layout"],
+            ", ".join(f"{load:.2f}" for load in found["highest_load"]),
+            f"{sum(found['highest_load']) / len(found['highest_load']) / mean:.2f}" if mean else "",
+        ]
+        for router, found in line["routers"].items()
+    ]
+    columns = [_name(line), "prefill + decode", f"highest load, slices of {line['requests']}", "of the best baseline"]
+    return "\n".join([table(columns, rows), _by_class(line["by_class"]), _overload(line["overload"])])
+
+
+def _by_class(found: Report) -> str:
+    routers = [name for name in found if name != "load"]
+    rows: list[list[object]] = [
+        [name, num_requests, *(f"{found[router][name][1]:.1%}" for router in routers)]
+        for name, (num_requests, _) in found[routers[0]].items()
+    ]
+    return table([f"in time at load {found['load']:g}, prompts", "requests", *routers], rows)
+
+
+def _overload(found: list[Report]) -> str:
+    rows: list[list[object]] = [
+        [
+            f"{row['times_capacity']:g} times the highest load",
+            f"{row['goodput']:.2f}",
+            row["came_back"],
+            "" if row["came_back_in_time"] is None else f"{row['came_back_in_time']:.1%}",
+        ]
+        for row in found
+    ]
+    return table(["overload", "in time per second", "came back", "of them in time"], rows)

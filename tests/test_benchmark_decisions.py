@@ -1,0 +1,25 @@
+"""The benchmark of decisions asks a scheduler that knows prefixes, and counts every answer once."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from benchmarks.decisions import build, timed_decisions
+from cluster.placement.admission import Outcome
+
+
+def test_every_decision_is_timed_once_and_some_are_turned_away() -> None:
+    ticks = count()
+    taken = timed_decisions(20, 2000, 40, clock=lambda: float(next(ticks)))
+    assert sum(map(len, taken.values())) == 40
+    assert {seconds for times in taken.values() for seconds in times} == {1.0}
+    assert taken[Outcome.PLACED]
+    assert taken[Outcome.REJECTED]
+
+
+def test_the_blocks_are_spread_over_the_workers_and_a_prefix_is_common() -> None:
+    ledger, index = build(20, 2000)
+    assert len(ledger.table) == 20
+    assert sum(index.num_columns(info.worker_id) or 0 for info, _ in ledger.workers()) == 2000
+    common = [(0).to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(100)]
+    assert len(index.longest_prefix(common)) == 20
