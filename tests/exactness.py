@@ -70,15 +70,13 @@ class Reference:
 
 
 def hf_reference(
-    folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int, *, batch_size: int = 16, num_threads: int = 2
+    folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int, *, batch_size: int = 16
 ) -> list[Reference]:
-    """Greedy continuations by Hugging Face `generate`, float32, end of sequence ignored."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        return list(_hf_reference(folder, tuple(tuple(p) for p in prompts), num_tokens, batch_size))
-    finally:
-        torch.set_num_threads(before)
+    """Greedy continuations by Hugging Face `generate`, float32, end of sequence ignored.
+
+    Expects one thread for torch: several wait for each other in loops, and on a busy machine that takes minutes.
+    """
+    return list(_hf_reference(folder, tuple(tuple(p) for p in prompts), num_tokens, batch_size))
 
 
 @functools.lru_cache(maxsize=4)

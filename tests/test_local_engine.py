@@ -59,7 +59,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 def _check_against_hugging_face(engine: LocalEngine, folder: Path, prompts: list[list[int]]) -> None:
     found = _generate(engine, prompts, [greedy(NUM_TOKENS, logprobs=0)] * len(prompts))
-    references = hf_reference(folder, prompts, NUM_TOKENS, batch_size=4, num_threads=1)
+    references = hf_reference(folder, prompts, NUM_TOKENS, batch_size=4)
     assert count_near_ties(_tokens(found), references, _logprobs(found)) <= 1
     for emissions, reference in zip(found, references, strict=True):
         for emission, best in zip(emissions, reference.logprobs, strict=True):

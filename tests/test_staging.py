@@ -126,7 +126,7 @@ def test_tokens_are_hugging_faces(folders: dict[str, Path], family: str) -> None
     ]
     runner.close()
     for prompt, generated in zip((PROMPTS[0], PROMPTS[2]), tokens, strict=True):
-        assert not count_near_ties([generated], hf_reference(folders[family], [prompt], 12, num_threads=1))
+        assert not count_near_ties([generated], hf_reference(folders[family], [prompt], 12))
 
 
 def test_real_weights(smollm2_folder: Path) -> None:
@@ -139,7 +139,7 @@ def test_real_weights(smollm2_folder: Path) -> None:
     seqs = [staged(ours, prompt, groups) for prompt, groups in zip(prompts, (range(10), (), (1, 3, 9)), strict=True)]
     ours.generate_mixed(seqs, 8)
     runner.close()
-    references = hf_reference(smollm2_folder, prompts, 8, num_threads=1)
+    references = hf_reference(smollm2_folder, prompts, 8)
     assert not count_near_ties([seq.output_token_ids[:8] for seq in seqs], references)
 
 
