@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cluster.placement.admission import Admission, AdmissionPolicy, Outcome
 from cluster.placement.decision import Action, Decision, decide
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
@@ -33,3 +34,22 @@ def test_who_has_no_room_yet_is_bound_to_nobody_yet() -> None:
     assert _decide(ledger, ttft_s=20.0).action is Action.DEFER
     ledger.ended("a", 0.0)
     assert _decide(ledger, ttft_s=20.0).action is Action.PLACE
+
+
+def test_who_was_promised_room_is_not_charged_for_those_who_come_after() -> None:
+    ledger = ledger_of("p1", "d1")
+    for _ in range(100):
+        ledger.demand.observe(1.0, 2.0)
+    book(ledger, "pair", prefill_s=4.0)
+    book(ledger, "alone", prefill=None, prefill_s=4.0)
+    admission = Admission(ledger, lambda hashes: {}, DecisionPolicy(), AdmissionPolicy())
+    long = {"num_tokens": 4000, "ttft_s": 6.0}
+    refused = admission.ask(query_of("first", **long), 0.0)
+    assert refused.outcome is Outcome.REJECTED
+    assert refused.retry_after_s is not None
+    now = refused.retry_after_s
+    book(ledger, "more", prefill_s=0.8, now=now)
+    book(ledger, "alone, too", prefill=None, prefill_s=0.8, now=now)
+    other = {**long, "num_tokens": 4001}
+    assert admission.ask(query_of("other", arrived_at=now, **other), now).outcome is not Outcome.PLACED
+    assert admission.ask(query_of("again", arrived_at=now, **long), now).outcome is Outcome.PLACED

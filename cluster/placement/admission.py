@@ -37,13 +37,15 @@ class Outcome(Enum):
 class AdmissionPolicy:
     """`contested_share`: what the share of a request (see `is_welcome`) is while others are to be served first: its
     tenant is ahead of another, or clients that were promised room may be back (the fewer do come back, the less is kept
-    for them). `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met.
+    for them). `promised_crowding`: what is left of the policy's `crowding_cost` for clients that come back when they
+    were asked to. `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met.
     `max_contenders`: so many with targets wait at once. Few, because who is kept waiting with targets is placed in the
     end, in time or not, so that whoever is turned away hears it at once.
     `calm_s`: where nobody who could meet targets has asked for so long or is there, requests without are placed at
     once, to be done soonest."""
 
     contested_share: float = 0.5
+    promised_crowding: float = 0.0
     max_waiting: int = 1000
     max_contenders: int = 1
     max_wait_s: float = 60.0
@@ -71,6 +73,7 @@ class Admission:
         self._prefixes = prefixes
         self._policy = policy
         self._calm_policy = replace(policy, batch_queue_s=float("inf"), batch_harm=float("inf"))
+        self._promised_policy = replace(policy, crowding_cost=rules.promised_crowding * policy.crowding_cost)
         self._rules = rules
         self._room = WaitingRoom(self._rules.max_waiting)
         self._shares = TenantShares()
@@ -136,11 +139,14 @@ class Admission:
         self, query: Query, reach: Mapping[str, PrefixReach], now: float, share: float = 1.0
     ) -> tuple[Decision, Candidates | None]:
         is_free = not query.has_targets and self._is_calm(now)
-        policy = self._calm_policy if is_free else self._policy
+        policy = self._calm_policy if is_free else self._policy_for(query, now)
         decision, found = decide(self._ledger, policy, query, reach, now, share=share)
         if decision.action is Action.DEFER and (is_free or query.attempt > 0):
             decision = anyway(decision)
         return decision, found
+
+    def _policy_for(self, query: Query, now: float) -> DecisionPolicy:
+        return self._promised_policy if self._promises.redeem(_promise_key(query), now) else self._policy
 
     def _is_calm(self, now: float) -> bool:
         """Whether there is nobody to keep room for."""
@@ -166,7 +172,7 @@ class Admission:
         deadline = min(came_at + self._rules.max_wait_s, latest_start)
         if now < deadline and self._may_wait(query):
             within_s = deadline - now if query.has_targets else NO_TARGET
-            wait_s = placeable_s(self._ledger, self._policy, query, found, now, share, within_s)
+            wait_s = placeable_s(self._ledger, self._policy_for(query, now), query, found, now, share, within_s)
             if wait_s is not None:
                 until = min(now + wait_s, deadline)
                 self._room.put(
