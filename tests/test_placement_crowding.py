@@ -52,4 +52,5 @@ def test_who_was_promised_room_is_not_charged_for_those_who_come_after() -> None
     book(ledger, "alone, too", prefill=None, prefill_s=0.8, now=now)
     other = {**long, "num_tokens": 4001}
     assert admission.ask(query_of("other", arrived_at=now, **other), now).outcome is not Outcome.PLACED
-    assert admission.ask(query_of("again", arrived_at=now, **long), now).outcome is Outcome.PLACED
+    verdict = admission.ask(query_of("again", arrived_at=now, **long), now)
+    assert verdict.outcome is Outcome.PLACED, str(verdict)

@@ -192,13 +192,11 @@ def test_prompts_of_lately_stretch_the_steps_and_are_forgotten() -> None:
     assert _decode(ledger, now=100.0).tpot_s[0] == pytest.approx(alone, rel=1e-3)
 
 
-def test_a_reservation_waits_until_the_last_prompt_there_has_begun() -> None:
+def test_reservations_go_on_while_prompts_wait_there() -> None:
     ledger = ledger_of("p1", "d1")
-    book(ledger, "a", prefill=None, prefill_s=1.0)
+    for name in ("a", "b"):
+        book(ledger, name, prefill=None, prefill_s=1.0)
     assert _decode(ledger).room_s[0] == 0.0
-    book(ledger, "b", prefill=None, prefill_s=1.0)
-    assert _decode(ledger).room_s[0] == pytest.approx(1.0)
-    assert _decode(ledger, added_s=1.0).room_s[0] == 0.0
 
 
 def test_who_exceeds_the_sequences_of_a_worker_waits_for_one_to_end() -> None:

@@ -250,14 +250,13 @@ class Ledger:
 
     def _plan_queue(self, worker: _Worker, now: float) -> None:
         """When each prompt will have been computed, one after the other."""
-        at = begins_at = worker.busy_since + worker.extra_s
+        at = worker.busy_since + worker.extra_s
         for booking in worker.queue.values():
-            begins_at = at
             at = max(at + booking.prefill_s, now)
             booking.computed_at = at
             self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at
         row = self.table.row(worker.info.worker_id)
-        self.table.rows[Row.DRAINED_AT, row], self.table.rows[Row.RESERVES_AT, row] = at, begins_at
+        self.table.rows[Row.DRAINED_AT, row] = at
 
     def _count(self, row: int, requests: int, tokens: int) -> None:
         self.table.rows[Row.BOOKED, row] += requests

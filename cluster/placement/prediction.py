@@ -119,10 +119,9 @@ def forecast_decode(
         facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * (query.num_tokens + num_output / 2)
     )
     prompts_s = np.where(added_s > 0.0, 0.0, np.maximum(facts[Row.DRAINED_AT] - now - lead_s, 0.0))
-    reserves_s = np.where(added_s > 0.0, 0.0, np.maximum(facts[Row.RESERVES_AT] - now, 0.0))
     return DecodeForecast(
         tpot_s=before_s + own_s + prompts_s / num_output,
-        room_s=np.maximum(_room_s(facts, near, query.num_tokens + 1), reserves_s),
+        room_s=_room_s(facts, near, query.num_tokens + 1),
         kv_share=_kv_share(facts, near, query.num_tokens, num_output),
         harm=_harm(facts, slots, near, before_s, own_s, added_s, now),
     )

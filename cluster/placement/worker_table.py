@@ -41,9 +41,8 @@ class Row(IntEnum):
     BOOKED_CONTEXT = 19  # their prompts' tokens
     BLOCK_SIZE = 20
     STRETCH = 21  # of its decode steps, by prompts that it computes itself; STEP_S includes it
-    RESERVES_AT = 22  # when the last of those prompts will have begun: before, it takes no reservations
-    MAX_SEQUENCES = 23  # held at once
-    PROMPTS_S, PROMPTS_AT = range(24, 26)  # seconds for prompts placed there, the older the less, as of then
+    MAX_SEQUENCES = 22  # held at once
+    PROMPTS_S, PROMPTS_AT = range(23, 25)  # seconds for prompts placed there, the older the less, as of then
 
 
 class Slot(IntEnum):
@@ -100,7 +99,7 @@ class WorkerTable:
         facts = self.rows[:, row]
         facts[:] = 0.0
         facts[Row.CHUNK_TOKENS], facts[Row.DRAINED_AT], facts[Row.AS_OF] = chunk_tokens, now, now
-        facts[Row.STRETCH], facts[Row.RESERVES_AT], facts[Row.MAX_SEQUENCES] = 1.0, now, max_num_seqs
+        facts[Row.STRETCH], facts[Row.MAX_SEQUENCES] = 1.0, max_num_seqs
         facts[Row.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
         facts[Row.BLOCK_SIZE] = info.block_size
         facts[Row.MAX_MODEL_LEN] = info.max_model_len
