@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -76,6 +77,7 @@ def measure(arguments: argparse.Namespace) -> Json:
         "duration_s": round(load[-1].arrival_s, 1),
         "aim": f"within {AIM:.0%}",
         "overheads": overheads.describe(),
+        "workers": {"prefill": asdict(watch.worker("prefill")), "decode": asdict(watch.worker("decode"))},
         "cached_tokens": {
             "measured": sum(timing.num_cached_tokens for timing in timings),
             "simulated": sum(record.cached_tokens for record in records),
