@@ -300,6 +300,7 @@ async def test_many_requests_of_which_a_third_is_cancelled_at_any_moment(llama: 
         num_prefill=2,
         num_decode=2,
         prefill=PrefillWorkerConfig(chunk_tokens=48),
+        decode=DecodeWorkerConfig(reserve_wait_s=HANGS_S),
         decode_engine={"kv_blocks": 40, "block_size": 8},
     ) as cluster:
 
