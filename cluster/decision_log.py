@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -49,7 +49,7 @@ class LoggedDecision:
             "hopeless": self.is_hopeless,
             "retry_after_s": verdict.retry_after_s,
             "look_again_s": None if verdict.until is None else verdict.until - now,
-            "candidates": [asdict(row) for row in verdict.decision.rows],
+            "candidates": [row._asdict() for row in verdict.decision.rows],
         }
         return json.dumps(_finite(found))
 

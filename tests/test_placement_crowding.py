@@ -8,11 +8,13 @@ from cluster.placement.admission import Admission, AdmissionPolicy, Outcome
 from cluster.placement.decision import Action, Decision, decide
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
+from cluster.placement.survey import survey
 from tests.placement_world import book, decoding, ledger_of, query_of
 
 
 def _decide(ledger: Ledger, **changes: Any) -> Decision:
-    return decide(ledger, DecisionPolicy(), query_of("new", **changes), {}, 0.0)[0]
+    policy, query = DecisionPolicy(), query_of("new", **changes)
+    return decide(ledger, policy, query, survey(ledger, policy, query, {}, 0.0), 0.0)[0]
 
 
 def test_the_longer_the_queues_the_shorter_the_prompts_that_get_in() -> None:

@@ -16,6 +16,7 @@ from cluster.placement.decision import Action, Decision, decide
 from cluster.placement.decision import book as book_decision
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
+from cluster.placement.survey import survey
 from engine.step_cost import StepCost
 from tests.placement_world import COST, book, decoding, ledger_of, query_of
 from tests.worker_reports import worker_info, worker_snapshot
@@ -27,7 +28,7 @@ NO_HITS: Mapping[str, PrefixReach] = {}
 def _decide(ledger: Ledger, request_id: str = "new", now: float = 0.0, **changes: Any) -> Decision:
     reach = changes.pop("reach", NO_HITS)
     query = query_of(request_id, **{"arrived_at": now, **changes})
-    return decide(ledger, POLICY, query, reach, now)[0]
+    return decide(ledger, POLICY, query, survey(ledger, POLICY, query, reach, now), now)[0]
 
 
 def _where(decision: Decision) -> tuple[str | None, str]:
@@ -36,7 +37,8 @@ def _where(decision: Decision) -> tuple[str | None, str]:
 
 
 def _found(ledger: Ledger, **changes: object) -> Candidates:
-    found = find_candidates(ledger, POLICY, query_of("new", **changes), NO_HITS, 0.0)
+    query = query_of("new", **changes)
+    found = find_candidates(ledger, POLICY, query, survey(ledger, POLICY, query, NO_HITS, 0.0), 0.0)
     assert found is not None
     return found
 

@@ -8,6 +8,7 @@ from cluster.placement.candidates import find_candidates
 from cluster.placement.ledger import Ledger
 from cluster.placement.overhead import Overhead
 from cluster.placement.policy import DecisionPolicy
+from cluster.placement.survey import survey
 from tests.placement_world import book, ledger_of, query_of
 
 
@@ -19,7 +20,8 @@ def _lone(ledger: Ledger, name: str, began: float, *, overhead_s: float) -> None
 
 
 def _ttft_s(ledger: Ledger, now: float) -> float:
-    found = find_candidates(ledger, DecisionPolicy(), query_of(arrived_at=now), {}, now)
+    query, policy = query_of(arrived_at=now), DecisionPolicy()
+    found = find_candidates(ledger, policy, query, survey(ledger, policy, query, {}, now), now)
     assert found is not None
     return float(found.ttft_s[found.order[0]])
 

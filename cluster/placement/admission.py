@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Final
 
 from cluster.block_index import PrefixReach
-from cluster.placement.candidates import Candidates, could_ever, shortest_s
+from cluster.placement.candidates import Candidates
 from cluster.placement.decision import Action, Decision, anyway, book, decide
 from cluster.placement.fairness import TenantShares
 from cluster.placement.ledger import Ledger
@@ -20,6 +20,7 @@ from cluster.placement.outlook import placeable_s, welcome_s
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.promises import Promises
 from cluster.placement.query import NO_TARGET, Query
+from cluster.placement.survey import Survey, could_ever, survey
 from cluster.placement.waiting_room import Waiting, WaitingRoom
 
 MIN_RETRY_AFTER_S: Final = 1.0
@@ -113,13 +114,14 @@ class Admission:
         self._room.remove(request_id)
 
     def _judge(self, query: Query, now: float, came_at: float) -> Verdict:
-        reach, share = self._prefixes(query.prefix_hashes), self._share(query, now)
-        decision, found = self._decide(query, reach, now, share)
-        if decision.action is Action.DEFER and self._is_hopeless(query, reach, now):
-            query = replace(query, ttft_s=NO_TARGET, tpot_s=NO_TARGET)
-            decision, found = self._decide(query, reach, now)
-        elif query.has_targets:
-            self._contended_until = now + self._rules.calm_s
+        surveyed = survey(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
+        share = self._share(query, now)
+        if _is_hopeless(query, surveyed):
+            decision, found = self._decide(replace(query, ttft_s=NO_TARGET, tpot_s=NO_TARGET), surveyed, now)
+        else:
+            decision, found = self._decide(query, surveyed, now, share)
+            if query.has_targets:
+                self._contended_until = now + self._rules.calm_s
         if decision.action is Action.PLACE:
             self._place(decision, now)
             return self._log(Verdict(outcome=Outcome.PLACED, decision=decision))
@@ -136,11 +138,11 @@ class Admission:
         return 1.0
 
     def _decide(
-        self, query: Query, reach: Mapping[str, PrefixReach], now: float, share: float = 1.0
+        self, query: Query, surveyed: Survey, now: float, share: float = 1.0
     ) -> tuple[Decision, Candidates | None]:
         is_free = not query.has_targets and self._is_calm(now)
         policy = self._calm_policy if is_free else self._policy_for(query, now)
-        decision, found = decide(self._ledger, policy, query, reach, now, share=share)
+        decision, found = decide(self._ledger, policy, query, surveyed, now, share=share)
         if decision.action is Action.DEFER and (is_free or query.attempt > 0):
             decision = anyway(decision)
         return decision, found
@@ -151,10 +153,6 @@ class Admission:
     def _is_calm(self, now: float) -> bool:
         """Whether there is nobody to keep room for."""
         return now >= self._contended_until and not self._ledger.table.has_targets()
-
-    def _is_hopeless(self, query: Query, reach: Mapping[str, PrefixReach], now: float) -> bool:
-        """Late also where nothing else is to be done: it is lost for goodput, so it gets what others leave."""
-        return query.has_targets and shortest_s(self._ledger, self._policy, query, reach, now) > query.ttft_s
 
     def _place(self, decision: Decision, now: float) -> None:
         query = decision.query
@@ -198,6 +196,12 @@ class Admission:
     def _log(self, verdict: Verdict) -> Verdict:
         self.log.append(verdict)
         return verdict
+
+
+def _is_hopeless(query: Query, surveyed: Survey) -> bool:
+    """Late also where nothing else is to be done: it is lost for goodput, so it gets what others leave. What was begun
+    already goes on as it was."""
+    return query.attempt == 0 and query.ttft_s < surveyed.shortest_s < NO_TARGET
 
 
 def _promise_key(query: Query) -> tuple[object, ...]:

@@ -5,32 +5,26 @@ All workers are scored coarsely in a few vector operations; the pairs among the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.block_index import PrefixReach
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.prediction import (
     PromptForecast,
     fit_probability,
     forecast_decode,
-    forecast_prompt,
     log_probability,
 )
 from cluster.placement.query import Query
+from cluster.placement.survey import Survey, shortlist
 from cluster.placement.worker_table import PROMPTS_OVER_S, Floats, Row, Rows, WorkerTable
 
 _ASSUMED_TTFT_S = 10.0  # what delays are relative to where there is no target
 _ASSUMED_TPOT_S = 0.1
 _UNSEEN = 0.1  # of a prompt's work on a decode worker, what those who are to be handed over there lose beside the wait
-_COARSE_FACTS = (
-    *(Row.BASE_S, Row.DECODE_S, Row.CONTEXT_TOKEN_S),
-    *(Row.BOOKED, Row.EXTRA_DECODES, Row.BOOKED_CONTEXT, Row.EXTRA_CONTEXT, Row.KV_TOKENS),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,55 +45,20 @@ class Candidates:
     delay: Floats
     leaves_room: NDArray[np.bool_]  # those who have targets, and those who will come, hardly notice
     order: NDArray[np.intp]  # best first
-    reach: Floats  # `[3, rows of the table]`: leading tokens of the prompt on the device, down to host memory, to disk
 
     def __len__(self) -> int:
         return len(self.decode)
 
 
-def eligible(table: WorkerTable, query: Query) -> tuple[Rows, Rows]:
-    """Rows of the prefill and the decode workers that could do it, each by worker id."""
-    rows = table.live()
-    excluded = np.array([table.ids[row] in query.exclude for row in rows], dtype=bool) if query.exclude else False
-    decodes, longest = table.rows[Row.DECODES, rows] == 1.0, table.rows[Row.MAX_MODEL_LEN, rows]
-    holds = decodes & (longest >= query.num_tokens + query.max_new_tokens)
-    stays = table.rows[Row.DRAINING, rows] == 0.0
-    computes = rows[~decodes & stays & (longest >= query.num_tokens) & ~np.asarray(excluded)]
-    if query.prefer_decode is not None and query.prefer_decode in table:
-        preferred = rows[holds & (rows == table.row(query.prefer_decode))]  # draining or not: it holds a reservation
-        if len(preferred):
-            return computes, preferred
-    wanted = rows[holds & stays & ~np.asarray(excluded)]
-    return computes, wanted if len(wanted) else rows[holds & stays]
-
-
-def could_ever(table: WorkerTable, query: Query) -> bool:
-    """Whether it may fit once workers are there, or are not leaving: not if those that are there are all too small."""
-    decodes = table.rows[:, table.live()]
-    decodes = decodes[:, decodes[Row.DECODES] == 1.0]
-    return bool((decodes[Row.MAX_MODEL_LEN] >= query.num_tokens + query.max_new_tokens).any()) or not decodes.size
-
-
-def shortest_s(
-    ledger: Ledger, policy: DecisionPolicy, query: Query, reach: Mapping[str, PrefixReach], now: float
-) -> float:
-    """TTFT of the request on the fastest worker, were no queue there; inf where no worker takes it."""
-    rows = np.concatenate(eligible(ledger.table, query))
-    prompt = _prompt(ledger.table, policy, query, rows, _reach_tokens(ledger, reach), now)
-    return float((prompt.load_s + prompt.prefill_s).min(initial=np.inf)) + ledger.overhead.seconds
-
-
 def find_candidates(
-    ledger: Ledger, policy: DecisionPolicy, query: Query, reach: Mapping[str, PrefixReach], now: float
+    ledger: Ledger, policy: DecisionPolicy, query: Query, found: Survey, now: float
 ) -> Candidates | None:
     """None where no decode worker is there that could ever do it."""
-    table = ledger.table
-    prefills, decodes = eligible(table, query)
-    if not len(decodes):
+    if not len(found.decodes):
         return None
-    tokens = _reach_tokens(ledger, reach)
-    computing, decode = _shortlist(table, policy, query, prefills, decodes, tokens, now)
-    return evaluate(ledger, policy, query, computing, decode, tokens, now, np.zeros(len(decode)))
+    computing, decode = shortlist(ledger.table, policy, query, found)
+    rows, prompt = found.rows, found.prompt.at(computing)
+    return evaluate(ledger, policy, query, rows[computing], rows[decode], prompt, now, np.zeros(len(decode)))
 
 
 def evaluate(
@@ -108,7 +67,7 @@ def evaluate(
     query: Query,
     computing: Rows,
     decode: Rows,
-    reach: Floats,
+    prompt: PromptForecast,
     now: float,
     later_s: Floats,
     *,
@@ -116,7 +75,6 @@ def evaluate(
 ) -> Candidates:
     """Exactly. `later_s`: as if it were placed so much later; `arrived_later`: and only came then."""
     table, num_output = ledger.table, ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
-    prompt = _prompt(table, policy, query, computing, reach, now)
     work_s = prompt.load_s + prompt.prefill_s
     alone = computing == decode
     # The same moment for all: were it each one's own, a longer queue would make a crowded decode worker look better.
@@ -151,7 +109,7 @@ def evaluate(
     order = np.lexsort((*ties, delay, alone, -worth, barred))
     return Candidates(
         *(computing, decode, prompt, start_s, ttft_s, after.tpot_s, after.kv_share),
-        *(chance, harm, gain, delay, room, order, reach),
+        *(chance, harm, gain, delay, room, order),
     )
 
 
@@ -168,13 +126,13 @@ def _crowding(
     demand, table = ledger.demand, ledger.table
     if query.ttft_s == np.inf or demand.ttft_s <= 0.0:
         return np.zeros_like(work_s)
-    rows, moments, same = table.live(), later_s[:1], np.zeros(len(later_s), dtype=np.intp)
+    moments, same = later_s[:1], np.zeros(len(later_s), dtype=np.intp)
     if later_s.any():
         moments, same = np.unique(later_s, return_inverse=True)
-    decodes, drained_s = table.rows[Row.DECODES, rows] == 1.0, table.rows[Row.DRAINED_AT, rows] - now
-    here, there = (
-        np.maximum(drained_s[pool] - moments[:, None], 0.0).sum(axis=1)[same] / max(1, pool.sum())
-        for pool in (decodes, ~decodes)
+    there, here = (
+        np.maximum((table.rows[Row.DRAINED_AT, pool] - now) - moments[:, None], 0.0).sum(axis=1)[same]
+        / max(1, len(pool))
+        for pool in table.pools()
     )
     used = np.minimum(np.where(alone, here, there) / demand.ttft_s, 0.99)
     crowding: Floats = policy.crowding_cost * used / (1.0 - used) * work_s / max(demand.prompt_s, 1e-9)
@@ -191,29 +149,15 @@ def _leaves_room(
 def _idle_share(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
     """Of the workers of the same role as who computes the prompt, those that have no prompts to compute by then,
     or that had none lately if these are fewer."""
-    rows = table.live()
-    decodes, drained_s = table.rows[Row.DECODES, rows] == 1.0, table.rows[Row.DRAINED_AT, rows] - now
-    lately = table.prompt_share(rows, now)
-    here, there = (
+    there, here = (
         np.minimum(
-            np.searchsorted(np.sort(drained_s[pool]), later_s, side="right") / max(1, pool.sum()),
-            1.0 - lately[pool].sum() / max(1, pool.sum()) * np.exp(-later_s / PROMPTS_OVER_S),
+            np.searchsorted(np.sort(table.rows[Row.DRAINED_AT, pool] - now), later_s, side="right") / max(1, len(pool)),
+            1.0 - table.prompt_share(pool, now).sum() / max(1, len(pool)) * np.exp(-later_s / PROMPTS_OVER_S),
         )
-        for pool in (decodes, ~decodes)
+        for pool in table.pools()
     )
     share: Floats = np.where(alone, here, there)
     return share
-
-
-def _reach_tokens(ledger: Ledger, reach: Mapping[str, PrefixReach]) -> Floats:
-    tokens = np.zeros((3, len(ledger.table.ids)))
-    if reach:
-        rows = ledger.table.rows_of(reach)
-        held = [[r.device for r in reach.values()], [r.host for r in reach.values()], [r.disk for r in reach.values()]]
-        known = rows >= 0
-        columns = np.array(held, dtype=np.float64)[:, known]
-        tokens[:, rows[known]] = columns * ledger.table.rows[Row.BLOCK_SIZE, rows[known]]
-    return tokens
 
 
 def _distinct(decode: Rows, added_s: Floats, lead_s: Floats) -> tuple[list[int], list[int]]:
@@ -228,62 +172,6 @@ def _distinct(decode: Rows, added_s: Floats, lead_s: Floats) -> tuple[list[int],
             firsts.append(index)
         same.append(found[key])
     return firsts, same
-
-
-def _prompt(
-    table: WorkerTable, policy: DecisionPolicy, query: Query, rows: Rows, reach: Floats, now: float
-) -> PromptForecast:
-    tiers = (policy.host_token_s, policy.disk_token_s)
-    return forecast_prompt(table, rows, query.num_tokens, reach[:, rows], tiers, now)
-
-
-def _shortlist(
-    table: WorkerTable,
-    policy: DecisionPolicy,
-    query: Query,
-    prefills: Rows,
-    decodes: Rows,
-    reach: Floats,
-    now: float,
-) -> tuple[Rows, Rows]:
-    """The pairs to be looked at closely: of each group that can hand over to each other, the best few of either pool;
-    and for decode alone those few, and those who would have the prompt computed first."""
-    kinds = table.rows[Row.COMPATIBILITY]
-    computing, decode = [], []
-    for kind in sorted(set(kinds[decodes].tolist())):
-        here, there = decodes[kinds[decodes] == kind], prefills[kinds[prefills] == kind]
-        emptiest = _first(here, _coarse_step_s(table, here, query), policy.num_exact)
-        ready_s = _ready_s(table, policy, query, np.concatenate([here, there]), reach, now)
-        first = _first(here, ready_s[: len(here)], 2)
-        alone = np.array(sorted({*emptiest.tolist(), *first.tolist()}), dtype=np.intp)
-        soonest = _first(there, ready_s[len(here) :], policy.num_exact)
-        computing += [np.repeat(soonest, len(emptiest)), alone]
-        decode += [np.tile(emptiest, len(soonest)), alone]
-    return np.concatenate(computing), np.concatenate(decode)
-
-
-def _first(rows: Rows, score: Floats, count: int) -> Rows:
-    """Of equals the first: `rows` come in the order of the workers' names."""
-    if len(rows) > count:
-        good = np.flatnonzero(score <= np.partition(score, count)[count])
-        rows, score = rows[good], score[good]
-    return rows[score.argsort(kind="stable")[:count]]
-
-
-def _ready_s(table: WorkerTable, policy: DecisionPolicy, query: Query, rows: Rows, reach: Floats, now: float) -> Floats:
-    prompt = _prompt(table, policy, query, rows, reach, now)
-    return prompt.wait_s + prompt.load_s + prompt.prefill_s
-
-
-def _coarse_step_s(table: WorkerTable, rows: Rows, query: Query) -> Floats:
-    """With everyone who is booked, whenever they come and go; late where the prompts alone fill the memory."""
-    base_s, decode_s, token_s, booked, more, tokens, more_tokens, capacity = (
-        table.rows[fact, rows] for fact in _COARSE_FACTS
-    )
-    context = tokens + more_tokens + query.num_tokens
-    step_s = base_s + decode_s * (booked + more + 1) + token_s * context
-    coarse: Floats = np.where(context > capacity, 1000.0 * step_s, step_s)
-    return coarse
 
 
 def _chance(table: WorkerTable, query: Query, computing: Rows, decode: Rows, ttft_s: Floats, tpot_s: Floats) -> Floats:

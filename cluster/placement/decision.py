@@ -5,15 +5,15 @@ Changes nothing; keeps the table that it was made from, for operators to read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
-from cluster.block_index import PrefixReach
 from cluster.placement.candidates import Candidates, find_candidates
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import Query
+from cluster.placement.survey import Survey
 from cluster.placement.worker_table import Rows
 
 
@@ -23,8 +23,7 @@ class Action(Enum):
     IMPOSSIBLE = "no worker that is there could ever do it"
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateRow:
+class CandidateRow(NamedTuple):
     """One line of the table. `prefill` None: the decode worker does all of it."""
 
     prefill: str | None
@@ -81,14 +80,14 @@ def decide(
     ledger: Ledger,
     policy: DecisionPolicy,
     query: Query,
-    reach: Mapping[str, PrefixReach],
+    surveyed: Survey,
     now: float,
     *,
     share: float = 1.0,
     num_rows: int = 8,
 ) -> tuple[Decision, Candidates | None]:
     """`share`: see `is_welcome`. `num_rows`: that the decision keeps."""
-    found = find_candidates(ledger, policy, query, reach, now)
+    found = find_candidates(ledger, policy, query, surveyed, now)
     if found is None:
         return Decision(query=query, now=now, action=Action.IMPOSSIBLE, rows=()), None
     action = Action.PLACE if is_welcome(policy, query, found, share) else Action.DEFER

@@ -56,8 +56,9 @@ def _first(
     best, later_s = found.order[:_NUM_CANDIDATES], np.repeat(moments, min(_NUM_CANDIDATES, len(found)))
     if not len(later_s):
         return None
-    computing, decode = (np.tile(rows[best], len(moments)) for rows in (found.computing, found.decode))
-    later = evaluate(ledger, policy, query, computing, decode, found.reach, now, later_s, arrived_later=arrived_later)
+    again = np.tile(best, len(moments))
+    computing, decode, prompt = found.computing[again], found.decode[again], found.prompt.at(again)
+    later = evaluate(ledger, policy, query, computing, decode, prompt, now, later_s, arrived_later=arrived_later)
     if query.has_targets:
         good = (later.gain >= 1.0 - share * (1.0 - policy.min_gain)) & (
             (later.ttft_s <= share * query.ttft_s) | (share >= 1.0)

@@ -33,6 +33,12 @@ class PromptForecast:
     prefill_s: Floats
     added_s: Floats
 
+    def at(self, index: NDArray[np.intp]) -> PromptForecast:
+        return PromptForecast(
+            *(self.cached_tokens[index], self.uncached_tokens[index], self.wait_s[index]),
+            *(self.load_s[index], self.prefill_s[index], self.added_s[index]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeForecast:
@@ -58,7 +64,7 @@ def forecast_prompt(
     chunk = np.maximum(
         chunk - table.rows[Row.BOOKED, rows], 1.0
     )  # each that decodes takes a token of the step's budget
-    depths = 3 if reach.any() else 1
+    depths = 3 if (reach[2] > reach[0]).any() else 1
     cached = np.minimum(reach[:depths], num_tokens - 1.0)
     uncached = num_tokens - cached
     load_s = np.zeros_like(cached)
@@ -66,8 +72,8 @@ def forecast_prompt(
         load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
         load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
     added_s = uncached * (token_s + pair_s * (cached + (uncached + 1) / 2))
-    prefill_s = added_s + np.ceil(uncached / chunk).clip(min=1) * step_s
-    best = np.s_[0] if depths == 1 else ((load_s + prefill_s).argmin(axis=0), np.arange(len(rows)))
+    prefill_s = added_s + np.maximum(np.ceil(uncached / chunk), 1.0) * step_s
+    best = 0 if depths == 1 else ((load_s + prefill_s).argmin(axis=0), np.arange(len(rows)))
     return PromptForecast(
         cached_tokens=cached[best],
         uncached_tokens=uncached[best],
@@ -130,9 +136,9 @@ def forecast_decode(
 def log_probability(predicted_s: Floats, target_s: Floats | float, relative_error: Floats) -> Floats:
     """Of meeting the target, with an error of the prediction around the target. 0 without a target (inf)."""
     error = _LOGISTIC / np.maximum(relative_error, MIN_RELATIVE_ERROR)
-    with np.errstate(invalid="ignore"):
-        late = np.where(np.isinf(target_s), -np.inf, predicted_s / target_s - 1.0)
-    return -np.logaddexp(0.0, error * late)
+    if isinstance(target_s, float):
+        return -np.logaddexp(0.0, error * (predicted_s / target_s - 1.0)) if target_s < np.inf else 0.0 * error
+    return -np.logaddexp(0.0, error * np.where(target_s < np.inf, predicted_s / target_s - 1.0, -np.inf))
 
 
 def fit_probability(kv_share: Floats) -> Floats:

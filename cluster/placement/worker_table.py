@@ -72,6 +72,7 @@ class WorkerTable:
         self._used = [0] * num_rows  # slots, from the first on
         self._codes: dict[str, int] = {}
         self._live = np.zeros(0, dtype=np.intp)
+        self._pools = self._live, self._live
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._row_of
@@ -89,6 +90,10 @@ class WorkerTable:
     def live(self) -> Rows:
         """The rows in use, by worker id."""
         return self._live
+
+    def pools(self) -> tuple[Rows, Rows]:
+        """Of those, the prefill workers and the decode workers."""
+        return self._pools
 
     def num_used(self, row: int) -> int:
         return self._used[row]
@@ -174,3 +179,5 @@ class WorkerTable:
         self.rank[:] = -1
         self._live = np.array([self._row_of[worker_id] for worker_id in sorted(self._row_of)], dtype=np.intp)
         self.rank[self._live] = np.arange(len(self._live))
+        decodes = self.rows[Row.DECODES, self._live] == 1.0
+        self._pools = self._live[~decodes], self._live[decodes]
