@@ -32,6 +32,7 @@ STRETCH: Final = 2.0
 LENGTHS: Final = (4096, 8192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)  # prompt tokens, at most, of each class
 BUDGET: Final = 2048  # tokens of a step, on prefill workers and where prompts are computed beside decodes
 SMALL_BUDGET: Final = 512
+TIGHT_BUDGETS: Final = (256, SMALL_BUDGET, BUDGET)  # where a step of the largest would itself miss the TPOT
 MAX_NUM_SEQS: Final = 512
 LEAST_ERROR: Final = 0.02
 LINK_BYTES_PER_S: Final = 50e9
@@ -73,13 +74,21 @@ class Layout:
         return f"{self.num_prefill}+{self.num_decode}, steps of {self.budget}"
 
 
-def layouts(router: str, num_workers: int) -> list[Layout]:
-    """Without a split, only the step is to be chosen; with one, how many compute prompts. Legato may do without."""
+def layouts(router: str, num_workers: int, tpot_s: float = TPOT_S) -> list[Layout]:
+    """Without a split, only the step is to be chosen; with one, how many compute prompts. Legato may do without, and
+    its decode workers may compute prompts: where the TPOT is tight, it chooses both."""
+    is_tight = tpot_s < TPOT_S
     if router == "colocated":
-        return [Layout(num_prefill=0, num_decode=num_workers, budget=budget) for budget in (SMALL_BUDGET, BUDGET)]
-    shares = (0.0, 0.25, 0.5, 0.75) if router.startswith("legato") else (0.25, 0.5, 0.75)
+        budgets = TIGHT_BUDGETS if is_tight else (SMALL_BUDGET, BUDGET)
+        return [Layout(num_prefill=0, num_decode=num_workers, budget=budget) for budget in budgets]
+    is_legato = router.startswith("legato")
+    shares = (0.0, 0.25, 0.5, 0.75) if is_legato else (0.25, 0.5, 0.75)
     counts = sorted({min(round(share * num_workers), num_workers - 1) for share in shares})
-    return [Layout(num_prefill=count, num_decode=num_workers - count) for count in counts]
+    return [
+        Layout(num_prefill=count, num_decode=num_workers - count, budget=budget)
+        for count in counts
+        for budget in (TIGHT_BUDGETS if is_tight and is_legato else (BUDGET,))
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +102,7 @@ class Setting:
     num_workers: int = 8
     num_requests: int
     stretch: float = STRETCH
+    tpot_s: float = TPOT_S
     declared_tokens: int | None = None
 
     @property
@@ -110,7 +120,7 @@ class Setting:
         def ttft_s(num_tokens: int) -> float:
             return max(TTFT_S, self.stretch * cost.prefill_s(num_tokens, 0.0, BUDGET))
 
-        classes = tuple(SloClass(name=length_class(n), ttft_s=ttft_s(n), tpot_s=TPOT_S) for n in LENGTHS)
+        classes = tuple(SloClass(name=length_class(n), ttft_s=ttft_s(n), tpot_s=self.tpot_s) for n in LENGTHS)
         return SloConfig(classes=classes, default=classes[0].name)
 
     def _plain(self, first: int, load: float) -> Iterable[TraceRequest]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from benchmarks.cells import Report, table, tail
 from benchmarks.summary import Json
 
+# The benchmark's own report, and those of runs with other options, stored by hand.
+GOODPUT: Final = ("goodput", "goodput_30ms", "goodput_20ms", "goodput_slices", "goodput_70b", "goodput_64")
 _SIZES = ("workers", "blocks")
 
 

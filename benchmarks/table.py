@@ -12,7 +12,7 @@ from benchmarks.cells import Report
 from benchmarks.cells import spread as _spread
 from benchmarks.cells import table as _table
 from benchmarks.cells import tail as _tail
-from benchmarks.goodput_table import decisions_table, goodput_headline, goodput_tables
+from benchmarks.goodput_table import GOODPUT, decisions_table, goodput_headline, goodput_tables
 from benchmarks.honesty_table import honesty_headline, honesty_tables
 from benchmarks.offload_table import offload_headline, offload_tables
 from benchmarks.plots import plot_layerkv
@@ -265,7 +265,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "prefix": _prefix,
     "offload": offload_tables,
     "simulator_honesty": honesty_tables,
-    "goodput": goodput_tables,
+    **dict.fromkeys(GOODPUT, goodput_tables),
     "decisions": decisions_table,
 }
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
@@ -281,7 +281,7 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "prefix": lambda results: {"times_lower": results["times_lower"]},
     "offload": offload_headline,
     "simulator_honesty": honesty_headline,
-    "goodput": goodput_headline,
+    **dict.fromkeys(GOODPUT, goodput_headline),
     "decisions": lambda results: {"p99_ms": results["placed"]["p99"]},
     "transports": lambda results: {"largest_slab": results["rows"][-1]},
 }

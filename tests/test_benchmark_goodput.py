@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.goodput import Comparison, highest_load
@@ -52,6 +54,28 @@ def test_layouts_share_out_the_workers() -> None:
     assert [option.num_prefill for option in layouts("legato", 8)] == [0, 2, 4, 6]
     assert [option.num_prefill for option in layouts("mooncake", 8)] == [2, 4, 6]
     assert {(option.num_prefill, option.num_decode) for option in layouts("colocated", 8)} == {(0, 8)}
+
+
+def test_where_tokens_have_to_come_fast_smaller_steps_may_be_chosen_too() -> None:
+    assert [option.budget for option in layouts("colocated", 8, 0.03)] == [256, 512, 2048]
+    assert {(option.num_prefill, option.budget) for option in layouts("legato", 4, 0.03)} == {
+        (count, budget) for count in range(4) for budget in (256, 512, 2048)
+    }
+    assert {option.budget for option in layouts("mooncake", 8, 0.03)} == {2048}
+
+
+def test_a_tighter_tpot_is_met_by_fewer() -> None:
+    tight = replace(_setting(), tpot_s=0.006)  # less than a step takes
+    assert {c.tpot_s for c in tight.slo().classes} == {0.006}
+    assert attainment(tight, "round-robin", SPLIT, 0.1, 1) < attainment(_setting(), "round-robin", SPLIT, 0.1, 1)
+
+
+def test_a_layout_is_looked_for_below_a_load_that_none_serves() -> None:
+    setting = replace(_setting(), num_requests=60, tpot_s=0.012)
+    comparison = Comparison(setting, (1, 2), steps=1)
+    chosen = comparison.layout("colocated")
+    assert attainment(setting, "colocated", chosen, comparison.begin, 1) < ATTAINMENT
+    assert attainment(setting, "colocated", chosen, comparison.begin / 1.5**4, 1) >= ATTAINMENT
 
 
 def test_a_comparison_is_told_as_tables() -> None:
