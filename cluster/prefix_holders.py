@@ -49,8 +49,13 @@ class PrefixHolders:
         so many; those that hold none are left out."""
         device = host = disk = -1  # everyone
         ends: list[list[tuple[int, int]]] = [[], [], []]  # of each kind: (length, workers whose run ends there)
+        sole, shared = self._sole, self._shared
+        entry: int | tuple[int, int, int] = 0
         for length, digest in enumerate(digests):
-            on_device, in_host, anywhere = self._sets(digest)
+            before, entry = entry, sole.get(digest) or shared.get(digest) or 0
+            if entry == before and length:
+                continue  # as most columns do, it says what the one before it said
+            on_device, in_host, anywhere = _sets(entry)
             if gone := disk & ~anywhere if length else 0:
                 ends[2].append((length, gone))
             if gone := host & ~in_host if length else ~in_host & anywhere:
@@ -78,20 +83,19 @@ class PrefixHolders:
         else:
             self._sole.pop(digest, None)
 
-    def _sets(self, digest: bytes) -> tuple[int, int, int]:
-        shared = self._shared.get(digest)
-        if shared is not None:
-            return shared
-        sole = self._sole.get(digest)
-        if sole is None:
-            return 0, 0, 0
-        bit = 1 << (sole >> 3)
-        return bit if sole & DEVICE else 0, bit if sole & (DEVICE | HOST) else 0, bit
-
 
 def members(workers: int) -> list[int]:
     """The numbers in a set of workers."""
     return [number for number, bit in enumerate(reversed(f"{workers:b}")) if bit == "1"]
+
+
+def _sets(entry: int | tuple[int, int, int]) -> tuple[int, int, int]:
+    if isinstance(entry, tuple):
+        return entry
+    if not entry:
+        return 0, 0, 0
+    bit = 1 << (entry >> 3)
+    return bit if entry & DEVICE else 0, bit if entry & (DEVICE | HOST) else 0, bit
 
 
 def _with(sets: tuple[int, int, int], worker: int, tiers: int) -> tuple[int, int, int]:
