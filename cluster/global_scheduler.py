@@ -18,6 +18,7 @@ from cluster.placement.admission import MIN_RETRY_AFTER_S, Admission, AdmissionP
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import NO_TARGET, Query
+from cluster.placement.standing import StandingQuery, StandingRequests
 from cluster.placement.worker_table import Row
 from engine.prefix import HASH_BYTES
 from kv_transfer.cost_report import reported_cost
@@ -29,6 +30,7 @@ from kv_transfer.messages import (
     Placement,
     Queued,
     Replicas,
+    StandingRequest,
     Unplaceable,
     WorkerInfo,
     WorkerSnapshot,
@@ -63,6 +65,7 @@ class GlobalScheduler:
     def __init__(self, policy: SchedulerPolicy) -> None:
         self._policy = policy
         self.ledger = Ledger()
+        self._standing = StandingRequests(self.ledger)
         self._admission = Admission(self.ledger, self._reach, policy.decision, policy.admission)
         self._prefills: frozenset[str] = frozenset()
         self._waiting: dict[str, Place] = {}
@@ -85,6 +88,7 @@ class GlobalScheduler:
             chunk_tokens=info.chunk_tokens or float("inf"),
             max_num_seqs=info.max_num_seqs or float("inf"),
         )
+        self._standing.registered(info.worker_id, now)
         self._note_prefills()
         self._room_may_have_come(now)
 
@@ -142,6 +146,7 @@ class GlobalScheduler:
         """Choose workers and count the work as theirs at once; or say when to come back, or that there will be an
         answer: see `answers`."""
         self.ledger.ended(request.request_id, now)  # an earlier attempt
+        self._standing.ended(request.request_id)
         self._waiting.pop(request.request_id, None)
         query = self._query(request, now)
         verdict = self._admission.ask(query, now)
@@ -172,13 +177,30 @@ class GlobalScheduler:
         at = self._admission.next_at()
         return None if at is None else min(at, self._wake_at)
 
+    def standing(self, request: StandingRequest, now: float) -> None:
+        """It is on its workers, placed by somebody else: count it, as soon as they are known."""
+        self.ended(request.place.request_id, now)
+        self._standing.told(
+            StandingQuery(
+                query=self._query(request.place, now),
+                prefill=request.prefill,
+                decode=request.decode,
+                num_emitted=request.num_emitted,
+                first_at=now - request.since_first_s,
+                weight=0.0 if request.late else 1.0,
+            ),
+            now,
+        )
+
     def first_token(self, request_id: str, now: float) -> None:
         self.ledger.first_token(request_id, now)
+        self._standing.first_token(request_id, now)
 
     def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
         """The request left the cluster, or its client is gone. Unknown ids are fine."""
         if self._waiting.pop(request_id, None) is not None:
             self._admission.gone(request_id)
+        self._standing.ended(request_id)
         if request_id in self.ledger:
             self.ledger.ended(request_id, now, num_output_tokens)
             self._room_may_have_come(now)

@@ -34,6 +34,7 @@ from kv_transfer.messages import (
     Reserved,
     Role,
     SloUpdate,
+    StandingRequest,
     Start,
     StepFrame,
     TokenEvent,
@@ -72,7 +73,7 @@ class Orchestrator:
         self._on_ended = on_ended
         self._runs: dict[str, RequestRun] = {}
         self._links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
-        self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas, on_slo)
+        self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas, on_slo, self._standing)
         self._placer = Placer(
             self._scheduler, self._links, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
         )
@@ -248,6 +249,9 @@ class Orchestrator:
             return  # every worker let go of it by itself
         for worker_id in run.touched:
             self._links.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
+
+    def _standing(self) -> list[StandingRequest]:
+        return [standing for run in self._runs.values() if (standing := run.standing()) is not None]
 
     # --- what comes in ---
 

@@ -20,6 +20,7 @@ from kv_transfer.messages import (
     Refused,
     RequestSpec,
     Reserved,
+    StandingRequest,
     TokenEvent,
 )
 
@@ -86,6 +87,8 @@ class RequestRun:
         self.prefix_hashes = b""  # of the prompt's blocks, as the workers name them
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
+        self._num_before = len(self.emitted)  # tokens, of earlier attempts
+        self._decoding_since: float | None = None  # in this attempt
         self._early: dict[int, TokenEvent] = {}  # of this attempt, ahead of the next index
 
     @property
@@ -99,6 +102,7 @@ class RequestRun:
     def came(self, now: float) -> None:
         """Tokens were ready to go out."""
         self.first_token_at = self.first_token_at or now
+        self._decoding_since = self._decoding_since or now
         self.last_token_at = now
 
     @property
@@ -131,6 +135,29 @@ class RequestRun:
             prefix_hashes=self.prefix_hashes,
         )
 
+    def standing(self) -> StandingRequest | None:
+        """How it stands with its workers, for a scheduler that did not place it; None: it is on none."""
+        if self.placement is None or self.ended:
+            return None
+        now = time.monotonic()
+        first_after_s = (self.first_token_at or now) - self.terms.arrived_at
+        num_emitted = len(self.emitted) - self._num_before
+        asked = self.place_query(prefer_decode=None)
+        return StandingRequest(
+            place=replace(
+                asked,
+                num_tokens=asked.num_tokens - num_emitted,
+                max_new_tokens=asked.max_new_tokens + num_emitted,
+                exclude=[],
+                prefix_hashes=b"",
+            ),
+            prefill=self.placement.prefill,
+            decode=self.placement.decode,
+            num_emitted=num_emitted,
+            since_first_s=now - (self._decoding_since or now),
+            late=self.terms.slo.ttft_s is not None and first_after_s > self.terms.slo.ttft_s,
+        )
+
     def placed(self, placement: Placement) -> None:
         self.placement = placement
         self.journey.placed(placement)
@@ -153,6 +180,7 @@ class RequestRun:
         self.state = RequestState.PLACING
         self.placement = None
         self.decode_took_over = False
+        self._num_before, self._decoding_since = len(self.emitted), None
         self._early.clear()
 
     def _suspects(self, failed_worker: str | None) -> set[str]:

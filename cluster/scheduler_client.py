@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
@@ -36,6 +36,8 @@ from kv_transfer.messages import (
     RoleAnswer,
     RoleRequest,
     SloUpdate,
+    Standing,
+    StandingRequest,
     Unplaceable,
     WorkerInfo,
     WorkerSnapshot,
@@ -50,6 +52,7 @@ CONNECT_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 2.0
 RETRY_S = 0.5
 SETTLE_S = 3.0
+STANDING_AT_ONCE = 1000  # requests in a message
 
 
 @dataclass(slots=True)
@@ -62,7 +65,8 @@ class _Question:
 
 class SchedulerClient:
     """Places requests and keeps the newest list of workers. `on_replicas` is called with each new list, `on_slo` with
-    how requests fared at other gateways."""
+    how requests fared at other gateways. A scheduler that is new to it is told which requests are `standing`: on their
+    workers, whoever placed them."""
 
     def __init__(
         self,
@@ -70,11 +74,13 @@ class SchedulerClient:
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         on_replicas: Callable[[list[WorkerInfo]], None],
         on_slo: Callable[[bytes], None] = lambda report: None,
+        standing: Callable[[], list[StandingRequest]] = list,
     ) -> None:
         self._identity = identity
         self._locate_scheduler = locate_scheduler
         self._on_replicas = on_replicas
         self._on_slo = on_slo
+        self._standing = standing
         self._connection: Connection | None = None
         # By request and attempt: an answer that comes too late for one attempt is none to the next.
         self._waiting: dict[SequenceKey, _Question] = {}
@@ -197,11 +203,12 @@ class SchedulerClient:
                 and info.worker_id not in request.exclude
             ]
         )
+        prefill_id = None if prefill is None else prefill.worker_id
+        asked = replace(request, exclude=[], prefix_hashes=b"")
+        # The scheduler may be there all the same, late or without its workers.
+        self.tell(Standing(requests=[StandingRequest(place=asked, prefill=prefill_id, decode=decode.worker_id)]))
         return Placement(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            prefill=None if prefill is None else prefill.worker_id,
-            decode=decode.worker_id,
+            request_id=request.request_id, attempt=request.attempt, prefill=prefill_id, decode=decode.worker_id
         )
 
     @property
@@ -223,6 +230,9 @@ class SchedulerClient:
     async def _listen(self) -> None:
         endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
         connection = await connect(endpoint, self._identity, purpose="gateway", timeout_s=CONNECT_TIMEOUT_S)
+        standing = self._standing()
+        for at in range(0, len(standing), STANDING_AT_ONCE):
+            connection.post(Standing(requests=standing[at : at + STANDING_AT_ONCE]))
         self._connection = connection
         self._settles_at = time.monotonic() + SETTLE_S if self.workers else 0.0
         try:

@@ -35,6 +35,7 @@ from kv_transfer.messages import (
     RoleAnswer,
     RoleRequest,
     SloUpdate,
+    Standing,
 )
 from kv_transfer.transports.base import Identity, TransportError
 
@@ -161,6 +162,10 @@ class SchedulerServer:
                     case Place(request_id=request_id):
                         self._asked_by[request_id] = connection
                         connection.post(self._scheduler.place(message, time.monotonic()))
+                    case Standing(requests=requests):
+                        for request in requests:
+                            self._asked_by[request.place.request_id] = connection
+                            self._scheduler.standing(request, time.monotonic())
                     case FirstToken(request_id=request_id):
                         self._scheduler.first_token(request_id, time.monotonic())
                     case Ended(request_id=request_id, num_output_tokens=num_output_tokens):

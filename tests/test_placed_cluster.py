@@ -19,6 +19,7 @@ import pytest
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.global_scheduler import Answer, GlobalScheduler, SchedulerPolicy
 from cluster.line_log import LineLog
+from cluster.placement.worker_table import Row
 from cluster.request_log import read_log
 from cluster.request_recorder import RequestRecorder
 from cluster.request_terms import RequestTerms
@@ -34,6 +35,7 @@ from kv_transfer.messages import (
     Heartbeat,
     Message,
     Place,
+    Placement,
     Queued,
     Register,
     RequestSpec,
@@ -162,6 +164,75 @@ async def test_who_waits_when_the_scheduler_dies_is_placed_by_its_gateway(llama:
         await finish()
         assert await request == llama.local(PROMPT, greedy(16)).tokens
         await eventually(lambda: len(cluster.scheduler._scheduler.replicas().workers) == 2)
+
+
+# --- a new scheduler ---
+
+
+async def restarted(cluster: MiniCluster, num_running: int) -> GlobalScheduler:
+    """A successor of the cluster's scheduler, once it knows of the workers and of so many requests, and no others."""
+    started_at = time.monotonic()
+    await cluster.start_scheduler()
+    scheduler = cluster.scheduler._scheduler
+    await eventually(lambda: scheduler.num_booked == num_running and len(scheduler.ledger.table) == 2)
+    print(f"a new scheduler knew {num_running} requests after {time.monotonic() - started_at:.2f} s")
+    heard = {info.worker_id: snapshot.sequence_number for info, snapshot in scheduler.replicas().workers}
+    await eventually(
+        lambda: all(
+            snapshot.sequence_number > heard[info.worker_id] + 1 for info, snapshot in scheduler.replicas().workers
+        )
+    )
+    rows = scheduler.ledger.table.rows
+    assert not rows[[Row.EXTRA_DECODES, Row.EXTRA_CONTEXT]].any(), "what workers report is what gateways have told"
+    return scheduler
+
+
+async def placed(cluster: MiniCluster, name: str) -> Placement:
+    """Where that request is, as soon as it is anywhere."""
+    runs = cluster.orchestrator._runs
+    await eventually(lambda: name in runs and runs[name].placement is not None)
+    placement = runs[name].placement
+    assert placement is not None
+    return placement
+
+
+async def test_a_new_scheduler_knows_what_runs(llama: SmallModel) -> None:
+    """Who decodes, whose prompt is computed, and who was placed while there was no scheduler."""
+    loose = terms(ttft_s=1000.0, tpot_s=100.0)
+    async with cluster_of(llama) as cluster, AsyncExitStack() as stack:
+        runs = cluster.orchestrator._runs
+        decode = stack.enter_context(brake(cluster.decodes[0]._model.runner))
+        requests = [asyncio.create_task(run(cluster, f"decodes-{number}", loose)) for number in range(3)]
+        await eventually(lambda: sum(bool(one.emitted) for one in runs.values()) == 3)
+        prefill = stack.enter_context(brake(cluster.prefills[0]._model.runner))
+        requests.append(asyncio.create_task(run(cluster, "computes", loose)))
+        await placed(cluster, "computes")
+        await cluster.scheduler.stop()
+        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        requests.append(asyncio.create_task(run(cluster, "alone", loose)))
+        await placed(cluster, "alone")
+
+        scheduler = await restarted(cluster, num_running=5)
+        prompts = scheduler.ledger._workers[cluster.prefills[0].info.worker_id].queue
+        assert prompts.keys() == {"computes", "alone"}
+        requests.append(asyncio.create_task(run(cluster, "new", loose)))
+        placement = await placed(cluster, "new")
+        assert scheduler.num_waiting == 0
+        assert placement.ttft_s is not None, "the scheduler has placed it"
+        prefill.release()
+        decode.release()
+        for tokens in await asyncio.gather(*requests):
+            assert tokens == llama.local(PROMPT, greedy(8)).tokens
+
+
+async def test_a_new_scheduler_lets_newcomers_wait_for_those_who_run(llama: SmallModel) -> None:
+    """It does not send them away because of sequences that, for all it knew, would never end."""
+    async with cluster_of(llama) as cluster, crowd(cluster) as finish:
+        await cluster.scheduler.stop()
+        await restarted(cluster, num_running=3)
+        request = await waiter(cluster)
+        await finish()
+        assert await asyncio.wait_for(request, HANGS_S / 2) == llama.local(PROMPT, greedy(16)).tokens
 
 
 async def test_a_client_that_leaves_while_it_waits_leaves_nothing(llama: SmallModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from kv_transfer.messages import (
     Placement,
     Register,
     Replicas,
+    StandingRequest,
     Unplaceable,
     WorkerInfo,
     WorkerSnapshot,
@@ -62,11 +63,11 @@ async def _server(**policy: object) -> AsyncIterator[SchedulerServer]:
 
 
 @asynccontextmanager
-async def _client(server: SchedulerServer) -> AsyncIterator[SchedulerClient]:
+async def _client(server: SchedulerServer, standing: Sequence[StandingRequest] = ()) -> AsyncIterator[SchedulerClient]:
     async def locate() -> Endpoint:
         return server.endpoint
 
-    client = SchedulerClient(_identity("gateway"), locate, lambda workers: None)
+    client = SchedulerClient(_identity("gateway"), locate, lambda workers: None, standing=lambda: list(standing))
     client.start()
     try:
         await eventually(lambda: client._connection is not None)
@@ -119,6 +120,33 @@ async def test_a_gateway_s_death_ends_its_requests() -> None:
         async with _client(server) as client:
             await client.place(_place("r"))
             assert server._scheduler.num_booked == 1
+        await eventually(lambda: not server._scheduler.num_booked)
+
+
+async def test_a_gateway_tells_what_stands_when_it_comes_and_takes_it_along_when_it_goes() -> None:
+    """However many there are."""
+    standing = [
+        StandingRequest(place=_place(f"r{number}"), prefill=None, decode="d1", num_emitted=1) for number in range(2500)
+    ]
+    async with _server() as server:
+        async with _client(server, standing):
+            await eventually(lambda: len(server._asked_by) == 2500)
+            assert server._scheduler.num_booked == 0, "the worker is not known yet"
+            server._scheduler.register(_info("d1"), _snapshot("d1"), time.monotonic())
+            assert server._scheduler.num_booked == 2500
+        await eventually(lambda: not server._asked_by)
+        assert server._scheduler.num_booked == 0
+
+
+async def test_what_a_gateway_places_itself_is_told_to_a_scheduler_that_was_too_slow() -> None:
+    async with _server() as server, _client(server) as client:
+        client.workers = {"d1": _known("d1")}
+        client._settles_at = float("inf")
+        assert (await client.place(_place("r"))).decode == "d1", "the scheduler knows no worker"
+        await eventually(lambda: len(server._scheduler._standing) == 1)
+        server._scheduler.register(_info("d1"), _snapshot("d1"), time.monotonic())
+        assert server._scheduler.num_booked == 1
+        client.ended("r")
         await eventually(lambda: not server._scheduler.num_booked)
 
 

@@ -55,6 +55,8 @@ from kv_transfer.messages.scheduling import (
     RoleAnswer,
     RoleRequest,
     SloUpdate,
+    Standing,
+    StandingRequest,
     Unplaceable,
 )
 from kv_transfer.messages.workers import (
@@ -127,6 +129,8 @@ __all__ = [
     "SlabsFreed",
     "SloUpdate",
     "SourceName",
+    "Standing",
+    "StandingRequest",
     "Start",
     "StepCostReport",
     "StepFrame",

@@ -23,6 +23,7 @@ from kv_transfer.messages.scheduling import (
     RoleAnswer,
     RoleRequest,
     SloUpdate,
+    Standing,
     Unplaceable,
 )
 from kv_transfer.messages.workers import ChangeRole, Heartbeat, PoolTarget, Register
@@ -58,6 +59,7 @@ Message = (
     | Ended
     | FirstToken
     | Queued
+    | Standing
     | AskDecisions
     | Decisions
     | SloUpdate

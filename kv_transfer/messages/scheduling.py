@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kv_transfer.messages.blocks import IndexReport
-from kv_transfer.messages.fields import STRICT, Count, Hashes, Items, NonNegative, Opaque, Role, Text
+from kv_transfer.messages.fields import STRICT, Count, Flag, Hashes, Items, NonNegative, Opaque, Role, Text
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 
@@ -39,6 +39,28 @@ class Placement:
     prefill: Text | None
     decode: Text
     ttft_s: NonNegative | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandingRequest:
+    """A request that is on its workers. `num_emitted`, `since_first_s`: of this attempt; none: its prompt is still to
+    be computed."""
+
+    __pydantic_config__ = STRICT
+    place: Place  # as it was asked with, without what matters to the choice of workers alone; `waited_s`: by now
+    prefill: Text | None
+    decode: Text
+    num_emitted: Count = 0
+    since_first_s: NonNegative = 0.0
+    late: Flag = False  # the target for its first token is missed, whatever comes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Gateway to scheduler: requests that were placed without it, by its predecessor or by the gateway."""
+
+    __pydantic_config__ = STRICT
+    requests: Items[StandingRequest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
