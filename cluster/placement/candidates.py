@@ -102,7 +102,7 @@ def evaluate(
         room = _leaves_room(policy, work_s, start_s - later_s, harm, _idle_share(table, alone, later_s, now))
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(after.tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
-    worth = np.round(gain - policy.alone_gain * alone, 3)
+    worth = (gain - policy.alone_gain * alone).round(3)
     barred = np.zeros_like(room) if query.has_targets else ~(room & (chance >= policy.min_gain))
     # Of equals who has least to do: predictions err, and then it is good not to have put everything on one.
     ties = (table.rank[computing], table.rank[decode], table.rows[Row.BOOKED, decode])
@@ -126,9 +126,7 @@ def _crowding(
     demand, table = ledger.demand, ledger.table
     if query.ttft_s == np.inf or demand.ttft_s <= 0.0:
         return np.zeros_like(work_s)
-    moments, same = later_s[:1], np.zeros(len(later_s), dtype=np.intp)
-    if later_s.any():
-        moments, same = np.unique(later_s, return_inverse=True)
+    moments, same = np.unique(later_s, return_inverse=True) if later_s.any() else (later_s[:1], 0)
     there, here = (
         np.maximum((table.rows[Row.DRAINED_AT, pool] - now) - moments[:, None], 0.0).sum(axis=1)[same]
         / max(1, len(pool))
