@@ -7,8 +7,8 @@ near those of the traces (`benchmarks.goodput_setting.WORKLOADS` states which).
 
 Each router has the layout that serves most on a slice which is not reported: how many workers compute prompts;
 colocated, how long a step is; Legato, where the TPOT is below 100 ms, both. All predicting routers are given the true
-cost model. `legato-fair` does not favour short prompts under overload. Overload: clients of Legato whom it turns
-away come back, up to three times.
+cost model. `legato-fair` does not favour short prompts under overload, `legato-split` has to have prefill workers.
+Overload: clients of Legato whom it turns away come back, up to three times.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from cluster.simulation.records import Record
 from cluster.simulation.traces import TraceFormat
 
 LEGATO: Final = ("legato", "legato-fair")
+VARIANTS: Final = (*LEGATO, "legato-split")
 BASELINES: Final = ("round-robin", "least-tokens", "colocated", "distserve", "dynamo", "llm-d", "mooncake")
 MANY: Final[dict[TraceFormat, int]] = {"mooncake": 1, "azure": 3}  # times as many requests, where they are short
 BEGIN: Final[dict[TraceFormat, float]] = {"mooncake": 0.2, "azure": 3.0}  # loads per worker where a search begins
@@ -220,7 +221,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, action="append", help="in all; default: 8")
     parser.add_argument("--model", action="append", choices=get_args(ModelName), help="default: 8b")
     parser.add_argument("--baseline", action="append", choices=BASELINES, help="default: all")
-    parser.add_argument("--legato", action="append", choices=LEGATO, help="default: both")
+    parser.add_argument("--legato", action="append", choices=VARIANTS, help="default: the first two")
     parser.add_argument("--requests", type=int, default=600, help="of each slice, Azure's three times as many")
     parser.add_argument("--slices", type=int, default=2, help="of each trace, or seeds, beside the one for layouts")
     parser.add_argument("--steps", type=int, default=3, help="halvings of the interval; default: %(default)s")

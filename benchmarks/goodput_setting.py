@@ -82,7 +82,7 @@ def layouts(router: str, num_workers: int, tpot_s: float = TPOT_S) -> list[Layou
         budgets = TIGHT_BUDGETS if is_tight else (SMALL_BUDGET, BUDGET)
         return [Layout(num_prefill=0, num_decode=num_workers, budget=budget) for budget in budgets]
     is_legato = router.startswith("legato")
-    shares = (0.0, 0.25, 0.5, 0.75) if is_legato else (0.25, 0.5, 0.75)
+    shares = (0.25, 0.5, 0.75) if router == "legato-split" or not is_legato else (0.0, 0.25, 0.5, 0.75)
     counts = sorted({min(round(share * num_workers), num_workers - 1) for share in shares})
     return [
         Layout(num_prefill=count, num_decode=num_workers - count, budget=budget)
@@ -157,7 +157,7 @@ def _router(name: str, known: KnownCosts) -> Router:
         return LegatoRouter(known, DecisionPolicy(batch_idle=NEVER))
     if name == "legato-fair":
         return LegatoRouter(known, DecisionPolicy(crowding_cost=0.0))
-    return ROUTERS[name](known)
+    return ROUTERS["legato" if name == "legato-split" else name](known)
 
 
 def _config(setting: Setting, layout: Layout, max_returns: int) -> SimulationConfig:

@@ -34,7 +34,7 @@ def test_nothing_is_found_where_no_load_is_served() -> None:
     assert highest_load(lambda load: False, 2.0, 4) == 0.0
 
 
-@pytest.mark.parametrize("router", ["legato", "legato-fair", "legato-strict"])
+@pytest.mark.parametrize("router", ["legato", "legato-fair", "legato-split", "legato-strict"])
 def test_an_idle_cluster_serves_all_in_time(router: str) -> None:
     assert attainment(_setting(), router, SPLIT, 0.1, 1) == 1.0
 
@@ -53,6 +53,7 @@ def test_targets_follow_lengths_where_that_is_asked_for() -> None:
 def test_layouts_share_out_the_workers() -> None:
     assert [option.num_prefill for option in layouts("legato", 8)] == [0, 2, 4, 6]
     assert [option.num_prefill for option in layouts("mooncake", 8)] == [2, 4, 6]
+    assert [option.num_prefill for option in layouts("legato-split", 8)] == [2, 4, 6]
     assert {(option.num_prefill, option.num_decode) for option in layouts("colocated", 8)} == {(0, 8)}
 
 
