@@ -8,7 +8,16 @@ from benchmarks.cells import Report, table, tail
 from benchmarks.summary import Json
 
 # The benchmark's own report, and those of runs with other options, stored by hand.
-GOODPUT: Final = ("goodput", "goodput_30ms", "goodput_20ms", "goodput_slices", "goodput_70b", "goodput_64")
+GOODPUT: Final = (
+    "goodput",
+    "goodput_20ms",
+    "goodput_30ms",
+    "goodput_30ms_azure",
+    "goodput_64",
+    "goodput_70b",
+    "goodput_slices",
+    "goodput_slices_azure",
+)
 _SIZES = ("workers", "blocks")
 
 
