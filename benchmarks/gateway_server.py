@@ -52,6 +52,9 @@ class _FullSpeed:
     def workers(self) -> list[dict[str, object]]:
         return []
 
+    def pools(self) -> dict[Role, int]:
+        return {}
+
     def limits(self) -> ServingLimits:
         return ServingLimits(max_model_len=8_192, ready=True)
 

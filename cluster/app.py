@@ -195,7 +195,7 @@ class Gateway:
         """Called by Serve after the constructor."""
         config = self._config
         metrics = Metrics()
-        metrics.registry.register(WorkerMetrics(self._orchestrator.reports))
+        metrics.registry.register(WorkerMetrics(self._orchestrator.reports, self._orchestrator.pools))
         metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))
         api = Api(
             generator=self._orchestrator,

@@ -61,6 +61,10 @@ class Generator(Protocol):
         """What is known of each live worker, as JSON values, for people and dashboards."""
         ...
 
+    def pools(self) -> dict[Role, int]:
+        """Workers that each pool should have by the scheduler's advice; empty while there is none."""
+        ...
+
     async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
         """Have a worker become one of that role; returns when it was told. What runs there after `drain_s` goes on
         elsewhere.

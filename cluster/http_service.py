@@ -80,8 +80,9 @@ async def health(request: Request) -> JSONResponse:
 
 @router.get("/cluster", response_model=None)
 async def cluster(request: Request) -> dict[str, Any]:
-    """The workers as this gateway knows them: role, pid, load, KV blocks."""
-    return {"workers": _api(request).generator.workers()}
+    """The workers as this gateway knows them: role, pid, load, KV blocks. And how many each pool should have."""
+    generator = _api(request).generator
+    return {"workers": generator.workers(), "wanted": generator.pools()}
 
 
 @router.post("/cluster/workers/{worker_id}/role", response_model=None, status_code=202)

@@ -113,6 +113,10 @@ class Orchestrator:
     def reports(self) -> list[Worker]:
         return list(self._scheduler.workers.values())
 
+    def pools(self) -> dict[Role, int]:
+        """See `Generator`."""
+        return self._scheduler.pools
+
     def publish_slo(self, report: SloReport) -> None:
         """To the scheduler, which adds up what all gateways saw."""
         self._scheduler.tell(SloUpdate(report=report.to_bytes()))

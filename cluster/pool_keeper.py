@@ -46,6 +46,7 @@ class PoolKeeper:
         self._flips: list[_Flip] = []
         self.watch = PoolWatch(ledger, plan, now)
         self.advice: PoolAdvice | None = None
+        self.targets: dict[Role, int] = {}  # what Serve should have in each pool; empty until there is advice
 
     def orders(self, now: float) -> Iterator[Order]:
         """To be sent now, and to be asked for again in about a second."""
@@ -56,12 +57,12 @@ class PoolKeeper:
             return
         if self.advice.flip is not None:
             yield from self._flip(self.advice.flip, now)
-        targets = self._by_home(self.advice, workers)
+        self.targets = self._by_home(self.advice, workers)
         scales: dict[Role, bool] = {"prefill": self._plan.prefill.scales, "decode": self._plan.decode.scales}
         for info in workers:
             home = info.home or info.role
             if scales[home]:
-                yield info.worker_id, PoolTarget(num_workers=targets[home])
+                yield info.worker_id, PoolTarget(num_workers=self.targets[home])
 
     def _advise(self, now: float) -> None:
         before, burning = self.advice, Burning.of(self._tracker.totals(now))

@@ -89,6 +89,7 @@ class SchedulerClient:
         self._task: asyncio.Task[None] | None = None
         self.workers: dict[str, Worker] = {}
         self.indexes: dict[str, IndexReport] = {}  # what the scheduler knows of a worker's blocks
+        self.pools: dict[Role, int] = {}  # workers that it would have in each, where it sizes them
         self._settles_at = 0.0
 
     def start(self) -> None:
@@ -241,7 +242,7 @@ class SchedulerClient:
                 self._on_message(message)
         finally:
             self._connection = None
-            self.indexes = {}
+            self.indexes, self.pools = {}, {}
             connection.close("the gateway reconnects")
             lost: list[asyncio.Future[Any]] = [
                 *(question.answer for question in self._waiting.values()),
@@ -253,8 +254,8 @@ class SchedulerClient:
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case Replicas(workers=workers, indexes=indexes):
-                self.indexes = {report.worker_id: report for report in indexes}
+            case Replicas(workers=workers, indexes=indexes, pools=pools):
+                self.indexes, self.pools = {report.worker_id: report for report in indexes}, pools
                 if any(info.role == "decode" for info, _ in workers):
                     self._settles_at = 0.0
                 if self._settling:

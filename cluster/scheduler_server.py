@@ -32,6 +32,7 @@ from kv_transfer.messages import (
     Place,
     PoolTarget,
     Register,
+    Replicas,
     RoleAnswer,
     RoleRequest,
     SloUpdate,
@@ -155,7 +156,7 @@ class SchedulerServer:
     async def _serve_gateway(self, connection: Connection) -> None:
         self._gateways.add(connection)
         try:
-            connection.post(self._scheduler.replicas())
+            connection.post(self._replicas())
             while True:
                 message, _ = await connection.receive()
                 match message:
@@ -241,8 +242,12 @@ class SchedulerServer:
             offset_s = _clock_offset_s()
             self._decision_log.append(one.as_json(offset_s) for one in new)
 
+    def _replicas(self) -> Replicas:
+        pools = {} if self._pools is None else self._pools.targets
+        return replace(self._scheduler.replicas(), pools=pools)
+
     def _broadcast(self) -> None:
-        replicas = self._scheduler.replicas()
+        replicas = self._replicas()
         for gateway in self._gateways:
             gateway.post(replicas)
 

@@ -15,7 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kv_transfer.messages import DiskReport, PrefixSource, SourceName, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import DiskReport, PrefixSource, Role, SourceName, WorkerInfo, WorkerSnapshot
 
 Worker = tuple[WorkerInfo, WorkerSnapshot]
 _Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -39,14 +39,21 @@ class _Family:
 
 
 class WorkerMetrics(Collector):
-    """`workers()` gives the live ones and their newest snapshots."""
+    """`workers()` gives the live ones and their newest snapshots, `pools()` how many there should be in each pool."""
 
-    def __init__(self, workers: Callable[[], Iterable[Worker]]) -> None:
+    def __init__(self, workers: Callable[[], Iterable[Worker]], pools: Callable[[], Mapping[Role, int]] = dict) -> None:
         self._workers = workers
+        self._pools = pools
 
     def collect(self) -> Iterator[Metric]:
         workers = list(self._workers())
-        return (family.collect(workers) for family in _FAMILIES)
+        yield from (family.collect(workers) for family in _FAMILIES)
+        wanted = GaugeMetricFamily(
+            "legato_pool_wanted_workers", "Workers that the pool should have by predicted demand.", labels=("pool",)
+        )
+        for pool, number in self._pools().items():
+            wanted.add_metric([pool], number)
+        yield wanted
 
 
 def _one(number: Callable[[WorkerSnapshot], float]) -> Callable[[WorkerSnapshot], _Samples]:

@@ -321,7 +321,9 @@ def token_ids_are_returned_where_asked_for(target: Target) -> None:
 
 
 def workers_are_shown(target: Target) -> None:
-    workers = target.http.get("/cluster").json()["workers"]
+    shown = target.http.get("/cluster").json()
+    assert isinstance(shown["wanted"], dict)
+    workers = shown["workers"]
     assert "decode" in [worker["role"] for worker in workers]
 
 

@@ -73,6 +73,9 @@ class ScriptedGenerator:
     def workers(self) -> list[dict[str, object]]:
         return [{"worker_id": "scripted", "role": "decode"}]
 
+    def pools(self) -> dict[Role, int]:
+        return {"decode": 3}
+
     async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
         if self.script.role_error is not None:
             raise self.script.role_error

@@ -54,6 +54,7 @@ async def test_replicas_hear_what_size_their_pool_should_have(llama: SmallModel)
         await cluster.add_prefill()
         await eventually(lambda: asking.done() or cluster.replicas[-1].pool_target() == 2)
         over.set()
+        assert cluster.orchestrator.pools()["prefill"] == 2, "people and dashboards are told, too"
         assert await asking > 0
         await eventually(lambda: [replica.pool_target() for replica in cluster.replicas] == [1, 1, 1, 1])
 

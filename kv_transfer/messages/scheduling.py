@@ -116,6 +116,7 @@ class Replicas:
     __pydantic_config__ = STRICT
     workers: Items[tuple[WorkerInfo, WorkerSnapshot]]
     indexes: Items[IndexReport] = field(default_factory=list)
+    pools: dict[Role, Count] = field(default_factory=dict)  # workers that each should have; empty: nobody sizes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
