@@ -17,6 +17,7 @@ GOODPUT: Final = (
     "goodput_70b",
     "goodput_slices",
     "goodput_slices_azure",
+    "goodput_split",
 )
 _SIZES = ("workers", "blocks")
 
