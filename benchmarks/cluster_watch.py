@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import urllib.request
 from dataclasses import dataclass, fields
@@ -12,7 +13,8 @@ from typing import Any, Self
 
 from cluster.request_log import LoggedWorker
 from engine.step_cost import StepCost
-from kv_transfer.cost_report import reported_cost
+from engine.step_noise import StepNoise
+from kv_transfer.cost_report import reported_cost, reported_noise
 from kv_transfer.messages import StepCostReport
 
 SAMPLE_S = 1.0
@@ -30,6 +32,7 @@ class _Sample:
 
     worker: dict[str, Any]
     cost: StepCost
+    noise: StepNoise
 
 
 class ClusterWatch:
@@ -62,6 +65,7 @@ class ClusterWatch:
             kv_tokens=newest["num_blocks"] // newest["layer_groups"] * newest["block_size"],
             token_budget=newest["chunk_tokens"],
             max_num_seqs=newest["max_num_seqs"],
+            noise=_typical([sample.noise for sample in samples]),
         )
 
     def block_size(self) -> int:
@@ -74,12 +78,22 @@ class ClusterWatch:
 
     def look(self) -> None:
         for worker in read_json(self._port, "/cluster")["workers"]:
-            told = worker["step_cost"]
-            cost = reported_cost(worker["role"], None if told is None else StepCostReport(**told))
+            report = None if worker["step_cost"] is None else StepCostReport(**worker["step_cost"])
+            cost = reported_cost(worker["role"], report)
             if cost is not None:
-                self._samples.setdefault(worker["role"], []).append(_Sample(worker, cost))
+                sample = _Sample(worker, cost, reported_noise(worker["role"], report))
+                self._samples.setdefault(worker["role"], []).append(sample)
 
 
 def _mean(costs: list[StepCost]) -> StepCost:
     """Of each coefficient: then the predictions are the mean of predictions, too."""
     return StepCost(**{field.name: fmean(getattr(cost, field.name) for cost in costs) for field in fields(StepCost)})
+
+
+def _typical(noises: list[StepNoise]) -> StepNoise:
+    """Of those that are known, the mean of variances."""
+    known = [noise for noise in noises if noise.spread] or noises
+    return StepNoise(
+        spread=math.sqrt(fmean(noise.spread**2 for noise in known)),
+        run_spread=math.sqrt(fmean(noise.run_spread**2 for noise in known)),
+    )

@@ -5,7 +5,7 @@ Written in order of arrival. Knows the format alone; not who writes it when, nor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cluster.slo import SloConfig
 from engine.step_cost import StepCost
+from engine.step_noise import StepNoise
 
 T = TypeVar("T")
 
@@ -23,12 +24,14 @@ class RequestLogError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedWorker:
-    """A worker of one pool: what its steps cost by its own fit, how many tokens its KV memory and a step hold."""
+    """A worker of one pool: what its steps cost by its own fit, how many tokens its KV memory and a step hold.
+    Where `noise` is not known, steps scatter by the cost's error, each by itself."""
 
     cost: StepCost
     kv_tokens: int
     token_budget: int
     max_num_seqs: int
+    noise: StepNoise = field(default_factory=StepNoise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from cluster.request_log import LoggedCluster, LoggedRequest, LoggedWorker, clus
 from cluster.request_run import RequestRun, RequestState
 from cluster.slo import SloConfig
 from engine.prefix import HASH_BYTES
-from kv_transfer.cost_report import reported_cost
+from kv_transfer.cost_report import reported_cost, reported_noise
 from kv_transfer.messages import Role, WorkerInfo, WorkerSnapshot
 
 _MAX_KEPT: Final = 10_000  # lines, before the workers' costs are known
@@ -101,5 +101,6 @@ def _logged_worker(pool: list[Worker]) -> LoggedWorker | None:
                 kv_tokens=info.num_blocks // info.layer_groups * info.block_size,
                 token_budget=info.chunk_tokens or info.max_model_len,
                 max_num_seqs=info.max_num_seqs or _ANY_NUMBER,
+                noise=reported_noise(info.role, snapshot.step_cost),
             )
     return None

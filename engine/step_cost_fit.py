@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.step_cost import StepCost, StepWork
+from engine.step_noise import StepNoise
 
 StepKind = Literal["prefill", "decode"]
 
@@ -102,6 +103,7 @@ class StepCostFit:
         predicted = float(self._shares @ parts)
         error = seconds / predicted - 1
         residuals.add(error, predicted)
+        residuals.steps.append((parts, math.log(seconds)))
         factor = residuals.change(error)
         if factor is not None:
             self._follow(factor, parts > 0)
@@ -122,6 +124,15 @@ class StepCostFit:
         these add to each in the mean, which is what a queue of steps waits for.
         """
         return self._kinds[kind].stretch
+
+    def noise(self, kind: StepKind) -> StepNoise:
+        """How the latest steps scatter around the one model that is known now."""
+        steps = self._kinds[kind].steps
+        if not steps:
+            return StepNoise()
+        parts, logs = (np.array(values) for values in zip(*steps, strict=True))
+        deviations = logs - np.log(parts @ self._shares)
+        return StepNoise.of(np.minimum(deviations, math.log(_STRETCH_MOST)))
 
     def _relative_error(self) -> float:
         errors = [error for residuals in self._kinds.values() for error in residuals.recent]
@@ -153,6 +164,7 @@ class _Residuals:
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=_WINDOW)  # without their signs
+        self.steps: deque[tuple[_Vector, float]] = deque(maxlen=_WINDOW)  # what each was made of, and log seconds
         self._scale = _FIRST_SCALE  # the median of |error|, tracked
         self._streak: list[float] = []  # large errors in a row, all to one side
         self._predicted_s = 0.0  # of the latest steps, the older the less

@@ -10,6 +10,7 @@ import math
 
 from engine.step_cost import StepCost, StepWork
 from engine.step_cost_fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps
+from engine.step_noise import StepNoise
 
 # Enough that one which pays for what libraries make once is seen through, too few to tell much more than the speed.
 _SCALING_STEPS = TELLING_STEPS - 1
@@ -52,6 +53,10 @@ class StepCosts:
     def stretch(self, kind: StepKind) -> float:
         """See `StepCostFit`."""
         return 1.0 if self._fit is None else self._fit.stretch(kind)
+
+    def noise(self, kind: StepKind) -> StepNoise:
+        """See `StepCostFit`."""
+        return StepNoise() if self._fit is None else self._fit.noise(kind)
 
     def shared_tokens(self) -> float:
         """See `StepCost`; without bound as long as nothing was measured."""

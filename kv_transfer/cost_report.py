@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.step_cost import StepCost
 from engine.step_cost_fit import scaled
 from engine.step_costs import StepCosts
+from engine.step_noise import StepNoise
 from kv_transfer.messages import Role, StepCostReport
 
 
@@ -13,6 +14,7 @@ def cost_report(costs: StepCosts) -> StepCostReport | None:
     cost = costs.cost()
     if cost is None:
         return None
+    prefill, decode = costs.noise("prefill"), costs.noise("decode")
     return StepCostReport(
         base_s=cost.base_s,
         prefill_token_s=cost.prefill_token_s,
@@ -23,6 +25,10 @@ def cost_report(costs: StepCosts) -> StepCostReport | None:
         decode_error=costs.error("decode"),
         prefill_stretch=costs.stretch("prefill"),
         decode_stretch=costs.stretch("decode"),
+        prefill_spread=prefill.spread,
+        decode_spread=decode.spread,
+        prefill_run_spread=prefill.run_spread,
+        decode_run_spread=decode.run_spread,
     )
 
 
@@ -39,3 +45,12 @@ def reported_cost(role: Role, report: StepCostReport | None) -> StepCost | None:
         relative_error=report.prefill_error if role == "prefill" else report.decode_error,
     )
     return scaled(usual, report.prefill_stretch if role == "prefill" else report.decode_stretch)
+
+
+def reported_noise(role: Role, report: StepCostReport | None) -> StepNoise:
+    """Of the steps that its role is there for."""
+    if report is None:
+        return StepNoise()
+    if role == "prefill":
+        return StepNoise(spread=report.prefill_spread, run_spread=report.prefill_run_spread)
+    return StepNoise(spread=report.decode_spread, run_spread=report.decode_run_spread)

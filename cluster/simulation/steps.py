@@ -7,6 +7,7 @@ the same bit for bit. Whoever touches the worker says so before (`settle`, `inte
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from engine.step_cost import StepCost, StepWork
 
 _SAMPLED: Final = SampledToken(TOKEN)
 _NUM_FACTORS: Final = 1021  # then they repeat
+_NUM_CORRELATED: Final = 16_381  # whose mean takes longer to become 1
 
 
 @dataclass(slots=True, eq=False)
@@ -34,14 +36,19 @@ class _Run:
 
 class Noise:
     """How much longer, or shorter, than predicted each of a worker's steps takes: log-normal, mean 1, the same for the
-    same step of the same seed however steps are grouped."""
+    same step of the same seed however steps are grouped. Logarithms of successive ones correlate: a first-order
+    autoregression."""
 
-    def __init__(self, sigma: float, seed: int) -> None:
+    def __init__(self, sigma: float, seed: int, correlation: float = 0.0) -> None:
         rng = random.Random(seed)
-        self._factors = [rng.lognormvariate(-sigma * sigma / 2, sigma) for _ in range(_NUM_FACTORS)]
+        new, deviation = math.sqrt(1 - correlation * correlation), rng.normalvariate(0.0, 1.0)
+        self._factors: list[float] = []
+        for _ in range(_NUM_CORRELATED if correlation else _NUM_FACTORS):
+            self._factors.append(math.exp(sigma * deviation - sigma * sigma / 2))
+            deviation = correlation * deviation + new * rng.normalvariate(0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        return self._factors[step % _NUM_FACTORS]
+        return self._factors[step % len(self._factors)]
 
 
 class SimulatedSteps:

@@ -15,7 +15,8 @@ class WorkerShape:
     The exposed part of a hand-off, from the prompt's last step until decode may go on: `handoff_s`, and for each token
     of the prompt's last chunk `handoff_token_s` (the last layer's slab, which nothing is left to hide behind).
 
-    Steps take what `cost` says, or that times a log-normal factor of mean 1 and sigma `step_noise`.
+    Steps take what `cost` says, or that times a log-normal factor of mean 1 and sigma `step_noise`, whose
+    logarithm correlates with the next step's by `step_correlation`.
     """
 
     cost: StepCost
@@ -30,6 +31,7 @@ class WorkerShape:
     handoff_token_s: float = 0.0
     prefix_caching: bool = True
     step_noise: float = 0.0
+    step_correlation: float = 0.0
     fast_forward: bool = True
 
     def __post_init__(self) -> None:
@@ -37,6 +39,8 @@ class WorkerShape:
             raise ValueError(f"{self.kv_tokens} tokens of KV are less than one block of {self.block_size}")
         if self.step_noise < 0:
             raise ValueError(f"step_noise is {self.step_noise}; 0 means none, 0.1 that steps vary by a tenth")
+        if not 0 <= self.step_correlation < 1:
+            raise ValueError(f"step_correlation is {self.step_correlation}; it must be at least 0 and less than 1")
 
     def noise(self, seed: int) -> Noise | None:
-        return Noise(self.step_noise, seed) if self.step_noise else None
+        return Noise(self.step_noise, seed, self.step_correlation) if self.step_noise else None

@@ -81,7 +81,8 @@ class StepCostReport:
 
     The errors are medians of |measured / predicted - 1| over its latest steps of each kind; without any, its first
     guess's own. The stretches are what those steps took, all together, over what was predicted: more than 1 where some
-    take several times as long as usual.
+    take several times as long as usual. The spreads are those of `engine.step_noise.StepNoise`, 0 as long as
+    they are not known.
     """
 
     __pydantic_config__ = STRICT
@@ -94,6 +95,10 @@ class StepCostReport:
     decode_error: NonNegative = 0.0
     prefill_stretch: NonNegative = 1.0
     decode_stretch: NonNegative = 1.0
+    prefill_spread: NonNegative = 0.0
+    decode_spread: NonNegative = 0.0
+    prefill_run_spread: NonNegative = 0.0
+    decode_run_spread: NonNegative = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
