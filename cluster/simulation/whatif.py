@@ -118,16 +118,19 @@ def what_if(
     )
 
 
-def replay(cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> list[Record]:
-    """What the log's requests see of the cluster as it was, simulated; in order of arrival, from second 0."""
-    return _simulated(cluster, _trace(cluster, requests)).records
+def replay(cluster: LoggedCluster, requests: Sequence[LoggedRequest], seed: int = 0) -> list[Record]:
+    """What the log's requests see of the cluster as it was, simulated; in order of arrival, from second 0.
+
+    `seed`: of the noise in steps.
+    """
+    return _simulated(cluster, _trace(cluster, requests), seed).records
 
 
 def _play(cluster: LoggedCluster, trace: Sequence[TraceRequest]) -> ClassSummary:
     return _simulated(cluster, trace).summary.overall
 
 
-def _simulated(cluster: LoggedCluster, trace: Sequence[TraceRequest]) -> SimulationResult:
+def _simulated(cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int = 0) -> SimulationResult:
     prefill = cluster.prefill or cluster.decode  # without prefill workers, of no consequence
     config = SimulationConfig(
         num_prefill=cluster.num_prefill,
@@ -136,6 +139,7 @@ def _simulated(cluster: LoggedCluster, trace: Sequence[TraceRequest]) -> Simulat
         decode=_shape(cluster, cluster.decode),
         slo=cluster.slo,
         gateway_s=cluster.gateway_s,
+        seed=seed,
     )
     costs = KnownCosts(
         prefill=prefill.cost,
