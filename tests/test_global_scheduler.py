@@ -312,8 +312,11 @@ def test_a_cached_prefix_draws_a_request_while_the_queue_there_is_short() -> Non
 
 
 def test_what_a_request_has_waited_already_counts() -> None:
-    assert _placed(_measured("p1", "d1"), num_tokens=1000, **TARGETS).prefill == "p1"
-    answer = _measured("p1", "d1").place(_place("r", num_tokens=1000, **TARGETS, waited_s=1.9), 0.0)
+    patient, late = _measured("p1", "d1"), _measured("p1", "d1")
+    for scheduler in (patient, late):  # on an idle cluster nobody is turned away
+        _placed(scheduler, "other", num_tokens=10)
+    assert _placed(patient, num_tokens=1000, **TARGETS).prefill == "p1"
+    answer = late.place(_place("r", num_tokens=1000, **TARGETS, waited_s=1.9), 0.0)
     assert isinstance(answer, Unplaceable)
     assert answer.retry_after_s is not None
 

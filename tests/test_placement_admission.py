@@ -202,6 +202,22 @@ def test_clients_that_never_return_keep_nobody_out() -> None:
     assert promises.returning > 0.99
 
 
+@pytest.mark.parametrize("tpot_s", [0.001, 0.01, 0.0111, 0.0113, 0.0115, 0.012, 0.013, 0.015, 0.02])
+@pytest.mark.parametrize("ttft_s", [0.1, 1.0, 1.02, 1.05, 1.2, 2.0])
+def test_an_idle_cluster_turns_nobody_away(ttft_s: float, tpot_s: float) -> None:
+    """Nothing will be better later; and steps that were thought too slow are measured by being done."""
+    admission = _admission(ledger_of("p1", "d1"))
+    assert _ask(admission, ttft_s=ttft_s, tpot_s=tpot_s).outcome is Outcome.PLACED
+
+
+def test_tokens_that_come_too_slowly_alone_too_are_given_what_others_leave() -> None:
+    ledger = ledger_of("p1", "d1", "d2")
+    admission = _admission(ledger)
+    book(ledger, "first", decode="d1")
+    verdict = _ask(admission, tpot_s=0.001)
+    assert (verdict.outcome, verdict.decision.query.has_targets) == (Outcome.PLACED, False)
+
+
 def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_promised_nothing() -> None:
     ledger = ledger_of("p1", "p2", "d1", max_model_len=100_000)
     decoding(ledger, "close", tpot_s=0.013)

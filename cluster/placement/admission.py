@@ -143,7 +143,9 @@ class Admission:
         is_free = not query.has_targets and self._is_calm(now)
         policy = self._calm_policy if is_free else self._policy_for(query, now)
         decision, found = decide(self._ledger, policy, query, surveyed, now, share=share)
-        if decision.action is Action.DEFER and (is_free or query.attempt > 0):
+        # Where nothing runs, time improves nothing; and a wrong cost model would never be put right.
+        is_idle = not len(self._ledger)
+        if decision.action is Action.DEFER and (is_free or is_idle or query.attempt > 0):
             decision = anyway(decision)
         return decision, found
 
@@ -201,7 +203,8 @@ class Admission:
 def _is_hopeless(query: Query, surveyed: Survey) -> bool:
     """Late also where nothing else is to be done: it is lost for goodput, so it gets what others leave. What was begun
     already goes on as it was."""
-    return query.attempt == 0 and query.ttft_s < surveyed.shortest_s < NO_TARGET
+    is_late = query.ttft_s < surveyed.shortest_s or query.tpot_s < surveyed.shortest_tpot_s
+    return query.attempt == 0 and surveyed.shortest_s < NO_TARGET and is_late
 
 
 def _promise_key(query: Query) -> tuple[object, ...]:

@@ -28,13 +28,15 @@ _COARSE_FACTS = (
 @dataclass(frozen=True, slots=True)
 class Survey:
     """`rows`: of the prefill workers that could compute the prompt, then of the decode workers that could do the rest,
-    each by worker id. `prompt` goes with them. `shortest_s`: TTFT on the fastest, were no queue there; inf without any.
+    each by worker id. `prompt` goes with them. `shortest_s` and `shortest_tpot_s`: TTFT and TPOT on the fastest, were
+    nobody else there; inf without any.
     """
 
     rows: Rows
     num_prefills: int
     prompt: PromptForecast
     shortest_s: float
+    shortest_tpot_s: float
 
     @property
     def decodes(self) -> Rows:
@@ -49,7 +51,9 @@ def survey(
     tiers = (policy.host_token_s, policy.disk_token_s)
     prompt = forecast_prompt(table, rows, query.num_tokens, _reach_tokens(ledger, reach)[:, rows], tiers, now)
     shortest_s = float((prompt.load_s + prompt.prefill_s).min(initial=np.inf)) + ledger.overhead.seconds
-    return Survey(rows, len(prefills), prompt, shortest_s)
+    facts = table.rows[:, decodes]
+    alone_s = facts[Row.BASE_S] + facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * query.num_tokens
+    return Survey(rows, len(prefills), prompt, shortest_s, float(alone_s.min(initial=np.inf)))
 
 
 def eligible(table: WorkerTable, query: Query) -> tuple[Rows, Rows]:
