@@ -6,6 +6,7 @@ For a newcomer's first minute and for tests; on a cluster that exists already, u
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -19,10 +20,11 @@ from typing import Any
 import yaml
 
 from cluster.config import load_config
-from cluster.settings import LegatoConfig
+from cluster.settings import DecodeSettings, LegatoConfig, PrefillSettings
 from cluster.tuning import tune_environment
 
 START_TIMEOUT_S = 300.0
+MIN_CPUS = 4  # that Ray counts with, at least, however few there are: it keeps books of them, and binds nobody to them
 FIRST_QUESTION = "What is the capital of France?"
 
 
@@ -46,7 +48,9 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
     _fetch_model(config)
     print("Starting Ray ...", flush=True)
     try:
-        start_ray()
+        needed = needed_resources(config)
+        start_ray(num_cpus=max(MIN_CPUS, os.cpu_count() or 0, math.ceil(needed["CPU"])))
+        require_gpus(needed["GPU"], ray.cluster_resources())
         serve.start(http_options=http)
         print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
         run_application(document["applications"][0], config)
@@ -77,7 +81,7 @@ def start_ray(**options: Any) -> None:
 
     defaults = {
         "address": "local",
-        "num_cpus": max(4, os.cpu_count() or 4),
+        "num_cpus": max(MIN_CPUS, os.cpu_count() or 0),
         "object_store_memory": 200 * 2**20,
         "include_dashboard": False,
         "log_to_driver": False,
@@ -86,18 +90,43 @@ def start_ray(**options: Any) -> None:
     ray.init(**{**defaults, **options})
 
 
+def needed_resources(config: LegatoConfig) -> dict[str, float]:
+    """What Ray must have to set aside, "CPU" and "GPU", for everything that the configuration may start at once."""
+    pools: list[PrefillSettings | DecodeSettings] = [config.decode]
+    if not config.colocated:
+        pools.append(config.prefill)
+    sizes = [p.replicas if p.autoscaling is None else max(p.replicas, p.autoscaling.max_replicas) for p in pools]
+    gateways = config.gateway.replicas * config.gateway.num_cpus
+    workers = sum(size * pool.num_cpus for size, pool in zip(sizes, pools, strict=True))
+    return {
+        "CPU": gateways + config.scheduler.num_cpus + workers,
+        "GPU": sum(pool.replicas * pool.num_gpus for pool in pools),
+    }
+
+
+def require_gpus(needed: float, resources: dict[str, float]) -> None:
+    """Raises StartError: workers would wait for ever for GPUs that are not there."""
+    present = resources.get("GPU", 0.0)
+    if needed > present:
+        raise StartError(
+            f"The configuration's workers need {needed:g} GPUs and Ray finds {present:g} on this machine. "
+            "Lower `replicas` or `num_gpus`, or deploy to a Ray cluster that has them with `serve run`."
+        )
+
+
 def run_application(application: dict[str, Any], config: LegatoConfig) -> None:
     """Deploy and return at once; `wait_until_ready` tells when it serves."""
     from ray import serve
 
     from cluster.app import build_application
 
-    serve.run(
-        build_application(config),
+    target = serve.RunTarget(
+        target=build_application(config),
         name=application.get("name", "legato"),
         route_prefix=application.get("route_prefix", "/"),
-        blocking=False,
     )
+    # Serve's own waiting has no deadline and hears no Ctrl-C.
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
 def wait_until_ready(url: str, interrupted: threading.Event, timeout_s: float = START_TIMEOUT_S) -> None:
