@@ -144,8 +144,8 @@ class Admission:
         policy = self._calm_policy if is_free else self._policy_for(query, now)
         decision, found = decide(self._ledger, policy, query, surveyed, now, share=share)
         # Where nothing runs, time improves nothing; and a wrong cost model would never be put right.
-        is_idle = not len(self._ledger)
-        if decision.action is Action.DEFER and (is_free or is_idle or query.attempt > 0):
+        goes_anyway = is_free or query.attempt > 0 or self._ledger.table.is_idle()
+        if decision.action is Action.DEFER and goes_anyway:
             decision = anyway(decision)
         return decision, found
 

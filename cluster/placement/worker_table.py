@@ -95,6 +95,10 @@ class WorkerTable:
         """Of those, the prefill workers and the decode workers."""
         return self._pools
 
+    def is_idle(self) -> bool:
+        """Nothing is placed anywhere, and no worker reports what nobody placed."""
+        return not self.rows[Row.BOOKED, self._live].any() and not self.rows[Row.EXTRA_DECODES, self._live].any()
+
     def num_used(self, row: int) -> int:
         return self._used[row]
 
