@@ -13,10 +13,6 @@ GOODPUT: Final = (
     "goodput_20ms",
     "goodput_30ms",
     "goodput_30ms_azure",
-    "goodput_64",
-    "goodput_70b",
-    "goodput_slices",
-    "goodput_slices_azure",
     "goodput_split",
 )
 _SIZES = ("workers", "blocks")
