@@ -216,7 +216,9 @@ async def test_who_sizes_the_pools_is_refused_like_an_operator(
         orders = [(worker_id_of(prefill), ChangeRole(role="decode", drain_s=5.0))]
         orders += [(worker_id_of(decode), ChangeRole(role="prefill", drain_s=5.0))]
         monkeypatch.setattr(
-            cluster.scheduler, "_pools", SimpleNamespace(orders=lambda now: [orders.pop(0)] if orders else [])
+            cluster.scheduler,
+            "_pools",
+            SimpleNamespace(orders=lambda now: [orders.pop(0)] if orders else [], targets={}),
         )
         await eventually(lambda: decode.role == "prefill")
         await cluster.changed(decode)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics import Metrics
@@ -19,11 +19,12 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.block_pool import BlockPool
 from engine.prefix import block_hashes
-from kv_transfer.messages import BlockEvents
+from kv_transfer.messages import BlockEvents, TiersReport
 from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.waiting import eventually
+from tests.worker_reports import worker_info, worker_snapshot
 
 GROUPS, BLOCK_SIZE = 4, 16
 BLOCK_BYTES = BLOCK_SIZE * 256
@@ -204,10 +205,19 @@ async def test_sequences_that_rest_in_host_memory_are_told(llama: SmallModel) ->
         await metric.shows(0, "legato_worker_host_sequences")
         await metric.shows(scheduler.num_host_landings, "legato_worker_host_landings_total")
         assert metric("legato_worker_host_landings_total") > 0
-        assert metric("legato_worker_restores_total") == scheduler.num_restores > 0
+        assert metric("legato_worker_restores_total") == scheduler.num_restores  # whether any depends on who ends when
         assert metric("legato_worker_offloads_total") == scheduler.num_offloads
         assert metric("legato_worker_preemptions_total") == scheduler.num_preemptions
         await cluster.idle()
+
+
+def test_what_moved_between_device_and_host_is_told_as_counted() -> None:
+    tiers = TiersReport(num_offloads=3, num_restores=5, num_preemptions=7)
+    registry = CollectorRegistry()
+    registry.register(WorkerMetrics(lambda: [(worker_info("d1"), worker_snapshot("d1", tiers=tiers))]))
+    labels = {"worker": "d1", "role": "decode"}
+    names = ("offloads", "restores", "preemptions")
+    assert [registry.get_sample_value(f"legato_worker_{name}_total", labels) for name in names] == [3, 5, 7]
 
 
 async def test_what_steps_cost_is_told_with_its_error(llama: SmallModel) -> None:
