@@ -79,7 +79,7 @@ class PoolWatch:
             return
         is_back = self._is_back(query, now)
         if verdict.outcome is Outcome.REJECTED and verdict.retry_after_s is not None and query.prefix_hashes:
-            self._turned_away.setdefault(_client(query), now + verdict.retry_after_s)
+            self._turned_away.setdefault(query.question, now + verdict.retry_after_s)
         if not is_back:
             self._count(query, verdict, now)
 
@@ -125,7 +125,7 @@ class PoolWatch:
         """Others may ask the same; hence nobody is before its time, and nobody twice."""
         while self._turned_away and now - next(iter(self._turned_away.values())) > _RETURN_S:
             self._turned_away.popitem(last=False)
-        client = _client(query)
+        client = query.question
         if now < self._turned_away.get(client, math.inf) - _EARLY_S:
             return False
         del self._turned_away[client]
@@ -164,8 +164,3 @@ def _held(ledger: Ledger) -> float:
     decoding = (slots[Slot.OUTPUT] > 0.0) & (slots[Slot.JOINED_STEP] < np.inf)
     unknown = facts[Row.EXTRA_CONTEXT] / facts[Row.KV_TOKENS].clip(min=1.0)
     return float((shares * decoding).sum() + unknown.sum())
-
-
-def _client(query: Query) -> Hashable:
-    """The same for the same question asked again, under whatever id."""
-    return (query.tenant, query.slo_class, query.num_tokens, query.max_new_tokens, query.prefix_hashes[-1:])

@@ -133,7 +133,7 @@ class Admission:
     def _share(self, query: Query, now: float) -> float:
         if self._shares.is_ahead(query.tenant, now):
             return self._rules.contested_share
-        if self._promises.is_due(now) and not self._promises.redeem(_promise_key(query), now):
+        if self._promises.is_due(now) and not self._promises.redeem(query.question, now):
             return 1.0 - self._promises.returning * (1.0 - self._rules.contested_share)
         return 1.0
 
@@ -150,7 +150,7 @@ class Admission:
         return decision, found
 
     def _policy_for(self, query: Query, now: float) -> DecisionPolicy:
-        return self._promised_policy if self._promises.redeem(_promise_key(query), now) else self._policy
+        return self._promised_policy if self._promises.redeem(query.question, now) else self._policy
 
     def _is_calm(self, now: float) -> bool:
         """Whether there is nobody to keep room for."""
@@ -159,7 +159,7 @@ class Admission:
     def _place(self, decision: Decision, now: float) -> None:
         query = decision.query
         book(self._ledger, decision)
-        self._promises.kept(_promise_key(query))
+        self._promises.kept(query.question)
         self._promises.placed(now)
         expected = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         self._shares.serve(query.tenant, decision.uncached_tokens, expected)
@@ -185,7 +185,7 @@ class Admission:
             return Verdict(outcome=Outcome.PLACED, decision=decision)
         retry_at = now + welcome_s(self._ledger, self._policy, query, found, now, share)
         if query.has_targets:
-            retry_at = self._promises.make(_promise_key(query), retry_at, now)
+            retry_at = self._promises.make(query.question, retry_at, now)
         return Verdict(
             outcome=Outcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)
         )
@@ -205,9 +205,3 @@ def _is_hopeless(query: Query, surveyed: Survey) -> bool:
     already goes on as it was."""
     is_late = query.ttft_s < surveyed.shortest_s or query.tpot_s < surveyed.shortest_tpot_s
     return query.attempt == 0 and surveyed.shortest_s < NO_TARGET and is_late
-
-
-def _promise_key(query: Query) -> tuple[object, ...]:
-    """The same for the same question asked again, under whatever id."""
-    last = query.prefix_hashes[-1:]
-    return (query.tenant, query.slo_class, query.num_tokens, query.max_new_tokens, last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 NO_TARGET = float("inf")
@@ -32,3 +32,8 @@ class Query:
     @property
     def has_targets(self) -> bool:
         return self.ttft_s < NO_TARGET or self.tpot_s < NO_TARGET
+
+    @property
+    def question(self) -> Hashable:
+        """The same for the same question asked again, under whatever id."""
+        return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, self.prefix_hashes[-1:])
