@@ -23,10 +23,9 @@ from kv_transfer.messages import (
     Place,
     Placement,
     Queued,
-    StepCostReport,
     Unplaceable,
 )
-from tests.worker_reports import worker_info, worker_snapshot
+from tests.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 _info = partial(worker_info, max_model_len=1000, num_blocks=100)
 _snapshot = partial(worker_snapshot, blocks_available=100)
@@ -250,16 +249,6 @@ def test_a_request_that_is_placed_again_weighs_once() -> None:
 
 # --- what it is told decides ---
 
-# A prompt of 1000 tokens takes 1.01 s, a decode step 10 ms and 1 ms more for each sequence.
-REPORT = StepCostReport(
-    base_s=0.01,
-    prefill_token_s=0.001,
-    prefill_pair_s=0.0,
-    decode_s=0.001,
-    context_token_s=0.0,
-    prefill_error=0.1,
-    decode_error=0.1,
-)
 TARGETS: dict[str, Any] = {"slo_class": "interactive", "ttft_s": 2.0, "tpot_s": 0.05}
 
 
@@ -319,9 +308,6 @@ def test_what_a_request_has_waited_already_counts() -> None:
     answer = late.place(_place("r", num_tokens=1000, **TARGETS, waited_s=1.9), 0.0)
     assert isinstance(answer, Unplaceable)
     assert answer.retry_after_s is not None
-
-
-CLOSE: dict[str, Any] = {"num_tokens": 100, "max_new_tokens": 100, "ttft_s": 10.0, "tpot_s": 0.017}
 
 
 def _crowded(num_more: int = 0, **changes: Any) -> tuple[GlobalScheduler, Queued]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,24 +24,11 @@ from kv_transfer.messages import (
     Queued,
     RequestSpec,
     StandingRequest,
-    StepCostReport,
     TokenEvent,
     Unplaceable,
 )
 from tests.placement_world import COST, ledger_of, query_of
-from tests.worker_reports import worker_info, worker_snapshot
-
-# Five of them just keep their pace on a worker of these costs.
-CLOSE: dict[str, Any] = {"num_tokens": 100, "max_new_tokens": 100, "ttft_s": 10.0, "tpot_s": 0.017}
-REPORT = StepCostReport(
-    base_s=0.01,
-    prefill_token_s=0.001,
-    prefill_pair_s=0.0,
-    decode_s=0.001,
-    context_token_s=0.0,
-    prefill_error=0.1,
-    decode_error=0.1,
-)
+from tests.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 
 def _standing(request_id: str, num_emitted: int = 0, *, prefill: str | None = "p1") -> StandingQuery:

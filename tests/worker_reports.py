@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from kv_transfer.messages import Endpoint, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import Endpoint, StepCostReport, WorkerInfo, WorkerSnapshot
 
 NOWHERE = Endpoint(host="127.0.0.1", port=1, node_id="node")
+# A prompt of 1000 tokens takes 1.01 s, a decode step 10 ms and 1 ms more for each sequence.
+REPORT = StepCostReport(
+    base_s=0.01,
+    prefill_token_s=0.001,
+    prefill_pair_s=0.0,
+    decode_s=0.001,
+    context_token_s=0.0,
+    prefill_error=0.1,
+    decode_error=0.1,
+)
+# Of requests like this, five just keep their pace on a worker of these costs.
+CLOSE: dict[str, Any] = {"num_tokens": 100, "max_new_tokens": 100, "ttft_s": 10.0, "tpot_s": 0.017}
 
 
 def worker_info(worker_id: str, **changes: object) -> WorkerInfo:
