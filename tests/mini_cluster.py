@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
@@ -33,6 +34,7 @@ from kv_transfer.transports.base import Identity
 from kv_transfer.worker_parts import WorkerParts
 from kv_transfer.worker_port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+from tests.small_models import SmallModel
 from tests.waiting import HANGS_S, eventually
 
 
@@ -231,6 +233,14 @@ async def mini_cluster(config: MiniClusterConfig) -> AsyncIterator[MiniCluster]:
         yield cluster
     finally:
         await cluster.stop()
+
+
+@contextlib.asynccontextmanager
+async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniCluster]:
+    """A cluster that must hold nothing when the test is over."""
+    async with mini_cluster(MiniClusterConfig(model_ref=str(model.folder), **config)) as cluster:
+        yield cluster
+        await cluster.idle()
 
 
 class Brake:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from engine.sequence import StepOutput, StepPlan
 from kv_transfer.messages import TokenEvent
 from kv_transfer.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.mini_cluster import Brake, MiniCluster, MiniClusterConfig, brake, mini_cluster
+from tests.mini_cluster import Brake, MiniCluster, brake, cluster_of
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.waiting import HANGS_S, eventually
 
@@ -31,14 +31,6 @@ LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 129, 200)
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel("llama", tmp_path_factory.mktemp("llama"))
-
-
-@asynccontextmanager
-async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniCluster]:
-    """A cluster that must hold nothing when the test is over."""
-    async with mini_cluster(MiniClusterConfig(model_ref=str(model.folder), **config)) as cluster:
-        yield cluster
-        await cluster.idle()
 
 
 def tokens_of(events: list[TokenEvent]) -> list[int]:

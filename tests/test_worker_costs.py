@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -18,7 +16,7 @@ from engine.sequence import StepPlan
 from engine.step_loop import StepLoop
 from kv_transfer.messages import WorkerInfo, WorkerSnapshot
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
-from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
+from tests.mini_cluster import MiniCluster, brake, cluster_of
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.waiting import eventually
 
@@ -28,13 +26,6 @@ PROMPT = random_prompts([150], seed=7)[0]
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel("llama", tmp_path_factory.mktemp("llama"))
-
-
-@asynccontextmanager
-async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniCluster]:
-    async with mini_cluster(MiniClusterConfig(model_ref=str(model.folder), **config)) as cluster:
-        yield cluster
-        await cluster.idle()
 
 
 def told(cluster: MiniCluster, worker: PrefillWorker | DecodeWorker) -> tuple[WorkerInfo, WorkerSnapshot]:
