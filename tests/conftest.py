@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import tests.interpreted  # noqa: F401 - before the module of any test imports a kernel
 from engine.model_store import resolve_model
 
 # What fails depends on the code alone: the same examples in every run, and no limit on the time that one takes.

@@ -1,0 +1,27 @@
+"""Where Triton kernels run in a test: on the GPU, or, without one, in Triton's interpreter on tensors of the CPU.
+
+Triton asks for TRITON_INTERPRET when a kernel is decorated, so this must be imported before any module with kernels in
+it: `conftest.py` does that for every test. A process that is to compile kernels must be started without the variable
+(`uninterpreted_environment`).
+
+The interpreter gets bfloat16 wrong without saying so (it keeps the bits in uint16): use `DTYPES`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if torch.cuda.is_available() else (torch.float32, torch.float16)
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def uninterpreted_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
