@@ -78,8 +78,10 @@ class GlobalScheduler:
     # --- what workers report ---
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
-        """A worker's new life: what was known of an earlier one is void."""
+        """A worker is there, in a new life or (by an equal `info`) again. What it was known to hold is void, and so is
+        what was placed on an earlier life; what was placed on this one is its own still."""
         self.block_index.forget(info.worker_id)
+        self._standing.losing(info.worker_id, now)
         self.ledger.register(
             info,
             snapshot,
@@ -115,8 +117,9 @@ class GlobalScheduler:
         return self.block_index.on_snapshot(message, now)
 
     def lost(self, worker_id: str, now: float) -> bool:
-        """The worker is gone. False if it was not known."""
+        """The worker is out of sight. False if it was not known."""
         self.block_index.forget(worker_id)
+        self._standing.losing(worker_id, now)
         known = self.ledger.lost(worker_id, now)
         self._note_prefills()
         return known

@@ -105,6 +105,22 @@ async def test_the_end_of_an_old_connection_does_not_take_the_worker_away() -> N
         await eventually(lambda: not server._scheduler.replicas().workers)
 
 
+async def test_what_runs_on_a_worker_counts_again_when_its_connection_is_back() -> None:
+    async with _server() as server, _client(server) as client:
+        for number in (1, 2):
+            worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+            await worker.send(Register(info=_info("d1"), snapshot=_snapshot("d1", number)))
+            await eventually(lambda: len(server._scheduler.replicas().workers) == 1)
+            if number == 1:
+                await client.place(_place("r"))
+            assert server._scheduler.num_booked == 1
+            worker.close("its network is gone")
+            await eventually(lambda: not server._scheduler.replicas().workers)
+            assert server._scheduler.num_booked == 0
+        client.ended("r")
+        await eventually(lambda: not server._scheduler._standing)
+
+
 async def test_a_worker_cannot_speak_for_another() -> None:
     async with _server() as server:
         worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)

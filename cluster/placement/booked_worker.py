@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import takewhile
 
 from cluster.placement.booking import Booking, seconds_of
 from engine.step_cost import StepCost
@@ -25,6 +26,17 @@ class BookedWorker:
     def num_unknown(self) -> int:
         """Sequences that it reports beyond those booked on it."""
         return max(0, self.snapshot.num_running + self.snapshot.num_waiting - len(self.decoding))
+
+    @property
+    def used_tokens(self) -> int:
+        """That its blocks hold or are kept for."""
+        used = self.info.num_blocks - min(self.snapshot.blocks_available, self.info.num_blocks)
+        return used // self.info.layer_groups * self.info.block_size
+
+    def queued_tokens(self, before: str) -> float:
+        """Prompt tokens ahead of that request: as booked, or as reported where that is more."""
+        ahead = takewhile(lambda booking: booking.query.request_id != before, self.queue.values())
+        return max(sum(booking.uncached_tokens for booking in ahead), self.snapshot.queued_prefill_tokens)
 
     def correct_queue(self, cost: StepCost, chunk_tokens: float, now: float) -> None:
         """The worker says how much is left: what is missing of the bookings is done, what is too much is unknown.

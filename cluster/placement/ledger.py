@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import takewhile
 
 from cluster.placement.assumed_cost import assumed_cost
 from cluster.placement.booked_worker import BookedWorker
@@ -72,14 +71,18 @@ class Ledger:
 
     def lost(self, worker_id: str, now: float) -> bool:
         """The worker is gone, and with it all that was booked there. False if it was not known."""
-        worker = self._workers.get(worker_id)
-        if worker is None:
+        if worker_id not in self._workers:
             return False
-        for booking in [*worker.queue.values(), *worker.decoding]:
+        for booking in self.booked_on(worker_id):
             self.ended(booking.query.request_id, now)
         del self._workers[worker_id]
         self.table.remove(worker_id)
         return True
+
+    def booked_on(self, worker_id: str) -> list[Booking]:
+        """Those that it computes, in their order, and those that decode there or will; some of them twice."""
+        worker = self._workers.get(worker_id)
+        return [] if worker is None else [*worker.queue.values(), *worker.decoding]
 
     def silent(self, now: float, stale_after_s: float) -> list[str]:
         """The workers that were not heard of for so long."""
@@ -93,9 +96,7 @@ class Ledger:
 
     def queued_tokens(self, worker_id: str, *, before: str) -> float:
         """Prompt tokens to be computed there before that request's: as booked, or as reported where that is more."""
-        worker = self._workers[worker_id]
-        ahead = takewhile(lambda booking: booking.query.request_id != before, worker.queue.values())
-        return max(sum(booking.uncached_tokens for booking in ahead), worker.snapshot.queued_prefill_tokens)
+        return self._workers[worker_id].queued_tokens(before)
 
     # --- requests ---
 
@@ -271,12 +272,10 @@ class Ledger:
         """Sequences that the worker has beyond those booked on it were placed before this scheduler's time."""
         if worker.info.role != "decode":
             return
-        snapshot, rows, extra = worker.snapshot, self.table.rows, worker.num_unknown
-        if context_tokens is None:
-            used = worker.info.num_blocks - min(snapshot.blocks_available, worker.info.num_blocks)
-            context_tokens = used // worker.info.layer_groups * worker.info.block_size
+        rows, extra = self.table.rows, worker.num_unknown
+        context = worker.used_tokens if context_tokens is None else context_tokens
         rows[Row.EXTRA_DECODES, row] = extra
-        rows[Row.EXTRA_CONTEXT, row] = max(0.0, context_tokens - rows[Row.BOOKED_CONTEXT, row]) if extra else 0.0
+        rows[Row.EXTRA_CONTEXT, row] = max(0.0, context - rows[Row.BOOKED_CONTEXT, row]) if extra else 0.0
 
     def _leave_queue(self, computing: BookedWorker, request_id: str, now: float, *, computed: bool) -> None:
         was_first = next(iter(computing.queue)) == request_id
