@@ -7,7 +7,7 @@ Shape legend: T packed tokens, G layer groups, R output rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -63,15 +63,31 @@ def build_batch(
     positions = np.arange(counts.sum()) + np.repeat(starts - first_rows, counts)
     segments = tuple(map(_segment, items, first_rows.tolist(), map(tables.get, order)))
     rows, sampling_items, spans = _outputs(items, order, first_rows.tolist())
+    token_ids, positions_on_device, slot_mapping, output_rows = _to_device(
+        (_token_ids(items, len(positions)), positions, _slot_mapping(segments, positions, kv_cache), rows), device
+    )
     return Batch(
-        token_ids=torch.from_numpy(_token_ids(items, len(positions))).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(_slot_mapping(segments, positions, kv_cache)).to(device),
+        token_ids=token_ids,
+        positions=positions_on_device,
+        slot_mapping=slot_mapping,
         segments=segments,
-        output_rows=torch.from_numpy(rows).to(device),
+        output_rows=output_rows,
         sampling_items=sampling_items,
         prompt_spans=spans,
     )
+
+
+def _to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """The arrays as parts of one tensor, which goes up in one copy.
+
+    From pinned memory the copy does not wait for what the device still computes. torch's allocator gives that memory to
+    nobody else before the copy is done.
+    """
+    sizes = [array.size for array in arrays]
+    buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy())
+    parts = buffer.to(device, non_blocking=True).split(sizes)
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _packing_key(item: ScheduledSequence) -> tuple[bool, int]:
