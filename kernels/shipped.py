@@ -25,12 +25,16 @@ class Shipped:
     constants: Mapping[str, Any]  # the values of the "constexpr" ones
     num_warps: int
     num_stages: int
+    aligned: frozenset[str] = frozenset()  # integers that are multiples of 16 in every launch that matters
+    architectures: tuple[int, ...] = (80, 90, 100)  # compute capabilities, times ten
 
     def __post_init__(self) -> None:
         declared = {name for name, kind in self.signature.items() if kind == "constexpr"}
         if declared != set(self.constants):
             odd = sorted(declared ^ set(self.constants))
             raise ValueError(f"{self.name}: {', '.join(odd)} must be constexpr in the signature and have a value")
+        if unknown := self.aligned - set(self.signature):
+            raise ValueError(f"{self.name}: {', '.join(sorted(unknown))} is no parameter, but said to be aligned")
 
     def launch(self, grid: tuple[int, ...], **arguments: Any) -> None:
         """Run on `grid` with the `arguments` that are no constants."""
