@@ -87,13 +87,14 @@ def forecast_prompt(
 @dataclass(frozen=True, slots=True)
 class _Neighbours:
     """`[candidates, slots]`, as they will be when the newcomer joins. `offset`, `shared`: the newcomer's steps before
-    they are there, and those that they share with it; `emitted`, `left`: tokens by now, and still to come; `grown`: at
-    most so many come before the newcomer joins; `leaves_at`: the newcomer's step, at the latest.
+    they are there, and those that they share with it; `emitted`, `left`: tokens by now, and still to come; `held`: with
+    the prompt's; `grown`: at most so many come before the newcomer joins; `leaves_at`: the newcomer's step, at the
+    latest.
 
     What takes memory or attention is told at the pace of an empty step, who is still there at the true one:
     so one more neighbour never makes the prediction better."""
 
-    tokens: Floats
+    held: Floats
     emitted: Floats
     left: Floats
     grown: Floats
@@ -114,7 +115,7 @@ def forecast_decode(
     slots = table.slots[:, rows, :used]
     near = _neighbours(facts, slots, table.residuals, num_output, lead_s, now)
     share = near.shared / num_output
-    context = share * (near.tokens + near.emitted + near.grown + near.shared / 2)
+    context = share * (near.held + near.grown + near.shared / 2)
     decodes = share.sum(axis=1) + facts[Row.EXTRA_DECODES]
     before_s = facts[Row.STRETCH] * (
         facts[Row.BASE_S]
@@ -133,12 +134,11 @@ def forecast_decode(
     )
 
 
-def log_probability(predicted_s: Floats, target_s: Floats | float, relative_error: Floats) -> Floats:
+def log_probability(predicted_s: Floats, target_s: float, relative_error: Floats) -> Floats:
     """Of meeting the target, with an error of the prediction around the target. 0 without a target (inf)."""
-    error = _LOGISTIC / np.maximum(relative_error, MIN_RELATIVE_ERROR)
-    if isinstance(target_s, float):
-        return -np.logaddexp(0.0, error * (predicted_s / target_s - 1.0)) if target_s < np.inf else 0.0 * error
-    return -np.logaddexp(0.0, error * np.where(target_s < np.inf, predicted_s / target_s - 1.0, -np.inf))
+    if target_s == np.inf:
+        return np.zeros_like(predicted_s)
+    return -np.logaddexp(0.0, _doubt(relative_error) * (predicted_s / target_s - 1.0))
 
 
 def fit_probability(kv_share: Floats) -> Floats:
@@ -146,31 +146,36 @@ def fit_probability(kv_share: Floats) -> Floats:
     return np.exp(-np.logaddexp(0.0, (kv_share - 1.0) / _KV_SPREAD))
 
 
+def _doubt(relative_error: Floats) -> Floats:
+    """How steeply the probability of being in time falls around the target."""
+    return _LOGISTIC / np.maximum(relative_error, MIN_RELATIVE_ERROR)
+
+
 def _neighbours(
     facts: Floats, slots: Floats, residuals: Floats, num_output: float, lead_s: Floats, now: float
 ) -> _Neighbours:
+    """Of an empty slot all facts are 0, of who has not begun JOINED_STEP is infinite, of who has, FIRST_AT is over:
+    what follows from that needs no cases."""
     step_s = np.maximum(facts[Row.STEP_S], 1e-9)[:, None]
+    fastest_s = np.maximum(facts[Row.BASE_S], 1e-9)[:, None]
     steps = facts[Row.STEPS][:, None] + np.maximum(now - facts[Row.AS_OF], 0.0)[:, None] / step_s
-    joined = slots[Slot.JOINED_STEP] < np.inf
-    output, live = slots[Slot.OUTPUT], slots[Slot.OUTPUT] > 0.0
-    emitted = np.where(joined & live, np.maximum(steps - np.where(joined, slots[Slot.JOINED_STEP], 0.0), 0.0), 0.0)
-    emitted = np.minimum(emitted, slots[Slot.MAX_OUTPUT])
+    output, most = slots[Slot.OUTPUT], slots[Slot.MAX_OUTPUT]
+    emitted = np.minimum(np.maximum(steps - slots[Slot.JOINED_STEP], 0.0), most)
     age = emitted / np.maximum(output, 1.0) / RESIDUAL_STEP
-    to_come = output * residuals[np.minimum(age, len(residuals) - 1.0).astype(np.intp)]
-    left = np.where(live, np.minimum(to_come, np.maximum(slots[Slot.MAX_OUTPUT] - emitted, 0.0)), 0.0)
-    waits = np.where(joined, 0.0, np.maximum(slots[Slot.FIRST_AT] - now, 0.0))
-    until_join_s, until_lead_s = np.maximum(lead_s[:, None] - waits, 0.0), np.maximum(waits - lead_s[:, None], 0.0)
-    ahead, offset = np.minimum(until_join_s / step_s, left), until_lead_s / step_s
-    fastest_s = facts[Row.BASE_S][:, None].clip(min=1e-9)
+    left = np.minimum(output * residuals[np.minimum(age, len(residuals) - 1.0).astype(np.intp)], most - emitted)
+    early_s = lead_s[:, None] - np.maximum(slots[Slot.FIRST_AT] - now, 0.0)
+    until_join_s = np.maximum(early_s, 0.0)
+    until_lead_s = until_join_s - early_s
+    stays, offset = left - np.minimum(until_join_s / step_s, left), until_lead_s / step_s
     return _Neighbours(
-        tokens=slots[Slot.TOKENS],
+        held=slots[Slot.TOKENS] + emitted,
         emitted=emitted,
         left=left,
         grown=np.minimum(until_join_s / fastest_s, left),
         offset=offset,
-        shared=np.clip(np.minimum(left - ahead, num_output - offset), 0.0, None),
-        leaves_at=left - ahead + until_lead_s / fastest_s,
-        live=live,
+        shared=np.maximum(np.minimum(stays, num_output - offset), 0.0),
+        leaves_at=stays + until_lead_s / fastest_s,
+        live=output > 0.0,
     )
 
 
@@ -180,13 +185,16 @@ def _harm(
     """The loss in log-probability, not in probability: it does not vanish where everyone is late already, so that a
     worker in trouble never looks like the place for more; each weighed by how good its chance was once."""
     step_s = np.maximum(facts[Row.STEP_S], before_s)[:, None]
-    spent_s = np.where(near.emitted > 0.0, np.maximum(now - slots[Slot.FIRST_AT], 0.0), 0.0)
+    spent_s = np.where(near.emitted > 0.0, now - slots[Slot.FIRST_AT], 0.0)
     total = np.maximum(near.emitted + near.left, 1.0)
     tpot_s = (spent_s + near.left * step_s) / total
-    delay_s = near.shared * own_s[:, None] + added_s[:, None] * (near.offset == 0.0) * (near.left > 0.0)
+    delay_s = near.shared * own_s[:, None] + added_s[:, None] * ((near.offset == 0.0) & (near.left > 0.0))
     target_s = np.where(near.live, slots[Slot.TPOT_TARGET_S], np.inf)
-    error = facts[Row.RELATIVE_ERROR][:, None]
-    lost = log_probability(tpot_s, target_s, error) - log_probability(tpot_s + delay_s / total, target_s, error)
+    doubt = _doubt(facts[Row.RELATIVE_ERROR])[:, None]
+    # Without a target both sides are the same.
+    lost = np.logaddexp(0.0, doubt * ((tpot_s + delay_s / total) / target_s - 1.0)) - np.logaddexp(
+        0.0, doubt * (tpot_s / target_s - 1.0)
+    )
     harm: Floats = (lost * slots[Slot.WEIGHT]).sum(axis=1)
     return harm
 
@@ -194,11 +202,11 @@ def _harm(
 def _kv_share(facts: Floats, near: _Neighbours, num_tokens: int, num_output: float) -> Floats:
     """At the worst of three moments of the newcomer's life. Memory is theirs from their placement on, in whole blocks:
     half of one more than their tokens need."""
-    peak, half = np.zeros(len(facts[0])), facts[Row.BLOCK_SIZE] / 2
-    for step in (0.0, num_output / 2, num_output):
-        grown = np.minimum(near.grown + np.maximum(step - near.offset, 0.0), near.left)
-        held = np.where(near.live & (near.leaves_at >= step), near.tokens + near.emitted + grown + half[:, None], 0.0)
-        peak = np.maximum(peak, held.sum(axis=1) + num_tokens + step + half)
+    half, steps = facts[Row.BLOCK_SIZE] / 2, np.array([[0.0], [num_output / 2], [num_output]])
+    at = steps[:, :, None]
+    grown = np.minimum(near.grown + np.maximum(at - near.offset, 0.0), near.left)
+    held = np.where(near.live & (near.leaves_at >= at), near.held + grown + half[:, None], 0.0)
+    peak = (held.sum(axis=2) + num_tokens + steps + half).max(axis=0)
     share: Floats = (peak + facts[Row.EXTRA_CONTEXT]) / np.maximum(facts[Row.KV_TOKENS], 1.0)
     return share
 
@@ -206,12 +214,12 @@ def _kv_share(facts: Floats, near: _Neighbours, num_tokens: int, num_output: flo
 def _room_s(facts: Floats, near: _Neighbours, num_tokens: int) -> Floats:
     """Until enough of those who decode have left, for its tokens and for itself; inf where not even an empty worker has
     the room. Whole blocks, and for each one more, which a worker keeps for its growth."""
-    block = np.maximum(facts[Row.BLOCK_SIZE], 1.0)[:, None]
-    held = np.where(near.live, (np.ceil((near.tokens + near.emitted) / block) + 1.0) * block, 0.0)
-    needed = np.ceil(num_tokens / block[:, 0]) * block[:, 0]
+    block = np.maximum(facts[Row.BLOCK_SIZE], 1.0)
+    held = np.where(near.live, (np.ceil(near.held / block[:, None]) + 1.0) * block[:, None], 0.0)
+    needed = np.ceil(num_tokens / block) * block
     lacking = held.sum(axis=1) + facts[Row.EXTRA_CONTEXT] + needed - facts[Row.KV_TOKENS]
-    too_many = near.live.sum(axis=1) + facts[Row.EXTRA_DECODES] + 1.0 - facts[Row.MAX_SEQUENCES]
-    if not (lacking > 0.0).any() and not (too_many > 0.0).any():
+    too_many = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES] + 1.0 - facts[Row.MAX_SEQUENCES]
+    if max(lacking.max(), too_many.max()) <= 0.0:
         return np.zeros_like(lacking)
     ends = np.where(near.live, near.left, np.inf)
     order = ends.argsort(axis=1, kind="stable")
