@@ -86,7 +86,7 @@ def _to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) ->
     sizes = [array.size for array in arrays]
     buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
     np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy())
-    parts = buffer.to(device, non_blocking=True).split(sizes)
+    parts = torch.split(buffer.to(device, non_blocking=True), sizes)
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
