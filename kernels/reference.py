@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.host_digest import GAMMA, MIX_1, MIX_2, ROW_WORDS, SHIFT
 from kernels.interface import Activation, CacheGeometry, Segment
 
 
@@ -112,3 +113,23 @@ def plan_attention(
 ) -> ReferenceAttention:
     del dtype  # all is computed in float32
     return ReferenceAttention(tuple(segments), geometry, window)
+
+
+def row_sum_digest(content: bytes) -> int:
+    """The digest that `kernels.host_digest` defines, word by word."""
+    padded = content + bytes(-len(content) % 8)
+    total = _mixed(len(content))
+    for row, first in enumerate(range(0, len(padded), 8 * ROW_WORDS)):
+        row_sum = 0
+        for column, at in enumerate(range(first, min(first + 8 * ROW_WORDS, len(padded)), 8)):
+            word = int.from_bytes(padded[at : at + 8], "little")
+            row_sum += (_mixed((column + 1) * GAMMA) | 1) * (word ^ word >> SHIFT)
+        total += _mixed(row_sum + (row + 1) * GAMMA)
+    return total % 2**64
+
+
+def _mixed(word: int) -> int:
+    word %= 2**64
+    word = (word ^ word >> 30) * MIX_1 % 2**64
+    word = (word ^ word >> 27) * MIX_2 % 2**64
+    return word ^ word >> 31
