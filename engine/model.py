@@ -18,6 +18,7 @@ from torch.nn import functional
 from engine.batch import Batch
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig
+from engine.parallel.shards import Shard
 from engine.rope import RopeConfig, RotaryEmbedding
 from engine.weights import Weights
 from kernels.interface import Kernels, Linear, PagedAttention
@@ -64,18 +65,52 @@ class LayerHooks(Protocol):
         ...
 
 
-class Model:
-    """Built from `weights`, which it empties: packed tensors replace them one by one."""
+class Ranks(Protocol):
+    """The ranks of a tensor-parallel group, each of which computes its part of every layer: see `RankGroup`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
-        self.config = config
+    @property
+    def shard(self) -> Shard: ...
+
+    def sum(self, partial_TE: Tensor) -> Tensor:
+        """Over the ranks."""
+        ...
+
+    def join(self, part_RV: Tensor, vocab_size: int) -> Tensor:
+        """All ranks' parts of the vocabulary side by side, `[R, vocab_size]`."""
+        ...
+
+
+class _Summed:
+    """A projection of which each rank has some of the inputs."""
+
+    def __init__(self, partial: Linear, ranks: Ranks) -> None:
+        self._partial = partial
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ranks.sum(self._partial(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + self(x)
+
+
+class Model:
+    """Built from `weights`, which it empties: packed tensors replace them one by one.
+
+    With `ranks` it is one rank's part of the model: `weights` are what its shard has of them, and every rank must make
+    the same calls.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, ranks: Ranks | None = None) -> None:
+        self.config = config if ranks is None else ranks.shard.config(config)
+        config = self.config
         self._kernels = kernels
+        self._ranks = ranks
         self._embedding = weights.pop("model.embed_tokens.weight")
         self.dtype = self._embedding.dtype
         self.device = self._embedding.device
         self._final_norm = self._norm(weights, "model.norm")
-        head = self._embedding if config.tied_embeddings else weights.pop("lm_head.weight")
-        self._head = kernels.pack_linear(head, None)
+        self._head = kernels.pack_linear(self._head_weight(weights), None)
         self._layers = [self._layer(weights, f"model.layers.{index}.") for index in range(config.num_layers)]
         assert not weights, f"no layer took {sorted(weights)[:5]}"
         ropes = {layer.rope for layer in config.layers}
@@ -92,12 +127,12 @@ class Model:
         if self._embedding_scale is not None:
             x *= self._embedding_scale
         last = self.config.num_layers - 1
+        normed = self._rms_norm(x, self._layers[0].attention_norm)
         for index, layer in enumerate(self._layers):
-            q, k, v = self._project(x, layer, step, index)
+            qk, v = self._project(normed, layer)
             if hooks is not None:
                 hooks.before_store(index)
-            group = index // kv_cache.layout.layers_per_group
-            kv_cache.store(index, batch.slot_mapping[group], k, v)
+            q, k = self._rotate_and_store(qk, v, step, index)
             if hooks is not None:
                 hooks.stored(index)
             if index == last and not len(batch.output_rows):
@@ -107,12 +142,16 @@ class Model:
                 hooks.attended(index)
             if index == last:  # nothing after this point mixes rows
                 x, attended = x[batch.output_rows], attended[batch.output_rows]
-            x = self._mix(x, attended, layer)
-        return self._rms_norm(x, self._final_norm)
+            following = self._final_norm if index == last else self._layers[index + 1].attention_norm
+            x, normed = self._mix(x, attended, layer, following)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[R, E] -> [R, V]` float32."""
-        logits = self._head(hidden).float()
+        logits = self._head(hidden)
+        if self._ranks is not None:
+            logits = self._ranks.join(logits, self.config.vocab_size)
+        logits = logits.float()
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -130,17 +169,19 @@ class Model:
         rotations = {rope: rotary(batch.positions, self.dtype) for rope, rotary in self._rotary.items()}
         return _Step(batch, kv_cache, rotations, attentions)
 
-    def _project(self, x: Tensor, layer: Layer, step: _Step, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[T, Q, D]`, keys and values `[T, H, D]`."""
+    def _project(self, normed: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+        """Queries and keys `[T, Q + H, D]`, not yet rotated, and values `[T, H, D]`."""
         config = self.config
+        qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
-        qkv = layer.qkv(self._rms_norm(x, layer.attention_norm)).view(len(x), -1, config.head_dim)
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if layer.qk_norm is not None:
-            qk = self._rms_norm(qk, layer.qk_norm)
-        qk = self._kernels.rotate(qk, *step.rotations[config.layers[index].rope])
-        q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-        return q, k, v
+        return qk if layer.qk_norm is None else self._rms_norm(qk, layer.qk_norm), v
+
+    def _rotate_and_store(self, qk: Tensor, v: Tensor, step: _Step, index: int) -> tuple[Tensor, Tensor]:
+        """Queries `[T, Q, D]` and keys `[T, H, D]`; the keys and `v` stand in the cache."""
+        slots = step.batch.slot_mapping[index // step.kv_cache.layout.layers_per_group]
+        into = step.kv_cache.slots(index, slots)
+        return self._kernels.rotate_and_store(qk, v, *step.rotations[self.config.layers[index].rope], into)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: _Step, index: int) -> Tensor:
         """`[T, Q * D]`"""
@@ -155,15 +196,21 @@ class Model:
         )
         return attended.flatten(1)
 
-    def _mix(self, x: Tensor, attended: Tensor, layer: Layer) -> Tensor:
-        """The residual stream after attention's output and the MLP."""
-        x = self._add(x, layer.output, attended, layer.attention_output_norm)
-        gate_up = layer.gate_up(self._rms_norm(x, layer.mlp_norm))
-        activated = self._kernels.gated_activation(gate_up, self.config.activation)
-        return self._add(x, layer.down, activated, layer.mlp_output_norm)
+    def _mix(self, x: Tensor, attended: Tensor, layer: Layer, following: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention's output and the MLP, and its norm by the `following` weight."""
+        x, normed = self._add(x, layer.output, attended, layer.attention_output_norm, layer.mlp_norm)
+        activated = self._kernels.gated_activation(layer.gate_up(normed), self.config.activation)
+        return self._add(x, layer.down, activated, layer.mlp_output_norm, following)
 
-    def _add(self, x: Tensor, linear: Linear, y: Tensor, norm: Tensor | None) -> Tensor:
-        return linear.add_to(x, y) if norm is None else x + self._rms_norm(linear(y), norm)
+    def _add(
+        self, x: Tensor, linear: Linear, y: Tensor, norm: Tensor | None, following: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`x` and the projection of `y`, which has its own norm in some families; then the norm of that sum."""
+        if norm is None:
+            x = linear.add_to(x, y)
+            return x, self._rms_norm(x, following)
+        normed, x = self._kernels.add_rms_norm(x, self._rms_norm(linear(y), norm), following, self.config.rms_norm_eps)
+        return x, normed
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, weight, self.config.rms_norm_eps)
@@ -175,13 +222,24 @@ class Model:
             attention_norm=self._norm(weights, prefix + "input_layernorm"),
             qkv=self._linear(weights, *(f"{prefix}self_attn.{name}_proj" for name in "qkv")),
             qk_norm=self._qk_norm(weights, prefix) if self.config.qk_norm else None,
-            output=self._linear(weights, prefix + "self_attn.o_proj"),
+            output=self._summed(self._linear(weights, prefix + "self_attn.o_proj")),
             attention_output_norm=self._norm(weights, prefix + "post_attention_layernorm") if sandwich else None,
             mlp_norm=self._norm(weights, prefix + mlp_norm),
             gate_up=self._linear(weights, prefix + "mlp.gate_proj", prefix + "mlp.up_proj"),
-            down=self._linear(weights, prefix + "mlp.down_proj"),
+            down=self._summed(self._linear(weights, prefix + "mlp.down_proj")),
             mlp_output_norm=self._norm(weights, prefix + "post_feedforward_layernorm") if sandwich else None,
         )
+
+    def _head_weight(self, weights: Weights) -> Tensor:
+        """`[V, E]`, or a rank's rows of it."""
+        if not self.config.tied_embeddings:
+            return weights.pop("lm_head.weight")
+        if self._ranks is None:
+            return self._embedding
+        return self._embedding[self._ranks.shard.vocabulary(self.config.vocab_size)]
+
+    def _summed(self, linear: Linear) -> Linear:
+        return linear if self._ranks is None else _Summed(linear, self._ranks)
 
     def _linear(self, weights: Weights, *names: str) -> Linear:
         """The projections of one input as one, their outputs side by side."""

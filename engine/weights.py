@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.devices import CPU
 from engine.model_config import ModelConfig
+from engine.parallel.shards import WHOLE, Part, Shard
 
 Weights = dict[str, Tensor]
 """By their names in the checkpoint. Who builds a model takes the tensors out, so that none is held twice."""
@@ -23,22 +27,38 @@ LOADABLE_DTYPES = (torch.float32, torch.bfloat16)
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that some old checkpoints saved
 
 
-def load_weights(folder: str | Path, config: ModelConfig, *, dtype: torch.dtype) -> Weights:
-    """Every tensor of the model, as `dtype`. Raises ValueError if one lacks, has a wrong shape, or is unknown."""
+def load_weights(
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    shard: Shard = WHOLE,
+    device: torch.device = CPU,
+) -> Weights:
+    """Every tensor of the model, or what a shard has of it, as `dtype`; nothing else is read from the files.
+
+    They go to `device` one by one, straight from the file: host memory never holds more than one of them beside those
+    that belong there. Raises ValueError if one lacks, has a wrong shape, or is unknown.
+    """
     folder = Path(folder)
     if dtype not in LOADABLE_DTYPES:
         raise ValueError(f"weights can be loaded as float32 or bfloat16, not as {dtype}")
     expected = expected_shapes(config)
     optional = {"lm_head.weight"} if config.tied_embeddings else set()
     weights: Weights = {}
+    found: set[str] = set()
     unknown: list[str] = []
     for path in _files(folder):
-        for name, tensor in _tensors(path):
+        for name, tensor in _tensors(path, device):
             if name in expected:
-                weights[name] = _checked(name, tensor, expected[name], path).to(dtype)
+                found.add(name)
+                tensor.require(expected[name])
+                part = shard.part(name, config)
+                if part is not None:
+                    weights[name] = tensor.read(part).to(dtype).contiguous()  # some columns are not, as they are read
             elif name not in optional and not name.endswith(_DERIVED):
                 unknown.append(name)
-    _complain(folder, "lacks", sorted(expected.keys() - weights.keys()))
+    _complain(folder, "lacks", sorted(expected.keys() - found))
     _complain(folder, "has unknown", unknown)
     return weights
 
@@ -101,21 +121,38 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """A tensor of an open file, of which nothing has been read yet."""
+
+    name: str
+    path: Path
+    file: Any  # safetensors' handle
+
+    def require(self, shape: tuple[int, ...]) -> None:
+        """Raises ValueError if it is not of this shape."""
+        found = tuple(self.file.get_slice(self.name).get_shape())
+        if found != shape:
+            raise ValueError(f"{self.name} in {self.path} has the shape {found}; the model's config asks for {shape}")
+
+    def read(self, part: Part) -> Tensor:
+        """Of the file, which is mapped, only this part is read. Raises ValueError for a type that is not loadable."""
+        tensor: Tensor = self.file.get_slice(self.name)[part] if part else self.file.get_tensor(self.name)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise ValueError(
+                f"{self.name} in {self.path} is {tensor.dtype}; only float32, bfloat16 and float16 can be loaded"
+            )
+        return tensor
+
+
+def _tensors(path: Path, device: torch.device) -> Iterator[tuple[str, _StoredTensor]]:
+    """While the iterator lasts, so does the open file."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt", device=str(device)) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict: it has no iterator
-                yield name, file.get_tensor(name)
+                yield name, _StoredTensor(name, path, file)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
-
-
-def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], path: Path) -> Tensor:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} in {path} has the shape {tuple(tensor.shape)}; the model's config asks for {shape}")
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-        raise ValueError(f"{name} in {path} is {tensor.dtype}; only float32, bfloat16 and float16 can be loaded")
-    return tensor
 
 
 def _complain(folder: Path, what: str, names: list[str]) -> None:

@@ -27,10 +27,10 @@ class RankGroup:
 
     def __init__(self, shard: Shard, store: Store, *, timeout_s: float) -> None:
         self.shard = shard
-        options = ProcessGroupGloo.Options()  # type: ignore[no-untyped-call]
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub gives it another name
         options._timeout = timedelta(seconds=timeout_s)
-        options.devices = [ProcessGroupGloo.create_device(hostname=_LOCAL)]
-        backend = ProcessGroupGloo(store, shard.rank, shard.degree, options)  # type: ignore[arg-type]  # torch's stub
+        options._devices = [ProcessGroupGloo.create_device(hostname=_LOCAL)]
+        backend = ProcessGroupGloo(store, shard.rank, shard.degree, options)
         self._ranks = ProcessGroup(store, shard.rank, shard.degree)
         self._ranks._register_backend(_CPU, ProcessGroup.BackendType.GLOO, backend)
 
