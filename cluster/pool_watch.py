@@ -97,9 +97,7 @@ class PoolWatch:
     def views(self, now: float, burning: Burning) -> tuple[PoolView, PoolView]:
         """Of prefill and decode. What is not one pool's fault is blamed on the busier one."""
         table = self._ledger.table
-        rows = table.live()[table.rows[Row.DRAINING, table.live()] == 0.0]
-        num_decode = int(table.rows[Row.DECODES, rows].sum())
-        num_prefill = len(rows) - num_decode
+        num_prefill, num_decode = (int((table.rows[Row.DRAINING, pool] == 0.0).sum()) for pool in table.pools())
         held = self._held.update(_held(self._ledger), now)
         prefill, decode = (forecast.predicted for forecast in self.forecasts(now))
         decode = max(decode, held)
@@ -153,9 +151,8 @@ def _held(ledger: Ledger) -> float:
 
     At less than that batch they also leave sooner, so this tells less than arrivals do, unless outputs turn out longer
     than expected, or began before this scheduler did."""
-    table = ledger.table
-    rows = table.live()[table.rows[Row.DECODES, table.live()] == 1.0]
-    facts, slots = table.rows[:, rows], table.slots[:, rows]
+    _, decodes = ledger.table.pools()
+    facts, slots = ledger.table.rows[:, decodes], ledger.table.slots[:, decodes]
     contexts = np.maximum(slots[Slot.TOKENS] + slots[Slot.OUTPUT] / 2, 1.0)
     each_s = facts[Row.DECODE_S][:, None] + facts[Row.CONTEXT_TOKEN_S][:, None] * contexts
     in_time_s = np.maximum(slots[Slot.TPOT_TARGET_S] - facts[Row.BASE_S][:, None], each_s)

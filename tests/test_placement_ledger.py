@@ -19,7 +19,7 @@ def _drained_at(ledger: Ledger, worker_id: str) -> float:
     return float(ledger.table.rows[Row.DRAINED_AT, ledger.table.row(worker_id)])
 
 
-def _fact(ledger: Ledger, worker_id: str, fact: Row) -> float:
+def _fact(ledger: Ledger, worker_id: str, fact: int) -> float:
     return float(ledger.table.rows[fact, ledger.table.row(worker_id)])
 
 
@@ -290,3 +290,19 @@ def test_what_ends_teaches_what_to_expect() -> None:
     booking = book(ledger, "next", max_new_tokens=1000)
     assert ledger.table.slots[Slot.OUTPUT, ledger.table.row("d1"), booking.slot] == 40.0
     assert query_of().has_targets
+
+
+def test_rows_stay_in_order_and_what_is_known_of_a_worker_moves_with_it() -> None:
+    ledger = ledger_of("d2", "p2")
+    decoding(ledger, "a", prefill="p2", decode="d2")
+    before = ledger.table.rows[:, ledger.table.row("d2")].tolist(), ledger.table.slots[:, 1, 0].tolist()
+    for worker_id in ("p1", "d1", "d3"):
+        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=COST)
+    assert ledger.table.ids == ["p1", "p2", "d1", "d2", "d3"]
+    assert ledger.table.pools() == (slice(0, 2), slice(2, 5))
+    for worker_id in ("p1", "d1"):
+        ledger.lost(worker_id, 0.0)
+    assert ledger.table.ids == ["p2", "d2", "d3"]
+    assert (ledger.table.rows[:, 1].tolist(), ledger.table.slots[:, 1, 0].tolist()) == before
+    assert not ledger.table.rows[:, 3:].any()
+    assert ledger.table.num_used(1) == 1

@@ -30,8 +30,9 @@ def _prompt(
     tiers: tuple[float, float] = (0.0, 0.0),
     now: float = 0.0,
 ) -> PromptForecast:
-    rows = np.array([ledger.table.row(worker_id)])
-    return forecast_prompt(ledger.table, rows, num_tokens, np.array([reach or (0.0, 0.0, 0.0)]).T, tiers, now)
+    row, everywhere = ledger.table.row(worker_id), np.zeros((3, len(ledger.table)))
+    everywhere[:, row] = reach or 0.0
+    return forecast_prompt(ledger.table, num_tokens, everywhere, tiers, now).at(np.array([row]))
 
 
 def _decode(

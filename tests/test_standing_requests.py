@@ -37,7 +37,7 @@ def _standing(request_id: str, num_emitted: int = 0, *, prefill: str | None = "p
     )
 
 
-def _fact(ledger: Ledger, worker_id: str, fact: Row) -> float:
+def _fact(ledger: Ledger, worker_id: str, fact: int) -> float:
     return float(ledger.table.rows[fact, ledger.table.row(worker_id)])
 
 

@@ -38,7 +38,7 @@ def _place(scheduler: GlobalScheduler, request_id: str, now: float, attempt: int
     return answer if isinstance(answer, Placement) else None
 
 
-def _fact(scheduler: GlobalScheduler, worker_id: str, fact: Row) -> float:
+def _fact(scheduler: GlobalScheduler, worker_id: str, fact: int) -> float:
     table = scheduler.ledger.table
     return float(table.rows[fact, table.row(worker_id)])
 

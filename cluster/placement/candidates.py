@@ -54,11 +54,10 @@ def find_candidates(
     ledger: Ledger, policy: DecisionPolicy, query: Query, found: Survey, now: float
 ) -> Candidates | None:
     """None where no decode worker is there that could ever do it."""
-    if not len(found.decodes):
+    if not found.decodes:
         return None
     computing, decode = shortlist(ledger.table, policy, query, found)
-    rows, prompt = found.rows, found.prompt.at(computing)
-    return evaluate(ledger, policy, query, rows[computing], rows[decode], prompt, now, np.zeros(len(decode)))
+    return evaluate(ledger, policy, query, computing, decode, found.prompt.at(computing), now, np.zeros(len(decode)))
 
 
 def evaluate(
@@ -105,7 +104,7 @@ def evaluate(
     worth = (gain - policy.alone_gain * alone).round(3)
     barred = np.zeros_like(room) if query.has_targets else ~(room & (chance >= policy.min_gain))
     # Of equals who has least to do: predictions err, and then it is good not to have put everything on one.
-    ties = (table.rank[computing], table.rank[decode], table.rows[Row.BOOKED, decode])
+    ties = (computing, decode, table.rows[Row.BOOKED, decode])
     order = np.lexsort((*ties, delay, alone, -worth, barred))
     return Candidates(
         *(computing, decode, prompt, start_s, ttft_s, after.tpot_s, after.kv_share),
@@ -128,8 +127,7 @@ def _crowding(
         return np.zeros_like(work_s)
     moments, same = np.unique(later_s, return_inverse=True) if later_s.any() else (later_s[:1], 0)
     there, here = (
-        np.maximum((table.rows[Row.DRAINED_AT, pool] - now) - moments[:, None], 0.0).sum(axis=1)[same]
-        / max(1, len(pool))
+        np.maximum((table.rows[Row.DRAINED_AT, pool] - now) - moments[:, None], 0.0).sum(axis=1)[same] / _size(pool)
         for pool in table.pools()
     )
     used = np.minimum(np.where(alone, here, there) / demand.ttft_s, 0.99)
@@ -149,8 +147,8 @@ def _idle_share(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats, n
     or that had none lately if these are fewer."""
     there, here = (
         np.minimum(
-            np.searchsorted(np.sort(table.rows[Row.DRAINED_AT, pool] - now), later_s, side="right") / max(1, len(pool)),
-            1.0 - table.prompt_share(pool, now).sum() / max(1, len(pool)) * np.exp(-later_s / PROMPTS_OVER_S),
+            np.searchsorted(np.sort(table.rows[Row.DRAINED_AT, pool] - now), later_s, side="right") / _size(pool),
+            1.0 - table.prompt_share(pool, now).sum() / _size(pool) * np.exp(-later_s / PROMPTS_OVER_S),
         )
         for pool in table.pools()
     )
@@ -177,6 +175,10 @@ def _chance(table: WorkerTable, query: Query, computing: Rows, decode: Rows, ttf
     in_time = log_probability(ttft_s, query.ttft_s, error[computing])
     chance: Floats = np.exp(in_time + log_probability(tpot_s, query.tpot_s, error[decode]))
     return chance
+
+
+def _size(pool: slice) -> int:
+    return max(1, int(pool.stop - pool.start))
 
 
 def _relative(seconds: Floats, target_s: float, assumed_s: float) -> Floats:

@@ -146,6 +146,6 @@ def _rows(ledger: Ledger, found: Candidates, best: Rows) -> tuple[CandidateRow, 
         *(found.chance, found.harm, found.gain),
     )
     return tuple(
-        CandidateRow(None if computing == decode else ids[computing], str(ids[decode]), int(cached), *numbers)
+        CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)
         for computing, decode, cached, *numbers in zip(*(column[best].tolist() for column in columns), strict=True)
     )

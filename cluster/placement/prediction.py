@@ -17,7 +17,6 @@ from cluster.placement.worker_table import RESIDUAL_STEP, Floats, Row, Rows, Slo
 
 MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
 _KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
-_PROMPT_FACTS: Final = (Row.PREFILL_TOKEN_S, Row.PREFILL_PAIR_S, Row.CHUNK_TOKENS, Row.DRAINED_AT)
 _LOGISTIC: Final = 1.702  # makes the logistic function close to the normal distribution's
 
 
@@ -55,15 +54,14 @@ class DecodeForecast:
 
 
 def forecast_prompt(
-    table: WorkerTable, rows: Rows, num_tokens: int, reach: Floats, tier_token_s: tuple[float, float], now: float
+    table: WorkerTable, num_tokens: int, reach: Floats, tier_token_s: tuple[float, float], now: float
 ) -> PromptForecast:
-    """`reach[3, rows]`: leading tokens held on the device, down to host memory, down to disk. Loads as far down as it
-    pays; `tier_token_s`: seconds per token brought up from host memory and from disk."""
-    token_s, pair_s, chunk, drained_at = (table.rows[fact, rows] for fact in _PROMPT_FACTS)
-    step_s = table.rows[Row.STEP_S, rows] / table.rows[Row.STRETCH, rows]
-    chunk = np.maximum(
-        chunk - table.rows[Row.BOOKED, rows], 1.0
-    )  # each that decodes takes a token of the step's budget
+    """On every worker. `reach[3, rows]`: leading tokens held on the device, down to host memory, down to disk. Loads as
+    far down as it pays; `tier_token_s`: seconds per token brought up from host memory and from disk."""
+    facts = table.rows[:, : len(table)]
+    step_s = facts[Row.STEP_S] / facts[Row.STRETCH]
+    # Each that decodes takes a token of the step's budget.
+    chunk = np.maximum(facts[Row.CHUNK_TOKENS] - facts[Row.BOOKED], 1.0)
     depths = 3 if (reach[2] > reach[0]).any() else 1
     cached = np.minimum(reach[:depths], num_tokens - 1.0)
     uncached = num_tokens - cached
@@ -71,13 +69,13 @@ def forecast_prompt(
     if depths > 1:
         load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
         load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
-    added_s = uncached * (token_s + pair_s * (cached + (uncached + 1) / 2))
+    added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
     prefill_s = added_s + np.maximum(np.ceil(uncached / chunk), 1.0) * step_s
-    best = 0 if depths == 1 else ((load_s + prefill_s).argmin(axis=0), np.arange(len(rows)))
+    best = 0 if depths == 1 else ((load_s + prefill_s).argmin(axis=0), np.arange(len(table)))
     return PromptForecast(
         cached_tokens=cached[best],
         uncached_tokens=uncached[best],
-        wait_s=np.maximum(drained_at - now, 0.0),
+        wait_s=np.maximum(facts[Row.DRAINED_AT] - now, 0.0),
         load_s=load_s[best],
         prefill_s=prefill_s[best],
         added_s=added_s[best],

@@ -5,8 +5,8 @@ Knows numbers only; who may write them, and when, is the ledger's business. Time
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
-from enum import IntEnum
 from typing import Final
 
 import numpy as np
@@ -21,8 +21,8 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
 
-class Row(IntEnum):
-    """What is known of a worker."""
+class Row:
+    """What is known of a worker. Plain numbers: members of an enumeration take numpy three times as long."""
 
     BASE_S, PREFILL_TOKEN_S, PREFILL_PAIR_S, DECODE_S, CONTEXT_TOKEN_S, RELATIVE_ERROR = range(6)  # its step cost
     CHUNK_TOKENS = 6
@@ -35,17 +35,16 @@ class Row(IntEnum):
     KV_TOKENS = 13  # its capacity
     MAX_MODEL_LEN = 14
     COMPATIBILITY = 15  # equal numbers can hand over to each other
-    DECODES = 16  # 1 for a decode worker
-    DRAINING = 17
-    BOOKED = 18  # requests that decode or will decode there
-    BOOKED_CONTEXT = 19  # their prompts' tokens
-    BLOCK_SIZE = 20
-    STRETCH = 21  # of its decode steps, by prompts that it computes itself; STEP_S includes it
-    MAX_SEQUENCES = 22  # held at once
-    PROMPTS_S, PROMPTS_AT = range(23, 25)  # seconds for prompts placed there, the older the less, as of then
+    DRAINING = 16
+    BOOKED = 17  # requests that decode or will decode there
+    BOOKED_CONTEXT = 18  # their prompts' tokens
+    BLOCK_SIZE = 19
+    STRETCH = 20  # of its decode steps, by prompts that it computes itself; STEP_S includes it
+    MAX_SEQUENCES = 21  # held at once
+    PROMPTS_S, PROMPTS_AT = range(22, 24)  # seconds for prompts placed there, the older the less, as of then
 
 
-class Slot(IntEnum):
+class Slot:
     """What is known of a request on its decode worker. A slot is empty where OUTPUT is 0."""
 
     TOKENS, OUTPUT, MAX_OUTPUT = range(3)  # of its prompt; expected in all; at most
@@ -55,30 +54,35 @@ class Slot(IntEnum):
     WEIGHT = 6  # how probable it was, when it was placed, that it meets its targets
 
 
-class WorkerTable:
-    """Grows by doubling. Rows are found by worker id; `rank` orders them by id, whatever their history.
+_NUM_FACTS: Final = 24
+_NUM_SLOT_FACTS: Final = 7
 
-    `residuals`: what an output still has to come after 0, 1, 2... times `RESIDUAL_STEP` of its expected length, as a
-    share of that.
+
+class WorkerTable:
+    """Its rows are in order, so that a pool is a slice: the prefill workers, then the decode workers, each by id. Rows
+    move as workers come and go; whoever keeps a worker keeps its id. Grows by doubling.
+
+    `ids`: by row. `kinds`: the different values of COMPATIBILITY. `residuals`: what an output still has to come after
+    0, 1, 2... times `RESIDUAL_STEP` of its expected length, as a share of that.
     """
 
     def __init__(self, num_rows: int = 8, num_slots: int = 8) -> None:
-        self.rows = np.zeros((len(Row), num_rows))
-        self.slots = np.zeros((len(Slot), num_rows, num_slots))
-        self.rank = np.zeros(num_rows, dtype=np.intp)
-        self.ids: list[str | None] = [None] * num_rows
+        self.rows = np.zeros((_NUM_FACTS, num_rows))
+        self.slots = np.zeros((_NUM_SLOT_FACTS, num_rows, num_slots))
+        self.ids: list[str] = []
+        self.kinds: list[float] = []
         self.residuals = np.ones(1)
+        self._order: list[tuple[bool, str]] = []  # whether it decodes, and its id
+        self._num_prefills = 0
         self._row_of: dict[str, int] = {}
-        self._used = [0] * num_rows  # slots, from the first on
+        self._used: list[int] = []  # slots, from the first on
         self._codes: dict[str, int] = {}
-        self._live = np.zeros(0, dtype=np.intp)
-        self._pools = self._live, self._live
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._row_of
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return len(self._order)
 
     def row(self, worker_id: str) -> int:
         return self._row_of[worker_id]
@@ -87,48 +91,51 @@ class WorkerTable:
         """-1 for those that are not known."""
         return np.array([self._row_of.get(worker_id, -1) for worker_id in worker_ids], dtype=np.intp)
 
-    def live(self) -> Rows:
-        """The rows in use, by worker id."""
-        return self._live
-
-    def pools(self) -> tuple[Rows, Rows]:
-        """Of those, the prefill workers and the decode workers."""
-        return self._pools
+    def pools(self) -> tuple[slice, slice]:
+        """The rows of the prefill workers and of the decode workers."""
+        return slice(0, self._num_prefills), slice(self._num_prefills, len(self))
 
     def is_idle(self) -> bool:
         """Nothing is placed anywhere, and no worker reports what nobody placed."""
-        return not self.rows[Row.BOOKED, self._live].any() and not self.rows[Row.EXTRA_DECODES, self._live].any()
+        return not self.rows[Row.BOOKED].any() and not self.rows[Row.EXTRA_DECODES].any()
 
     def num_used(self, row: int) -> int:
         return self._used[row]
 
-    def add(self, info: WorkerInfo, chunk_tokens: float, max_num_seqs: float, now: float) -> int:
-        row = self._free_row()
-        self._row_of[info.worker_id], self.ids[row] = row, info.worker_id
+    def add(self, info: WorkerInfo, chunk_tokens: float, max_num_seqs: float, now: float) -> None:
+        key = (info.role == "decode", info.worker_id)
+        row, end = bisect_left(self._order, key), len(self)
+        if end == self.rows.shape[1]:
+            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1)
+            self.slots = np.concatenate([self.slots, np.zeros_like(self.slots)], axis=1)
+        for facts in (self.rows, self.slots):
+            facts[:, row + 1 : end + 1] = facts[:, row:end]
+            facts[:, row] = 0.0
+        self._order.insert(row, key)
+        self._used.insert(row, 0)
         facts = self.rows[:, row]
-        facts[:] = 0.0
         facts[Row.CHUNK_TOKENS], facts[Row.DRAINED_AT], facts[Row.AS_OF] = chunk_tokens, now, now
         facts[Row.STRETCH], facts[Row.MAX_SEQUENCES] = 1.0, max_num_seqs
         facts[Row.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
         facts[Row.BLOCK_SIZE] = info.block_size
         facts[Row.MAX_MODEL_LEN] = info.max_model_len
         facts[Row.COMPATIBILITY] = self._codes.setdefault(info.compatibility, len(self._codes))
-        facts[Row.DECODES] = info.role == "decode"
-        self._rank()
-        return row
+        self._number()
 
     def remove(self, worker_id: str) -> None:
-        row = self._row_of.pop(worker_id)
-        self.ids[row], self._used[row] = None, 0
-        self.slots[:, row] = 0.0
-        self._rank()
+        row, end = self.row(worker_id), len(self)
+        for facts in (self.rows, self.slots):
+            facts[:, row : end - 1] = facts[:, row + 1 : end]
+            facts[:, end - 1] = 0.0
+        del self._order[row], self._used[row]
+        self._number()
 
     def has_targets(self) -> bool:
         """Whether anyone who is booked anywhere should keep a pace."""
         booked = self.slots[Slot.OUTPUT] > 0.0
         return bool((booked & (self.slots[Slot.TPOT_TARGET_S] < np.inf)).any())
 
-    def prompt_share(self, rows: Rows | int, now: float) -> Floats:
+    def prompt_share(self, rows: slice | int, now: float) -> Floats:
         """Of the workers' time lately, what prompts placed there take."""
         recent_s, at = self.rows[Row.PROMPTS_S, rows], self.rows[Row.PROMPTS_AT, rows]
         share: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
@@ -170,18 +177,8 @@ class WorkerTable:
         self.slots[:, row, last] = 0.0
         return last
 
-    def _free_row(self) -> int:
-        if len(self) == len(self.ids):
-            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1)
-            self.slots = np.concatenate([self.slots, np.zeros_like(self.slots)], axis=1)
-            self.rank = np.zeros(2 * len(self.ids), dtype=np.intp)
-            self._used += [0] * len(self.ids)
-            self.ids += [None] * len(self.ids)
-        return self.ids.index(None)
-
-    def _rank(self) -> None:
-        self.rank[:] = -1
-        self._live = np.array([self._row_of[worker_id] for worker_id in sorted(self._row_of)], dtype=np.intp)
-        self.rank[self._live] = np.arange(len(self._live))
-        decodes = self.rows[Row.DECODES, self._live] == 1.0
-        self._pools = self._live[~decodes], self._live[decodes]
+    def _number(self) -> None:
+        self.ids = [worker_id for _, worker_id in self._order]
+        self._row_of = {worker_id: row for row, worker_id in enumerate(self.ids)}
+        self._num_prefills = bisect_left(self._order, (True, ""))
+        self.kinds = sorted(set(self.rows[Row.COMPATIBILITY, : len(self)].tolist()))
