@@ -124,6 +124,7 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings) -> Eng
         ring_groups=config.kv.ring_groups,
         num_threads=pool.threads,
         prefix_caching=config.kv.prefix_cache,
+        device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
     )
 
 

@@ -46,6 +46,7 @@ class EngineConfig:
     ring_groups: int = 2
     num_threads: int | None = None
     prefix_caching: bool = True
+    device: str = "cpu"  # or cuda:0, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,7 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         ring_groups=config.ring_groups,
         host_memory=host_memory,
         num_threads=config.num_threads,
+        device=config.device,
     )
     return LoadedModel(
         name=config.model_name,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, build_batch
+from engine.devices import pin, require_device
 from engine.host_memory import keep_freed_memory
 from engine.host_placement import Placement, StagingConfig
 from engine.kv_cache import KVCache, KVLayout
@@ -192,13 +193,15 @@ def load_runner(
     ring_groups: int = 2,
     host_memory: HostMemory | None = None,
     num_threads: int | None = None,
+    device: str = "cpu",
 ) -> ModelRunner:
-    """A runner on the CPU for the model in a folder; what it took is logged.
+    """A runner for the model in a folder, on a device; what it took is logged.
 
     `layers_per_group` None: all layers share one block table, or, with host memory, are cut into some groups. Give
     either `num_blocks` or `kv_bytes`. `host_memory` None: private memory. `num_threads` is torch's, for the whole
     process. Raises ValueError for models or sizes that cannot be run.
     """
+    where = require_device(device)
     config = ModelConfig.from_folder(model_folder)
     if layers_per_group is None:
         layers_per_group = layers_per_group_for(config.num_layers) if host_bytes else config.num_layers
@@ -223,28 +226,33 @@ def load_runner(
     keep_freed_memory()
     runner = ModelRunner(
         config,
-        load_weights(model_folder, config, dtype=dtype),
-        KVCache(layout, sizes.device_blocks),
+        load_weights(model_folder, config, dtype=dtype, device=where),
+        KVCache(layout, sizes.device_blocks, where),
         sampler=Sampler(config.vocab_size, config.eos_token_ids),
-        host_cache=_host_cache(layout, sizes.host_blocks, host_memory),
+        host_cache=_host_cache(layout, sizes.host_blocks, host_memory, where),
         ring=sizes.ring,
     )
     _report(runner, model_folder)
     return runner
 
 
-def _host_cache(layout: KVLayout, num_blocks: int, host_memory: HostMemory | None) -> KVCache | None:
+def _host_cache(
+    layout: KVLayout, num_blocks: int, host_memory: HostMemory | None, device: torch.device
+) -> KVCache | None:
     if not num_blocks:
         return None
-    return KVCache(layout, num_blocks, memory=host_memory(layout, num_blocks) if host_memory else None)
+    cache = KVCache(layout, num_blocks, memory=host_memory(layout, num_blocks) if host_memory else None)
+    pin(cache.tensor, device)
+    return cache
 
 
 def _report(runner: ModelRunner, model_folder: str | Path) -> None:
     layout = runner.kv_cache.layout
     logger.info(
-        "%s from %s: %.0f MB of weights; %d KV blocks of %d tokens x %d layers, %.0f MB, %d tokens; %d threads",
+        "%s from %s on %s: %.0f MB of weights; %d KV blocks of %d tokens x %d layers, %.0f MB, %d tokens; %d threads",
         runner.config.architecture,
         model_folder,
+        runner.kv_cache.tensor.device,
         runner.weight_bytes / 1e6,
         runner.num_pool_blocks,
         layout.block_size,
