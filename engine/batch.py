@@ -59,7 +59,7 @@ def build_batch(
     items = [plan.items[index] for index in order]
     counts = np.array([item.num_tokens for item in items])
     first_rows = np.cumsum(counts) - counts
-    starts = np.array([item.seq.num_computed for item in items])
+    starts = np.array([item.start for item in items])
     positions = np.arange(counts.sum()) + np.repeat(starts - first_rows, counts)
     segments = tuple(map(_segment, items, first_rows.tolist(), map(tables.get, order)))
     rows, sampling_items, spans = _outputs(items, order, first_rows.tolist())
@@ -91,8 +91,7 @@ def _to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) ->
 
 
 def _packing_key(item: ScheduledSequence) -> tuple[bool, int]:
-    assert 1 <= item.num_tokens <= item.seq.num_uncomputed, f"{item.num_tokens} tokens of {item.seq.request_id}"
-    return item.num_tokens > 1, item.seq.num_computed + item.num_tokens
+    return item.num_tokens > 1, item.stop
 
 
 def _segment(item: ScheduledSequence, first_row: int, table: npt.NDArray[np.int32] | None) -> Segment:
@@ -102,13 +101,13 @@ def _segment(item: ScheduledSequence, first_row: int, table: npt.NDArray[np.int3
     return Segment(
         first_row=first_row,
         num_queries=item.num_tokens,
-        context_len=item.seq.num_computed + item.num_tokens,
+        context_len=item.stop,
         block_table=table,
     )
 
 
 def _token_ids(items: list[ScheduledSequence], num_tokens: int) -> npt.NDArray[np.int64]:
-    pieces = (item.seq.tokens(item.seq.num_computed, item.seq.num_computed + item.num_tokens) for item in items)
+    pieces = (item.seq.tokens(item.start, item.stop) for item in items)
     return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=num_tokens)
 
 
@@ -136,7 +135,7 @@ def _outputs(
     for k, item in enumerate(items):
         if item.seq.params.prompt_logprobs is None:
             continue
-        following = item.seq.num_computed + 1
+        following = item.start + 1
         next_ids = item.seq.prompt_token_ids[following : following + item.num_tokens]
         spans.append(PromptSpan(order[k], next_ids))
         rows.append(np.arange(first_rows[k], first_rows[k] + len(next_ids)))

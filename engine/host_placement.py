@@ -125,7 +125,7 @@ def _line_up(items: list[ScheduledSequence], block_size: int) -> tuple[StagedSeq
     staged = []
     offset = 0
     for item in items:
-        before, after = item.seq.num_computed, item.seq.num_computed + item.num_tokens
+        before, after = item.start, item.stop
         num_columns = -(-after // block_size)
         staged.append(
             StagedSequence(

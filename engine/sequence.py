@@ -75,6 +75,8 @@ class Sequence:
     host_lease: BlockLease | None = None
     host_table: BlockTable | None = None  # in host memory; the rows of other groups hold -1
     num_computed: int = 0  # tokens whose KV is in the blocks
+    num_computing: int = 0  # tokens after these that steps in flight compute
+    num_awaited: int = 0  # tokens that steps in flight sample; none of them is known yet
     num_cached: int = 0  # of the prompt's, tokens found in the prefix cache (or known computed elsewhere)
     num_cached_on_host: int = 0  # of those, tokens that the host tier had and the device lacked at least a part of
     # of those, tokens that were brought to the host tier for it
@@ -109,7 +111,18 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
+        """Of the tokens that are known. What steps in flight compute counts as nothing yet."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """What `num_tokens` will be when all steps in flight have ended well."""
+        return self.num_tokens + self.num_awaited
+
+    @property
+    def num_unplanned(self) -> int:
+        """What `num_uncomputed` will be when all steps in flight have ended well."""
+        return self.num_tokens_ahead - self.num_computed - self.num_computing
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions [start, stop) of prompt and output taken together."""
@@ -137,17 +150,28 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Compute the KV of `num_tokens` tokens of `seq` from position `seq.num_computed` on in this step.
+    """Compute the KV of `num_tokens` tokens of `seq` from position `start` on in a step.
 
-    When that reaches the sequence's last token, the step also samples its next one.
+    When that reaches the sequence's last token, the step also `samples` its next one. All of this is said of the
+    sequence as it will be when the steps now in flight have ended well, and stays so whatever becomes of them.
     """
 
     seq: Sequence
     num_tokens: int
+    start: int = field(init=False)
+    samples: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        seq = self.seq
+        left = seq.num_unplanned - self.num_tokens
+        assert self.num_tokens >= 1 and left >= 0, f"{self.num_tokens} tokens of {seq.request_id}"
+        object.__setattr__(self, "start", seq.num_computed + seq.num_computing)
+        object.__setattr__(self, "samples", left == 0)
 
     @property
-    def samples(self) -> bool:
-        return self.seq.num_computed + self.num_tokens == self.seq.num_tokens
+    def stop(self) -> int:
+        """The position after its last token."""
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -34,7 +34,7 @@ class StepWork:
         """A sequence with one new token counts as decoding."""
         prefill_tokens = prefill_pairs = decodes = context = 0
         for item in plan.items:
-            num_cached = item.seq.num_computed
+            num_cached = item.start
             if item.num_tokens == 1:
                 decodes += 1
                 context += num_cached + 1

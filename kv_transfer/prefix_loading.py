@@ -90,10 +90,7 @@ class PrefixLoading:
         To be asked before its results are taken in: a sequence that ends with them holds no blocks any more.
         """
         block_size = self._allocator.block_size
-        return [
-            Columns(item.seq, item.seq.num_published, (item.seq.num_computed + item.num_tokens) // block_size)
-            for item in plan.items
-        ]
+        return [Columns(item.seq, item.seq.num_published, item.stop // block_size) for item in plan.items]
 
     def stored(self, columns: Iterable[Columns]) -> None:
         """These columns have become findable, unless their sequence was dropped; they go down the tiers."""

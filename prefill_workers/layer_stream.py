@@ -34,14 +34,14 @@ class LayerStream:
                 self._layer_ready(seq.key, layer, 0, seq.num_cached)
 
     def on_layer(self, plan: StepPlan, layer: int) -> None:
-        """A layer of the step stands. `num_computed` cannot change while the step is in flight, later it will.
+        """A layer of the step stands.
 
         A hit that the step copies to the device is ready with the tokens that follow it.
         """
         ready = []
         for item in plan.items:
-            start = 0 if item.seq.key in self._copied_in else item.seq.num_computed
-            ready.append((item.seq.key, start, item.seq.num_computed + item.num_tokens - start))
+            start = 0 if item.seq.key in self._copied_in else item.start
+            ready.append((item.seq.key, start, item.stop - start))
         self._loop.call_soon_threadsafe(self._tell, layer, ready)
 
     def _tell(self, layer: int, ready: list[tuple[SequenceKey, int, int]]) -> None:

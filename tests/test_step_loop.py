@@ -218,6 +218,8 @@ async def test_a_loop_that_was_never_started_can_be_stopped() -> None:
 
 async def test_costs_learn_from_the_work_as_it_was_before_the_step() -> None:
     prompt = _plan(num_tokens=40, num_seqs=2)
+    for item in prompt.items:
+        item.seq.num_computing = item.num_tokens  # as a scheduler says whose plan is on its way
     decoding = StepPlan(tuple(ScheduledSequence(item.seq, 1) for item in prompt.items))
     async with _running(prompt, decoding) as bench:
         await eventually(lambda: len(bench.finished) == 2)
