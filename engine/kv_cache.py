@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.interface import CacheGeometry
+from kernels.interface import CacheGeometry, KVSlots
 
 GroupRow = npt.NDArray[np.int32]
 """One layer group's row of a block table: its blocks, in the order of the tokens they hold."""
@@ -105,6 +105,10 @@ class KVCache:
         self._value_slots = [slots[(2 * j + 1) * layout.block_size :] for j in range(layout.layers_per_group)]
 
     @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
 
@@ -117,11 +121,16 @@ class KVCache:
         """The layer's KV as attention reads it, `[num_rows, block_size * H * D]`: see `KVLayout.geometry`."""
         return self._rows[layer % self.layout.layers_per_group]
 
+    def slots(self, layer: int, slots: Tensor) -> KVSlots:
+        """Where K and V of one layer go: slot addresses `[T]` (int64) of its group."""
+        j = layer % self.layout.layers_per_group
+        return KVSlots(self._key_slots[j], self._value_slots[j], slots)
+
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write `k`, `v [T, H, D]` of one layer to the slot addresses `[T]` (int64) of its group."""
-        j = layer % self.layout.layers_per_group
-        self._key_slots[j].index_copy_(0, slots, k)
-        self._value_slots[j].index_copy_(0, slots, v)
+        into = self.slots(layer, slots)
+        into.keys.index_copy_(0, slots, k)
+        into.values.index_copy_(0, slots, v)
 
     def read_layer(self, layer: int, group_row: GroupRow, start: int, count: int, out: Tensor) -> None:
         """Gather tokens [start, start + count) of one layer into `out` `[2, count, H, D]`, contiguous."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu_attention import plan_attention
-from kernels.interface import Activation, Linear
+from kernels.interface import Activation, KVSlots, Linear
 from kernels.reference import PlainLinear
 
-__all__ = ["gated_activation", "pack_linear", "plan_attention", "rms_norm", "rotate"]
+__all__ = ["add_rms_norm", "gated_activation", "pack_linear", "plan_attention", "rms_norm", "rotate_and_store"]
 
 # The number of rows for which oneDNN chooses the layout. The layouts it chooses for 1, 32 and 256 are equally fast.
 _PACKED_FOR_ROWS = 32
@@ -57,6 +57,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
     normed = functional.rms_norm(x.to(weight.dtype), x.shape[-1:], None, eps)
     return normed.mul_(weight).to(x.dtype)
+
+
+def add_rms_norm(residual: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + y
+    return rms_norm(total, weight, eps), total
+
+
+def rotate_and_store(qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots) -> tuple[Tensor, Tensor]:
+    rotated = rotate(qk, cos, signed_sin)
+    num_heads = qk.shape[1] - v.shape[1]
+    q, k = rotated[:, :num_heads], rotated[:, num_heads:]
+    into.keys.index_copy_(0, into.slots, k)
+    into.values.index_copy_(0, into.slots, v)
+    return q, k
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

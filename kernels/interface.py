@@ -43,6 +43,18 @@ class Segment:
     block_table: npt.NDArray[np.int32]  # [G, at least ceil(context_len / block_size)]
 
 
+@dataclass(frozen=True, slots=True)
+class KVSlots:
+    """Where a step's keys and values of one layer go: token t to slot `slots[t]` of each.
+
+    Only where a batch is padded, to the size of a CUDA graph, are there tokens with negative slots: they go nowhere.
+    """
+
+    keys: Tensor  # [num_slots, H, D]
+    values: Tensor  # [num_slots, H, D]
+    slots: Tensor  # [T] int64
+
+
 class Linear(Protocol):
     """A projection whose weight is laid out for the device once."""
 
@@ -79,8 +91,18 @@ class Kernels(Protocol):
         """`x / sqrt(mean(x²) + eps) * weight` over the last dimension, in the wider of the two types, as `x`'s type."""
         ...
 
-    def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        """Rotary embedding of `x [T, heads, D]` by `cos`, `signed_sin [T, 1, D]` (the sine's first half negated)."""
+    def add_rms_norm(self, residual: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of `residual + y`, and that sum, as new tensors; all `[T, N]`."""
+        ...
+
+    def rotate_and_store(
+        self, qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots
+    ) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of `qk [T, Q + H, D]`, queries before keys; the keys and `v [T, H, D]` go to their slots.
+
+        `cos`, `signed_sin [T, 1, D]`: element i of a half turns with that of the other half; the sine's first half is
+        negated. Returns `q [T, Q, D]` and `k [T, H, D]`, which may lie where `qk` lay.
+        """
         ...
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:

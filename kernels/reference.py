@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.host_digest import GAMMA, MIX_1, MIX_2, ROW_WORDS, SHIFT
-from kernels.interface import Activation, CacheGeometry, Segment
+from kernels.interface import Activation, CacheGeometry, KVSlots, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight.float()).to(x.dtype)
 
 
+def add_rms_norm(residual: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + y
+    return rms_norm(total, weight, eps), total
+
+
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     c, s = cos[..., :half], signed_sin[..., half:]
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+def rotate_and_store(qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots) -> tuple[Tensor, Tensor]:
+    rotated = rotate(qk, cos, signed_sin)
+    num_heads = qk.shape[1] - v.shape[1]
+    stored = into.slots >= 0
+    into.keys[into.slots[stored]] = rotated[stored, num_heads:]
+    into.values[into.slots[stored]] = v[stored]
+    return rotated[:, :num_heads], rotated[:, num_heads:]
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
