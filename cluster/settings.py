@@ -111,6 +111,10 @@ class TransferSettings(Settings):
     slab_bytes: SizeBytes = Field(8 * 2**20, description="Size of one slab: the most KV that is sent as one piece.")
     num_slabs: int = Field(8, ge=2, description="Slabs of each link; two is the least that lets copying overlap.")
     num_connections: int = Field(2, ge=1, le=16, description="TCP connections of one link, for large slabs.")
+    digest: Literal["auto", "xxh3_64", "row_sum_64"] = Field(
+        "auto",
+        description="How KV is verified; `auto`: by XXH3, but by a digest that GPUs compute where one end is on a GPU.",
+    )
     lease_ttl_s: float = Field(10.0, gt=0, description="A reservation lapses when nothing is heard of it for so long.")
 
 

@@ -74,6 +74,7 @@ def transfer_config(config: LegatoConfig) -> TransferConfig:
         slab_bytes=config.transfer.slab_bytes,
         num_slabs=config.transfer.num_slabs,
         num_connections=config.transfer.num_connections,
+        digest=config.transfer.digest,
     )
 
 

@@ -15,6 +15,7 @@ from decode_workers.states import DecodeState
 from engine.kv_cache import GroupRow, KVCache
 from engine.loading import LoadedModel
 from engine.sequence import Sequence, SequenceKey
+from kv_transfer.digest import DigestKind
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import RequestSpec, Reserved
 from kv_transfer.receiving import KvReceiver
@@ -40,6 +41,7 @@ class Landings:
         transport: Transport,
         thread: LoopThread,
         *,
+        digest_kind: DigestKind,
         wait_s: float,
         on_reserved: Callable[[GatewayId, SequenceKey, SequenceKey | None], None],
         on_landed: Callable[[Sequence], None],
@@ -64,6 +66,7 @@ class Landings:
             model.layout,
             transport,
             thread,
+            digest_kind=digest_kind,
             target_of=self._target_of,
             on_admit=self._on_admit,
             on_release=self._on_lease_ended,

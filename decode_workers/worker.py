@@ -85,6 +85,7 @@ class DecodeWorker:
             self._port,
             self._parts.transport,
             self._thread,
+            digest_kind=self._parts.digest_kind,
             wait_s=self._config.reserve_wait_s,
             on_reserved=self._on_reserved,
             on_landed=self._on_landed,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.digest import DIGEST_NAME
+from kv_transfer.digest import DIGEST_KINDS
 from kv_transfer.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ def describe(
     model_fingerprint: str,
     layout: KVLayout,
     protocol_version: int = PROTOCOL_VERSION,
-    digest_name: str = DIGEST_NAME,
+    digest_kinds: Sequence[str] = DIGEST_KINDS,
 ) -> dict[str, str]:
     """All that both ends must agree on, as names and values for people to read."""
     return {
         "protocol version": str(protocol_version),
-        "digest": digest_name,
+        "digests": ", ".join(sorted(digest_kinds)),  # that each end can compute
         "model fingerprint": model_fingerprint,
         "layers": str(layout.num_layers),
         "KV heads": str(layout.num_kv_heads),

@@ -16,11 +16,17 @@ import numpy.typing as npt
 import torch
 
 from engine.kv_cache import KVCache
-from kv_transfer.digest import slab_digest
+from kv_transfer.digest import DigestKind, slab_digest
 
 
 def fill_slab(
-    kv_cache: KVCache, group_row: npt.NDArray[np.int32], layer: int, start: int, count: int, view: memoryview
+    kv_cache: KVCache,
+    group_row: npt.NDArray[np.int32],
+    layer: int,
+    start: int,
+    count: int,
+    view: memoryview,
+    kind: DigestKind = "xxh3_64",
 ) -> int:
     """Gather tokens [start, start + count) of a layer into a slab and return the digest of the slab's bytes.
 
@@ -28,11 +34,17 @@ def fill_slab(
     """
     slab_2nHD = _as_slab(kv_cache, count, view)
     kv_cache.read_layer(layer, group_row, start, count, slab_2nHD)
-    return slab_digest(view)
+    return slab_digest(view, kind)
 
 
 def land_slab(
-    kv_cache: KVCache, group_row: npt.NDArray[np.int32], layer: int, start: int, count: int, payload: memoryview
+    kv_cache: KVCache,
+    group_row: npt.NDArray[np.int32],
+    layer: int,
+    start: int,
+    count: int,
+    payload: memoryview,
+    kind: DigestKind = "xxh3_64",
 ) -> int:
     """Copy a slab into the blocks of `group_row` and return the digest of what stands in those blocks afterwards.
 
@@ -42,7 +54,7 @@ def land_slab(
     kv_cache.write_layer(layer, group_row, start, _as_slab(kv_cache, count, payload))
     landed_2nHD = torch.empty(_slab_shape(kv_cache, count), dtype=kv_cache.layout.dtype)
     kv_cache.read_layer(layer, group_row, start, count, landed_2nHD)
-    return slab_digest(landed_2nHD.view(torch.uint8).numpy().data)
+    return slab_digest(landed_2nHD.view(torch.uint8).numpy().data, kind)
 
 
 def _slab_shape(kv_cache: KVCache, count: int) -> tuple[int, int, int, int]:

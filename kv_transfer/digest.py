@@ -1,4 +1,8 @@
-"""Digests of KV bytes: 64-bit XXH3, which runs at memory speed.
+"""Digests of KV bytes, 64 bits wide and of two kinds.
+
+`xxh3_64` is the fastest on a CPU: it runs at memory speed. It chains its blocks, so a GPU, which computes thousands of
+them at once, has a digest of its own, `row_sum_64` (see `kernels.host_digest`), of which a CPU does several gigabytes
+a second. The two ends of a hand-off agree on one.
 
 They catch accidents (a slab reused too early, a block overwritten, a wrong offset), not forgers: peers are
 authenticated before any byte arrives, and whoever could forge a digest could as well forge the KV. Knows nothing of
@@ -8,25 +12,36 @@ layers or tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Literal, get_args
 
 import xxhash
 
-DIGEST_NAME: Final = "xxh3_64"
+from kernels.host_digest import row_sum_digest
+
+DigestKind = Literal["xxh3_64", "row_sum_64"]
+
+DIGEST_KINDS: Final[tuple[DigestKind, ...]] = get_args(DigestKind)
 _MODULUS: Final = 2**64
 
 ByteView = memoryview | bytes | bytearray
 """C-contiguous bytes."""
 
 
-def slab_digest(view: ByteView) -> int:
+def agreed_kind(ours: DigestKind, theirs: DigestKind) -> DigestKind:
+    """What both ends use: the GPU's digest as soon as one of them is on a GPU."""
+    return "row_sum_64" if "row_sum_64" in (ours, theirs) else "xxh3_64"
+
+
+def slab_digest(view: ByteView, kind: DigestKind = "xxh3_64") -> int:
     """The digest of a slab's bytes, in [0, 2^64)."""
+    if kind == "row_sum_64":
+        return row_sum_digest(view)
     digest: int = xxhash.xxh3_64_intdigest(view)
     return digest
 
 
 def pieces_digest(pieces: Iterable[ByteView]) -> int:
-    """What `slab_digest` gives for the pieces joined in order, without joining them."""
+    """What `slab_digest` gives, as XXH3, for the pieces joined in order, without joining them."""
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(piece)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Commit, Fence, Message, RequestSpec, SlabHeader
 
 
@@ -108,6 +109,7 @@ class SendSlab:
     layer: int
     token_start: int
     num_tokens: int
+    digest_kind: DigestKind
 
     @property
     def attempt(self) -> int:
@@ -122,6 +124,7 @@ class SendSlab:
             token_start=self.token_start,
             num_tokens=self.num_tokens,
             digest=digest,
+            digest_kind=self.digest_kind,
         )
 
 

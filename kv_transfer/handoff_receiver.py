@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kv_transfer.coverage import Coverage
+from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import Action, Drop, ReceiverState, Send
 from kv_transfer.landing import BrokenHandoffError, Landing
 from kv_transfer.messages import (
@@ -37,12 +38,22 @@ ReceiverMessage = SlabHeader | Commit | Abort | KeepAlive
 
 
 class HandoffReceiver:
-    def __init__(self, *, epoch: int, num_layers: int, worker_id: str, endpoint: Endpoint, ttl_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        num_layers: int,
+        worker_id: str,
+        endpoint: Endpoint,
+        ttl_s: float,
+        digest_kind: DigestKind = "xxh3_64",
+    ) -> None:
         self._epoch = epoch
         self._num_layers = num_layers
         self._worker_id = worker_id
         self._endpoint = endpoint
         self._ttl_s = ttl_s
+        self._digest_kind = digest_kind
         self._reservations = Reservations()
 
     # --- the gateway's wishes ---
@@ -235,6 +246,7 @@ class HandoffReceiver:
             worker_id=self._worker_id,
             num_tokens=landing.request.num_tokens,
             ttl_s=self._ttl_s,
+            digest_kind=self._digest_kind,
         )
 
 

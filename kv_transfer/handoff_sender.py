@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kv_transfer.coverage import Coverage
+from kv_transfer.digest import DigestKind, agreed_kind
 from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SenderState, SendSlab
 from kv_transfer.messages import Abort, Commit, Fence, KeepAlive, Message, Rejected, Ticket, Verified
 
@@ -44,7 +45,8 @@ class _Outgoing:
 
 
 class HandoffSender:
-    def __init__(self) -> None:
+    def __init__(self, digest_kind: DigestKind = "xxh3_64") -> None:
+        self._digest_kind = digest_kind
         self._outgoing: dict[tuple[str, int], _Outgoing] = {}
         self._keep_alive_at: dict[str, float] = {}  # per decode worker
 
@@ -79,7 +81,8 @@ class HandoffSender:
         if out.deadline is None:
             out.deadline = now + out.ticket.ttl_s
         ticket = out.ticket
-        return [SendSlab(ticket.worker_id, request_id, ticket.fence, layer, token_start, num_tokens)]
+        kind = agreed_kind(self._digest_kind, ticket.digest_kind)
+        return [SendSlab(ticket.worker_id, request_id, ticket.fence, layer, token_start, num_tokens, kind)]
 
     def on_slab_sent(
         self, request_id: str, attempt: int, layer: int, token_start: int, digest: int, now: float

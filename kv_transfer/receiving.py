@@ -14,6 +14,7 @@ from collections.abc import Callable
 from engine.kv_cache import GroupRow, KVCache, KVLayout
 from kv_transfer.copying import land_slab
 from kv_transfer.deadline_timer import DeadlineTimer
+from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.handoff_receiver import HandoffReceiver
 from kv_transfer.loop_thread import LoopThread
@@ -47,6 +48,7 @@ class KvReceiver:
         transport: Transport,
         thread: LoopThread,
         *,
+        digest_kind: DigestKind = "xxh3_64",
         target_of: Callable[[int, int], tuple[KVCache, GroupRow]],
         on_admit: Callable[[str, int, int], None],
         on_release: Callable[[int], None],
@@ -55,6 +57,7 @@ class KvReceiver:
         self._layout = layout
         self._transport = transport
         self._thread = thread
+        self._digest_kind = digest_kind
         self._target_of = target_of
         self._on_admit = on_admit
         self._on_release = on_release
@@ -76,6 +79,7 @@ class KvReceiver:
             worker_id=worker_id,
             endpoint=endpoint,
             ttl_s=ttl_s,
+            digest_kind=self._digest_kind,
         )
         return endpoint
 
@@ -173,7 +177,15 @@ class KvReceiver:
         delivery = self._deliveries.pop(delivery_id)
         assert delivery.payload is not None
         try:
-            digest = land_slab(kv_cache, row, header.layer, header.token_start, header.num_tokens, delivery.payload)
+            digest = land_slab(
+                kv_cache,
+                row,
+                header.layer,
+                header.token_start,
+                header.num_tokens,
+                delivery.payload,
+                header.digest_kind,
+            )
         except (ValueError, RuntimeError) as error:  # the payload is not of the size that the header says
             self._report(self._on_copy_failed, delivery_id, str(error))
         else:

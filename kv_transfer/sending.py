@@ -19,6 +19,7 @@ from engine.kv_cache import KVCache
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.copying import fill_slab
 from kv_transfer.deadline_timer import DeadlineTimer
+from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff_sender import HandoffSender
 from kv_transfer.loop_thread import LoopThread
@@ -105,7 +106,13 @@ class _Peer:
         try:
             slab = await link.acquire(action.num_tokens * self._owner.kv_cache.layout.bytes_per_token_layer)
             digest = fill_slab(
-                job.kv_cache, job.group_row, action.layer, action.token_start, action.num_tokens, slab.view
+                job.kv_cache,
+                job.group_row,
+                action.layer,
+                action.token_start,
+                action.num_tokens,
+                slab.view,
+                action.digest_kind,
             )
             await link.send(action.header(digest), slab)
         except BaseException as error:  # also when cancelled: whatever ends the job must end the read of its blocks
@@ -133,6 +140,7 @@ class KvSender:
         *,
         host_cache: KVCache | None = None,
         max_slab_bytes: int,
+        digest_kind: DigestKind = "xxh3_64",
         on_release: Callable[[SequenceKey], None],
         on_failed: Callable[[SequenceKey, str, bool], None],
         on_verified: Callable[[HandoffTimeline], None] = ignore_timeline,
@@ -141,7 +149,7 @@ class KvSender:
         self._host_cache = host_cache
         self.transport = transport
         self._thread = thread
-        self._machine = HandoffSender()
+        self._machine = HandoffSender(digest_kind)
         self._max_slab_tokens = max(1, max_slab_bytes // kv_cache.layout.bytes_per_token_layer)
         self._on_release = on_release
         self._on_failed = on_failed

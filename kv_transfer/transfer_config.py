@@ -1,9 +1,13 @@
-"""How a worker's KV links are set up, and the transport that follows from it."""
+"""How a worker's KV links are set up, and the transport and the digest that follow from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
+
+from kv_transfer.digest import DigestKind
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choosing import TransportKind, open_transport
@@ -19,6 +23,13 @@ class TransferConfig:
     slab_bytes: int = 8 * 2**20
     num_slabs: int = 8
     num_connections: int = 2
+    digest: Literal["auto", "xxh3_64", "row_sum_64"] = "auto"
+
+    def digest_kind(self, device: torch.device) -> DigestKind:
+        """What a worker whose KV is on `device` would have for itself."""
+        if self.digest == "auto":
+            return "xxh3_64" if device.type == "cpu" else "row_sum_64"
+        return self.digest
 
     def open(self, identity: Identity, host: str) -> Transport:
         """A transport that listens on `host` when asked to."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from engine.loading import LoadedModel
 from kv_transfer.block_events import BlockEventLog
+from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Endpoint, Message, Role, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.transports.base import Identity, Transport
@@ -19,7 +20,7 @@ class WorkerParts:
     """What a worker gets from its maker. The transport is its own, all else outlives it.
 
     `lower_tiers` and `events` are of the model's own pools. `on_order` gets what the scheduler sends. `home`: the role
-    of the pool that it belongs to, whatever its own; None: its own.
+    of the pool that it belongs to, whatever its own; None: its own. `digest_kind`: what it would have for itself.
     """
 
     model: LoadedModel
@@ -31,6 +32,7 @@ class WorkerParts:
     events: BlockEventLog | None = None
     on_order: Callable[[Message], None] = warn_of_order
     home: Role | None = None
+    digest_kind: DigestKind = "xxh3_64"
 
 
 class Worker(Protocol):

@@ -153,6 +153,7 @@ class WorkerReplica:
             events=self._events,
             on_order=self._on_order,
             home=self._home,
+            digest_kind=self._transfer.digest_kind(self.model.kv_cache.tensor.device),
         )
         worker = self._roles[self.role].make(parts)
         await worker.start()

@@ -100,6 +100,7 @@ class PrefillWorker:
             self._thread,
             host_cache=self._model.host_cache,
             max_slab_bytes=self._config.max_slab_bytes,
+            digest_kind=self._parts.digest_kind,
             on_release=self._on_release,
             on_failed=self._fail,
             on_verified=self._on_handed_over,

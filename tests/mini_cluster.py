@@ -23,6 +23,7 @@ from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import StepOutput, StepPlan
 from kv_transfer.block_events import BlockEventLog
+from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
@@ -50,6 +51,7 @@ class MiniClusterConfig:
     prefill: PrefillWorkerConfig = field(default_factory=PrefillWorkerConfig)
     decode: DecodeWorkerConfig = field(default_factory=DecodeWorkerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    digest_kinds: dict[Role, DigestKind] = field(default_factory=dict)  # in place of what `transfer` says
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
     pools: PoolsPlan | None = None
@@ -218,6 +220,9 @@ class MiniCluster:
             locate_scheduler=self._locate,
             lower_tiers=lower,
             events=events,
+            digest_kind=self.config.digest_kinds.get(
+                role, self.config.transfer.digest_kind(model.kv_cache.tensor.device)
+            ),
         )
 
     def _worker_identity(self, model: LoadedModel, role: str) -> Identity:

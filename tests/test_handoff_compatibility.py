@@ -30,8 +30,8 @@ def test_blocks_are_each_ends_own_affair() -> None:
         (describe("f00d", replace(LAYOUT, dtype=torch.float32)), "KV dtype is bfloat16 here and float32 there"),
         (describe("f00d", replace(LAYOUT, num_kv_heads=9)), "KV heads is 3 here and 9 there"),
         (describe("f00d", replace(LAYOUT, head_dim=128)), "head size is 64 here and 128 there"),
-        (describe("f00d", LAYOUT, protocol_version=99), "protocol version is 1 here and 99 there"),
-        (describe("f00d", LAYOUT, digest_name="crc32"), "digest is xxh3_64 here and crc32 there"),
+        (describe("f00d", LAYOUT, protocol_version=99), "protocol version is 2 here and 99 there"),
+        (describe("f00d", LAYOUT, digest_kinds=["crc32"]), "digests is row_sum_64, xxh3_64 here and crc32 there"),
     ],
 )
 def test_each_difference_is_named_with_both_values(theirs: dict[str, str], says: str) -> None:
@@ -45,7 +45,7 @@ def test_all_differences_are_named_at_once() -> None:
 
 
 def test_missing_fields_are_differences() -> None:
-    assert "digest is xxh3_64 here and not stated there" in (mismatch(OURS, {}) or "")
+    assert "digests is row_sum_64, xxh3_64 here and not stated there" in (mismatch(OURS, {}) or "")
     assert "speed is not stated here and fast there" in (mismatch(OURS, {**OURS, "speed": "fast"}) or "")
 
 

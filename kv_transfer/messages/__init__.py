@@ -72,7 +72,7 @@ from kv_transfer.messages.workers import (
     WorkerSnapshot,
 )
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 __all__ = [
     "MAX_EVENT_CHANGES",

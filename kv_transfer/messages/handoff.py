@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kv_transfer.digest import DigestKind
 from kv_transfer.messages.fields import STRICT, Count, Digest, Items, Text, TokenId
 from kv_transfer.messages.requests import Fence
 
@@ -12,7 +13,7 @@ from kv_transfer.messages.requests import Fence
 class SlabHeader:
     """Announces the KV of `num_tokens` tokens of one layer, `[2, num_tokens, num_kv_heads, head_dim]`, K before V.
 
-    `digest` is of the payload's bytes as they lie in the slab.
+    `digest`, of the kind `digest_kind`, is of the payload's bytes as they lie in the slab.
     """
 
     __pydantic_config__ = STRICT
@@ -22,6 +23,7 @@ class SlabHeader:
     token_start: Count
     num_tokens: Count
     digest: Digest
+    digest_kind: DigestKind = "xxh3_64"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

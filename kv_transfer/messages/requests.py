@@ -9,6 +9,7 @@ from pydantic import Field
 
 from engine.sampling_params import SamplingParams
 from engine.stopping import FinishReason
+from kv_transfer.digest import DigestKind
 from kv_transfer.messages.fields import STRICT, Count, Flag, Items, NonNegative, Real, Text, TokenId
 
 
@@ -64,6 +65,7 @@ class Ticket:
     worker_id: Text
     num_tokens: Count  # whose KV the reservation has room for
     ttl_s: NonNegative  # the reservation lapses when nothing is heard of it for so long
+    digest_kind: DigestKind = "xxh3_64"  # that the decode worker would have for itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
