@@ -1,0 +1,79 @@
+"""What a forward pass needs of a batch, as bytes, for the ranks that are told what to compute.
+
+All numbers are int64 but those of block tables, of which only the columns that hold the step's context go along. Knows
+nothing of how the bytes travel.
+
+Shape legend: T packed tokens, G layer groups, R output rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from kernels.interface import Segment
+
+_SEGMENT_FIELDS = 4  # first row, queries, context, columns of its table
+
+
+def pack_batch(batch: Batch, block_size: int) -> Tensor:
+    """`[n]` uint8. The batch's tokens are all known."""
+    tables = [segment.block_table[:, : -(-segment.context_len // block_size)] for segment in batch.segments]
+    segments = [
+        (segment.first_row, segment.num_queries, segment.context_len, table.shape[1])
+        for segment, table in zip(batch.segments, tables, strict=True)
+    ]
+    sizes = (batch.num_tokens, len(batch.slot_mapping), len(batch.output_rows), len(segments))
+    tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.output_rows)
+    numbers = _joined([np.array(sizes), *(tensor.cpu().numpy() for tensor in tensors), np.array(segments)], np.int64)
+    return torch.from_numpy(np.concatenate([numbers.view(np.uint8), _joined(tables, np.int32).view(np.uint8)]))
+
+
+def unpack_batch(message: Tensor, device: torch.device) -> Batch:
+    """The batch as it computes, its tensors on `device`. It says nothing of who samples."""
+    reader = _Reader(message.numpy())
+    num_tokens, num_groups, num_rows, num_segments = reader.take(4).tolist()
+    token_ids, positions = reader.take(num_tokens), reader.take(num_tokens)
+    slot_mapping = reader.take(num_groups * num_tokens).reshape(num_groups, num_tokens)
+    output_rows = reader.take(num_rows)
+    segments = reader.take(num_segments * _SEGMENT_FIELDS).reshape(num_segments, _SEGMENT_FIELDS).tolist()
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return Batch(
+        token_ids=torch.from_numpy(token_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(slot_mapping).to(device),
+        segments=tuple(reader.segment(num_groups, *fields) for fields in segments),
+        output_rows=torch.from_numpy(output_rows).to(device),
+        awaited_rows=nothing,
+        awaited_from=nothing,
+        sampling_items=(),
+        prompt_spans=(),
+    )
+
+
+class _Reader:
+    """Takes arrays off the front of a message, without copying them."""
+
+    def __init__(self, message: npt.NDArray[np.uint8]) -> None:
+        self._rest = message
+
+    def take(self, count: int) -> npt.NDArray[np.int64]:
+        return self._bytes(count * 8).view(np.int64)
+
+    def segment(self, num_groups: int, first_row: int, num_queries: int, context_len: int, num_columns: int) -> Segment:
+        table = self._bytes(num_groups * num_columns * 4).view(np.int32).reshape(num_groups, num_columns)
+        return Segment(first_row=first_row, num_queries=num_queries, context_len=context_len, block_table=table)
+
+    def _bytes(self, count: int) -> npt.NDArray[np.uint8]:
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        assert len(taken) == count, f"a message of a step ends {count - len(taken)} bytes too early"
+        return taken
+
+
+def _joined(parts: Iterable[npt.NDArray[np.generic]], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+    return np.concatenate([np.asarray(part, dtype=dtype).ravel() for part in parts])

@@ -1,0 +1,105 @@
+"""The process of a rank other than 0: holds its part of the model and of the KV, and computes what it is told.
+
+Started by `engine.parallel.processes`, with which it shares a connection, the memory of its KV, and its standard input:
+when that ends, the leader is gone, and so is this process, whatever it does at that moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from engine.host_memory import keep_freed_memory
+from engine.kv_cache import KVCache
+from engine.model import Model
+from engine.model_config import ModelConfig
+from engine.parallel.batches import unpack_batch
+from engine.parallel.group import RankGroup
+from engine.parallel.kv import shared_cache
+from engine.parallel.shards import Shard
+from engine.parallel.spec import HERE, JOIN, LOGITS, READY, STEP, RankSpec, word_and_number
+from engine.weights import load_weights
+from kernels.ops import kernels_for
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """One rank's part of the model, at its leader's command."""
+
+    def __init__(self, model: Model, kv_cache: KVCache, ranks: RankGroup) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._ranks = ranks
+
+    @torch.inference_mode()
+    def serve(self, leader: Connection) -> None:
+        """Until an exception: EOFError when the leader has ended the group, RuntimeError when a rank has failed."""
+        while True:
+            word, number = word_and_number(leader.recv_bytes())
+            if word == STEP:
+                self._compute(number)
+            else:
+                assert word == LOGITS, f"a leader says nothing like {word!r}"
+                self._compute_logits(number)
+
+    def _compute(self, num_bytes: int) -> None:
+        message = torch.empty(num_bytes, dtype=torch.uint8)
+        self._ranks.tell(message)
+        batch = unpack_batch(message, self._model.device)
+        self._model.forward(batch, self._kv_cache)
+        if not len(batch.output_rows):
+            self._ranks.meet()
+
+    def _compute_logits(self, num_rows: int) -> None:
+        config = self._model.config
+        hidden = torch.empty(num_rows, config.hidden_size, dtype=self._model.dtype, device=self._model.device)
+        self._ranks.tell(hidden)
+        self._model.logits(hidden)
+
+
+def load(leader: Connection, kv_memory: int, spec: RankSpec) -> Follower:
+    """`kv_memory`: the descriptor of the rank's KV."""
+    torch.set_num_threads(spec.num_threads)
+    keep_freed_memory()
+    kv_cache = shared_cache(spec.layout, spec.num_blocks, kv_memory)
+    leader.send_bytes(HERE)
+    word = leader.recv_bytes()
+    assert word == JOIN, f"a leader begins with {JOIN!r}, not with {word!r}"
+    ranks = RankGroup(Shard(spec.rank, spec.degree), FileStore(spec.rendezvous, spec.degree), timeout_s=spec.timeout_s)
+    config = ModelConfig.from_folder(spec.model_folder)
+    weights = load_weights(spec.model_folder, config, dtype=spec.layout.dtype, shard=ranks.shard)
+    with torch.inference_mode():
+        model = Model(config, weights, kernels_for(kv_cache.device), ranks)
+    leader.send_bytes(READY)
+    return Follower(model, kv_cache, ranks)
+
+
+def main() -> None:
+    """`python -m engine.parallel.follower CONNECTION KV`: two file descriptors."""
+    logging.basicConfig(level=logging.INFO)
+    threading.Thread(target=_end_with_leader, name="leader-watch", daemon=True).start()
+    connection, kv_memory = (int(argument) for argument in sys.argv[1:3])
+    leader = Connection(connection)
+    try:
+        load(leader, kv_memory, RankSpec.from_bytes(leader.recv_bytes())).serve(leader)
+    except EOFError:
+        return
+    except Exception:  # the process's boundary: the leader notices its end
+        logger.exception("a rank of a tensor-parallel group failed")
+        sys.exit(1)
+
+
+def _end_with_leader() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

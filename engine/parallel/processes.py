@@ -1,0 +1,75 @@
+"""The processes of a group's other ranks: started, heard, watched and ended by the leader's. Knows nothing of steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from multiprocessing import Pipe
+
+from engine.parallel.spec import RankSpec
+
+END_S = 5.0  # for a process that is told to end
+
+
+class GroupError(RuntimeError):
+    """A tensor-parallel group is of no use any more; the message says why."""
+
+
+class RankProcess:
+    """One rank's process. It ends when it is dismissed or this process ends, however that happens."""
+
+    def __init__(self, spec: RankSpec, kv_memory: int) -> None:
+        self.rank = spec.rank
+        self._connection, theirs = Pipe()
+        with theirs:
+            descriptors = (theirs.fileno(), kv_memory)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "engine.parallel.follower", *map(str, descriptors)],
+                stdin=subprocess.PIPE,  # its end tells the rank of ours
+                pass_fds=descriptors,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                start_new_session=True,  # an interrupt from the terminal is the leader's to answer
+            )
+        self.tell(spec.to_bytes())
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def tell(self, message: bytes) -> None:
+        """Short enough to be buffered: never waits for the rank. Raises GroupError if it is gone."""
+        try:
+            self._connection.send_bytes(message)
+        except OSError as error:
+            raise self._gone() from error
+
+    def expect(self, message: bytes, deadline: float) -> None:
+        """Wait for this message, until `deadline` (`time.monotonic()`). Raises GroupError if it does not come."""
+        try:
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                raise GroupError(f"rank {self.rank} of the tensor-parallel group did not start in time")
+            heard = self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        assert heard == message, f"rank {self.rank} said {heard!r} where {message!r} was due"
+
+    def dismiss(self) -> None:
+        """Have it end."""
+        self._connection.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def wait_for_end(self) -> None:
+        """After `dismiss`."""
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:  # it is stopped, or hangs in its device
+            self._process.kill()
+            self._process.wait()
+
+    def _gone(self) -> GroupError:
+        return GroupError(f"rank {self.rank} of the tensor-parallel group has ended; its reason is in the worker's log")
