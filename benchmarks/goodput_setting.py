@@ -5,12 +5,15 @@ Knows nothing of searches for a load, nor of reports.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
+from benchmarks.goodput_judge import Judge, TooManyMissedError
+from benchmarks.summary import Json
 from cluster.placement.policy import DecisionPolicy
 from cluster.simulation.command import ROUTERS
 from cluster.simulation.fleet import KnownCosts
@@ -39,6 +42,15 @@ LINK_BYTES_PER_S: Final = 50e9
 BLOCK_TOKENS: Final[dict[TraceFormat, int]] = {"mooncake": 512, "azure": 64}  # as in the trace; as in engines
 DEVICES: Final[dict[ModelName, tuple[ModelShape, int]]] = {"8b": (LLAMA_3_1_8B, 1), "70b": (LLAMA_3_1_70B, 4)}
 NEVER: Final = 2.0  # more idle workers than there are
+SMALL: Final = 8  # workers of the clusters that layouts are looked for on
+# Requests of a slice for so many workers: at the loads served, half a minute and more, several times an answer. In less
+# no queue grows, and what is left to decode at its end costs nobody anything.
+REQUESTS: Final[dict[tuple[TraceFormat, ModelName], int]] = {
+    ("mooncake", "8b"): 1200,
+    ("mooncake", "70b"): 1200,
+    ("azure", "8b"): 4800,
+    ("azure", "70b"): 2400,
+}
 # Near the published medians and means: Mooncake's conversations (mean prompt 12,035, output 343 tokens, much in common)
 # and Azure's (mean prompt 1,155, output 211 tokens; what prompts have in common is not published: nothing).
 WORKLOADS: Final[dict[TraceFormat, Workload]] = {
@@ -105,6 +117,19 @@ class Setting:
     tpot_s: float = TPOT_S
     declared_tokens: int | None = None
 
+    def key(self) -> Json:
+        """What tells it from others in a file."""
+        source = "drawn" if self.path is None else self.path.name
+        return {**asdict(self), "path": source}
+
+    def small(self) -> tuple[Setting, int]:
+        """The same with `SMALL` workers and a slice for these, and by how much it is smaller; itself if it is no
+        multiple."""
+        times = self.num_workers // SMALL
+        if times < 2 or self.num_workers % SMALL:
+            return self, 1
+        return replace(self, num_workers=SMALL, num_requests=REQUESTS[self.trace, self.model]), times
+
     @property
     def cost(self) -> StepCost:
         shape, num_devices = DEVICES[self.model]
@@ -135,8 +160,16 @@ def length_class(num_tokens: int) -> str:
 
 
 def play(
-    setting: Setting, router: str, layout: Layout, load: float, first: int, *, max_returns: int = 0
+    setting: Setting,
+    router: str,
+    layout: Layout,
+    load: float,
+    first: int,
+    *,
+    max_returns: int = 0,
+    allowed_misses: int | None = None,
 ) -> SimulationResult:
+    """Raises TooManyMissedError where that is certain before the end."""
     config = _config(setting, layout, max_returns)
     known = KnownCosts(
         prefill=replace(config.prefill.cost, relative_error=LEAST_ERROR),
@@ -145,11 +178,18 @@ def play(
         decode_chunk_tokens=config.decode.token_budget,
         max_num_seqs=config.decode.max_num_seqs,
     )
-    return simulate(config, setting.requests(first, load), _router(router, known))
+    asked = _router(router, known)
+    judged = asked if allowed_misses is None else Judge(asked, allowed_misses)
+    return simulate(config, setting.requests(first, load), judged)
 
 
 def attainment(setting: Setting, router: str, layout: Layout, load: float, first: int) -> float:
-    return play(setting, router, layout, load, first).summary.overall.attainment
+    """0 where it is certain before the end to be less than `ATTAINMENT`."""
+    allowed = math.floor((1.0 - ATTAINMENT) * setting.num_requests + 1e-6)
+    try:
+        return play(setting, router, layout, load, first, allowed_misses=allowed).summary.overall.attainment
+    except TooManyMissedError:
+        return 0.0
 
 
 def _router(name: str, known: KnownCosts) -> Router:

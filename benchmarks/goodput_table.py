@@ -51,7 +51,22 @@ def _setting(line: Report) -> str:
         for router, found in line["routers"].items()
     ]
     columns = [_name(line), "prefill + decode", f"highest load, slices of {line['requests']}", "of the best baseline"]
-    return "\n".join([table(columns, rows), _by_class(line["by_class"]), _overload(line["overload"])])
+    parts = [table(columns, rows), _beside(line), _by_class(line["by_class"])]
+    if line["overload"]:
+        parts.append(_overload(line["overload"]))
+    return "\n".join(parts)
+
+
+def _beside(line: Report) -> str:
+    if "bounds" not in line:  # stored before they were reported
+        return ""
+    ratios = ", ".join("–" if ratio is None else f"{ratio:.2f}" for ratio in line["ratio_by_slice"])
+    all_served, cheapest = ([f"{pair[which]:.2f}" for pair in line["bounds"]] for which in (0, 1))
+    return (
+        f"Loads to within {line['resolution']:.1%}. Times the best baseline, slice by slice: {ratios}. The workers'"
+        f" time would be used up at {', '.join(all_served)} with everyone served, at {', '.join(cheapest)} with the"
+        " nine tenths that take the least.\n"
+    )
 
 
 def _by_class(found: Report) -> str:

