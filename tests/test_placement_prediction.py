@@ -47,7 +47,8 @@ def _decode(
 ) -> DecodeForecast:
     rows = np.array([ledger.table.row(worker_id)])
     query = query_of("new", **changes)
-    return forecast_decode(ledger.table, rows, query, num_output, np.array([lead_s]), np.array([added_s]), now)
+    found = forecast_decode(ledger.table, rows, query, num_output, np.array([lead_s]), np.array([added_s]), now)
+    return DecodeForecast(found.tpot_s[0], found.room_s, found.kv_share[0], found.harm[0])
 
 
 # --- prompts ---

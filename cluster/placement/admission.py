@@ -16,7 +16,7 @@ from cluster.placement.candidates import Candidates
 from cluster.placement.decision import Action, Decision, anyway, book, decide
 from cluster.placement.fairness import TenantShares
 from cluster.placement.ledger import Ledger
-from cluster.placement.outlook import placeable_s, welcome_s
+from cluster.placement.outlook import Outlook
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.promises import Promises
 from cluster.placement.query import NO_TARGET, Query
@@ -170,9 +170,10 @@ class Admission:
         query = decision.query
         latest_start = query.arrived_at + query.ttft_s - decision.best.prefill_s
         deadline = min(came_at + self._rules.max_wait_s, latest_start)
+        outlook = Outlook(self._ledger, query, found, now)
         if now < deadline and self._may_wait(query):
             within_s = deadline - now if query.has_targets else NO_TARGET
-            wait_s = placeable_s(self._ledger, self._policy_for(query, now), query, found, now, share, within_s)
+            wait_s = outlook.placeable_s(self._policy_for(query, now), share, within_s)
             if wait_s is not None:
                 until = min(now + wait_s, deadline)
                 self._room.put(
@@ -183,7 +184,7 @@ class Admission:
             decision = anyway(decision)
             self._place(decision, now)
             return Verdict(outcome=Outcome.PLACED, decision=decision)
-        retry_at = now + welcome_s(self._ledger, self._policy, query, found, now, share)
+        retry_at = now + outlook.welcome_s(self._policy, share)
         if query.has_targets:
             retry_at = self._promises.make(query.question, retry_at, now)
         return Verdict(

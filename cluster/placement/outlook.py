@@ -5,64 +5,57 @@ Looks at the best candidates of a decision again, as if it were placed later. Kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 
-from cluster.placement.candidates import Candidates, evaluate
+from cluster.placement.candidates import Candidates
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
+from cluster.placement.prospects import Prospects, foresee, judge
 from cluster.placement.query import Query
+from cluster.placement.worker_table import Floats
 
 LATER_S: Final = tuple(0.05 * 1.6**power for power in range(17))  # up to 92 s
 _NUM_CANDIDATES: Final = 3
 
 
-def placeable_s(
-    ledger: Ledger,
-    policy: DecisionPolicy,
-    query: Query,
-    found: Candidates,
-    now: float,
-    share: float,
-    within_s: float,
-) -> float | None:
-    """Seconds until it could be placed and still meet its targets; None if it cannot `within_s`. `share`: see
-    `is_welcome`."""
-    moments = [later_s for later_s in LATER_S if later_s <= within_s]
-    return _first(ledger, policy, query, found, now, share, moments, arrived_later=False)
+class Outlook:
+    """Of one request, as things are now. `share`: see `is_welcome`."""
 
+    def __init__(self, ledger: Ledger, query: Query, found: Candidates, now: float) -> None:
+        self._ledger = ledger
+        self._query = query
+        self._found = found
+        self._now = now
 
-def welcome_s(
-    ledger: Ledger, policy: DecisionPolicy, query: Query, found: Candidates, now: float, share: float
-) -> float:
-    """Seconds until it could if it came only then: at most the time that is looked at."""
-    found_s = _first(ledger, policy, query, found, now, share, LATER_S, arrived_later=True)
-    return LATER_S[-1] if found_s is None else found_s
+    def placeable_s(self, policy: DecisionPolicy, share: float, within_s: float) -> float | None:
+        """Seconds until it could be placed and still meet its targets; None if it cannot `within_s`."""
+        waited_s = max(0.0, self._now - self._query.arrived_at)
+        return self._first(policy, share, waited_s, bisect_right(LATER_S, within_s))
 
+    def welcome_s(self, policy: DecisionPolicy, share: float) -> float:
+        """Seconds until it could if it came only then: at most the time that is looked at."""
+        found_s = self._first(policy, share, -np.array(LATER_S)[:, None], len(LATER_S))
+        return LATER_S[-1] if found_s is None else found_s
 
-def _first(
-    ledger: Ledger,
-    policy: DecisionPolicy,
-    query: Query,
-    found: Candidates,
-    now: float,
-    share: float,
-    moments: Sequence[float],
-    *,
-    arrived_later: bool,
-) -> float | None:
-    best, later_s = found.order[:_NUM_CANDIDATES], np.repeat(moments, min(_NUM_CANDIDATES, len(found)))
-    if not len(later_s):
-        return None
-    again = np.tile(best, len(moments))
-    computing, decode, prompt = found.computing[again], found.decode[again], found.prompt.at(again)
-    later = evaluate(ledger, policy, query, computing, decode, prompt, now, later_s, arrived_later=arrived_later)
-    if query.has_targets:
-        good = (later.gain >= 1.0 - share * (1.0 - policy.min_gain)) & (
-            (later.ttft_s <= share * query.ttft_s) | (share >= 1.0)
-        )
-    else:
-        good = later.leaves_room
-    return float(later_s[good].min()) if good.any() else None
+    @cached_property
+    def _seen(self) -> Prospects:
+        """The same for all questions: only what it is worth depends on them."""
+        found, best = self._found, self._found.order[:_NUM_CANDIDATES]
+        computing, decode, prompt = found.computing[best], found.decode[best], found.prompt.at(best)
+        return foresee(self._ledger, self._query, computing, decode, prompt, np.array(LATER_S), self._now)
+
+    def _first(self, policy: DecisionPolicy, share: float, waited_s: float | Floats, num_moments: int) -> float | None:
+        if not num_moments:
+            return None
+        query, later = self._query, judge(self._ledger, policy, self._query, self._seen, waited_s, self._now)
+        if query.has_targets:
+            in_time = (later.ttft_s <= share * query.ttft_s) | (share >= 1.0)
+            good = in_time & (later.gain >= 1.0 - share * (1.0 - policy.min_gain))
+        else:
+            good = later.leaves_room
+        moments = np.flatnonzero(good[:num_moments].any(axis=1))
+        return LATER_S[moments[0]] if len(moments) else None

@@ -41,8 +41,9 @@ class PromptForecast:
 
 @dataclass(frozen=True, slots=True)
 class DecodeForecast:
-    """By candidate. `room_s`: until its memory has room for the prompt; `kv_share`: of the memory, at the peak of the
-    newcomer's life; `harm`: by how much the log-probabilities of the others' targets fall, all together."""
+    """By the moment that the newcomer joins, and by worker. `room_s`: by worker only, until its memory has room for the
+    prompt; `kv_share`: of the memory, at the peak of the newcomer's life; `harm`: by how much the log-probabilities of
+    the others' targets fall, all together."""
 
     tpot_s: Floats
     room_s: Floats
@@ -50,7 +51,7 @@ class DecodeForecast:
     harm: Floats
 
     def at(self, index: list[int]) -> DecodeForecast:
-        return DecodeForecast(self.tpot_s[index], self.room_s[index], self.kv_share[index], self.harm[index])
+        return DecodeForecast(self.tpot_s[:, index], self.room_s[index], self.kv_share[:, index], self.harm[:, index])
 
 
 def forecast_prompt(
@@ -84,28 +85,30 @@ def forecast_prompt(
 
 @dataclass(frozen=True, slots=True)
 class _Neighbours:
-    """`[candidates, slots]`, as they will be when the newcomer joins. `offset`, `shared`: the newcomer's steps before
-    they are there, and those that they share with it; `emitted`, `left`: tokens by now, and still to come; `held`: with
-    the prompt's; `grown`: at most so many come before the newcomer joins; `leaves_at`: the newcomer's step, at the
-    latest.
+    """`[workers, slots]`: `emitted`, `left`: tokens by now, and still to come; `held`: with the prompt's.
+
+    `[moments, workers, slots]`, as they will be when the newcomer joins: `offset`, `shared`: its steps before they are
+    there, and those that they share with it; `grown`: at most so many tokens come before it joins; `leaves_at`: its
+    step, at the latest.
 
     What takes memory or attention is told at the pace of an empty step, who is still there at the true one:
     so one more neighbour never makes the prediction better."""
 
-    held: Floats
+    live: NDArray[np.bool_]
     emitted: Floats
     left: Floats
-    grown: Floats
+    held: Floats
     offset: Floats
     shared: Floats
+    grown: Floats
     leaves_at: Floats
-    live: NDArray[np.bool_]
 
 
 def forecast_decode(
     table: WorkerTable, rows: Rows, query: Query, num_output: float, lead_s: Floats, added_s: Floats, now: float
 ) -> DecodeForecast:
-    """`lead_s`: from now until the newcomer joins; `added_s`: of its prompt, where the same worker computes it, else 0.
+    """`lead_s`, by moment: from now until the newcomer joins; `added_s`, by worker: of its prompt, where the same one
+    computes it, else 0.
 
     Prompts that the worker has still to compute when the newcomer joins make it wait between its tokens."""
     facts = table.rows[:, rows]
@@ -114,16 +117,16 @@ def forecast_decode(
     near = _neighbours(facts, slots, table.residuals, num_output, lead_s, now)
     share = near.shared / num_output
     context = share * (near.held + near.grown + near.shared / 2)
-    decodes = share.sum(axis=1) + facts[Row.EXTRA_DECODES]
+    decodes = share.sum(axis=2) + facts[Row.EXTRA_DECODES]
     before_s = facts[Row.STRETCH] * (
         facts[Row.BASE_S]
         + facts[Row.DECODE_S] * decodes
-        + facts[Row.CONTEXT_TOKEN_S] * (context.sum(axis=1) + facts[Row.EXTRA_CONTEXT])
+        + facts[Row.CONTEXT_TOKEN_S] * (context.sum(axis=2) + facts[Row.EXTRA_CONTEXT])
     )
     own_s = facts[Row.STRETCH] * (
         facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * (query.num_tokens + num_output / 2)
     )
-    prompts_s = np.where(added_s > 0.0, 0.0, np.maximum(facts[Row.DRAINED_AT] - now - lead_s, 0.0))
+    prompts_s = np.where(added_s > 0.0, 0.0, np.maximum(facts[Row.DRAINED_AT] - now - lead_s[:, None], 0.0))
     return DecodeForecast(
         tpot_s=before_s + own_s + prompts_s / num_output,
         room_s=_room_s(facts, near, query.num_tokens + 1),
@@ -161,19 +164,19 @@ def _neighbours(
     emitted = np.minimum(np.maximum(steps - slots[Slot.JOINED_STEP], 0.0), most)
     age = emitted / np.maximum(output, 1.0) / RESIDUAL_STEP
     left = np.minimum(output * residuals[np.minimum(age, len(residuals) - 1.0).astype(np.intp)], most - emitted)
-    early_s = lead_s[:, None] - np.maximum(slots[Slot.FIRST_AT] - now, 0.0)
+    early_s = lead_s[:, None, None] - np.maximum(slots[Slot.FIRST_AT] - now, 0.0)
     until_join_s = np.maximum(early_s, 0.0)
     until_lead_s = until_join_s - early_s
     stays, offset = left - np.minimum(until_join_s / step_s, left), until_lead_s / step_s
     return _Neighbours(
-        held=slots[Slot.TOKENS] + emitted,
+        live=output > 0.0,
         emitted=emitted,
         left=left,
-        grown=np.minimum(until_join_s / fastest_s, left),
+        held=slots[Slot.TOKENS] + emitted,
         offset=offset,
         shared=np.maximum(np.minimum(stays, num_output - offset), 0.0),
+        grown=np.minimum(until_join_s / fastest_s, left),
         leaves_at=stays + until_lead_s / fastest_s,
-        live=output > 0.0,
     )
 
 
@@ -182,7 +185,7 @@ def _harm(
 ) -> Floats:
     """The loss in log-probability, not in probability: it does not vanish where everyone is late already, so that a
     worker in trouble never looks like the place for more; each weighed by how good its chance was once."""
-    step_s = np.maximum(facts[Row.STEP_S], before_s)[:, None]
+    step_s = np.maximum(facts[Row.STEP_S], before_s)[:, :, None]
     spent_s = np.where(near.emitted > 0.0, now - slots[Slot.FIRST_AT], 0.0)
     total = np.maximum(near.emitted + near.left, 1.0)
     tpot_s = (spent_s + near.left * step_s) / total
@@ -193,18 +196,17 @@ def _harm(
     lost = np.logaddexp(0.0, doubt * ((tpot_s + delay_s / total) / target_s - 1.0)) - np.logaddexp(
         0.0, doubt * (tpot_s / target_s - 1.0)
     )
-    harm: Floats = (lost * slots[Slot.WEIGHT]).sum(axis=1)
+    harm: Floats = (lost * slots[Slot.WEIGHT]).sum(axis=2)
     return harm
 
 
 def _kv_share(facts: Floats, near: _Neighbours, num_tokens: int, num_output: float) -> Floats:
     """At the worst of three moments of the newcomer's life. Memory is theirs from their placement on, in whole blocks:
     half of one more than their tokens need."""
-    half, steps = facts[Row.BLOCK_SIZE] / 2, np.array([[0.0], [num_output / 2], [num_output]])
-    at = steps[:, :, None]
+    half, at = facts[Row.BLOCK_SIZE] / 2, np.array([0.0, num_output / 2, num_output])[:, None, None, None]
     grown = np.minimum(near.grown + np.maximum(at - near.offset, 0.0), near.left)
     held = np.where(near.live & (near.leaves_at >= at), near.held + grown + half[:, None], 0.0)
-    peak = (held.sum(axis=2) + num_tokens + steps + half).max(axis=0)
+    peak = (held.sum(axis=3) + num_tokens + at[..., 0] + half).max(axis=0)
     share: Floats = (peak + facts[Row.EXTRA_CONTEXT]) / np.maximum(facts[Row.KV_TOKENS], 1.0)
     return share
 
