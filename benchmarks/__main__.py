@@ -1,4 +1,5 @@
 """`python -m benchmarks [part ...]`: run parts one after the other, each in a process of its own; all by default.
+Options of a single part follow behind `--`: `python -m benchmarks goodput -- --model 70b`.
 
 Stores each part's report in `benchmarks/results/`, writes the table beside them, prints one line of JSON at the end. A
 part that fails is reported and the others still run; the exit code is then 1.
@@ -34,7 +35,7 @@ PARTS = {
     "layerkv": 1800,
     "simulator_honesty": 1200,
     "decisions": 120,
-    "goodput": 1800,
+    "goodput": 7200,
 }
 STOP_TIMEOUT_S = 60.0
 
@@ -49,24 +50,36 @@ def main() -> int:
         metavar="SECONDS",
         help="how long each part may wait, in all, for other processes to let the cores alone; default: %(default)s",
     )
-    arguments = parser.parse_args()
+    parser.add_argument("--time-s", type=float, help="after which a part is stopped; default: several times the usual")
+    own, options = _split(sys.argv[1:])
+    arguments = parser.parse_args(own)
     parts: list[str] = arguments.parts or list(PARTS)
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"there is no part {unknown[0]!r}: choose from {', '.join(PARTS)}")
-    reports = [_run(part, arguments.patience) for part in parts]
+    if options and len(parts) != 1:
+        parser.error("options behind -- are one part's: name that part alone")
+    reports = [_run(part, arguments.patience, arguments.time_s or PARTS[part], options) for part in parts]
     write_table()
     failed = [report["part"] for report in reports if report["status"] != "ok"]
     print(json.dumps({"status": "failed" if failed else "ok", "failed": failed, "parts": headline()}), flush=True)
     return bool(failed)
 
 
-def _run(part: str, patience_s: int) -> Json:
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """What is before `--`, and what is behind it."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def _run(part: str, patience_s: int, time_s: float, options: list[str]) -> Json:
     """One part; its report, stored."""
     print(f"{part}:", flush=True)
     report = {"part": part, **provenance()}
+    if options:
+        report["options"] = " ".join(options)
     started = time.perf_counter()
-    exit_code, last_line = _watch(part, patience_s)
+    exit_code, last_line = _watch([f"benchmarks.{part}", *options], patience_s, time_s)
     duration_s = round(time.perf_counter() - started, 1)
     report |= _understood(last_line, exit_code)
     report.setdefault("duration_s", duration_s)
@@ -78,17 +91,17 @@ def _run(part: str, patience_s: int) -> Json:
     return report
 
 
-def _watch(part: str, patience_s: int) -> tuple[int, str]:
-    """Run it, show what it says as it says it; its exit code and its last line. JSON is not shown."""
+def _watch(module: list[str], patience_s: int, time_s: float) -> tuple[int, str]:
+    """Run it with its options, show what it says as it says it; its exit code and its last line. JSON is not shown."""
     process = subprocess.Popen(
-        [sys.executable, "-m", f"benchmarks.{part}"],
+        [sys.executable, "-m", *module],
         cwd=ROOT,
         env={**os.environ, PATIENCE_VARIABLE: str(patience_s)},
         text=True,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    timer = threading.Timer(PARTS[part] + patience_s, _stop, (process,))
+    timer = threading.Timer(time_s + patience_s, _stop, (process,))
     timer.start()
     last = ""
     assert process.stdout is not None
