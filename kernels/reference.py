@@ -129,6 +129,35 @@ def plan_attention(
     return ReferenceAttention(tuple(segments), geometry, window)
 
 
+def gather_slab(
+    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor, heads: range | None = None
+) -> int:
+    """Fill `out [2, n, h, D]` with tokens [start, start + n), token by token, and digest it."""
+    for token in range(out.shape[1]):
+        for kv in (0, 1):
+            out[kv, token] = _slot(cache_rows, geometry, table, start + token, kv, heads)
+    return row_sum_digest(out.cpu().view(torch.uint8).numpy().tobytes())
+
+
+def scatter_slab(
+    slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, heads: range | None = None
+) -> int:
+    """The way back; the digest is of what is then read."""
+    for token in range(slab.shape[1]):
+        for kv in (0, 1):
+            _slot(cache_rows, geometry, table, start + token, kv, heads).copy_(slab[kv, token])
+    return gather_slab(cache_rows, geometry, table, start, torch.empty_like(slab), heads)
+
+
+def _slot(
+    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, position: int, kv: int, heads: range | None
+) -> Tensor:
+    """K or V of one token, `[h, D]`, in place."""
+    row = cache_rows[int(table[position // geometry.block_size]) * geometry.block_stride + kv]
+    slot = row.view(geometry.block_size, geometry.num_kv_heads, geometry.head_dim)[position % geometry.block_size]
+    return slot if heads is None else slot[heads.start : heads.stop]
+
+
 def row_sum_digest(content: bytes) -> int:
     """The digest that `kernels.host_digest` defines, word by word."""
     padded = content + bytes(-len(content) % 8)

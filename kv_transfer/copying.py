@@ -1,8 +1,9 @@
 """Between KV blocks and slabs: gather and digest on the way out, scatter and digest on the way in.
 
 A slab holds one layer's tokens as `[2, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they come
-from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Knows nothing
-of peers, hand-offs or who may write where.
+from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. The slab is in
+host memory; the blocks may be on a GPU (`kv_transfer.device_copying`). Knows nothing of peers, hand-offs or who may
+write where.
 
 Shapes: n tokens, H = num_kv_heads, D = head_dim.
 """
@@ -33,6 +34,10 @@ def fill_slab(
     `group_row` is the block-table row of the layer's group. Raises ValueError if the slab has another size.
     """
     slab_2nHD = _as_slab(kv_cache, count, view)
+    if kv_cache.tensor.device.type != "cpu":
+        from kv_transfer.device_copying import fill_from_device
+
+        return fill_from_device(kv_cache, group_row, layer, start, slab_2nHD, kind)
     kv_cache.read_layer(layer, group_row, start, count, slab_2nHD)
     return slab_digest(view, kind)
 
@@ -51,7 +56,12 @@ def land_slab(
     The digest is of bytes read back from the destination, so whatever went wrong on the way, a payload that changed
     while it was read included, shows. Raises ValueError, having written nothing, if the payload has another size.
     """
-    kv_cache.write_layer(layer, group_row, start, _as_slab(kv_cache, count, payload))
+    slab_2nHD = _as_slab(kv_cache, count, payload)
+    if kv_cache.tensor.device.type != "cpu":
+        from kv_transfer.device_copying import land_on_device
+
+        return land_on_device(kv_cache, group_row, layer, start, slab_2nHD, kind)
+    kv_cache.write_layer(layer, group_row, start, slab_2nHD)
     landed_2nHD = torch.empty(_slab_shape(kv_cache, count), dtype=kv_cache.layout.dtype)
     kv_cache.read_layer(layer, group_row, start, count, landed_2nHD)
     return slab_digest(landed_2nHD.view(torch.uint8).numpy().data, kind)

@@ -58,7 +58,7 @@ class End:
         for kv in (0, 1):
             for token in range(start, start + count):
                 block = self.cache.tensor[int(row[token // layout.block_size]), layer % layout.layers_per_group, kv]
-                found += block[token % layout.block_size].contiguous().view(torch.uint8).numpy().tobytes()
+                found += block[token % layout.block_size].cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return found
 
 
