@@ -63,7 +63,7 @@ class Linear(Protocol):
         ...
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual + self(x)`, as a new tensor `[T, out]`."""
+        """`residual + self(x)`, `[T, out]`, which may lie where `residual` lay."""
         ...
 
 
@@ -105,7 +105,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def gated_activation(self, gate_up: Tensor, activation: Activation, /) -> Tensor:
         """`act(gate) * up` of `[T, 2 * width]`, gate before up; returns `[T, width]`."""
         ...
 

@@ -8,6 +8,30 @@ from kernels import cpu, reference
 from kernels.interface import Kernels
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """The fastest kernels that exist for `device`; the plain-torch ones where no others do."""
+def kernels_for(device: torch.device, *, batch_invariant: bool = False) -> Kernels:
+    """The fastest kernels that exist for `device`; the plain-torch ones where no others do.
+
+    `batch_invariant`: with them a sequence's logits are the same to the bit alone, in any batch, in any chunking. Raises
+    ValueError where there are no such kernels, or where Triton is not installed.
+    """
+    if device.type == "cuda":
+        return _gpu_kernels(device, batch_invariant)
+    if batch_invariant:
+        raise ValueError(
+            f"batch_invariant asks for kernels that exist for GPUs only, and the model is to run on {device}: give the"
+            " worker a GPU (num_gpus: 1) or leave batch_invariant off"
+        )
     return cpu if device.type == "cpu" else reference
+
+
+def _gpu_kernels(device: torch.device, batch_invariant: bool) -> Kernels:
+    try:
+        from kernels.gpu import GpuKernels  # an installation for CPUs only has no Triton
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise ValueError(
+            f"a model on {device} needs Triton, which is not installed: install Legato with its gpu extra"
+            " (pip install -e '.[gpu]')"
+        ) from error
+    return GpuKernels(device, batch_invariant)
