@@ -98,7 +98,7 @@ def _query(rng: random.Random, number: int, num_workers: int, now: float, ttft_s
         tpot_s=0.1,
         tenant=f"t{number % 50}",
         slo_class="interactive",
-        prefix_hashes=tuple(_digest(owner, block) for block in range(num_blocks)),
+        prefix_hashes=b"".join(_digest(owner, block) for block in range(num_blocks)),
     )
 
 

@@ -7,7 +7,7 @@ that worker's columns. Knows no requests, no load and no sockets; the clock is p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -150,10 +150,10 @@ class BlockIndex:
             for worker_id, worker in self._workers.items()
         ]
 
-    def longest_prefix(self, hashes: Sequence[bytes]) -> dict[str, PrefixReach]:
-        """Of the sequence with these hashes, how much each worker holds; those that hold nothing are left out."""
+    def longest_prefix(self, hashes: bytes) -> dict[str, PrefixReach]:
+        """Of the sequence with these hashes (joined), how much each worker holds; who holds nothing is left out."""
         found: dict[str, PrefixReach] = {}
-        for (device, host, disk), numbers in self._holders.reaches(hashes).items():
+        for (device, host, disk), numbers in self._holders.reaches(_split(hashes)).items():
             reach = PrefixReach(device=device, host=host, disk=disk)
             found.update(dict.fromkeys([self._names[number] for number in members(numbers)], reach))
         # Of some, a snapshot is arriving.

@@ -8,7 +8,7 @@ runs in the cluster, in the simulator and in tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -20,7 +20,6 @@ from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import NO_TARGET, Query
 from cluster.placement.standing import StandingQuery, StandingRequests
 from cluster.placement.worker_table import Row
-from engine.prefix import HASH_BYTES
 from kv_transfer.cost_report import reported_cost
 from kv_transfer.messages import (
     BlockEvents,
@@ -252,7 +251,7 @@ class GlobalScheduler:
             return f"no decode worker holds more than {longest} tokens"
         return "no decode worker is ready"
 
-    def _reach(self, hashes: Sequence[bytes]) -> Mapping[str, PrefixReach]:
+    def _reach(self, hashes: bytes) -> Mapping[str, PrefixReach]:
         return self.block_index.longest_prefix(hashes) if hashes else {}
 
     def _note_prefills(self) -> None:
@@ -267,7 +266,6 @@ class GlobalScheduler:
         exclude: Collection[str] = request.exclude
         if request.num_tokens < self._policy.local_prefill_below:
             exclude = self._prefills.union(request.exclude)
-        hashes = request.prefix_hashes
         return Query(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -278,7 +276,7 @@ class GlobalScheduler:
             tpot_s=NO_TARGET if request.tpot_s is None else request.tpot_s,
             tenant=request.tenant,
             slo_class=request.slo_class,
-            prefix_hashes=tuple(hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)),
+            prefix_hashes=request.prefix_hashes,
             exclude=exclude,
             prefer_decode=None if self._leaves(request.prefer_decode) else request.prefer_decode,
         )

@@ -5,7 +5,7 @@ Workers are small numbers here, sets of workers are the bits of an integer. Know
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 DEVICE, HOST, DISK = 1, 2, 4
 _ANY = DEVICE | HOST | DISK
@@ -44,13 +44,14 @@ class PrefixHolders:
         for digest in digests:
             self.put(digest, worker, 0)
 
-    def reaches(self, digests: Sequence[bytes]) -> dict[tuple[int, int, int], int]:
+    def reaches(self, digests: Iterable[bytes]) -> dict[tuple[int, int, int], int]:
         """The leading columns held (on the device, down to host memory, in any tier), and the set of workers with just
         so many; those that hold none are left out."""
         device = host = disk = -1  # everyone
         ends: list[list[tuple[int, int]]] = [[], [], []]  # of each kind: (length, workers whose run ends there)
         sole, shared = self._sole, self._shared
         entry: int | tuple[int, int, int] = 0
+        length = -1
         for length, digest in enumerate(digests):
             before, entry = entry, sole.get(digest) or shared.get(digest) or 0
             if entry == before and length:
@@ -66,8 +67,8 @@ class PrefixHolders:
             if not disk:
                 break
         for kind, left in enumerate((device, host, disk)):
-            if left and digests:
-                ends[kind].append((len(digests), left))
+            if left and length >= 0:
+                ends[kind].append((length + 1, left))
         return {
             (on_device, in_host, anywhere): workers
             for anywhere, any_workers in ends[2]

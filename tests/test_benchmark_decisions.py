@@ -21,5 +21,5 @@ def test_the_blocks_are_spread_over_the_workers_and_a_prefix_is_common() -> None
     ledger, index = build(20, 2000)
     assert len(ledger.table) == 20
     assert sum(index.num_columns(info.worker_id) or 0 for info, _ in ledger.workers()) == 2000
-    common = [(0).to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(100)]
+    common = b"".join((0).to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(100))
     assert len(index.longest_prefix(common)) == 20

@@ -162,7 +162,7 @@ class ChannelMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_not_known_is_not_claimed(self) -> None:
         if self.index.num_columns("worker") is None:
-            assert self.index.longest_prefix([_hash(number) for number in self.numbers]) == {}
+            assert self.index.longest_prefix(b"".join(map(_hash, self.numbers))) == {}
 
     @invariant()
     def the_report_counts_what_is_known(self) -> None:
@@ -338,9 +338,9 @@ def test_the_longest_prefix_by_tier() -> None:
                 observer.stored(number, (_hash(number), 0))
         for part in log.snapshot():
             assert index.on_snapshot(part, 0.0) is None
-    found = index.longest_prefix([_hash(number) for number in range(8)])
+    found = index.longest_prefix(b"".join(map(_hash, range(8))))
     assert found == {"a": PrefixReach(device=2, host=4, disk=6), "c": PrefixReach(device=0, host=0, disk=2)}
-    assert index.longest_prefix([]) == {}
+    assert index.longest_prefix(b"") == {}
 
 
 # --- over real connections ---
@@ -396,9 +396,9 @@ async def test_the_scheduler_follows_a_worker_and_forgets_it_when_it_leaves() ->
             pool.drop_cached()
             _store(pool, [4])
             await eventually(lambda: index.columns("worker", "device") == {_hash(4)})
-            assert index.longest_prefix([_hash(4)]) == {"worker": PrefixReach(device=1, host=1, disk=1)}
+            assert index.longest_prefix(_hash(4)) == {"worker": PrefixReach(device=1, host=1, disk=1)}
         await eventually(lambda: index.num_columns("worker") is None)
-        assert index.longest_prefix([_hash(4)]) == {}
+        assert index.longest_prefix(_hash(4)) == {}
 
 
 async def test_a_gap_is_healed_by_a_snapshot() -> None:

@@ -64,7 +64,7 @@ def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> 
     ledger = ledger_of("p1", "d1")
     watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
     door = Door(ledger, watch)
-    queries = [query_of(f"r{i}", prefix_hashes=(bytes([i]) * 16,)) for i in range(20)]  # far too many at once
+    queries = [query_of(f"r{i}", prefix_hashes=bytes([i]) * 16) for i in range(20)]  # far too many at once
     verdicts = [door.ask(query, 0.0) for query in queries]
     told = {q: v.retry_after_s for q, v in zip(queries, verdicts, strict=True) if v.outcome is Outcome.REJECTED}
     assert len(told) > 10

@@ -6,7 +6,7 @@ Wires decision, outlook, waiting room, shares and promises together over one led
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
@@ -25,7 +25,7 @@ from cluster.placement.waiting_room import Waiting, WaitingRoom
 
 MIN_RETRY_AFTER_S: Final = 1.0
 
-Prefixes = Callable[[Sequence[bytes]], Mapping[str, PrefixReach]]
+Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
 
 
 class Outcome(Enum):

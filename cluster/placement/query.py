@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
+from engine.prefix import HASH_BYTES
+
 NO_TARGET = float("inf")
 
 
@@ -13,7 +15,7 @@ class Query:
     """One attempt of a request. Without a target (inf) it is batch work.
 
     `arrived_at`: when the client's request reached the gateway, on the scheduler's clock; TTFT counts from there.
-    `prefix_hashes`: of the prompt's full blocks, as far as the last one may be cached.
+    `prefix_hashes`: of the prompt's full blocks, joined, as far as the last one may be cached.
     """
 
     request_id: str
@@ -25,7 +27,7 @@ class Query:
     tpot_s: float = NO_TARGET
     tenant: str = ""
     slo_class: str = ""
-    prefix_hashes: tuple[bytes, ...] = ()
+    prefix_hashes: bytes = b""
     exclude: Collection[str] = ()
     prefer_decode: str | None = None
 
@@ -36,4 +38,4 @@ class Query:
     @property
     def question(self) -> Hashable:
         """The same for the same question asked again, under whatever id."""
-        return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, self.prefix_hashes[-1:])
+        return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, self.prefix_hashes[-HASH_BYTES:])

@@ -97,7 +97,7 @@ class Fleet:
 
     def cached_tokens(self, query: PlaceQuery) -> dict[str, int]:
         """By worker; who holds nothing is left out."""
-        reaches = self._index.longest_prefix(query.hashes)
+        reaches = self._index.longest_prefix(b"".join(query.hashes))
         return {w: reach.device * self._members[w].info.block_size for w, reach in reaches.items()}
 
     def assign(self, query: PlaceQuery, prefill: Member | None, decode: Member, uncached_tokens: int) -> None:
