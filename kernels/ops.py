@@ -11,8 +11,8 @@ from kernels.interface import Kernels
 def kernels_for(device: torch.device, *, batch_invariant: bool = False) -> Kernels:
     """The fastest kernels that exist for `device`; the plain-torch ones where no others do.
 
-    `batch_invariant`: with them a sequence's logits are the same to the bit alone, in any batch, in any chunking. Raises
-    ValueError where there are no such kernels, or where Triton is not installed.
+    `batch_invariant`: with them a sequence's logits are the same to the bit alone, in any batch, in any chunking.
+    Raises ValueError where there are no such kernels, or where Triton is not installed.
     """
     if device.type == "cuda":
         return _gpu_kernels(device, batch_invariant)
