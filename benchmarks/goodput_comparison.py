@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks.cells import Report
 from benchmarks.goodput_bound import bounds
 from benchmarks.goodput_kept import Kept
-from benchmarks.goodput_search import FACTOR, Search, Suited
+from benchmarks.goodput_search import WIDTH, Found, Search, Suited
 from benchmarks.goodput_setting import Layout, Setting, play
 from benchmarks.part import note
 from benchmarks.summary import Json
@@ -23,7 +23,8 @@ MAX_RETURNS: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`slices`: the first one is for choosing layouts. `variants`: of Legato; the first one is told of by class."""
+    """`slices`: the first one is for choosing layouts. `variants`: of Legato; the first one is told of by class.
+    `steps`: how often brackets of a factor of `WIDTH` are halved."""
 
     setting: Setting
     slices: Sequence[int]
@@ -34,7 +35,7 @@ class Comparison:
     kept: Kept
 
     def run(self) -> Json:
-        found = {router: self._row(router) for router in (*self.baselines, *self.variants)}
+        found = self._rows()
         loads = {router: found[router]["highest_load"] for router in found}
         best = max(self.baselines, key=lambda router: fmean(loads[router]))
         suited = {router: self._search.suited(router).layout for router in (self.variants[0], best)}
@@ -48,7 +49,7 @@ class Comparison:
             "workers": setting.num_workers,
             "requests": setting.num_requests,
             "slices": list(self.slices[1:]),
-            "resolution": round(FACTOR ** (0.5**self.steps) - 1.0, 3),
+            "resolution": round(WIDTH ** (0.5**self.steps) - 1.0, 3),
             "routers": {router: found[router] for router in (*self.variants, *self.baselines)},
             "best_baseline": best,
             "ratio": {router: _ratio(loads[router], loads[best]) for router in self.variants},
@@ -62,22 +63,27 @@ class Comparison:
     def _search(self) -> Search:
         return Search(setting=self.setting, first=self.slices[0], kept=self.kept)
 
-    def _row(self, router: str) -> Report:
-        suited = self._search.suited(router)
-        layout, begin = suited.layout, suited.load
-        loads: list[float] = []
-        commits: set[str] = set()
+    def _rows(self) -> dict[str, Report]:
+        """Of the others only those are looked at closely that may be the best on a slice."""
+        slices = range(len(self.slices) - 1)
+        coarse = {router: self._coarsely(router) for router in (*self.baselines, *self.variants)}
+        best = [max(coarse[router][at].load.low for router in self.baselines) for at in slices]
+        rows = {}
+        for router, found in coarse.items():
+            layout = self._search.suited(router).layout
+            for at, first in enumerate(self.slices[1:]):
+                if router in self.variants or found[at].load.high > best[at]:
+                    found[at] = self._search.finely(router, layout, first, found[at].load, self.steps)
+            rows[router] = _row(layout, found)
+            note(f"{self.setting.trace}, {router}, {layout}: {rows[router]['highest_load']}")
+        return rows
+
+    def _coarsely(self, router: str) -> list[Found]:
+        suited, found = self._search.suited(router), list[Found]()
         for first in self.slices[1:]:
-            found = self._search.highest(router, Suited(layout=layout, load=begin), first, self.steps)
-            loads.append(found["load"])
-            commits.add(found["commit"])
-            begin = loads[-1] or begin
-        note(f"{self.setting.trace}, {router}, {layout}: {', '.join(f'{load:.2f}' for load in loads)}")
-        return {
-            "layout": str(layout),
-            "highest_load": [round(load, 3) for load in loads],
-            "commits": sorted(commits),
-        }
+            found.append(self._search.coarsely(router, suited, first))
+            suited = Suited(layout=suited.layout, load=found[-1].load.low or suited.load)
+        return found
 
     def _ratio_by_slice(self, loads: dict[str, list[float]]) -> list[float | None]:
         """Beside the best of the others on the same slice, which need not be the same one."""
@@ -112,6 +118,15 @@ class Comparison:
     def _of(self, what: str, router: str, layout: Layout, load: float) -> Json:
         about = {what: router, "layout": str(layout), "load": round(load, 3), "slice": self.slices[1]}
         return {**self.setting.key(), **about}
+
+
+def _row(layout: Layout, found: Sequence[Found]) -> Report:
+    return {
+        "layout": str(layout),
+        "highest_load": [round(each.load.low, 3) for each in found],
+        "not_served": [round(each.load.high, 3) for each in found],
+        "commits": sorted({each.commit for each in found}),
+    }
 
 
 def _ratio(own: Sequence[float], other: Sequence[float]) -> float | None:

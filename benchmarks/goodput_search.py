@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Final, NamedTuple
 
-from benchmarks.cells import Report
 from benchmarks.goodput_kept import Kept
 from benchmarks.goodput_setting import ATTAINMENT, Layout, ModelName, Setting, attainment, layouts
 from benchmarks.summary import Json
 from cluster.simulation.traces import TraceFormat
 
 FACTOR: Final = 1.5
+WIDTH: Final = FACTOR**0.5  # of a bracket
 LEAST_LOAD: Final = 1e-3
 MOST_LOAD: Final = 1e5  # few requests may be served though they come all at once
 BEGIN: Final[dict[TraceFormat, float]] = {"mooncake": 0.2, "azure": 2.0}  # loads per worker where a search begins
 SPEED: Final[dict[ModelName, float]] = {"8b": 1.0, "70b": 0.4}  # about, of a worker
 
 
-def highest_load(serves: Callable[[float], bool], begin: float, steps: int, factor: float = FACTOR) -> float:
-    """That is served: bracketed by factors from `begin` on, then the bracket is halved `steps` times. 0 where the least
-    load is too much."""
+Serves = Callable[[float], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Bracket:
+    """`low` is served, `high` is not. 0 and 0 where the least load is too much."""
+
+    low: float
+    high: float
+
+    def halved(self, serves: Serves, times: int) -> Bracket:
+        low, high = self.low, self.high
+        for _ in range(times if low else 0):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if serves(middle) else (low, middle)
+        return Bracket(low, high)
+
+
+def bracketed(serves: Serves, begin: float, factor: float) -> Bracket:
+    """From `begin` on, by factors."""
     low, high = begin, begin * factor
     if serves(low):
         while high < MOST_LOAD and serves(high):
             low, high = high, high * factor
-    else:
+        return Bracket(low, high)
+    low, high = low / factor, low
+    while not serves(low):
         low, high = low / factor, low
-        while not serves(low):
-            low, high = low / factor, low
-            if low < LEAST_LOAD:
-                return 0.0
-    for _ in range(steps):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if serves(middle) else (low, middle)
-    return low
+        if low < LEAST_LOAD:
+            return Bracket(0.0, 0.0)
+    return Bracket(low, high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +58,11 @@ class Suited:
 
     layout: Layout
     load: float
+
+
+class Found(NamedTuple):
+    load: Bracket
+    commit: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +106,26 @@ class Search:
         while max(served) >= ATTAINMENT and load < MOST_LOAD:
             best = options[served.index(max(served))]
             options = [option for option, share in zip(options, served, strict=True) if share >= ATTAINMENT]
-            load *= FACTOR**0.5
+            load *= WIDTH
             if len(options) == 1:
                 break
             served = shares()
-        return Suited(layout=best, load=load / FACTOR**0.5)
+        return Suited(layout=best, load=load / WIDTH)
 
-    def highest(self, router: str, suited: Suited, first: int, steps: int) -> Report:
-        """The `load`, of the slice at `first`: to within `FACTOR`, halved `steps` times."""
+    def coarsely(self, router: str, suited: Suited, first: int) -> Found:
+        """On the slice at `first`, to within a factor of `WIDTH`."""
+        serves = self._serves(router, suited.layout, first)
+        return self._find(router, suited.layout, first, 0, lambda: bracketed(serves, suited.load, WIDTH))
 
-        def serves(load: float) -> bool:
-            return attainment(self.setting, router, suited.layout, load, first) >= ATTAINMENT
+    def finely(self, router: str, layout: Layout, first: int, coarse: Bracket, steps: int) -> Found:
+        """The same, halved so often."""
+        serves = self._serves(router, layout, first)
+        return self._find(router, layout, first, steps, lambda: coarse.halved(serves, steps))
 
-        def find() -> Json:
-            return {"load": highest_load(serves, suited.load, max(0, steps - 1), FACTOR**0.5)}
+    def _find(self, router: str, layout: Layout, first: int, steps: int, find: Callable[[], Bracket]) -> Found:
+        of = {"router": router, "layout": str(layout), "slice": first, "steps": steps}
+        found = self.kept.find({**self.setting.key(), **of}, lambda: asdict(find()))
+        return Found(Bracket(found["low"], found["high"]), found["commit"])
 
-        of = {"router": router, "layout": str(suited.layout), "slice": first, "steps": steps}
-        return self.kept.find({**self.setting.key(), **of}, find)
+    def _serves(self, router: str, layout: Layout, first: int) -> Serves:
+        return lambda load: attainment(self.setting, router, layout, load, first) >= ATTAINMENT

@@ -45,7 +45,7 @@ def _setting(line: Report) -> str:
         [
             router,
             found["layout"],
-            ", ".join(f"{load:.2f}" for load in found["highest_load"]),
+            ", ".join(_loads(found, line.get("resolution", 1.0))),
             f"{sum(found['highest_load']) / len(found['highest_load']) / mean:.2f}" if mean else "",
         ]
         for router, found in line["routers"].items()
@@ -55,6 +55,16 @@ def _setting(line: Report) -> str:
     if line["overload"]:
         parts.append(_overload(line["overload"]))
     return "\n".join(parts)
+
+
+def _loads(found: Report, resolution: float) -> list[str]:
+    """A range where it was not looked for as closely as others."""
+    lows: list[float] = found["highest_load"]
+    highs: list[float] = found.get("not_served", lows)
+    return [
+        f"{low:.2f}–{high:.2f}" if high > 1.01 * (1.0 + resolution) * low else f"{low:.2f}"
+        for low, high in zip(lows, highs, strict=True)
+    ]
 
 
 def _beside(line: Report) -> str:

@@ -11,7 +11,7 @@ from benchmarks.goodput_bound import bounds
 from benchmarks.goodput_comparison import Comparison
 from benchmarks.goodput_judge import TooManyMissedError
 from benchmarks.goodput_kept import Kept
-from benchmarks.goodput_search import Search, Suited, highest_load
+from benchmarks.goodput_search import Bracket, Search, Suited, bracketed
 from benchmarks.goodput_setting import ATTAINMENT, REQUESTS, Layout, Setting, attainment, layouts, play
 from benchmarks.goodput_table import goodput_headline, goodput_tables
 
@@ -23,24 +23,26 @@ def _setting(stretch: float = 0.0) -> Setting:
 
 
 def test_the_load_found_is_served_and_a_multiple_of_it_is_not() -> None:
-    load = highest_load(lambda load: attainment(_setting(), "round-robin", SPLIT, load, 1) >= ATTAINMENT, 2.0, 2)
-    assert load > 0.0
-    assert attainment(_setting(), "round-robin", SPLIT, load, 1) >= ATTAINMENT
-    assert attainment(_setting(), "round-robin", SPLIT, 8 * load, 1) < ATTAINMENT
+    search, suited = Search(setting=_setting(), first=1, kept=Kept()), Suited(layout=SPLIT, load=3.0)
+    coarse = search.coarsely("round-robin", suited, 1).load
+    found = search.finely("round-robin", SPLIT, 1, coarse, 1).load
+    assert coarse.low <= found.low < found.high <= coarse.high
+    assert attainment(_setting(), "round-robin", SPLIT, found.low, 1) >= ATTAINMENT
+    assert attainment(_setting(), "round-robin", SPLIT, found.high, 1) < ATTAINMENT
 
 
 @pytest.mark.parametrize("bound", [0.3, 2.0, 50.0])
 def test_the_highest_load_lies_just_below_the_bound(bound: float) -> None:
-    found = highest_load(lambda load: load <= bound, 2.0, 4)
-    assert 0.95 * bound < found <= bound
+    found = bracketed(lambda load: load <= bound, 2.0, 1.5).halved(lambda load: load <= bound, 4)
+    assert 0.95 * bound < found.low <= bound < found.high
 
 
 def test_a_search_ends_where_every_load_is_served() -> None:
-    assert highest_load(lambda load: True, 2.0, 4) > 1e4
+    assert bracketed(lambda load: True, 2.0, 1.5).low > 1e4
 
 
 def test_nothing_is_found_where_no_load_is_served() -> None:
-    assert highest_load(lambda load: False, 2.0, 4) == 0.0
+    assert bracketed(lambda load: False, 2.0, 1.5).halved(lambda load: False, 4) == Bracket(0.0, 0.0)
 
 
 @pytest.mark.parametrize("router", ["legato", "legato-fair", "legato-split", "legato-strict"])
