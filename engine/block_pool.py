@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.eviction import DEFAULT_EVICTION, EvictionPolicy, eviction_policy
-from engine.eviction import BlockKey as BlockKey
+from engine.eviction import DEFAULT_EVICTION, eviction_policy
+from engine.eviction_policy import BlockKey as BlockKey
+from engine.eviction_policy import EvictionPolicy
 
 
 class OutOfBlocksError(Exception):

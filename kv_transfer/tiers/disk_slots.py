@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.block_pool import BlockLease, BlockPool, PoolObserver
-from engine.eviction import EvictionPolicy
+from engine.eviction_policy import EvictionPolicy
 from kv_transfer.messages import TierBlocks
 from kv_transfer.tiers.memory import tier_blocks
 
