@@ -6,8 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -19,7 +17,6 @@ from kv_transfer.connection import connect
 from kv_transfer.messages import (
     Endpoint,
     Heartbeat,
-    Place,
     Placement,
     Register,
     Replicas,
@@ -29,17 +26,8 @@ from kv_transfer.messages import (
     WorkerSnapshot,
 )
 from kv_transfer.transports.base import Identity, LinkClosedError, TransportError
+from tests.scheduler_world import place, small_info, small_snapshot
 from tests.waiting import HANGS_S, eventually
-from tests.worker_reports import worker_info, worker_snapshot
-
-_info = partial(worker_info, max_model_len=1000, num_blocks=100)
-_snapshot = partial(worker_snapshot, blocks_available=100)
-
-
-def _place(request_id: str = "r", **changes: object) -> Place:
-    query = Place(request_id=request_id, attempt=0, num_tokens=100, max_new_tokens=20)
-    return replace(query, **changes)  # type: ignore[arg-type]
-
 
 # --- over real connections ---
 
@@ -80,10 +68,10 @@ async def test_a_worker_that_was_silent_too_long_is_told_to_register_again() -> 
     """A worker stalls, counts as gone, and goes on reporting: it must not be lost for ever."""
     async with _server(stale_after_s=0.1) as server:
         worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
-        await worker.send(Register(info=_info("d1"), snapshot=_snapshot("d1")))
+        await worker.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1")))
         await eventually(lambda: "d1" in server._workers)
         await eventually(lambda: not server._scheduler.replicas().workers)
-        await worker.send(Heartbeat(snapshot=_snapshot("d1", 2)))
+        await worker.send(Heartbeat(snapshot=small_snapshot("d1", 2)))
         with pytest.raises(LinkClosedError, match="register again"):
             await asyncio.wait_for(worker.receive(), HANGS_S)
 
@@ -91,11 +79,11 @@ async def test_a_worker_that_was_silent_too_long_is_told_to_register_again() -> 
 async def test_the_end_of_an_old_connection_does_not_take_the_worker_away() -> None:
     async with _server() as server:
         old = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
-        await old.send(Register(info=_info("d1"), snapshot=_snapshot("d1")))
+        await old.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1")))
         await eventually(lambda: "d1" in server._workers)
         first = server._workers["d1"]
         new = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
-        await new.send(Register(info=_info("d1"), snapshot=_snapshot("d1", 2)))
+        await new.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1", 2)))
         await eventually(lambda: server._workers["d1"] is not first)
         old.close("its network is back")
         await eventually(lambda: first.closed is not None)
@@ -109,10 +97,10 @@ async def test_what_runs_on_a_worker_counts_again_when_its_connection_is_back() 
     async with _server() as server, _client(server) as client:
         for number in (1, 2):
             worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
-            await worker.send(Register(info=_info("d1"), snapshot=_snapshot("d1", number)))
+            await worker.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1", number)))
             await eventually(lambda: len(server._scheduler.replicas().workers) == 1)
             if number == 1:
-                await client.place(_place("r"))
+                await client.place(place("r"))
             assert server._scheduler.num_booked == 1
             worker.close("its network is gone")
             await eventually(lambda: not server._scheduler.replicas().workers)
@@ -124,7 +112,7 @@ async def test_what_runs_on_a_worker_counts_again_when_its_connection_is_back() 
 async def test_a_worker_cannot_speak_for_another() -> None:
     async with _server() as server:
         worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
-        await worker.send(Register(info=_info("d2"), snapshot=_snapshot("d2")))
+        await worker.send(Register(info=small_info("d2"), snapshot=small_snapshot("d2")))
         with pytest.raises(LinkClosedError, match="not for d1"):
             await asyncio.wait_for(worker.receive(), HANGS_S)
         assert not server._scheduler.replicas().workers
@@ -132,9 +120,9 @@ async def test_a_worker_cannot_speak_for_another() -> None:
 
 async def test_a_gateway_s_death_ends_its_requests() -> None:
     async with _server() as server:
-        server._scheduler.register(_info("d1"), _snapshot("d1"), time.monotonic())
+        server._scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
         async with _client(server) as client:
-            await client.place(_place("r"))
+            await client.place(place("r"))
             assert server._scheduler.num_booked == 1
         await eventually(lambda: not server._scheduler.num_booked)
 
@@ -142,13 +130,13 @@ async def test_a_gateway_s_death_ends_its_requests() -> None:
 async def test_a_gateway_tells_what_stands_when_it_comes_and_takes_it_along_when_it_goes() -> None:
     """However many there are."""
     standing = [
-        StandingRequest(place=_place(f"r{number}"), prefill=None, decode="d1", num_emitted=1) for number in range(2500)
+        StandingRequest(place=place(f"r{number}"), prefill=None, decode="d1", num_emitted=1) for number in range(2500)
     ]
     async with _server() as server:
         async with _client(server, standing):
             await eventually(lambda: len(server._asked_by) == 2500)
             assert server._scheduler.num_booked == 0, "the worker is not known yet"
-            server._scheduler.register(_info("d1"), _snapshot("d1"), time.monotonic())
+            server._scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
             assert server._scheduler.num_booked == 2500
         await eventually(lambda: not server._asked_by)
         assert server._scheduler.num_booked == 0
@@ -158,9 +146,9 @@ async def test_what_a_gateway_places_itself_is_told_to_a_scheduler_that_was_too_
     async with _server() as server, _client(server) as client:
         client.workers = {"d1": _known("d1")}
         client._settles_at = float("inf")
-        assert (await client.place(_place("r"))).decode == "d1", "the scheduler knows no worker"
+        assert (await client.place(place("r"))).decode == "d1", "the scheduler knows no worker"
         await eventually(lambda: len(server._scheduler._standing) == 1)
-        server._scheduler.register(_info("d1"), _snapshot("d1"), time.monotonic())
+        server._scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
         assert server._scheduler.num_booked == 1
         client.ended("r")
         await eventually(lambda: not server._scheduler.num_booked)
@@ -172,7 +160,7 @@ async def test_a_scheduler_that_stops_takes_nobody_s_workers_away() -> None:
         async with _server() as server:
             for name in ("d1", "d2"):
                 worker = await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S)
-                await worker.send(Register(info=_info(name), snapshot=_snapshot(name)))
+                await worker.send(Register(info=small_info(name), snapshot=small_snapshot(name)))
             async with _client(server) as client:
                 await eventually(lambda: len(client.workers) == 2)
                 await server.stop()
@@ -183,13 +171,13 @@ async def test_a_scheduler_that_stops_takes_nobody_s_workers_away() -> None:
 async def test_answers_become_the_errors_that_clients_are_told() -> None:
     async with _server(max_queued_tokens=10) as server, _client(server) as client:
         with pytest.raises(UnavailableError):
-            await client.place(_place())
-        server._scheduler.register(_info("d1"), _snapshot("d1", queued_prefill_tokens=5000), time.monotonic())
+            await client.place(place())
+        server._scheduler.register(small_info("d1"), small_snapshot("d1", queued_prefill_tokens=5000), time.monotonic())
         await eventually(lambda: "d1" in client.workers)
         with pytest.raises(RequestTooLargeError):
-            await client.place(_place(num_tokens=2000))
+            await client.place(place(num_tokens=2000))
         with pytest.raises(OverloadedError) as overloaded:
-            await client.place(_place())
+            await client.place(place())
         assert overloaded.value.retry_after_s == pytest.approx(4.99, rel=0.01)
 
 
@@ -207,7 +195,7 @@ def _alone(*workers: tuple[WorkerInfo, WorkerSnapshot]) -> SchedulerClient:
 
 
 def _known(worker_id: str, load: int = 0, draining: bool = False, **info: object) -> tuple[WorkerInfo, WorkerSnapshot]:
-    return _info(worker_id, **info), _snapshot(worker_id, queued_prefill_tokens=load, draining=draining)
+    return small_info(worker_id, **info), small_snapshot(worker_id, queued_prefill_tokens=load, draining=draining)
 
 
 def _asked(client: SchedulerClient, attempt: int) -> _Question:
@@ -220,7 +208,7 @@ def _asked(client: SchedulerClient, attempt: int) -> _Question:
 async def test_alone_the_better_of_two_is_taken() -> None:
     client = _alone(_known("p1", 500), _known("p2"), _known("d1"), _known("d2", 500))
     for n in range(8):
-        answer = await client.place(_place(f"r{n}"))
+        answer = await client.place(place(f"r{n}"))
         assert (answer.prefill, answer.decode) == ("p2", "d1")
 
 
@@ -235,15 +223,15 @@ async def test_alone_the_rules_on_who_can_take_it_stay() -> None:
         _known("d3", 9000),
     )
     for n in range(16):
-        answer = await client.place(_place(f"r{n}"))
+        answer = await client.place(place(f"r{n}"))
         assert (answer.prefill, answer.decode) == ("p4", "d3")
-        answer = await client.place(_place(f"r{n}", attempt=1, exclude=["p4", "d3"]))
+        answer = await client.place(place(f"r{n}", attempt=1, exclude=["p4", "d3"]))
         assert (answer.prefill, answer.decode) == (None, "d3"), "the one that failed is better than none"
 
 
 async def test_alone_without_any_decode_worker_there_is_none() -> None:
     with pytest.raises(UnavailableError):
-        await _alone(_known("p1")).place(_place())
+        await _alone(_known("p1")).place(place())
 
 
 async def test_a_new_scheduler_s_ignorance_does_not_count() -> None:
