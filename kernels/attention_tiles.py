@@ -15,11 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.interface import CacheGeometry
 from kernels.shipped import TYPE_NAMES
@@ -37,19 +39,66 @@ class Tile:
     """How much of a sequence a program takes at once, and with how many warps."""
 
     rows: int
-    tokens: int
+    tokens: int  # the same for all kernels of an `Operands`: it is part of the order of sums
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """What attention is of, as far as a kernel is compiled for it."""
+
+    dtype: torch.dtype
+    geometry: CacheGeometry
+    softcapped: bool
+    windowed: bool
+    architecture: int  # compute capability times ten, of those that kernels are shipped for
+
+    @classmethod
+    def of(cls, q: Tensor, geometry: CacheGeometry, softcap: float | None, window: int | None) -> Operands:
+        return cls(
+            dtype=q.dtype,
+            geometry=geometry,
+            softcapped=softcap is not None,
+            windowed=window is not None,
+            architecture=architecture(q.device),
+        )
+
+    @property
+    def head_tile(self) -> int:
+        return head_tile(self.geometry.head_dim)
+
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        """Those that all kernels over keys have."""
+        return {
+            "SOFTCAPPED": self.softcapped,
+            "ROWS": tile.rows,
+            "TOKENS": tile.tokens,
+            "HEAD_DIM": self.geometry.head_dim,
+            "HEAD_TILE": self.head_tile,
+            "NUM_KV_HEADS": self.geometry.num_kv_heads,
+            "BLOCK_SIZE": self.geometry.block_size,
+            "BLOCK_STRIDE": self.geometry.block_stride,
+            "SEGMENT_FIELDS": SEGMENT_FIELDS,
+        }
+
+    def name(self, kernel: str, *marks: str) -> str:
+        own = ("softcapped" if self.softcapped else "", "windowed" if self.windowed else "")
+        return "-".join((kernel, TYPE_NAMES[self.dtype], str(self.geometry.head_dim), *filter(None, (*marks, *own))))
+
+
+@cache
+def architecture(device: torch.device) -> int:
+    """The newest shipped one that the device is as new as. The interpreter passes for a Hopper."""
+    if device.type != "cuda":
+        return 90
+    major, _ = torch.cuda.get_device_capability(device)
+    return 100 if major >= 10 else 90 if major == 9 else 80
 
 
 def head_tile(head_dim: int) -> int:
     """The power of two that a head is padded to; matrix units take at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def tile_tokens(dtype: torch.dtype, head_dim: int) -> int:
-    """The same for all kernels: it is part of the order of sums."""
-    return 64 if dtype.itemsize == 2 and head_tile(head_dim) <= 128 else 32
 
 
 def softmax_scales(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -61,32 +110,15 @@ def softmax_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     return softcap * math.log2(math.e), 2 * scale / softcap * math.log2(math.e)
 
 
-def tile_constants(dtype: torch.dtype, geometry: CacheGeometry, softcapped: bool) -> Mapping[str, Any]:
-    """The constants that all attention kernels have."""
-    return {
-        "TOKENS": tile_tokens(dtype, geometry.head_dim),
-        "HEAD_DIM": geometry.head_dim,
-        "HEAD_TILE": head_tile(geometry.head_dim),
-        "NUM_KV_HEADS": geometry.num_kv_heads,
-        "BLOCK_SIZE": geometry.block_size,
-        "BLOCK_STRIDE": geometry.block_stride,
-        "SOFTCAPPED": softcapped,
-    }
-
-
 def signature_of(kernel: Any, dtype: torch.dtype) -> Mapping[str, str]:
     """Triton's types of an attention kernel's parameters, in its order: what is not named here is a constant."""
     element = f"*{TYPE_NAMES[dtype]}"
     types = dict.fromkeys(("q", "out", "cache"), element)
     types |= dict.fromkeys(("table", "segments", "tiles", "items", "num_items", "members"), "*i32")
-    types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
+    types |= dict.fromkeys(("earlier", "partial", "partial_stats"), "*fp32")
     types |= dict.fromkeys(("group", "window", "slot_rows"), "i32")
     types |= {"q_row_stride": "i64", "scale": "fp32", "squeeze": "fp32"}
     return {name: types.get(name, "constexpr") for name in kernel.arg_names}
-
-
-def shipped_name(kernel: str, dtype: torch.dtype, head_dim: int, *marks: str) -> str:
-    return "-".join((kernel, TYPE_NAMES[dtype], str(head_dim), *filter(None, marks)))
 
 
 @triton.jit
@@ -103,6 +135,14 @@ def store_rows(out, rows, values, live, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.co
     dims = tl.arange(0, HEAD_TILE)
     places = out + rows[:, None] * HEAD_DIM + dims[None, :]
     tl.store(places, values.to(out.dtype.element_ty), mask=live[:, None] & (dims < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def load_rows(source, rows, live, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr):
+    """`[R, D]` from rows `[R]` (int64) of `source [.., D]`, contiguous; zeros where not `live [R]`."""
+    dims = tl.arange(0, HEAD_TILE)
+    places = source + rows[:, None] * HEAD_DIM + dims[None, :]
+    return tl.load(places, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -165,8 +205,9 @@ def _load_tile(
 @triton.jit
 def attend_tiles(
     acc, greatest, weight, q, position, cache, table, first_tile, stop_tile, seen_from, seen_to, window, scale, squeeze,
-    MASKED: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Add tiles `[first_tile, stop_tile)` of keys to the sums of rows `q [R, D]` at `position [R]`.
 
@@ -183,8 +224,10 @@ def attend_tiles(
         if SOFTCAPPED:
             score = _capped(score, squeeze)
         if MASKED:
-            distance = position[:, None] - tokens[None, :]
-            score = tl.where((distance >= 0) & (distance < window), score, float("-inf"))
+            visible = tokens[None, :] <= position[:, None]
+            if WINDOWED:
+                visible = visible & (tokens[None, :] > (position - window)[:, None])
+            score = tl.where(visible, score, float("-inf"))
         new = tl.maximum(greatest, tl.max(score, 1))
         finite = tl.where(new == float("-inf"), 0.0, new)
         factor = tl.exp2((greatest - finite) * scale)
@@ -198,31 +241,29 @@ def attend_tiles(
 @triton.jit
 def attend_span(
     q, position, lowest, highest, cache, table, first_tile, stop_tile, window, scale, squeeze,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums of rows `q [R, D]` over those keys in tiles `[first_tile, stop_tile)` that each may see.
 
     `position [R]` are the rows' places in the sequence, from `lowest` to `highest`; rows at -1 see nothing and count
-    for nothing. A row sees itself and the `window - 1` tokens before it.
+    for nothing. A row sees itself and, if WINDOWED, the `window - 1` tokens before it, else all before it.
     """
-    seen_from = tl.maximum(lowest + 1 - window, 0)
-    seen_to = highest + 1
-    # Tiles that every row sees in whole: from the last row's window on, up to the first row.
-    begin = tl.maximum(first_tile, seen_from // TOKENS)
-    end = tl.minimum(stop_tile, (seen_to + TOKENS - 1) // TOKENS)
-    whole = tl.minimum(tl.maximum((seen_to - window + TOKENS - 1) // TOKENS, begin), end)
-    edge = tl.minimum(tl.maximum((lowest + 1) // TOKENS, whole), end)
+    stop_tile = tl.minimum(stop_tile, highest // TOKENS + 1)
     acc, greatest, weight = empty_sums(ROWS, HEAD_TILE)
-    acc, greatest, weight = attend_tiles(
-        acc, greatest, weight, q, position, cache, table, begin, whole, seen_from, seen_to, window, scale, squeeze,
-        True, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SOFTCAPPED,
-    )  # fmt: skip
-    acc, greatest, weight = attend_tiles(
-        acc, greatest, weight, q, position, cache, table, whole, edge, seen_from, seen_to, window, scale, squeeze,
-        False, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SOFTCAPPED,
-    )  # fmt: skip
+    if WINDOWED:  # too short for a loop without masks to pay
+        seen_from = tl.maximum(lowest + 1 - window, 0)
+        edge = tl.maximum(first_tile, seen_from // TOKENS)
+    else:
+        seen_from = 0
+        edge = tl.maximum(tl.minimum((lowest + 1) // TOKENS, stop_tile), first_tile)
+        acc, greatest, weight = attend_tiles(
+            acc, greatest, weight, q, position, cache, table, first_tile, edge, 0, 0, 0, scale, squeeze,
+            False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
+        )  # fmt: skip
     return attend_tiles(
-        acc, greatest, weight, q, position, cache, table, edge, end, seen_from, seen_to, window, scale, squeeze,
-        True, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SOFTCAPPED,
+        acc, greatest, weight, q, position, cache, table, edge, stop_tile, seen_from, highest + 1, window,
+        scale, squeeze,
+        True, WINDOWED, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
     )  # fmt: skip

@@ -10,25 +10,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kernels.attention_tiles import SEGMENT_FIELDS, SPLIT_TOKENS
+from kernels.attention_tiles import SEGMENT_FIELDS, SPLIT_TOKENS, Operands
 from kernels.cascade_attention import SharedSplit, plan_shared_splits
 from kernels.decode_attention import NARROW_ROWS, max_rows
-from kernels.interface import CacheGeometry, Segment
+from kernels.interface import Segment
 from kernels.prefill_attention import prefill_tile
 
 Words = npt.NDArray[np.int32]
-NO_WINDOW = 1 << 30  # longer than any context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """What stays the same from step to step."""
 
-    geometry: CacheGeometry
+    operands: Operands
     num_heads: int
-    dtype: torch.dtype
     window: int | None
     batch_invariant: bool
     # Shared splits are read once if that saves so many bytes in one layer: another launch costs a few microseconds, in
@@ -38,11 +35,12 @@ class AttentionShape:
     @property
     def group(self) -> int:
         """Query heads of a key head."""
-        return self.num_heads // self.geometry.num_kv_heads
+        return self.num_heads // self.operands.geometry.num_kv_heads
 
     @property
     def split_bytes(self) -> int:
-        return 2 * SPLIT_TOKENS * self.geometry.num_kv_heads * self.geometry.head_dim * self.dtype.itemsize
+        geometry = self.operands.geometry
+        return 2 * SPLIT_TOKENS * geometry.num_kv_heads * geometry.head_dim * self.operands.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +56,7 @@ class AttentionWork:
     tiles: Words  # [.., 2] prefill's tiles: segment, first row
     num_decodes: int
     num_slots: int  # of partial sums
+    num_rows: int  # of the packed batch, as far as prefill must keep sums of earlier splits
     slot_rows: int
 
     def lists(self) -> Mapping[str, Words]:
@@ -70,7 +69,7 @@ class AttentionWork:
 
 
 def plan_work(segments: Sequence[Segment], shape: AttentionShape) -> AttentionWork:
-    rows = max_rows(shape.dtype)
+    rows = max_rows(shape.operands.dtype)
     decodes = [segment for segment in segments if segment.num_queries * shape.group <= rows]
     prefills = [segment for segment in segments if segment.num_queries * shape.group > rows]
     ordered = decodes + prefills
@@ -91,6 +90,7 @@ def plan_work(segments: Sequence[Segment], shape: AttentionShape) -> AttentionWo
         tiles=_tiles(records, num_decodes, shape),
         num_decodes=num_decodes,
         num_slots=num_slots,
+        num_rows=_kept_rows(records[num_decodes:], shape),
         slot_rows=max((segment.num_queries for segment in decodes), default=0) * shape.group,
     )
 
@@ -101,10 +101,10 @@ def _records(segments: list[Segment], shape: AttentionShape) -> tuple[Words, Wor
     records[:, 0] = [segment.first_row for segment in segments]
     records[:, 1] = [segment.num_queries for segment in segments]
     records[:, 2] = [segment.context_len for segment in segments]
-    window = NO_WINDOW if shape.window is None else shape.window
+    window = records[:, 2] if shape.window is None else shape.window
     first_seen = np.maximum(records[:, 2] - records[:, 1] + 1 - window, 0)
-    first_columns = first_seen // shape.geometry.block_size
-    num_columns = -(-records[:, 2] // shape.geometry.block_size) - first_columns
+    first_columns = first_seen // shape.operands.geometry.block_size
+    num_columns = -(-records[:, 2] // shape.operands.geometry.block_size) - first_columns
     stops = np.cumsum(num_columns)
     # Tables are addressed by a sequence's own columns, also where the first ones are left out.
     records[:, 3] = stops - num_columns - first_columns
@@ -123,6 +123,11 @@ def _give_slots(decodes: Words) -> int:
     stops = np.cumsum(slots)
     decodes[:, 4] = stops - slots
     return int(stops[-1]) if len(stops) else 0
+
+
+def _kept_rows(prefills: Words, shape: AttentionShape) -> int:
+    several = prefills[prefills[:, 6] > 1]
+    return int((several[:, 0] + several[:, 1]).max()) if shape.batch_invariant and len(several) else 0
 
 
 def _items(decodes: Words, shared: list[SharedSplit]) -> Words:
@@ -147,7 +152,7 @@ def _shared_splits(decodes: list[Segment], shape: AttentionShape) -> list[Shared
         return []
     shared = [
         part
-        for part in plan_shared_splits(decodes, shape.geometry.block_size)
+        for part in plan_shared_splits(decodes, shape.operands.geometry.block_size)
         if _members_per_tile(decodes[part.members[0]].num_queries, shape) > 1
     ]
     saved = sum(len(part.members) - 1 for part in shared) * shape.split_bytes
@@ -155,7 +160,7 @@ def _shared_splits(decodes: list[Segment], shape: AttentionShape) -> list[Shared
 
 
 def _members_per_tile(num_queries: int, shape: AttentionShape) -> int:
-    return max_rows(shape.dtype) // (num_queries * shape.group)
+    return max_rows(shape.operands.dtype) // (num_queries * shape.group)
 
 
 def _shared_items(shared: list[SharedSplit], records: Words, shape: AttentionShape) -> tuple[Words, Words]:
@@ -173,7 +178,7 @@ def _shared_items(shared: list[SharedSplit], records: Words, shape: AttentionSha
 
 def _tiles(records: Words, first: int, shape: AttentionShape) -> Words:
     """`[.., 2]` tiles of the segments from `first` on; those with the most keys come first, so that none ends late."""
-    rows = prefill_tile(shape.dtype, shape.geometry.head_dim, shape.batch_invariant).rows
+    rows = prefill_tile(shape.operands, shape.batch_invariant).rows
     prefills = records[first:]
     counts = -(-prefills[:, 1] * shape.group // rows)
     segment = np.repeat(np.arange(len(prefills)), counts)

@@ -16,23 +16,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_tiles import (
-    SEGMENT_FIELDS,
     SPLIT_TOKENS,
+    Operands,
     attend_tiles,
     empty_sums,
     load_queries,
-    shipped_name,
     signature_of,
     softmax_scales,
-    tile_constants,
 )
-from kernels.decode_attention import PartialSums, decode_tile, store_sums
+from kernels.decode_attention import PartialSums, store_sums, wide_tile
 from kernels.interface import CacheGeometry, Segment
 from kernels.shipped import Shipped
 
@@ -60,7 +57,7 @@ def _cascade_split(
     acc, greatest, weight = attend_tiles(
         acc, greatest, weight, rows, own_row, cache + kv_head * HEAD_DIM, table + tl.load(leader + 3),
         split * SPLIT_TILES, (split + 1) * SPLIT_TILES, 0, 0, 0, scale, squeeze,
-        False, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SOFTCAPPED,
+        False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
     )  # fmt: skip
     slot = (tl.load(segment + 4) + split - tl.load(segment + 5)).to(tl.int64)
     place = (slot * NUM_KV_HEADS + kv_head) * slot_rows + own_row
@@ -87,19 +84,13 @@ def cascade_attention_kernel(
 
 
 @lru_cache(maxsize=64)
-def configuration(dtype: torch.dtype, geometry: CacheGeometry, softcapped: bool) -> Shipped:
-    tile = decode_tile(dtype, geometry.head_dim, wide=True)
-    constants = {
-        **tile_constants(dtype, geometry, softcapped),
-        "ROWS": tile.rows,
-        "SEGMENT_FIELDS": SEGMENT_FIELDS,
-        "SPLIT_TILES": SPLIT_TOKENS // tile.tokens,
-    }
+def configuration(operands: Operands) -> Shipped:
+    tile = wide_tile(operands)
     return Shipped(
-        name=shipped_name("cascade_attention", dtype, geometry.head_dim, "softcapped" if softcapped else ""),
+        name=operands.name("cascade_attention"),
         kernel=cascade_attention_kernel,
-        signature=signature_of(cascade_attention_kernel, dtype),
-        constants=constants,
+        signature=signature_of(cascade_attention_kernel, operands.dtype),
+        constants={**operands.constants(tile), "SPLIT_TILES": SPLIT_TOKENS // tile.tokens},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         aligned=frozenset({"q_row_stride"}),
@@ -124,7 +115,7 @@ def cascade_attention(
     """Sums over the shared splits that `items [.., 3]` name, into the slots of all `members`' segments."""
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2]
     exponent_scale, squeeze = softmax_scales(scale, softcap)
-    configuration(q.dtype, geometry, softcap is not None).launch(
+    configuration(Operands.of(q, geometry, softcap, None)).launch(
         (num_programs,),
         q=q,
         cache=cache_rows,

@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels.attention_tiles import (
     SEGMENT_FIELDS,
     SPLIT_TOKENS,
+    Operands,
     Tile,
     attend_span,
     empty_sums,
@@ -28,15 +29,12 @@ from kernels.attention_tiles import (
     load_queries,
     merge_sums,
     normalised,
-    shipped_name,
     signature_of,
     softmax_scales,
     store_rows,
-    tile_constants,
-    tile_tokens,
 )
 from kernels.interface import CacheGeometry
-from kernels.shipped import Shipped
+from kernels.shipped import TYPE_NAMES, Shipped
 
 NARROW_ROWS = 16
 """Rows that the narrow configuration takes: as many as the smallest matrix instruction has."""
@@ -56,8 +54,9 @@ def store_sums(
 def _decode_split(
     q, out, cache, table, segment, split, kv_head, partial, partial_stats, slot_rows, q_row_stride, group,
     window, scale, squeeze,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """One split of one segment and key head; its rows all fit. The only split of a segment is its result."""
@@ -73,7 +72,7 @@ def _decode_split(
     acc, greatest, weight = attend_span(
         rows, position, before, context_len - 1, cache + kv_head * HEAD_DIM, table + tl.load(segment + 3),
         split * SPLIT_TILES, (split + 1) * SPLIT_TILES, window, scale, squeeze,
-        ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SOFTCAPPED,
+        WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
     )  # fmt: skip
     if num_splits == 1:
         place = (first_row + query).to(tl.int64) * (NUM_KV_HEADS * group) + query_head
@@ -88,8 +87,9 @@ def _decode_split(
 def decode_attention_kernel(
     q, out, cache, table, segments, items, num_items, partial, partial_stats, slot_rows, q_row_stride, group,
     window, scale, squeeze,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     SEGMENT_FIELDS: tl.constexpr, SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid: any. `items [.., 2]`: segment, split; `num_items [1]` of them count. `partial [P, H, slot_rows, D]`."""
@@ -98,7 +98,8 @@ def decode_attention_kernel(
         _decode_split(
             q, out, cache, table, segments + tl.load(item) * SEGMENT_FIELDS, tl.load(item + 1), work % NUM_KV_HEADS,
             partial, partial_stats, slot_rows, q_row_stride, group, window, scale, squeeze,
-            ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SOFTCAPPED, SPLIT_TILES,
+            WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
+            SPLIT_TILES,
         )  # fmt: skip
 
 
@@ -132,35 +133,33 @@ def max_rows(dtype: torch.dtype) -> int:
     return 64 if dtype.itemsize == 2 else 32
 
 
-def decode_tile(dtype: torch.dtype, head_dim: int, wide: bool) -> Tile:
-    """Wide tiles are laid out as those of `prefill_attention.prefill_tile`, so that both round alike."""
-    tokens, padded = tile_tokens(dtype, head_dim), head_tile(head_dim)
-    if dtype.itemsize > 2:
-        return Tile(rows=max_rows(dtype) if wide else NARROW_ROWS, tokens=tokens, num_warps=4, num_stages=2)
-    num_warps = 8 if wide and padded > 128 else 4
-    return Tile(
-        rows=max_rows(dtype) if wide else NARROW_ROWS,
-        tokens=tokens,
-        num_warps=num_warps,
-        num_stages=3 if padded <= 128 else 2,
-    )
+def wide_tile(operands: Operands) -> Tile:
+    """The only tile of batch-invariant attention: in another one, a row's sums might be laid out otherwise."""
+    rows = max_rows(operands.dtype)
+    if operands.dtype.itemsize > 2:
+        return Tile(rows=rows, tokens=32, num_warps=4, num_stages=2)
+    if operands.head_tile <= 128:
+        return Tile(rows=rows, tokens=64, num_warps=4, num_stages=3)
+    return Tile(rows=rows, tokens=32, num_warps=8, num_stages=2)
+
+
+def narrow_tile(operands: Operands) -> Tile:
+    wide = wide_tile(operands)
+    return Tile(rows=NARROW_ROWS, tokens=wide.tokens, num_warps=4, num_stages=wide.num_stages + 1)
 
 
 @lru_cache(maxsize=64)
-def configuration(dtype: torch.dtype, geometry: CacheGeometry, softcapped: bool, wide: bool) -> Shipped:
-    tile = decode_tile(dtype, geometry.head_dim, wide)
-    constants = {
-        **tile_constants(dtype, geometry, softcapped),
-        "ROWS": tile.rows,
-        "SEGMENT_FIELDS": SEGMENT_FIELDS,
-        "SPLIT_TILES": SPLIT_TOKENS // tile.tokens,
-    }
-    marks = ("softcapped" if softcapped else "", "wide" if wide else "narrow")
+def configuration(operands: Operands, wide: bool) -> Shipped:
+    tile = wide_tile(operands) if wide else narrow_tile(operands)
     return Shipped(
-        name=shipped_name("decode_attention", dtype, geometry.head_dim, *marks),
+        name=operands.name("decode_attention", "wide" if wide else "narrow"),
         kernel=decode_attention_kernel,
-        signature=signature_of(decode_attention_kernel, dtype),
-        constants=constants,
+        signature=signature_of(decode_attention_kernel, operands.dtype),
+        constants={
+            **operands.constants(tile),
+            "WINDOWED": operands.windowed,
+            "SPLIT_TILES": SPLIT_TOKENS // tile.tokens,
+        },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         aligned=frozenset({"q_row_stride"}),
@@ -169,18 +168,17 @@ def configuration(dtype: torch.dtype, geometry: CacheGeometry, softcapped: bool,
 
 @lru_cache(maxsize=64)
 def merge_configuration(dtype: torch.dtype, head_dim: int, num_kv_heads: int) -> Shipped:
-    constants = {
-        "HEAD_DIM": head_dim,
-        "HEAD_TILE": head_tile(head_dim),
-        "NUM_KV_HEADS": num_kv_heads,
-        "SEGMENT_FIELDS": SEGMENT_FIELDS,
-        "STAGES": 4,
-    }
     return Shipped(
-        name=shipped_name("merge_splits", dtype, head_dim),
+        name=f"merge_splits-{TYPE_NAMES[dtype]}-{head_dim}",
         kernel=merge_splits_kernel,
         signature=signature_of(merge_splits_kernel, dtype),
-        constants=constants,
+        constants={
+            "HEAD_DIM": head_dim,
+            "HEAD_TILE": head_tile(head_dim),
+            "NUM_KV_HEADS": num_kv_heads,
+            "SEGMENT_FIELDS": SEGMENT_FIELDS,
+            "STAGES": 4,
+        },
         num_warps=1,
         num_stages=1,
     )
@@ -218,7 +216,7 @@ def decode_attention(
     num_items: Tensor,
     num_programs: int,
     geometry: CacheGeometry,
-    window: int,
+    window: int | None,
     scale: float,
     softcap: float | None,
     wide: bool,
@@ -229,7 +227,7 @@ def decode_attention(
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2]
     exponent_scale, squeeze = softmax_scales(scale, softcap)
-    configuration(q.dtype, geometry, softcap is not None, wide).launch(
+    configuration(Operands.of(q, geometry, softcap, window), wide).launch(
         (num_programs,),
         q=q,
         out=out,
@@ -243,7 +241,7 @@ def decode_attention(
         slot_rows=partials.slot_rows,
         q_row_stride=q.stride(0),
         group=q.shape[1] // geometry.num_kv_heads,
-        window=window,
+        window=0 if window is None else window,
         scale=exponent_scale,
         squeeze=squeeze,
     )

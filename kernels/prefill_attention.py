@@ -14,37 +14,35 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_tiles import (
-    SEGMENT_FIELDS,
     SPLIT_TOKENS,
+    Operands,
     Tile,
     attend_span,
     empty_sums,
-    head_tile,
     load_queries,
+    load_rows,
     merge_sums,
     normalised,
-    shipped_name,
     signature_of,
     softmax_scales,
     store_rows,
-    tile_constants,
-    tile_tokens,
 )
+from kernels.decode_attention import wide_tile
 from kernels.interface import CacheGeometry
 from kernels.shipped import Shipped
 
 
 @triton.jit(do_not_specialize=["window", "group"])
 def prefill_attention_kernel(
-    q, out, cache, table, segments, tiles, q_row_stride, group, window, scale, squeeze,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
+    q, out, earlier, cache, table, segments, tiles, q_row_stride, group, window, scale, squeeze,
+    WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     SEGMENT_FIELDS: tl.constexpr, SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * H). `tiles [.., 2]`: segment, first row. SPLIT_TILES: tiles of keys of a split; 0: no splits."""
@@ -66,50 +64,57 @@ def prefill_attention_kernel(
 
     query_head = kv_head * group + row % group
     rows = load_queries(q, first_row + query, query_head, live, q_row_stride, HEAD_DIM, HEAD_TILE)
+    places = (first_row + query).to(tl.int64) * (NUM_KV_HEADS * group) + query_head
     if SPLIT_TILES == 0:
-        stop = highest // TOKENS + 1
         acc, _, weight = attend_span(
-            rows, position, lowest, highest, cache, table, 0, stop, window, scale, squeeze,
-            ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SOFTCAPPED,
+            rows, position, lowest, highest, cache, table, 0, highest // TOKENS + 1, window, scale, squeeze,
+            WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
         )  # fmt: skip
+        store_rows(out, places, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
     else:
-        acc, greatest, weight = empty_sums(ROWS, HEAD_TILE)
-        span = SPLIT_TILES * TOKENS
-        for split in range(tl.maximum(lowest + 1 - window, 0) // span, highest // span + 1):
+        _, greatest, weight = empty_sums(ROWS, HEAD_TILE)
+        first_split = 0
+        if WINDOWED:
+            first_split = tl.maximum(lowest + 1 - window, 0) // (SPLIT_TILES * TOKENS)
+        last_split = highest // (SPLIT_TILES * TOKENS)
+        for split in range(first_split, last_split + 1):
             split_acc, split_greatest, split_weight = attend_span(
                 rows, position, lowest, highest, cache, table, split * SPLIT_TILES, (split + 1) * SPLIT_TILES,
                 window, scale, squeeze,
-                ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SOFTCAPPED,
+                WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
             )  # fmt: skip
+            # Two tiles of sums are more than registers hold, so that of earlier splits waits in memory.
+            acc = load_rows(earlier, places, live & (split > first_split), HEAD_DIM, HEAD_TILE)
             acc, greatest, weight = merge_sums(acc, greatest, weight, split_acc, split_greatest, split_weight, scale)
-    places = (first_row + query).to(tl.int64) * (NUM_KV_HEADS * group) + query_head
-    store_rows(out, places, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
+            if split < last_split:
+                store_rows(earlier, places, acc, live, HEAD_DIM, HEAD_TILE)
+                tl.debug_barrier()  # what one thread wrote, another one may read
+            else:
+                store_rows(out, places, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
 
 
-def prefill_tile(dtype: torch.dtype, head_dim: int, batch_invariant: bool) -> Tile:
-    tokens, padded = tile_tokens(dtype, head_dim), head_tile(head_dim)
-    if dtype.itemsize > 2:
-        return Tile(rows=32, tokens=tokens, num_warps=4, num_stages=2)
-    if padded <= 128:
-        return Tile(rows=128, tokens=tokens, num_warps=8, num_stages=3)
-    return Tile(rows=64 if batch_invariant else 128, tokens=tokens, num_warps=8, num_stages=2)
+def prefill_tile(operands: Operands, batch_invariant: bool) -> Tile:
+    if batch_invariant:
+        return wide_tile(operands)
+    if operands.dtype.itemsize > 2:
+        return Tile(rows=32, tokens=32, num_warps=4, num_stages=2)
+    if operands.head_tile <= 128:
+        return Tile(rows=128, tokens=64, num_warps=8, num_stages=3)
+    return Tile(rows=128, tokens=32, num_warps=8, num_stages=2)
 
 
 @lru_cache(maxsize=64)
-def configuration(dtype: torch.dtype, geometry: CacheGeometry, softcapped: bool, batch_invariant: bool) -> Shipped:
-    tile = prefill_tile(dtype, geometry.head_dim, batch_invariant)
-    constants = {
-        **tile_constants(dtype, geometry, softcapped),
-        "ROWS": tile.rows,
-        "SEGMENT_FIELDS": SEGMENT_FIELDS,
-        "SPLIT_TILES": SPLIT_TOKENS // tile.tokens if batch_invariant else 0,
-    }
-    marks = ("softcapped" if softcapped else "", "invariant" if batch_invariant else "")
+def configuration(operands: Operands, batch_invariant: bool) -> Shipped:
+    tile = prefill_tile(operands, batch_invariant)
     return Shipped(
-        name=shipped_name("prefill_attention", dtype, geometry.head_dim, *marks),
+        name=operands.name("prefill_attention", "invariant" if batch_invariant else ""),
         kernel=prefill_attention_kernel,
-        signature=signature_of(prefill_attention_kernel, dtype),
-        constants=constants,
+        signature=signature_of(prefill_attention_kernel, operands.dtype),
+        constants={
+            **operands.constants(tile),
+            "WINDOWED": operands.windowed,
+            "SPLIT_TILES": SPLIT_TOKENS // tile.tokens if batch_invariant else 0,
+        },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         aligned=frozenset({"q_row_stride"}),
@@ -126,29 +131,31 @@ def prefill_attention(
     tiles: Tensor,
     num_tiles: int,
     geometry: CacheGeometry,
-    window: int,
+    window: int | None,
     scale: float,
     softcap: float | None,
-    batch_invariant: bool,
+    earlier: Tensor | None,
 ) -> None:
     """Fill the rows of `out [T, Q, D]`, contiguous, that `tiles` covers, from `q [T, Q, D]` and the paged cache.
 
     `table` (int32) holds the layer group's blocks; a segment's begin at its table start.
-    `segments [.., SEGMENT_FIELDS]`, `tiles [num_tiles, 2]` (int32): see there.
+    `segments [.., SEGMENT_FIELDS]`, `tiles [num_tiles, 2]` (int32): see there. `earlier [T, Q, D]` float32 is room for
+    sums of earlier splits: with it, the result is batch-invariant.
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2]
     exponent_scale, squeeze = softmax_scales(scale, softcap)
-    configuration(q.dtype, geometry, softcap is not None, batch_invariant).launch(
+    configuration(Operands.of(q, geometry, softcap, window), earlier is not None).launch(
         (num_tiles * geometry.num_kv_heads,),
         q=q,
         out=out,
+        earlier=earlier,
         cache=cache_rows,
         table=table,
         segments=segments,
         tiles=tiles,
         q_row_stride=q.stride(0),
         group=q.shape[1] // geometry.num_kv_heads,
-        window=window,
+        window=0 if window is None else window,
         scale=exponent_scale,
         squeeze=squeeze,
     )

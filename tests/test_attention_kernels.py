@@ -78,8 +78,8 @@ def test_only_rows_of_the_tiles_are_written() -> None:
     lists = {name: torch.tensor(value, dtype=torch.int32, device=device()) for name, value in words.items()}
     table = torch.from_numpy(world.segments[0].block_table[world.group]).to(device())
     prefill_attention(
-        q, world.cache_rows, out, table=table, num_tiles=1, geometry=world.geometry, window=1 << 30,
-        scale=world.scale, softcap=None, batch_invariant=False, **lists,
+        q, world.cache_rows, out, table=table, num_tiles=1, geometry=world.geometry, window=None,
+        scale=world.scale, softcap=None, earlier=None, **lists,
     )  # fmt: skip
     assert_like_twin(out[2:7], world.expected())
     assert (out[:2] == 7).all() and (out[7:] == 7).all()
