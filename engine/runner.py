@@ -26,6 +26,7 @@ from engine.sampler import Sampler
 from engine.sequence import SampledToken, Sequence, StepOutput, StepPlan, TokenLogprobs
 from engine.staging import Staging, TransferStats
 from engine.weights import Weights, load_weights
+from kernels.interface import Kernels
 from kernels.ops import kernels_for
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ HostMemory = Callable[[KVLayout, int], memoryview]
 class ModelRunner:
     """One model, its KV caches and its sampler. Takes the tensors out of `weights`.
 
+    `kernels` None: those of the device.
+
     With a `ring`, sequences may rest in `host_cache` (see `Sequence.host_groups`), and the ring is the last blocks
     of `kv_cache`.
     """
@@ -66,6 +69,7 @@ class ModelRunner:
         sampler: TokenSampler,
         host_cache: KVCache | None = None,
         ring: StagingConfig | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
@@ -73,7 +77,7 @@ class ModelRunner:
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         self._sampler = sampler
         with torch.inference_mode():
-            self._model = Model(config, weights, kernels_for(kv_cache.tensor.device))
+            self._model = Model(config, weights, kernels or kernels_for(kv_cache.tensor.device))
         assert self._model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
         assert ring is None or host_cache is not None, "a staging ring needs a host cache to fetch from"
         self._staging: Staging | None = None

@@ -21,7 +21,7 @@ _ELEMENTS = 2048
 _WIDTHS = (64, 128, 256, 1024, 2048, 4096, 8192, 16384)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x,
     residual,

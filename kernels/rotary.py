@@ -15,11 +15,11 @@ from torch import Tensor
 from kernels.interface import KVSlots
 from kernels.shipped import TYPE_NAMES, Shipped
 
-_HEADS = 8  # of one token, that one program holds
+_ELEMENTS = 2048  # of either half of some heads, that one program holds
 _HALVES = (32, 64, 128)  # of a head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rotate_and_store_kernel(
     qk,
     v,
@@ -31,43 +31,48 @@ def rotate_and_store_kernel(
     qk_stride,
     v_stride,
     slot_stride,
+    num_tokens,
     num_query_heads,
     num_kv_heads,
     head_dim,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Grid: (token, block of query and key heads, then block of value heads).
+    """Grid: (block of rows of `qk`, then block of rows of `v`); a row is one head of one token.
 
-    `qk [T, Q + H, D]` every `qk_stride` elements, rotated in place; `v [T, H, D]` every `v_stride`; `cos`, `signed_sin
-    [T, D]`; `keys`, `values [slots, H, D]`, every `slot_stride`; `slots [T]` int64, below zero: nothing is stored.
+    `qk [T, Q + H, D]`, a token every `qk_stride` elements, rotated in place; `v [T, H, D]`, every `v_stride`; `cos`,
+    `signed_sin [T, D]`; `keys`, `values [slots, H, D]`, every `slot_stride`; `slots [T]` int64, below zero: nothing is
+    stored.
     """
-    token = tl.program_id(0).to(tl.int64)
     num_rotated = num_query_heads + num_kv_heads
-    rotating_blocks = tl.cdiv(num_rotated, HEADS)
-    slot = tl.load(slots + token)
+    rotating_blocks = tl.cdiv(num_tokens * num_rotated, ROWS)
+    block = tl.program_id(0)
     first = tl.arange(0, HALF)[None, :]  # dimensions of the first half; the second's lie `half` further on
     half = head_dim // 2
-    if tl.program_id(1) < rotating_blocks:
-        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-        live = (head < num_rotated) & (first < half)
+    if block < rotating_blocks:
+        row = (block * ROWS + tl.arange(0, ROWS))[:, None]
+        token, head = (row // num_rotated).to(tl.int64), row % num_rotated
+        live = (token < num_tokens) & (first < half)
         start = qk + token * qk_stride + head * head_dim + first
         a, b = tl.load(start, mask=live, other=0.0), tl.load(start + half, mask=live, other=0.0)
         angle = token * head_dim + first
-        c = tl.load(cos + angle, mask=first < half, other=0.0).to(tl.float32)
-        s = tl.load(signed_sin + angle + half, mask=first < half, other=0.0).to(tl.float32)
+        c = tl.load(cos + angle, mask=live, other=0.0).to(tl.float32)
+        s = tl.load(signed_sin + angle + half, mask=live, other=0.0).to(tl.float32)
         wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
         a = (wide_a * c - wide_b * s).to(a.dtype)
         b = (wide_b * c + wide_a * s).to(b.dtype)
         tl.store(start, a, mask=live)
         tl.store(start + half, b, mask=live)
+        slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
         is_key = live & (head >= num_query_heads) & (slot >= 0)
         key = keys + slot * slot_stride + (head - num_query_heads) * head_dim + first
         tl.store(key, a, mask=is_key)
         tl.store(key + half, b, mask=is_key)
     else:
-        head = ((tl.program_id(1) - rotating_blocks) * HEADS + tl.arange(0, HEADS))[:, None]
-        live = (head < num_kv_heads) & (first < half) & (slot >= 0)
+        row = ((block - rotating_blocks) * ROWS + tl.arange(0, ROWS))[:, None]
+        token, head = (row // num_kv_heads).to(tl.int64), row % num_kv_heads
+        slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+        live = (token < num_tokens) & (first < half) & (slot >= 0)
         start = v + token * v_stride + head * head_dim + first
         value = values + slot * slot_stride + head * head_dim + first
         tl.store(value, tl.load(start, mask=live), mask=live)
@@ -88,8 +93,9 @@ def rotate_and_store(qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, int
     assert cos.is_contiguous() and signed_sin.is_contiguous(), "angles must be contiguous"
     if num_tokens:
         shipped = configuration(qk.dtype, _half(head_dim))
+        rows = shipped.constants["ROWS"]
         shipped.launch(
-            (num_tokens, triton.cdiv(qk.shape[1], _HEADS) + triton.cdiv(num_kv_heads, _HEADS)),
+            (triton.cdiv(num_tokens * qk.shape[1], rows) + triton.cdiv(num_tokens * num_kv_heads, rows),),
             qk=qk,
             v=v,
             cos=cos,
@@ -100,6 +106,7 @@ def rotate_and_store(qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, int
             qk_stride=qk.stride(0),
             v_stride=v.stride(0),
             slot_stride=into.keys.stride(0),
+            num_tokens=num_tokens,
             num_query_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -119,13 +126,13 @@ def configuration(dtype: torch.dtype, half: int) -> Shipped:
     element = TYPE_NAMES[dtype]
     pointers = dict.fromkeys(("qk", "v", "cos", "signed_sin", "keys", "values"), f"*{element}")
     strides = ("qk_stride", "v_stride", "slot_stride")
-    integers = dict.fromkeys((*strides, "num_query_heads", "num_kv_heads", "head_dim"), "i32")
+    integers = dict.fromkeys((*strides, "num_tokens", "num_query_heads", "num_kv_heads", "head_dim"), "i32")
     return Shipped(
         name=f"rotate_and_store-{element}-{2 * half}",
         kernel=rotate_and_store_kernel,
-        signature=pointers | {"slots": "*i64"} | integers | {"HEADS": "constexpr", "HALF": "constexpr"},
-        constants={"HEADS": _HEADS, "HALF": half},
-        num_warps=2 if half < 128 else 4,
+        signature=pointers | {"slots": "*i64"} | integers | {"ROWS": "constexpr", "HALF": "constexpr"},
+        constants={"ROWS": _ELEMENTS // half, "HALF": half},
+        num_warps=4,
         num_stages=1,
         aligned=frozenset({*strides, "head_dim"}),
     )

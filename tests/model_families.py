@@ -94,7 +94,9 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     ),
     "mistral": _mistral,
     "qwen2": _qwen2,
-    "qwen2-windowed": lambda: _qwen2(use_sliding_window=True, sliding_window=6, max_window_layers=2),
+    "qwen2-windowed": lambda **changes: _qwen2(
+        **{"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2} | changes
+    ),
     "qwen3": _qwen3,
     "gemma3": _gemma3,
 }
