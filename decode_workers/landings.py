@@ -12,9 +12,10 @@ from collections.abc import Callable
 from decode_workers.pending import PendingReserves
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState
-from engine.kv_cache import GroupRow, KVCache
+from engine.kv_cache import GroupRow
 from engine.loading import LoadedModel
 from engine.sequence import Sequence, SequenceKey
+from engine.sequence_kv import SequenceKV
 from kv_transfer.digest import DigestKind
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import RequestSpec, Reserved
@@ -150,12 +151,13 @@ class Landings:
     def _refuse_for_room(self, gateway: GatewayId, request: RequestSpec) -> None:
         self._port.refuse(gateway, request, f"no room for its KV within {self._wait_s:g} s", self._wait_s)
 
-    def _target_of(self, lease_id: int, layer: int) -> tuple[KVCache, GroupRow]:
+    def _target_of(self, lease_id: int, layer: int) -> tuple[SequenceKV, GroupRow]:
         seq = self._scheduler.sequence(self._key_of_lease[lease_id])
         assert seq is not None
         group = layer // self._model.layout.layers_per_group
         on_host = group in seq.host_groups
-        cache, table = (self._model.host_cache, seq.host_table) if on_host else (self._model.kv_cache, seq.block_table)
+        cache: SequenceKV | None = self._model.host_cache if on_host else self._model.sequence_kv
+        table = seq.host_table if on_host else seq.block_table
         assert cache is not None
         assert table is not None
         return cache, table.view[group]

@@ -7,7 +7,7 @@ Shape legend: T packed tokens, G layer groups, R output rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache
-from engine.sequence import ScheduledSequence, StepPlan
+from engine.sequence import ScheduledSequence, Sequence, StepPlan
 from kernels.interface import Segment
+
+Indices = npt.NDArray[np.int64]
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,8 @@ class Batch:
     output_rows: Tensor  # [R] int64, rows whose final hidden state is wanted: sampling items', then prompt logprobs'
     sampling_items: tuple[int, ...]  # indices into the plan, one for each of the first output rows
     prompt_spans: tuple[PromptSpan, ...]  # cover the other output rows in order
+    awaited_rows: Tensor = _NO_ROWS  # [A] int64, rows whose token the step before samples; `token_ids` says 0 there
+    awaited_from: Tensor = _NO_ROWS  # [A] int64, which of that step's sampled tokens it is
 
     @property
     def num_tokens(self) -> int:
@@ -48,11 +54,15 @@ class PromptSpan:
 
 
 def build_batch(
-    plan: StepPlan, kv_cache: KVCache, tables: Mapping[int, npt.NDArray[np.int32]] = MappingProxyType({})
+    plan: StepPlan,
+    kv_cache: KVCache,
+    tables: Mapping[int, npt.NDArray[np.int32]] = MappingProxyType({}),
+    awaited: Mapping[Sequence, int] = MappingProxyType({}),
 ) -> Batch:
-    """The batch of a plan with at least one item. The sequences must not change until the step is done.
+    """The batch of a plan with at least one item.
 
     `tables` are the block tables `[G, columns]` of items, by their index, that do not lie where their sequence says.
+    `awaited` are the sequences whose next token is the i-th that the step before samples, which may not be known yet.
     """
     device = kv_cache.tensor.device
     order = sorted(range(len(plan.items)), key=lambda index: _packing_key(plan.items[index]))
@@ -63,21 +73,23 @@ def build_batch(
     positions = np.arange(counts.sum()) + np.repeat(starts - first_rows, counts)
     segments = tuple(map(_segment, items, first_rows.tolist(), map(tables.get, order)))
     rows, sampling_items, spans = _outputs(items, order, first_rows.tolist())
-    token_ids, positions_on_device, slot_mapping, output_rows = _to_device(
-        (_token_ids(items, len(positions)), positions, _slot_mapping(segments, positions, kv_cache), rows), device
-    )
+    token_ids, awaited_rows, awaited_from = _token_ids(items, first_rows, awaited)
+    slots = _slot_mapping(segments, positions, kv_cache)
+    on_device = _to_device((token_ids, positions, slots, rows, awaited_rows, awaited_from), device)
     return Batch(
-        token_ids=token_ids,
-        positions=positions_on_device,
-        slot_mapping=slot_mapping,
+        token_ids=on_device[0],
+        positions=on_device[1],
+        slot_mapping=on_device[2],
         segments=segments,
-        output_rows=output_rows,
+        output_rows=on_device[3],
+        awaited_rows=on_device[4],
+        awaited_from=on_device[5],
         sampling_items=sampling_items,
         prompt_spans=spans,
     )
 
 
-def _to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+def _to_device(arrays: tuple[Indices, ...], device: torch.device) -> list[Tensor]:
     """The arrays as parts of one tensor, which goes up in one copy.
 
     From pinned memory the copy does not wait for what the device still computes. torch's allocator gives that memory to
@@ -106,9 +118,22 @@ def _segment(item: ScheduledSequence, first_row: int, table: npt.NDArray[np.int3
     )
 
 
-def _token_ids(items: list[ScheduledSequence], num_tokens: int) -> npt.NDArray[np.int64]:
-    pieces = (item.seq.tokens(item.start, item.stop) for item in items)
-    return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=num_tokens)
+def _token_ids(
+    items: list[ScheduledSequence], first_rows: Indices, awaited: Mapping[Sequence, int]
+) -> tuple[Indices, Indices, Indices]:
+    """`[T]` ids, 0 for those not known yet; the rows `[A]` of these, and which of the awaited tokens `[A]` they are."""
+    known = [item.seq.tokens(item.start, item.stop) for item in items]
+    lacking = [k for k, item in enumerate(items) if len(known[k]) < item.num_tokens]
+    for k in lacking:
+        known[k] += [0]
+    rows = [int(first_rows[k]) + items[k].num_tokens - 1 for k in lacking]
+    sources = [awaited[items[k].seq] for k in lacking]
+    num_tokens = sum(item.num_tokens for item in items)
+    return (
+        np.fromiter(chain.from_iterable(known), dtype=np.int64, count=num_tokens),
+        np.array(rows, dtype=np.int64),
+        np.array(sources, dtype=np.int64),
+    )
 
 
 def _slot_mapping(

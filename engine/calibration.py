@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from engine.block_pool import BlockLease
 from engine.loading import LoadedModel
@@ -113,8 +112,7 @@ class Scratch:
         self._lease: BlockLease = pool.lease(wanted * self._layout.num_layer_groups)
         self._blocks = np.array(self._lease.blocks, dtype=np.int32).reshape(self._layout.num_layer_groups, wanted)
         # Memory that was never written is one page of zeros to a CPU, and reads of it would be all too fast.
-        rows = torch.from_numpy(self._blocks.reshape(-1).astype(np.int64)).to(model.kv_cache.tensor.device)
-        model.kv_cache.blocks.index_fill_(0, rows, 0)
+        model.sequence_kv.clear(self._blocks.reshape(-1))
 
     def close(self) -> None:
         self._model.block_pool.release(self._lease)

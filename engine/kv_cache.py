@@ -143,6 +143,10 @@ class KVCache:
         """Scatter `src` `[2, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
         self.store(layer, self._slots(group_row, start, src.shape[1], src), src[0], src[1])
 
+    def clear(self, blocks: GroupRow) -> None:
+        """Write zeros into these blocks."""
+        self.blocks.index_fill_(0, _indices(blocks, self), 0)
+
     def pieces(self, layer: int, group_row: GroupRow, start: int, count: int) -> Iterator[Tensor]:
         """The same bytes in place: contiguous views `[n, H, D]` in slab order, block by block."""
         block_size = self.layout.block_size

@@ -14,7 +14,9 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache, KVLayout
 from engine.model_store import resolve_model
 from engine.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
-from engine.runner import HostMemory, ModelRunner, load_runner
+from engine.runner import ModelRunner
+from engine.runner_loading import HostMemory, load_runner
+from engine.sequence_kv import SequenceKV
 from engine.step_cost import StepCost
 from engine.step_costs import StepCosts
 
@@ -47,6 +49,7 @@ class EngineConfig:
     num_threads: int | None = None
     prefix_caching: bool = True
     device: str = "cpu"  # or cuda:0, ...
+    tensor_parallel: int = 1  # processes that have a part of the model each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,11 @@ class LoadedModel:
         return self.runner.kv_cache
 
     @property
+    def sequence_kv(self) -> SequenceKV:
+        """What is handed over, and landed in: all heads, also where each rank of a group has its own."""
+        return self.runner.sequence_kv
+
+    @property
     def host_cache(self) -> KVCache | None:
         return self.runner.host_cache
 
@@ -78,7 +86,7 @@ class LoadedModel:
 
     @property
     def layout(self) -> KVLayout:
-        return self.kv_cache.layout
+        return self.sequence_kv.layout
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -104,6 +112,7 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         host_memory=host_memory,
         num_threads=config.num_threads,
         device=config.device,
+        tensor_parallel=config.tensor_parallel,
     )
     return LoadedModel(
         name=config.model_name,

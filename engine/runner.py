@@ -8,24 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch, build_batch
-from engine.devices import pin, require_device
-from engine.host_memory import keep_freed_memory
 from engine.host_placement import Placement, StagingConfig
 from engine.kv_cache import KVCache, KVLayout
-from engine.kv_sizes import KVMemory, layers_per_group_for, size_tiers
 from engine.model import LayerHooks, Model
 from engine.model_config import ModelConfig
-from engine.sampler import Sampler
+from engine.parallel.leader import GroupLeader, GroupModel
 from engine.sequence import SampledToken, Sequence, StepOutput, StepPlan, TokenLogprobs
+from engine.sequence_kv import SequenceKV
 from engine.staging import Staging, TransferStats
-from engine.weights import Weights, load_weights
+from engine.weights import Weights
 from kernels.interface import Kernels
 from kernels.ops import kernels_for
 
@@ -47,12 +44,10 @@ class TokenSampler(Protocol):
         ...
 
 
-HostMemory = Callable[[KVLayout, int], memoryview]
-"""Gives the memory for so many blocks of the host's KV cache, writable: a mapping that others read, for example."""
-
-
 class ModelRunner:
     """One model, its KV caches and its sampler. Takes the tensors out of `weights`.
+
+    With a `group`, `weights` and `kv_cache` are rank 0's parts of the model and of the KV.
 
     `kernels` None: those of the device.
 
@@ -70,6 +65,7 @@ class ModelRunner:
         host_cache: KVCache | None = None,
         ring: StagingConfig | None = None,
         kernels: Kernels | None = None,
+        group: GroupLeader | None = None,
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
@@ -77,7 +73,10 @@ class ModelRunner:
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         self._sampler = sampler
         with torch.inference_mode():
-            self._model = Model(config, weights, kernels or kernels_for(kv_cache.tensor.device))
+            kernels = kernels or kernels_for(kv_cache.device)
+            model = Model(config, weights, kernels, None if group is None else group.ranks)
+        self._group = group
+        self._model = model if group is None else GroupModel(group, model)
         assert self._model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
         assert ring is None or host_cache is not None, "a staging ring needs a host cache to fetch from"
         self._staging: Staging | None = None
@@ -100,10 +99,22 @@ class ModelRunner:
         """None without host memory."""
         return None if self._staging is None else self._staging.stats
 
+    @property
+    def sequence_kv(self) -> SequenceKV:
+        """The KV of all heads; `kv_cache` is what this process's part of the model computes with."""
+        return self.kv_cache if self._group is None else self._group.kv_cache
+
+    @property
+    def healthy(self) -> bool:
+        """False: no step will succeed any more."""
+        return self._group is None or self._group.healthy
+
     def close(self) -> None:
-        """End the thread that copies. Nothing may be executed after."""
+        """End the thread that copies and the group's other processes. Nothing may be executed after."""
         if self._staging is not None:
             self._staging.close()
+        if self._group is not None:
+            self._group.close()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
@@ -182,95 +193,3 @@ def _group_windows(config: ModelConfig, layout: KVLayout) -> tuple[int | None, .
         bounded = [window for window in of_layers if window is not None]
         windows.append(max(bounded) if len(bounded) == len(of_layers) else None)
     return tuple(windows)
-
-
-def load_runner(
-    model_folder: str | Path,
-    *,
-    dtype: torch.dtype,
-    block_size: int,
-    layers_per_group: int | None = None,
-    num_blocks: int | None = None,
-    kv_bytes: int | None = None,
-    host_bytes: int = 0,
-    staging_bytes: int = 0,
-    ring_groups: int = 2,
-    host_memory: HostMemory | None = None,
-    num_threads: int | None = None,
-    device: str = "cpu",
-) -> ModelRunner:
-    """A runner for the model in a folder, on a device; what it took is logged.
-
-    `layers_per_group` None: all layers share one block table, or, with host memory, are cut into some groups. Give
-    either `num_blocks` or `kv_bytes`. `host_memory` None: private memory. `num_threads` is torch's, for the whole
-    process. Raises ValueError for models or sizes that cannot be run.
-    """
-    where = require_device(device)
-    config = ModelConfig.from_folder(model_folder)
-    if layers_per_group is None:
-        layers_per_group = layers_per_group_for(config.num_layers) if host_bytes else config.num_layers
-    layout = KVLayout(
-        num_layers=config.num_layers,
-        layers_per_group=layers_per_group,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=dtype,
-    )
-    memory = KVMemory(
-        kv_blocks=num_blocks,
-        kv_bytes=kv_bytes,
-        host_bytes=host_bytes,
-        staging_bytes=staging_bytes,
-        ring_groups=ring_groups,
-    )
-    sizes = size_tiers(layout, memory)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    keep_freed_memory()
-    runner = ModelRunner(
-        config,
-        load_weights(model_folder, config, dtype=dtype, device=where),
-        KVCache(layout, sizes.device_blocks, where),
-        sampler=Sampler(config.vocab_size, config.eos_token_ids),
-        host_cache=_host_cache(layout, sizes.host_blocks, host_memory, where),
-        ring=sizes.ring,
-    )
-    _report(runner, model_folder)
-    return runner
-
-
-def _host_cache(
-    layout: KVLayout, num_blocks: int, host_memory: HostMemory | None, device: torch.device
-) -> KVCache | None:
-    if not num_blocks:
-        return None
-    cache = KVCache(layout, num_blocks, memory=host_memory(layout, num_blocks) if host_memory else None)
-    pin(cache.tensor, device)
-    return cache
-
-
-def _report(runner: ModelRunner, model_folder: str | Path) -> None:
-    layout = runner.kv_cache.layout
-    logger.info(
-        "%s from %s on %s: %.0f MB of weights; %d KV blocks of %d tokens x %d layers, %.0f MB, %d tokens; %d threads",
-        runner.config.architecture,
-        model_folder,
-        runner.kv_cache.tensor.device,
-        runner.weight_bytes / 1e6,
-        runner.num_pool_blocks,
-        layout.block_size,
-        layout.layers_per_group,
-        runner.num_pool_blocks * layout.block_bytes / 1e6,
-        runner.num_pool_blocks // layout.num_layer_groups * layout.block_size,
-        torch.get_num_threads(),
-    )
-    if runner.host_cache is not None and runner.transfer_stats is not None:
-        logger.info(
-            "%d KV blocks in host memory, %.0f MB at %.1f GB/s; a staging ring of %d blocks, %d block columns a step",
-            runner.host_cache.num_blocks,
-            runner.host_cache.num_bytes / 1e6,
-            runner.transfer_stats.host_bytes_per_s / 1e9,
-            runner.kv_cache.num_blocks - runner.num_pool_blocks,
-            runner.staging_columns,
-        )

@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 
 from engine.kv_cache import KVCache
+from engine.sequence_kv import SequenceKV
 from kv_transfer.digest import DigestKind, slab_digest
 
 
 def fill_slab(
-    kv_cache: KVCache,
+    kv_cache: SequenceKV,
     group_row: npt.NDArray[np.int32],
     layer: int,
     start: int,
@@ -34,16 +35,17 @@ def fill_slab(
     `group_row` is the block-table row of the layer's group. Raises ValueError if the slab has another size.
     """
     slab_2nHD = _as_slab(kv_cache, count, view)
-    if kv_cache.tensor.device.type != "cpu":
+    if kv_cache.device.type != "cpu":
         from kv_transfer.device_copying import fill_from_device
 
+        assert isinstance(kv_cache, KVCache), "the KV of a group of ranks lies in memory of the host"
         return fill_from_device(kv_cache, group_row, layer, start, slab_2nHD, kind)
     kv_cache.read_layer(layer, group_row, start, count, slab_2nHD)
     return slab_digest(view, kind)
 
 
 def land_slab(
-    kv_cache: KVCache,
+    kv_cache: SequenceKV,
     group_row: npt.NDArray[np.int32],
     layer: int,
     start: int,
@@ -57,9 +59,10 @@ def land_slab(
     while it was read included, shows. Raises ValueError, having written nothing, if the payload has another size.
     """
     slab_2nHD = _as_slab(kv_cache, count, payload)
-    if kv_cache.tensor.device.type != "cpu":
+    if kv_cache.device.type != "cpu":
         from kv_transfer.device_copying import land_on_device
 
+        assert isinstance(kv_cache, KVCache), "the KV of a group of ranks lies in memory of the host"
         return land_on_device(kv_cache, group_row, layer, start, slab_2nHD, kind)
     kv_cache.write_layer(layer, group_row, start, slab_2nHD)
     landed_2nHD = torch.empty(_slab_shape(kv_cache, count), dtype=kv_cache.layout.dtype)
@@ -67,11 +70,11 @@ def land_slab(
     return slab_digest(landed_2nHD.view(torch.uint8).numpy().data, kind)
 
 
-def _slab_shape(kv_cache: KVCache, count: int) -> tuple[int, int, int, int]:
+def _slab_shape(kv_cache: SequenceKV, count: int) -> tuple[int, int, int, int]:
     return 2, count, kv_cache.layout.num_kv_heads, kv_cache.layout.head_dim
 
 
-def _as_slab(kv_cache: KVCache, count: int, view: memoryview) -> torch.Tensor:
+def _as_slab(kv_cache: SequenceKV, count: int, view: memoryview) -> torch.Tensor:
     """The buffer as a [2, n, H, D] tensor, without a copy; the caller keeps `view` alive while it uses the tensor."""
     expected = count * kv_cache.layout.bytes_per_token_layer
     if view.nbytes != expected:

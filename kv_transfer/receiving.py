@@ -11,7 +11,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.kv_cache import GroupRow, KVCache, KVLayout
+from engine.kv_cache import GroupRow, KVLayout
+from engine.sequence_kv import SequenceKV
 from kv_transfer.copying import land_slab
 from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.digest import DigestKind
@@ -49,7 +50,7 @@ class KvReceiver:
         thread: LoopThread,
         *,
         digest_kind: DigestKind = "xxh3_64",
-        target_of: Callable[[int, int], tuple[KVCache, GroupRow]],
+        target_of: Callable[[int, int], tuple[SequenceKV, GroupRow]],
         on_admit: Callable[[str, int, int], None],
         on_release: Callable[[int], None],
         on_failed: Callable[[str, int, str, bool], None],
@@ -173,7 +174,7 @@ class KvReceiver:
             self._deliveries[delivery_id] = delivery
         self._report(self._on_message, link_id, message, delivery_id)
 
-    def _land(self, delivery_id: int, header: SlabHeader, kv_cache: KVCache, row: GroupRow) -> None:
+    def _land(self, delivery_id: int, header: SlabHeader, kv_cache: SequenceKV, row: GroupRow) -> None:
         delivery = self._deliveries.pop(delivery_id)
         assert delivery.payload is not None
         try:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv_cache import KVCache
 from engine.sequence import Sequence, SequenceKey
+from engine.sequence_kv import SequenceKV
 from kv_transfer.copying import fill_slab
 from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.digest import DigestKind
@@ -35,7 +35,7 @@ CONNECT_TIMEOUT_S = 5.0
 @dataclass(frozen=True, slots=True)
 class _SlabJob:
     action: SendSlab
-    kv_cache: KVCache  # where the layer rests
+    kv_cache: SequenceKV  # where the layer rests
     group_row: npt.NDArray[np.int32]
 
 
@@ -134,11 +134,11 @@ class KvSender:
 
     def __init__(
         self,
-        kv_cache: KVCache,
+        kv_cache: SequenceKV,
         transport: Transport,
         thread: LoopThread,
         *,
-        host_cache: KVCache | None = None,
+        host_cache: SequenceKV | None = None,
         max_slab_bytes: int,
         digest_kind: DigestKind = "xxh3_64",
         on_release: Callable[[SequenceKey], None],
@@ -246,6 +246,7 @@ class KvSender:
         seq = self._sequences[action.request_id, action.attempt]
         group = action.layer // self.kv_cache.layout.layers_per_group
         on_host = group in seq.host_groups
+        cache: SequenceKV | None
         cache, table = (self._host_cache, seq.host_table) if on_host else (self.kv_cache, seq.block_table)
         assert cache is not None
         assert table is not None

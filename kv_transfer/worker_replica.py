@@ -81,7 +81,8 @@ class WorkerReplica:
     @property
     def healthy(self) -> bool:
         """False: it cannot be helped, another replica should take its place."""
-        return self._failure is None and (self._worker is None or self._worker.healthy)
+        works = self._worker is None or self._worker.healthy
+        return self._failure is None and works and self.model.runner.healthy
 
     @property
     def is_changing(self) -> bool:

@@ -95,7 +95,7 @@ class PrefillWorker:
         """Listen, register, run. Returns when the worker can take requests."""
         self._thread = LoopThread("kv")
         self._sender = KvSender(
-            self._model.kv_cache,
+            self._model.sequence_kv,
             self._parts.transport,
             self._thread,
             host_cache=self._model.host_cache,

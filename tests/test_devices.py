@@ -15,7 +15,7 @@ from cluster.config import LegatoConfig
 from cluster.translate import decode_engine, prefill_engine
 from engine.devices import CPU, pin, require_device
 from engine.model_config import ModelConfig
-from engine.runner import load_runner
+from engine.runner_loading import load_runner
 from engine.weights import load_weights
 from tests.model_families import build_oracle
 

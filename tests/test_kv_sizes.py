@@ -12,7 +12,7 @@ import torch
 from engine.kv_cache import KVLayout
 from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.loading import EngineConfig, LoadedModel, load_model
-from engine.runner import HostMemory
+from engine.runner_loading import HostMemory
 from tests.model_families import build_oracle
 from tests.small_models import random_prompts
 from tests.staged_stepping import StagedStepper

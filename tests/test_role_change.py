@@ -14,7 +14,8 @@ import torch
 from cluster.errors import ConflictError, NotFoundError, UnavailableError
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
-from engine.runner import ModelRunner, load_runner
+from engine.runner import ModelRunner
+from engine.runner_loading import load_runner
 from kv_transfer import worker_replica
 from kv_transfer.messages import ChangeRole, Role
 from kv_transfer.worker_parts import Worker, WorkerParts

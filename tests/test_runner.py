@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.model_config import ModelConfig
 from engine.rope import RopeConfig
-from engine.runner import ModelRunner, load_runner
+from engine.runner import ModelRunner
+from engine.runner_loading import load_runner
 from engine.sampling_params import SamplingParams
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.weights import load_weights

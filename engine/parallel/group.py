@@ -17,18 +17,20 @@ from engine.parallel.shards import Shard
 
 _CPU = torch.device("cpu")
 _LOCAL = "127.0.0.1"  # a group is of one node
+_JOIN_S = 60.0
 
 
 class RankGroup:
-    """One rank's end of its group. Whatever fails, a rank that died or one that is late, raises RuntimeError.
+    """One rank's end of its group. What fails, because a rank has died or is late by `timeout_s`, raises RuntimeError.
 
     `store` is where the ranks find each other. The constructor returns when all have come.
     """
 
     def __init__(self, shard: Shard, store: Store, *, timeout_s: float) -> None:
         self.shard = shard
+        self._timeout = timedelta(seconds=timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub gives it another name
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=_JOIN_S)
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOCAL)]
         backend = ProcessGroupGloo(store, shard.rank, shard.degree, options)
         self._ranks = ProcessGroup(store, shard.rank, shard.degree)
@@ -57,7 +59,7 @@ class RankGroup:
 
     def tell(self, message: Tensor) -> None:
         """Rank 0's `message` to all others, which give a tensor of the same size to put it into."""
-        self._ranks.broadcast(message, 0).wait()
+        self._ranks.broadcast(message, 0, self._timeout).wait()
 
     def meet(self) -> None:
         """Return when every rank has come here."""
@@ -70,5 +72,5 @@ class RankGroup:
     def _gather(self, mine: Tensor) -> list[Tensor]:
         received = mine.new_empty(self.shard.degree, *mine.shape)
         outputs = list(received.unbind())
-        self._ranks.allgather(outputs, mine.contiguous()).wait()
+        self._ranks.allgather(outputs, mine.contiguous(), self._timeout).wait()
         return outputs

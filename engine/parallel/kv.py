@@ -41,8 +41,6 @@ class GroupKV:
 
     def __init__(self, layout: KVLayout, caches: Sequence[KVCache]) -> None:
         self.layout = layout
-        self.num_blocks = caches[0].num_blocks
-        self.slots_per_block = caches[0].slots_per_block
         self.device = caches[0].device
         ranks = [Shard(rank, len(caches)) for rank in range(len(caches))]
         self._holders = [(rank.kv_heads(layout.num_kv_heads), cache) for rank, cache in zip(ranks, caches, strict=True)]
@@ -59,3 +57,8 @@ class GroupKV:
         """Scatter `src` `[2, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
         for heads, cache in self._holders:
             cache.write_layer(layer, group_row, start, src[:, :, heads].contiguous())
+
+    def clear(self, blocks: GroupRow) -> None:
+        """Write zeros into these blocks."""
+        for _, cache in self._holders:
+            cache.clear(blocks)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
@@ -52,35 +51,35 @@ class GroupLeader:
         *,
         degree: int,
         num_threads: int,
-        timeout_s: float = STEP_S,
     ) -> None:
         check_degree(config, degree)
         self._config = config
         self._broken: str | None = None
         self._processes: list[RankProcess] = []
         caches = [KVCache(shard_layout(layout, Shard(0, degree)), num_blocks)]
-        with tempfile.TemporaryDirectory(prefix="legato-ranks-") as meeting:
-            rendezvous = str(Path(meeting) / "ranks")
-            try:
-                for rank in range(1, degree):
-                    spec = RankSpec(
-                        model_folder=str(model_folder),
-                        rank=rank,
-                        degree=degree,
-                        layout=shard_layout(layout, Shard(rank, degree)),
-                        num_blocks=num_blocks,
-                        num_threads=num_threads,
-                        rendezvous=rendezvous,
-                        timeout_s=timeout_s,
-                    )
-                    caches.append(self._start(spec))
-                self._expect(HERE, START_S)
-                for process in self._processes:
-                    process.tell(JOIN)
-                self.ranks = RankGroup(Shard(0, degree), FileStore(rendezvous, degree), timeout_s=timeout_s)
-            except BaseException:
-                self.close()
-                raise
+        # The last rank to find the others needs the file for longer than the first.
+        self._meeting = tempfile.TemporaryDirectory(prefix="legato-ranks-")
+        rendezvous = str(Path(self._meeting.name) / "ranks")
+        try:
+            for rank in range(1, degree):
+                spec = RankSpec(
+                    model_folder=str(model_folder),
+                    rank=rank,
+                    degree=degree,
+                    layout=shard_layout(layout, Shard(rank, degree)),
+                    num_blocks=num_blocks,
+                    num_threads=num_threads,
+                    rendezvous=rendezvous,
+                    timeout_s=STEP_S,
+                )
+                caches.append(self._start(spec))
+            self._expect(HERE, START_S)
+            for process in self._processes:
+                process.tell(JOIN)
+            self.ranks = RankGroup(Shard(0, degree), FileStore(rendezvous, degree), timeout_s=STEP_S)
+        except BaseException:
+            self.close()
+            raise
         self.own_cache = caches[0]
         self.kv_cache = GroupKV(layout, caches)
 
@@ -90,6 +89,7 @@ class GroupLeader:
 
     def wait_until_loaded(self) -> None:
         self._expect(READY, LOAD_S)
+        self._meeting.cleanup()
 
     def tell_step(self, batch: Batch) -> None:
         message = pack_batch(batch, self.own_cache.layout.block_size)
@@ -117,6 +117,7 @@ class GroupLeader:
             process.dismiss()
         for process in self._processes:
             process.wait_for_end()
+        self._meeting.cleanup()
 
     def _start(self, spec: RankSpec) -> KVCache:
         """Its KV, seen from here."""

@@ -1,0 +1,156 @@
+"""Brings a runner up for the model in a folder: sizes, weights, KV memory, and the processes of a group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from engine.devices import pin, require_device
+from engine.host_memory import keep_freed_memory
+from engine.kv_cache import KVCache, KVLayout
+from engine.kv_sizes import KVMemory, layers_per_group_for, size_tiers
+from engine.model_config import ModelConfig
+from engine.parallel.leader import GroupLeader
+from engine.parallel.shards import WHOLE
+from engine.runner import ModelRunner
+from engine.sampler import Sampler
+from engine.weights import load_weights
+
+logger = logging.getLogger(__name__)
+
+HostMemory = Callable[[KVLayout, int], memoryview]
+"""Gives the memory for so many blocks of the host's KV cache, writable: a mapping that others read, for example."""
+
+
+def load_runner(
+    model_folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    block_size: int,
+    layers_per_group: int | None = None,
+    num_blocks: int | None = None,
+    kv_bytes: int | None = None,
+    host_bytes: int = 0,
+    staging_bytes: int = 0,
+    ring_groups: int = 2,
+    host_memory: HostMemory | None = None,
+    num_threads: int | None = None,
+    device: str = "cpu",
+    tensor_parallel: int = 1,
+) -> ModelRunner:
+    """A runner for the model in a folder, on a device; what it took is logged.
+
+    `layers_per_group` None: all layers share one block table, or, with host memory, are cut into some groups. Give
+    either `num_blocks` or `kv_bytes`; the ranks of a group share them. `host_memory` None: private memory.
+    `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. Raises ValueError for
+    models or sizes that cannot be run, GroupError if a group does not come up.
+    """
+    where = require_device(device)
+    if tensor_parallel > 1:
+        _require_plain_cpu(where, host_bytes)
+    config = ModelConfig.from_folder(model_folder)
+    if layers_per_group is None:
+        layers_per_group = layers_per_group_for(config.num_layers) if host_bytes else config.num_layers
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        layers_per_group=layers_per_group,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    memory = KVMemory(
+        kv_blocks=num_blocks,
+        kv_bytes=kv_bytes,
+        host_bytes=host_bytes,
+        staging_bytes=staging_bytes,
+        ring_groups=ring_groups,
+    )
+    sizes = size_tiers(layout, memory)
+    if num_threads is None and tensor_parallel > 1:
+        num_threads = max(1, torch.get_num_threads() // tensor_parallel)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    keep_freed_memory()
+    with ExitStack() as on_failure:
+        group = None
+        if tensor_parallel > 1:
+            group = GroupLeader(
+                model_folder,
+                config,
+                layout,
+                sizes.device_blocks,
+                degree=tensor_parallel,
+                num_threads=torch.get_num_threads(),
+            )
+            on_failure.callback(group.close)
+        runner = ModelRunner(
+            config,
+            load_weights(
+                model_folder, config, dtype=dtype, shard=WHOLE if group is None else group.ranks.shard, device=where
+            ),
+            KVCache(layout, sizes.device_blocks, where) if group is None else group.own_cache,
+            sampler=Sampler(config.vocab_size, config.eos_token_ids),
+            host_cache=_host_cache(layout, sizes.host_blocks, host_memory, where),
+            ring=sizes.ring,
+            group=group,
+        )
+        if group is not None:
+            group.wait_until_loaded()
+        on_failure.pop_all()
+    _report(runner, model_folder)
+    return runner
+
+
+def _require_plain_cpu(device: torch.device, host_bytes: int) -> None:
+    """What a group cannot do yet. Raises ValueError."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"tensor_parallel on {device} is not supported yet: the ranks' KV is shared through memory of the host; use"
+            " one GPU a worker"
+        )
+    if host_bytes:
+        raise ValueError(
+            "tensor_parallel does not go with KV in host memory (LayerKV, host and disk tiers) yet: set the pool's host"
+            " memory to 0 or tensor_parallel to 1"
+        )
+
+
+def _host_cache(
+    layout: KVLayout, num_blocks: int, host_memory: HostMemory | None, device: torch.device
+) -> KVCache | None:
+    if not num_blocks:
+        return None
+    cache = KVCache(layout, num_blocks, memory=host_memory(layout, num_blocks) if host_memory else None)
+    pin(cache.tensor, device)
+    return cache
+
+
+def _report(runner: ModelRunner, model_folder: str | Path) -> None:
+    layout = runner.sequence_kv.layout
+    logger.info(
+        "%s from %s on %s: %.0f MB of weights; %d KV blocks of %d tokens x %d layers, %.0f MB, %d tokens; %d threads",
+        runner.config.architecture,
+        model_folder,
+        runner.kv_cache.device,
+        runner.weight_bytes / 1e6,
+        runner.num_pool_blocks,
+        layout.block_size,
+        layout.layers_per_group,
+        runner.num_pool_blocks * layout.block_bytes / 1e6,
+        runner.num_pool_blocks // layout.num_layer_groups * layout.block_size,
+        torch.get_num_threads(),
+    )
+    if runner.host_cache is not None and runner.transfer_stats is not None:
+        logger.info(
+            "%d KV blocks in host memory, %.0f MB at %.1f GB/s; a staging ring of %d blocks, %d block columns a step",
+            runner.host_cache.num_blocks,
+            runner.host_cache.num_bytes / 1e6,
+            runner.transfer_stats.host_bytes_per_s / 1e9,
+            runner.kv_cache.num_blocks - runner.num_pool_blocks,
+            runner.staging_columns,
+        )

@@ -1,0 +1,207 @@
+"""A group of processes under one runner: the same tokens as one process, and one end for all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from engine.parallel.processes import GroupError
+from engine.runner import ModelRunner
+from engine.runner_loading import load_runner
+from engine.sequence import ScheduledSequence, StepPlan
+from tests.model_families import build_oracle
+from tests.small_models import random_prompts
+from tests.stepping import GREEDY_WITH_ECHO, Stepper
+from tests.waiting import HANGS_S, wait_until
+
+LENGTHS = (1, 5, 17, 40)
+
+
+def start(folder: Path, degree: int = 2, **options: Any) -> ModelRunner:
+    return load_runner(
+        folder, dtype=torch.float32, block_size=4, num_blocks=400, num_threads=1, tensor_parallel=degree, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, build_oracle("gemma3", folder)
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: tuple[Path, Any]) -> Iterator[ModelRunner]:
+    runner = start(checkpoint[0], layers_per_group=3)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def single(checkpoint: tuple[Path, Any]) -> ModelRunner:
+    return start(checkpoint[0], degree=1, layers_per_group=3)
+
+
+def test_a_group_generates_what_hugging_face_does(checkpoint: tuple[Path, Any], pair: ModelRunner) -> None:
+    prompts = random_prompts(LENGTHS)
+    stepper = Stepper(pair)
+    seqs = [stepper.add(prompt, f"r{n}") for n, prompt in enumerate(prompts)]
+    stepper.generate_mixed(seqs, 12)
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        with torch.inference_mode():
+            output = checkpoint[1].generate(
+                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert seq.output_token_ids[:12] == output[0, len(prompt) :].tolist()
+
+
+def test_prompts_are_judged_as_by_one_process(single: ModelRunner, pair: ModelRunner) -> None:
+    [prompt] = random_prompts([300])
+    judged = []
+    for runner in (single, pair):
+        stepper = Stepper(runner)
+        seq = stepper.add(prompt, params=GREEDY_WITH_ECHO)
+        stepper.reserve(seq, 300)
+        output = runner.execute(StepPlan((ScheduledSequence(seq, 300),)))
+        assert output.prompt_logprobs[0] is not None
+        judged.append(torch.tensor([position.logprob for position in output.prompt_logprobs[0]]))
+    assert len(judged[0]) == 299
+    torch.testing.assert_close(judged[1], judged[0], rtol=1e-4, atol=1e-4)
+
+
+def whole_prompt(runner: ModelRunner, prompt: list[int], num_tokens: int) -> tuple[Stepper, Any, StepPlan]:
+    stepper = Stepper(runner)
+    seq = stepper.add(prompt)
+    stepper.reserve(seq, len(prompt))
+    return stepper, seq, StepPlan((ScheduledSequence(seq, num_tokens),))
+
+
+def kv_of(runner: ModelRunner, seq: Any, layer: int, num_tokens: int) -> torch.Tensor:
+    """All heads `[2, n, H, D]`."""
+    kv = runner.sequence_kv
+    out = torch.full((2, num_tokens, kv.layout.num_kv_heads, kv.layout.head_dim), torch.nan)
+    kv.read_layer(layer, seq.block_table.view[layer // kv.layout.layers_per_group], 0, num_tokens, out)
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [29, 30])  # the last token is sampled from, or nothing is
+def test_a_layer_is_told_of_when_all_ranks_have_stored_it(
+    single: ModelRunner, pair: ModelRunner, num_tokens: int
+) -> None:
+    [prompt] = random_prompts([30], seed=num_tokens)
+    _, seq, plan = whole_prompt(single, prompt, num_tokens)
+    single.execute(plan)
+    expected = [kv_of(single, seq, layer, num_tokens) for layer in range(4)]
+
+    _, seq, plan = whole_prompt(pair, prompt, num_tokens)
+    pair.sequence_kv.clear(seq.block_table.view.ravel())
+    told: list[tuple[int, torch.Tensor]] = []
+    pair.execute(plan, lambda layer: told.append((layer, kv_of(pair, seq, layer, num_tokens))))
+    assert [layer for layer, _ in told] == [0, 1, 2, 3]
+    for layer, kv in told:
+        torch.testing.assert_close(kv, expected[layer], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_written_as_all_heads_is_computed_with(single: ModelRunner, pair: ModelRunner) -> None:
+    [prompt] = random_prompts([30], seed=3)
+    alone, seq, _ = whole_prompt(single, prompt, 29)
+    expected = alone.generate(seq, 8)
+    stepper, landed, _ = whole_prompt(pair, prompt, 29)
+    for layer in range(4):
+        row = landed.block_table.view[layer // 3]
+        pair.sequence_kv.write_layer(layer, row, 0, kv_of(single, seq, layer, 29))
+    landed.num_computed = 29
+    assert stepper.generate(landed, 8) == expected
+
+
+def test_what_a_group_cannot_do_is_refused_before_a_process_starts(checkpoint: tuple[Path, Any]) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(ValueError, match="can be divided equally only among 1, 2, 4;"):
+        start(checkpoint[0], degree=3)
+    with pytest.raises(ValueError, match="does not go with KV in host memory"):
+        start(checkpoint[0], host_bytes=1 << 20)
+    assert psutil.Process().children() == before
+
+
+def one_step(runner: ModelRunner) -> None:
+    stepper = Stepper(runner)
+    stepper.step([(stepper.add([5, 6, 7]), 3)])
+
+
+def other_ranks(runner: ModelRunner) -> list[psutil.Process]:
+    assert runner._group is not None
+    return [psutil.Process(process._process.pid) for process in runner._group._processes]
+
+
+def test_a_rank_that_dies_ends_the_group(checkpoint: tuple[Path, Any]) -> None:
+    runner = start(checkpoint[0])
+    one_step(runner)
+    [rank] = other_ranks(runner)
+    rank.send_signal(signal.SIGKILL)
+    wait_until(lambda: not runner.healthy)
+    for _ in range(2):
+        with pytest.raises(GroupError, match="of no use any more: one of its processes has ended"):
+            one_step(runner)
+    runner.close()
+
+
+def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: tuple[Path, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr("engine.parallel.leader.STEP_S", 5.0)
+    runner = start(checkpoint[0])
+    [rank] = other_ranks(runner)
+    rank.suspend()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        one_step(runner)
+    assert time.monotonic() - began < HANGS_S
+    assert not runner.healthy
+    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_error_on_the_way_ends_the_group_too(checkpoint: tuple[Path, Any]) -> None:
+    runner = start(checkpoint[0])
+    ranks = other_ranks(runner)
+    _, _, plan = whole_prompt(runner, [5, 6, 7], 3)
+
+    def fails(layer: int) -> None:
+        raise OSError("nobody listens")
+
+    with pytest.raises(OSError, match="nobody listens"):
+        runner.execute(plan, fails)
+    assert not runner.healthy
+    wait_until(lambda: not any(rank.is_running() for rank in ranks))
+
+
+LEADER = """
+import sys
+import psutil
+import torch
+from engine.runner_loading import load_runner
+runner = load_runner(sys.argv[1], dtype=torch.float32, block_size=4, num_blocks=40, num_threads=1, tensor_parallel=2)
+print(*(process.pid for process in psutil.Process().children()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_their_leader_however_that_dies(checkpoint: tuple[Path, Any]) -> None:
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER, str(checkpoint[0])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert leader.stdout is not None
+    ranks = [psutil.Process(int(pid)) for pid in leader.stdout.readline().split()]
+    assert len(ranks) == 1
+    leader.kill()
+    leader.communicate()
+    wait_until(lambda: not any(rank.is_running() for rank in ranks))
