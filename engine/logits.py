@@ -40,7 +40,7 @@ _RADII = (
 def is_adjusted(seq: Sequence, eos_token_ids: frozenset[int]) -> bool:
     """Whether steps 1 to 4 change anything for the sequence's next token."""
     params = seq.params
-    return bool(params.logit_bias) or params.has_penalties or bool(_banned(seq, eos_token_ids))
+    return bool(params.logit_bias) or params.has_penalties or bool(banned_ids(seq, eos_token_ids))
 
 
 def adjusted(row: Row, seq: Sequence, eos_token_ids: frozenset[int]) -> Row:
@@ -48,13 +48,13 @@ def adjusted(row: Row, seq: Sequence, eos_token_ids: frozenset[int]) -> Row:
     params = seq.params
     changed = row.copy()
     if params.logit_bias:
-        ids = _within(params.logit_bias, len(row))
+        ids = within_vocabulary(params.logit_bias, len(row))
         changed[ids] += np.array([params.logit_bias[token_id] for token_id in ids.tolist()], dtype=np.float32)
     if params.repetition_penalty != 1.0:
         _penalise_repetition(changed, seq, params.repetition_penalty)
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         _penalise_output(changed, seq)
-    if banned := _banned(seq, eos_token_ids):
+    if banned := banned_ids(seq, eos_token_ids):
         _ban(changed, banned)
     return changed
 
@@ -115,18 +115,19 @@ def _mass(relative: Row) -> float:
 
 def _penalise_repetition(row: Row, seq: Sequence, penalty: float) -> None:
     # A token that occurs twice is read and written twice with the same value: penalised once.
-    ids = _within(seq.tokens(0, seq.num_tokens), len(row))
+    ids = within_vocabulary(seq.tokens(0, seq.num_tokens), len(row))
     values = row[ids]
     row[ids] = np.where(values < 0.0, values * np.float32(penalty), values / np.float32(penalty))
 
 
 def _penalise_output(row: Row, seq: Sequence) -> None:
-    ids, counts = np.unique(_within(seq.output_token_ids, len(row)), return_counts=True)
+    ids, counts = np.unique(within_vocabulary(seq.output_token_ids, len(row)), return_counts=True)
     penalties = seq.params.presence_penalty + seq.params.frequency_penalty * counts
     row[ids] -= penalties.astype(np.float32)
 
 
-def _banned(seq: Sequence, eos_token_ids: Iterable[int]) -> list[int]:
+def banned_ids(seq: Sequence, eos_token_ids: Iterable[int]) -> list[int]:
+    """Step 4: tokens that would end the sequence too early. May name one twice."""
     params = seq.params
     if len(seq.output_token_ids) >= params.min_tokens:
         return []
@@ -135,13 +136,14 @@ def _banned(seq: Sequence, eos_token_ids: Iterable[int]) -> list[int]:
 
 def _ban(row: Row, token_ids: Collection[int]) -> None:
     """Make tokens impossible, unless nothing would be left: some token has to be sampled."""
-    ids = _within(token_ids, len(row))
+    ids = within_vocabulary(token_ids, len(row))
     spared = row[ids]
     row[ids] = -np.inf
     if row.max() == -np.inf:
         row[ids] = spared
 
 
-def _within(token_ids: Iterable[int], vocab_size: int) -> TokenIds:
+def within_vocabulary(token_ids: Iterable[int], vocab_size: int) -> TokenIds:
+    """Those that name a token, in their order."""
     ids = np.fromiter(token_ids, dtype=np.int64)
     return ids[ids < vocab_size]

@@ -7,13 +7,14 @@ done to a row first, and in which order, is told in `engine.logits`.
 
 Log-probabilities are those that the model gave: before bias, penalties, temperature and truncation.
 
-Knows nothing of models, schedulers or KV. Rows that need more than their best token are handled on the CPU.
+Knows nothing of models, schedulers or KV. This one works on the CPU; logits on a GPU have one of kernels
+(`engine.device_sampler`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ import torch
 from engine.logits import Row, adjusted, is_adjusted, kth_largest, survivors, tempered
 from engine.philox import gumbel
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.device_sampler import DeviceSampler
 
 MIN_LOGPROB: Final = -9999.0
 """Reported for impossible tokens, as OpenAI does: an infinity has no place in JSON."""
@@ -84,6 +88,15 @@ class Sampler:
         if params.logprobs is None:
             return SampledToken(token_id)
         return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))
+
+
+def sampler_for(device: torch.device, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> Sampler | DeviceSampler:
+    """The sampler for logits on `device`: the same tokens from either."""
+    if device.type != "cuda":
+        return Sampler(vocab_size, eos_token_ids)
+    from engine.device_sampler import DeviceSampler  # an installation for CPUs only has no Triton
+
+    return DeviceSampler(vocab_size, eos_token_ids)
 
 
 def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:

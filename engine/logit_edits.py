@@ -1,0 +1,42 @@
+"""What a sequence's parameters do to single logits (steps 1 to 4 of `engine.logits`), as edits for a device.
+
+Knows nothing of tensors: edits are words that `kernels.sampling_rows` describes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.logits import Row, TokenIds, banned_ids, is_adjusted, within_vocabulary
+from engine.sequence import Sequence
+from kernels.sampling_rows import BANNED, REPEATED, Words, no_edits, pack_edits
+
+
+def edits_of(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> Words:
+    """`[n, 2]`, each token once. Ids beyond the vocabulary name no token and change nothing."""
+    if not is_adjusted(seq, eos_token_ids):
+        return no_edits()
+    params = seq.params
+    biased = within_vocabulary(params.logit_bias, vocab_size)
+    repeated = _tokens_if(params.repetition_penalty != 1.0, seq.tokens(0, seq.num_tokens), vocab_size)
+    has_counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    counted, counts = np.unique(_tokens_if(has_counts, seq.output_token_ids, vocab_size), return_counts=True)
+    banned = within_vocabulary(banned_ids(seq, eos_token_ids), vocab_size)
+    token_ids = np.unique(np.concatenate((biased, repeated, counted, banned)))
+    flags = np.zeros(len(token_ids), dtype=np.int64)
+    flags[np.isin(token_ids, repeated)] |= REPEATED
+    flags[np.isin(token_ids, banned)] |= BANNED
+    biases = np.array([params.logit_bias[token_id] for token_id in biased.tolist()], dtype=np.float32)
+    penalties = (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+    return pack_edits(token_ids, flags, _spread(token_ids, biased, biases), _spread(token_ids, counted, penalties))
+
+
+def _tokens_if(wanted: bool, token_ids: list[int], vocab_size: int) -> TokenIds:
+    return within_vocabulary(token_ids if wanted else (), vocab_size)
+
+
+def _spread(token_ids: TokenIds, some_ids: TokenIds, amounts: Row) -> Row:
+    """The amounts of some of the sorted `token_ids`, zero for the others."""
+    spread = np.zeros(len(token_ids), dtype=np.float32)
+    spread[np.searchsorted(token_ids, some_ids)] = amounts
+    return spread
