@@ -51,7 +51,7 @@ def main() -> int:
         help="how long each part may wait, in all, for other processes to let the cores alone; default: %(default)s",
     )
     parser.add_argument("--time-s", type=float, help="after which a part is stopped; default: several times the usual")
-    own, options = _split(sys.argv[1:])
+    own, options = split_options(sys.argv[1:])
     arguments = parser.parse_args(own)
     parts: list[str] = arguments.parts or list(PARTS)
     unknown = [part for part in parts if part not in PARTS]
@@ -66,7 +66,7 @@ def main() -> int:
     return bool(failed)
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
+def split_options(words: list[str]) -> tuple[list[str], list[str]]:
     """What is before `--`, and what is behind it."""
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]

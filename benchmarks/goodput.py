@@ -58,7 +58,7 @@ def measure(arguments: argparse.Namespace) -> Json:
             steps=arguments.steps,
             variants=arguments.legato or VARIANTS[:1],
             baselines=arguments.baseline or BASELINES,
-            with_overload=setting.num_workers <= SMALL,
+            with_overload=arguments.overload and setting.num_workers <= SMALL,
             kept=kept,
         ).run()
         for setting in _settings(arguments)
@@ -124,6 +124,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tpot-ms", type=float, default=TPOT_S * 1000, help="default: %(default)g")
     parser.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
+    parser.add_argument(
+        "--overload", action=argparse.BooleanOptionalAction, default=True, help="what more load does; default: yes"
+    )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="of what was found, to go on from")
     return parser.parse_args()
 

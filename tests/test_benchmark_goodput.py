@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import split_options
 from benchmarks.goodput_bound import bounds
 from benchmarks.goodput_comparison import Comparison
 from benchmarks.goodput_judge import TooManyMissedError
@@ -150,3 +151,8 @@ def test_a_comparison_is_told_as_tables() -> None:
     assert "3 times" in text
     assert "used up" in text
     assert goodput_headline(results)
+
+
+def test_options_of_a_part_follow_behind_two_dashes() -> None:
+    assert split_options(["goodput", "--", "--model", "70b"]) == (["goodput"], ["--model", "70b"])
+    assert split_options(["--patience", "3"]) == (["--patience", "3"], [])
