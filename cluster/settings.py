@@ -90,6 +90,11 @@ class DecodeSettings(PoolSettings):
     max_in_flight: int = Field(
         256, ge=1, description="Sequences that one worker may hold in all its tiers, with LayerKV; the others pause."
     )
+    overlap_steps: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Prepare the next decode step while one computes, and take its tokens in while the next one does;"
+        " `auto`: on a GPU.",
+    )
     tpot_target_ms: float = Field(
         100.0, gt=0, description="Time per output token that sequences are paced by: those ahead of it wait first."
     )

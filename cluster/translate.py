@@ -52,6 +52,7 @@ def decode_worker(config: LegatoConfig) -> DecodeWorkerConfig:
         heartbeat_s=config.scheduler.heartbeat_s,
         calibration_s=config.decode.calibration_s,
         layerkv=_layerkv(config),
+        overlap_steps={"auto": None, "on": True, "off": False}[config.decode.overlap_steps],
     )
 
 

@@ -1,7 +1,8 @@
-"""Puts a decode scheduler together for a loaded model: only wires."""
+"""Puts a decode worker's scheduler and steps together for a loaded model: only wires."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from decode_workers.pacing import LayerKvConfig, Speeds
@@ -9,7 +10,7 @@ from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
 from engine.allocation import BlockAllocator
 from engine.loading import LoadedModel
-from engine.step_loop import StepRates
+from engine.step_loop import Overlap, StepRates
 
 
 def decode_scheduler(
@@ -36,6 +37,15 @@ def decode_scheduler(
         eos_token_ids=model.eos_token_ids,
         tiers=_residency(model, allocator, layerkv, rates),
     )
+
+
+def step_overlap(model: LoadedModel, scheduler: DecodeScheduler, *, wanted: bool | None) -> Overlap | None:
+    """The next step is prepared while one computes. `wanted` None: on a GPU, which idles otherwise; not on a CPU."""
+    if wanted is None:
+        wanted = model.runner.kv_cache.device.type != "cpu"
+    if not wanted:
+        return None
+    return Overlap(runner=model.runner, plan=lambda: scheduler.plan_ahead(time.monotonic()))
 
 
 def _residency(

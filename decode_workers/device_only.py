@@ -29,6 +29,11 @@ class DeviceOnly:
         available = self._allocator.pool.num_available - len(running) * self._allocator.layer_groups
         return frozenset() if self._allocator.num_blocks_for(num_tokens) <= available else None
 
+    def is_calm(self, running: list[Sequence]) -> bool:
+        """Whether all of these can take their next token, so that nobody would be preempted."""
+        num_new = sum(map(self._num_lacking_columns, running))
+        return num_new * self._allocator.layer_groups <= self._allocator.pool.num_available
+
     def turn(
         self, running: list[Sequence], now: float, *, limit: int, ring_columns: int, preempt: Callable[[Sequence], None]
     ) -> Turn:
@@ -37,7 +42,7 @@ class DeviceOnly:
         candidates = deque(running)
         while candidates:
             seq = candidates.popleft()
-            while not self._allocator.grow(seq, seq.num_tokens):
+            while not self._allocator.grow(seq, seq.num_tokens_ahead):
                 victim = candidates.pop() if candidates else seq
                 preempt(victim)
                 if victim is seq:
@@ -55,3 +60,7 @@ class DeviceOnly:
 
     def forget(self, key: SequenceKey) -> None:
         """Nobody has a schedule."""
+
+    def _num_lacking_columns(self, seq: Sequence) -> int:
+        assert seq.block_table is not None
+        return max(self._allocator.num_columns_for(seq.num_tokens_ahead) - seq.block_table.num_columns, 0)

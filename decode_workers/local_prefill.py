@@ -55,9 +55,26 @@ class LocalPrefill:
         return sum(seq.num_uncomputed for seq in (*self._waiting, *self._computing))
 
     @property
+    def num_unplanned_tokens(self) -> int:
+        """Without those that a step in flight computes."""
+        return sum(seq.num_unplanned for seq in (*self._unplanned, *self._waiting))
+
+    @property
+    def needs_host_memory(self) -> bool:
+        """Whether chunks or blocks of the next step may have to do with another tier."""
+        return any(seq.host_groups for seq in self._computing) or bool(
+            self._waiting and self._allocator.host_pool is not None
+        )
+
+    @property
     def oldest(self) -> Sequence | None:
         """Who is next, with blocks or without; None if there is nothing to compute."""
-        return next(iter((*self._computing, *self._waiting)), None)
+        return next(iter((*self._unplanned, *self._waiting)), None)
+
+    @property
+    def _unplanned(self) -> list[Sequence]:
+        """Those with blocks but for the ones whose last chunk is in flight."""
+        return [seq for seq in self._computing if not seq.num_awaited]
 
     @property
     def staged_columns(self) -> int:
@@ -80,7 +97,7 @@ class LocalPrefill:
     def start(self, budget: int, num_places: int) -> list[Started]:
         """Give blocks to waiting sequences, in order, while the token budget goes beyond those that have some."""
         started: list[Started] = []
-        planned = sum(seq.num_uncomputed for seq in self._computing)
+        planned = sum(seq.num_unplanned for seq in self._unplanned)
         while self._waiting and planned < budget and len(started) < num_places:
             seq = self._waiting[0]
             host_groups = self._landing(seq.num_tokens)
@@ -97,8 +114,8 @@ class LocalPrefill:
     def chunks(self, budget: int, ring_left: int) -> list[ScheduledSequence]:
         """Oldest first; those in host memory only while their columns fit what decodes leave of the staging ring."""
         chunks = []
-        for seq in self._computing:
-            num_tokens = min(budget, seq.num_uncomputed)
+        for seq in self._unplanned:
+            num_tokens = min(budget, seq.num_unplanned)
             if num_tokens <= 0:
                 break
             num_columns = self._staged_columns(seq)

@@ -83,6 +83,12 @@ class Residency:
 
     # --- a step ---
 
+    def is_calm(self, running: list[Sequence]) -> bool:
+        """Whether all of these rest on the device and will have room there for another column after the next one, so
+        that nothing would move."""
+        num_blocks = sum(map(self._num_device_groups, running))
+        return not any(seq.host_groups for seq in running) and self._spare(running) >= num_blocks
+
     def turn(
         self, running: list[Sequence], now: float, *, limit: int, ring_columns: int, preempt: Callable[[Sequence], None]
     ) -> Turn:
@@ -150,7 +156,7 @@ class Residency:
                 # The first one goes however little time there is: nobody waits for ever.
                 if columns > turn.ring_left or (any_staged and num_bytes > bytes_left):
                     continue
-            if not self._allocator.grow(seq, seq.num_tokens):
+            if not self._allocator.grow(seq, seq.num_tokens_ahead):
                 stalled.append(seq)
                 continue
             if seq.host_groups:

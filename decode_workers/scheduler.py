@@ -8,6 +8,7 @@ sequences that must be computed here (placed locally, or preempted), in chunks.
 from __future__ import annotations
 
 from decode_workers.device_only import DeviceOnly
+from decode_workers.flights import Flight, Flights
 from decode_workers.local_prefill import LocalPrefill
 from decode_workers.residency import Residency, Turn
 from decode_workers.states import DecodeState, Emission, Entry
@@ -28,8 +29,9 @@ from engine.stopping import finish_reason
 class DecodeScheduler:
     """Owns the sequences of one decode worker from reservation to their last token. `tiers`: also in host memory.
 
-    The caller alternates `plan()` and `finish_step()`; everything else may come at any moment in between. Blocks that
-    the step in flight computes on or copies are never released before it is over.
+    The caller alternates `plan()` and `finish_step()`, or has the next step planned by `plan_ahead()` before the one in
+    flight is finished; everything else may come at any moment in between. Steps are finished in the order of their
+    plans. Blocks that a step in flight computes on or copies are never released before it is over.
     """
 
     def __init__(
@@ -52,8 +54,7 @@ class DecodeScheduler:
         self._local = LocalPrefill(allocator, self._landing)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
-        self._in_flight: set[SequenceKey] = set()
-        self._moving: list[Sequence] = []  # in the step in flight
+        self._flights = Flights()
         self.num_preemptions = 0
         self.num_host_landings = 0
 
@@ -169,46 +170,60 @@ class DecodeScheduler:
         self._local.add(seq)
 
     def abandon_step(self) -> None:
-        """The step in flight failed: nothing of it counts."""
-        for key in self._end_step(ok=False):
-            self._remove(self._entries[key])
+        """The step in flight, of two the older one, failed: nothing of it counts."""
+        self._release_ended(self._end_step(ok=False))
 
     def drop(self, key: SequenceKey) -> None:
-        """Forget a sequence and free its blocks, at once or when the step in flight is over. Unknown ids are fine."""
+        """Forget a sequence and free its blocks, at once or when no step in flight uses them. Unknown ids are fine."""
         entry = self._entries.get(key)
-        if entry is None:
-            return
-        if key in self._in_flight:
-            entry.doomed = True
-        else:
-            self._remove(entry)
+        if entry is not None and entry.state is not DecodeState.ENDED:
+            self._end(entry)
 
     def plan(self, now: float = 0.0) -> StepPlan:
         """The next step: running sequences' next tokens, then chunks of what must be computed here, then moves.
 
         `now`: seconds on any clock that does not go back; only with `tiers` does it matter.
         """
-        turn = self._take_turn(now)
-        self._moving = turn.moving
+        assert not self._flights, "a step is in flight: finish it, or plan ahead of its results"
+        return self._plan(self._running, now)
+
+    def plan_ahead(self, now: float = 0.0) -> StepPlan:
+        """The step after the one in flight, as if that one ended well and nobody's last token came of it.
+
+        It computes nothing twice: a sequence's next token has a place in it before its value is known. Empty where the
+        next step has to wait: where blocks have to move or be taken from someone, or where there is nothing to do.
+        """
+        assert len(self._flights) == 1, "a step is planned ahead of one that is in flight"
+        running = [seq for seq in self._running if not self._ends_in_flight(seq)]
+        waits = self._flights.are_moving or self._local.needs_host_memory or not self._tiers.is_calm(running)
+        return StepPlan(()) if waits else self._plan(running, now)
+
+    def _plan(self, running: list[Sequence], now: float) -> StepPlan:
+        turn = self._take_turn(running, now)
         items = [ScheduledSequence(seq, 1) for seq in turn.ready]
-        wanted = min(self._token_budget - len(items), self.num_uncomputed_tokens)
-        budget = self._tiers.prefill_budget(self._running, now, wanted)
-        copies = turn.copies + self._start_local(budget)
+        wanted = min(self._token_budget - len(items), self._local.num_unplanned_tokens)
+        budget = self._tiers.prefill_budget(running, now, wanted)
+        copies = turn.copies + self._start_local(budget, turn)
         chunks = self._local.chunks(budget, turn.ring_left)
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
         self._tiers.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in chunks))
         items += chunks
-        self._in_flight = {item.seq.key for item in items} | {seq.key for seq in self._moving}
-        return StepPlan(tuple(items), tuple(copies))
+        plan = StepPlan(tuple(items), tuple(copies))
+        if plan.items or plan.copies:
+            self._flights.begin(plan, turn.moving)
+        return plan
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
-        """Take a step's results in; finished sequences leave and their blocks are free."""
+        """Take a step's results in; finished sequences leave, and their blocks are free when no step uses them."""
+        if not (plan.items or plan.copies):
+            return []
         emissions = []
-        doomed = self._end_step(ok=True)
+        flight = self._end_step(ok=True)
+        assert flight.plan is plan, "steps are finished in the order in which they were planned"
         for item, sampled, logprobs in zip(plan.items, output.sampled, output.prompt_logprobs, strict=True):
             entry = self._entries[item.seq.key]
-            if item.seq.key in doomed:
+            if entry.state is DecodeState.ENDED:
                 continue
             item.seq.num_computed += item.num_tokens
             self._allocator.publish(item.seq)
@@ -216,19 +231,28 @@ class DecodeScheduler:
                 self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
             if sampled is not None:
                 emissions.append(self._emit(entry, sampled))
-        for key in doomed:
-            self._remove(self._entries[key])
+        self._release_ended(flight)
         return emissions
 
-    def _end_step(self, *, ok: bool) -> set[SequenceKey]:
-        """Settles the moves; returns those that were dropped meanwhile."""
-        for seq in self._moving:
-            if not self._allocator.settle(seq, ok):  # its prefix did not come; its blocks are gone
-                self._put_back(seq)
-        self._moving = []
-        doomed = {key for key in self._in_flight if self._entries[key].doomed}
-        self._in_flight = set()
-        return doomed
+    def _end_step(self, *, ok: bool) -> Flight:
+        """Of two the older one. Settles its moves."""
+        flight = self._flights.end()
+        for seq in flight.moving:
+            if not self._allocator.settle(seq, ok) and self._entries[seq.key].state is not DecodeState.ENDED:
+                self._put_back(seq)  # its prefix did not come, and its blocks are gone
+        return flight
+
+    def _release_ended(self, flight: Flight) -> None:
+        """What was held for this step alone."""
+        for key in flight.keys:
+            entry = self._entries.get(key)
+            if entry is not None and entry.state is DecodeState.ENDED and key not in self._flights:
+                self._release(entry.seq)
+
+    def _ends_in_flight(self, seq: Sequence) -> bool:
+        """Its last token, by its number, is on its way."""
+        num_output = len(seq.output_token_ids) + seq.num_awaited
+        return num_output >= seq.params.max_tokens or seq.num_tokens_ahead >= self._max_model_len
 
     def _emit(self, entry: Entry, sampled: SampledToken) -> Emission:
         seq = entry.seq
@@ -240,19 +264,19 @@ class DecodeScheduler:
         finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
         prompt_logprobs = self._prompt_logprobs.pop(seq.key, None)
         if finish is not None:
-            self._remove(entry)
+            self._end(entry)
         return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, prompt_logprobs)
 
     def _landing(self, num_tokens: int) -> frozenset[int] | None:
         """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now."""
         return self._tiers.landing(num_tokens, self._running)
 
-    def _take_turn(self, now: float) -> Turn:
+    def _take_turn(self, running: list[Sequence], now: float) -> Turn:
         """A prompt that has waited for the ring too long has its columns before the decodes."""
         kept = self._local.staged_columns if self._tiers.prefill_is_overdue else 0
         limit = min(self._max_num_seqs, self._token_budget - bool(kept))
         ring_columns = self._tiers.staging_columns - kept
-        turn = self._tiers.turn(self._running, now, limit=limit, ring_columns=ring_columns, preempt=self._preempt)
+        turn = self._tiers.turn(running, now, limit=limit, ring_columns=ring_columns, preempt=self._preempt)
         turn.ring_left += kept
         return turn
 
@@ -267,25 +291,31 @@ class DecodeScheduler:
         self._entries[seq.key].state = DecodeState.WAITING
         self._local.put_back(seq)
 
-    def _start_local(self, budget: int) -> list[BlockCopy]:
+    def _start_local(self, budget: int, turn: Turn) -> list[BlockCopy]:
         """Returns the copies that prefix hits of new sequences need."""
         copies: list[BlockCopy] = []
         for started in self._local.start(budget, self._tiers.max_in_flight - self.num_running):
             self._entries[started.seq.key].state = DecodeState.PREFILLING
             self.num_host_landings += bool(started.seq.host_groups)
             if started.copies:
-                self._moving.append(started.seq)
+                turn.moving.append(started.seq)
                 copies += started.copies
         return copies
 
-    def _remove(self, entry: Entry) -> None:
+    def _end(self, entry: Entry) -> None:
+        """It takes part in nothing any more; its blocks are free as soon as no step in flight uses them."""
         seq = entry.seq
-        del self._entries[seq.key]
         self._prompt_logprobs.pop(seq.key, None)
         self._tiers.forget(seq.key)
         if entry.state in (DecodeState.WAITING, DecodeState.PREFILLING):
             self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:
             self._running.remove(seq)
-        if entry.state is not DecodeState.WAITING:
+        entry.state = DecodeState.ENDED
+        if seq.key not in self._flights:
+            self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        del self._entries[seq.key]
+        if seq.lease is not None:
             self._allocator.release(seq)

@@ -14,6 +14,7 @@ class DecodeState(Enum):
     WAITING = "has no blocks; to be computed here, from the first token or from where a prefix hit ends"
     PREFILLING = "has its blocks; chunks are being computed here"
     RUNNING = "all KV but the newest token's is here, in one tier or another; one more token each step or turn"
+    ENDED = "has its last token, or is wanted no more; the blocks are held until no step in flight uses them"
 
 
 @dataclass(slots=True)
@@ -22,12 +23,11 @@ class Entry:
 
     seq: Sequence
     state: DecodeState
-    doomed: bool = False  # to be dropped when the step in flight is over
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A token that a step brought. The sequence is gone from the scheduler when `finish` is set."""
+    """A token that a step brought. With `finish` set the sequence has ended."""
 
     seq: Sequence
     index: int

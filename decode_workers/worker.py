@@ -10,7 +10,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from decode_workers.building import decode_scheduler
+from decode_workers.building import decode_scheduler, step_overlap
 from decode_workers.landings import Landings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.reporting import DecodeReport
@@ -35,7 +35,8 @@ class DecodeWorkerConfig:
 
     A reservation that does not fit waits up to `reserve_wait_s` for room; one whose prefill is not heard of for
     `lease_ttl_s` lapses. `calibration_s`: how long steps are tried out before the worker takes requests; 0: they are
-    learnt from requests. `layerkv`: how sequences rest in host memory too; None: on the device only.
+    learnt from requests. `layerkv`: how sequences rest in host memory too; None: on the device only. `overlap_steps`:
+    the next step is prepared while one computes; None: on a GPU, not on a CPU.
     """
 
     max_num_seqs: int = 64
@@ -46,6 +47,7 @@ class DecodeWorkerConfig:
     heartbeat_s: float = 0.5
     calibration_s: float = 0.0
     layerkv: LayerKvConfig | None = None
+    overlap_steps: bool | None = None
 
 
 class DecodeWorker:
@@ -99,6 +101,7 @@ class DecodeWorker:
             plan=self._plan,
             finish=self._finish,
             failed=self._step_failed,
+            overlap=step_overlap(self._model, self._scheduler, wanted=self._config.overlap_steps),
         )
         if calibration_s := self._config.calibration_s:
             await self._steps.calibrate(lambda: calibrate(self._model, budget_s=calibration_s).cost)

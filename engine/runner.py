@@ -19,9 +19,10 @@ from engine.kv_cache import KVCache, KVLayout
 from engine.model import LayerHooks, Model
 from engine.model_config import ModelConfig
 from engine.parallel.leader import GroupLeader, GroupModel
+from engine.prepared_step import PreparedStep
 from engine.sequence import SampledToken, Sequence, StepOutput, StepPlan, TokenLogprobs
 from engine.sequence_kv import SequenceKV
-from engine.staging import Staging, TransferStats
+from engine.staging import Staging, StoredLayers, TransferStats
 from engine.weights import Weights
 from kernels.interface import Kernels
 from kernels.ops import kernels_for
@@ -64,14 +65,15 @@ class ModelRunner:
         sampler: TokenSampler,
         host_cache: KVCache | None = None,
         ring: StagingConfig | None = None,
-        kernels: Kernels | None = None,
         group: GroupLeader | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
         self.host_cache = host_cache
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         self._sampler = sampler
+        self._sampled = torch.empty(0, dtype=torch.int64)  # by the step that ran last, in its batch's order
         with torch.inference_mode():
             kernels = kernels or kernels_for(kv_cache.device)
             model = Model(config, weights, kernels, None if group is None else group.ranks)
@@ -116,7 +118,6 @@ class ModelRunner:
         if self._group is not None:
             self._group.close()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """Compute the plan and do its copies; all are done, or will not be, when this returns or raises.
 
@@ -124,16 +125,43 @@ class ModelRunner:
         this thread, or, where an item rests on the host, from the one that copies. Raises ValueError if the plan's
         host-resident sequences exceed `staging_columns`.
         """
+        return self.run(self.prepare(plan), on_layer)
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep:
+        """Whatever of a step can be done while the one before it, `after`, runs in another thread.
+
+        Tokens that `after` samples may be unknown still. Raises ValueError as `execute` does.
+        """
         placement = None if self._staging is None else self._staging.place(plan)
-        with self._hooks(plan, placement, on_layer) as hooks:
-            if not plan.items:
+        if not plan.items:
+            return PreparedStep(plan, None, placement)
+        tables = {} if placement is None else placement.tables
+        batch = build_batch(plan, self.kv_cache, tables, {} if after is None else after.sampled_by)
+        return PreparedStep(plan, batch, placement)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        step: PreparedStep,
+        on_layer: Callable[[int], None] | None = None,
+        before_sampling: Callable[[], None] = lambda: None,
+    ) -> StepOutput:
+        """Compute a prepared step; see `execute`. A step that was prepared after another one must run right after it.
+
+        `before_sampling` returns when the sequences are as the step before left them: sampling reads their tokens.
+        """
+        with self._hooks(step.plan, step.placement, on_layer) as hooks:
+            if step.batch is None:
                 return StepOutput([], [])
-            batch = build_batch(plan, self.kv_cache, {} if placement is None else placement.tables)
-            hidden = self._model.forward(batch, self.kv_cache, hooks)
-            num_samples = len(batch.sampling_items)
+            if len(step.batch.awaited_rows):
+                step.batch.token_ids[step.batch.awaited_rows] = self._sampled[step.batch.awaited_from]
+            hidden = self._model.forward(step.batch, self.kv_cache, hooks)
+            before_sampling()
+            num_samples = len(step.batch.sampling_items)
             return StepOutput(
-                self._sample(plan, batch, hidden[:num_samples]),
-                self._judge_prompts(plan, batch, hidden[num_samples:]),
+                self._sample(step.plan, step.batch, hidden[:num_samples]),
+                self._judge_prompts(step.plan, step.batch, hidden[num_samples:]),
             )
 
     def _hooks(
@@ -143,13 +171,14 @@ class ModelRunner:
             return self._staging.step(plan, placement, on_layer)
         assert not plan.copies, "copies between tiers were planned for a runner without host memory"
         assert self._staging or not any(item.seq.host_groups for item in plan.items), "there is no host memory"
-        return nullcontext(None if on_layer is None else _StoredLayers(on_layer))
+        return nullcontext(None if on_layer is None else StoredLayers(on_layer))
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[SampledToken | None]:
         sampled: list[SampledToken | None] = [None] * len(plan.items)
         if batch.sampling_items:
             rows = [plan.items[index].seq for index in batch.sampling_items]
             tokens = self._sampler.sample(self._model.logits(hidden), rows)
+            self._sampled = torch.tensor([token.token_id for token in tokens], device=hidden.device)
             for index, token in zip(batch.sampling_items, tokens, strict=True):
                 sampled[index] = token
         return sampled
@@ -170,19 +199,6 @@ class ModelRunner:
             logits = self._model.logits(hidden[start : start + len(ids)])
             judged.extend(self._sampler.prompt_logprobs(logits, ids, num_top))
         return judged
-
-
-class _StoredLayers:
-    """Hooks of a step without copies: a layer's KV rests where it was computed."""
-
-    def __init__(self, on_layer: Callable[[int], None]) -> None:
-        self.stored = on_layer
-
-    def before_store(self, layer: int) -> None:
-        pass
-
-    def attended(self, layer: int) -> None:
-        pass
 
 
 def _group_windows(config: ModelConfig, layout: KVLayout) -> tuple[int | None, ...]:

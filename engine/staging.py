@@ -100,6 +100,19 @@ class Staging:
         self.stats.write_s += time.perf_counter() - started
 
 
+class StoredLayers:
+    """Hooks of a step without copies: a layer's KV rests where it was computed."""
+
+    def __init__(self, on_layer: Callable[[int], None]) -> None:
+        self.stored = on_layer
+
+    def before_store(self, layer: int) -> None:
+        pass
+
+    def attended(self, layer: int) -> None:
+        pass
+
+
 class StagedStep:
     """The copies of one step, as hooks of its forward pass and as a context that no copy outlives.
 

@@ -1,7 +1,8 @@
 """The worker's heartbeat: plan a step, compute it in a thread of its own, take its results in, for ever.
 
-Plans and results are handled on the event loop, so that schedulers and pools have one thread and no locks; only
-`runner.execute` runs elsewhere. Knows nothing of what a plan is for.
+Plans and results are handled on the event loop, so that schedulers and pools have one thread and no locks; only what
+the runner computes runs elsewhere. With an `Overlap` the next step is planned and prepared while one computes, and that
+one's results are taken in while the next computes: see docs/decisions/0009. Knows nothing of what a plan is for.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
 
 from engine.sequence import StepOutput, StepPlan
-from engine.step_cost import StepCost, StepWork
+from engine.step_cost import StepCost
 from engine.step_costs import StepCosts
+from engine.step_flight import OverlappingRunner, Runner, StepFlight, StepSkippedError
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +26,12 @@ MAX_STEP_S = 300.0  # a step that takes longer will not come back: the device ha
 ASSUMED_PREFILL_TOKENS_PER_S = 1000.0  # of a worker that has not measured its speed yet
 
 
-class Runner(Protocol):
-    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput: ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """How steps overlap. `plan` may return an empty plan: the next step has to wait for the one in flight."""
+
+    runner: OverlappingRunner
+    plan: Callable[[], StepPlan]
 
 
 class StepRates:
@@ -54,8 +60,9 @@ class StepLoop:
     """Runs steps while there is something to do; sleeps until `wake()` otherwise.
 
     `plan` may return an empty plan. `on_layer(plan, layer)` is called in the compute thread. An exception of the runner
-    goes to `failed` with the plan it hit. After MAX_CONSECUTIVE_FAILURES in a row, or while a step takes more than
-    MAX_STEP_S, the loop counts as unhealthy. `costs` learns from every step, planning and taking in included.
+    goes to `failed` with the plan it hit, and after it that of the step which was planned ahead, if there is one. After
+    MAX_CONSECUTIVE_FAILURES in a row, or while a step takes more than MAX_STEP_S, the loop counts as unhealthy. `costs`
+    learns from every step, planning and taking in included, where they do not overlap with another one.
     """
 
     def __init__(
@@ -67,12 +74,14 @@ class StepLoop:
         finish: Callable[[StepPlan, StepOutput], None],
         failed: Callable[[StepPlan, Exception], None],
         on_layer: Callable[[StepPlan, int], None] | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self._runner = runner
         self._plan = plan
         self._finish = finish
         self._failed = failed
         self._on_layer = on_layer
+        self._overlap = overlap
         self._wake = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._num_failures = 0
@@ -113,30 +122,66 @@ class StepLoop:
             began = time.perf_counter()
             plan = self._plan()
             if plan.items or plan.copies:
-                work = StepWork.of_plan(plan)  # before the step changes its sequences
-                for item in plan.items:
-                    item.seq.begin()
-                if await self._step(plan):
-                    self.costs.observe(work, time.perf_counter() - began)
+                await self._fly(self._launch(plan), began)
             else:
                 await self._wake.wait()
 
-    async def _step(self, plan: StepPlan) -> bool:
-        """Whether it succeeded."""
-        on_layer = self._on_layer
-        started = self._step_began = time.perf_counter()
+    async def _fly(self, flight: StepFlight, began: float) -> None:
+        """A step, and those that are planned while the one before them computes."""
+        following: StepFlight | None = None
+        succeeded = True
         try:
-            output = await asyncio.get_running_loop().run_in_executor(
-                self._compute, self._runner.execute, plan, None if on_layer is None else lambda la: on_layer(plan, la)
-            )
+            while True:
+                if succeeded:  # or this one will be skipped, and so would be all that come after it
+                    following = self._launch_ahead(flight)
+                succeeded = await self._land(flight, max(began, flight.launched_at))
+                ended = time.perf_counter()
+                if succeeded:
+                    self.costs.observe(flight.work, ended - began)
+                if following is None:
+                    return
+                flight, following, began = following, None, ended
+        finally:  # the loop is stopped, or ends by an error of ours
+            for left in (flight, following):
+                if left is not None:
+                    left.give_up()
+
+    def _launch_ahead(self, flight: StepFlight) -> StepFlight | None:
+        if self._overlap is None or not flight.can_be_followed:
+            return None
+        plan = self._overlap.plan()
+        return self._launch(plan, flight) if plan.items or plan.copies else None
+
+    def _launch(self, plan: StepPlan, after: StepFlight | None = None) -> StepFlight:
+        for item in plan.items:
+            item.seq.begin()
+        layer_done = self._on_layer
+        on_layer = None if layer_done is None else lambda layer: layer_done(plan, layer)
+        flight = StepFlight(plan)
+        if self._overlap is None:
+            flight.launch(self._runner, self._compute, on_layer)
+        else:
+            flight.launch_overlapped(self._overlap.runner, self._compute, on_layer, after)
+        return flight
+
+    async def _land(self, flight: StepFlight, began: float) -> bool:
+        """Whether it succeeded."""
+        self._step_began = began
+        try:
+            output = await flight.result
         except Exception as error:  # the boundary of the compute thread: one bad step must not end the worker
-            logger.exception("a step of %d sequences failed", len(plan.items))
-            self._num_failures += 1
-            self._failed(plan, error)
+            self._note_failure(flight.plan, error)
             return False
         finally:
             self._step_began = None
         self._num_failures = 0
-        self.rates.record(plan, time.perf_counter() - started)
-        self._finish(plan, output)
+        self.rates.record(flight.plan, time.perf_counter() - began)
+        self._finish(flight.plan, output)
+        flight.note_taken_in()
         return True
+
+    def _note_failure(self, plan: StepPlan, error: Exception) -> None:
+        if not isinstance(error, StepSkippedError):
+            logger.error("a step of %d sequences failed", len(plan.items), exc_info=error)
+            self._num_failures += 1
+        self._failed(plan, error)

@@ -84,10 +84,19 @@ class GhostRunner:
                     self._kv[to, destination, offset] = self._kv.get((origin, source, offset), 0)
 
     def _compute(self, item: ScheduledSequence) -> None:
-        seq, start = item.seq, item.seq.num_computed
+        if item.seq.num_computed != item.start:
+            self._spoil(item)
+            return
+        seq = item.seq
         assert 1 <= item.num_tokens <= seq.num_uncomputed, "a step computes tokens that are there and not computed"
-        self._write(seq, start, start + item.num_tokens)
-        self._verify(seq, start + item.num_tokens)
+        self._write(seq, item.start, item.stop)
+        self._verify(seq, item.stop)
+
+    def _spoil(self, item: ScheduledSequence) -> None:
+        """It was planned ahead of a step that brought the sequence nothing: what it writes is nobody's KV."""
+        for position in range(item.start, item.stop):
+            for slot in self._slots(item.seq, position):
+                self._kv[slot] = -1
 
     def _write(self, seq: Sequence, start: int, stop: int) -> None:
         state = chain_of(seq.tokens(0, start))

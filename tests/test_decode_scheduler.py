@@ -61,7 +61,8 @@ class DecodeMachine(RuleBasedStateMachine):
         super().__init__()
         self.stories: dict[SequenceKey, Story] = {}
         self.plan: StepPlan | None = None
-        self.cancelled_in_flight: set[SequenceKey] = set()
+        self.ahead: StepPlan | None = None  # planned before `plan` was finished
+        self.lingering: set[SequenceKey] = set()  # ended or dropped, and held for steps in flight
         self.num_requests = 0
         self.now = 0.0
 
@@ -126,11 +127,11 @@ class DecodeMachine(RuleBasedStateMachine):
     def drop(self, which: int) -> None:
         key = self._pick(list(self.stories.values()), which).seq.key
         self.scheduler.drop(key)
-        in_step = self.plan is not None and any(item.seq.key == key for item in self.plan.items)
+        in_step = any(item.seq.key == key for plan in (self.plan, self.ahead) if plan for item in plan.items)
         assert key in self.scheduler if in_step else True
         if key in self.scheduler:
             assert self.plan is not None, "nothing is in flight, so it can go at once"
-            self.cancelled_in_flight.add(key)
+            self.lingering.add(key)
         self.scheduler.drop(("never heard of", 0))
         del self.stories[key]
 
@@ -150,27 +151,44 @@ class DecodeMachine(RuleBasedStateMachine):
             return
         self.plan = plan
 
+    @precondition(lambda self: self.plan is not None and self.ahead is None)
+    @rule()
+    def begin_ahead(self) -> None:
+        """The next step, before what the one in flight brings is known."""
+        self.now += 0.03
+        plan = self.scheduler.plan_ahead(self.now)
+        keys = [item.seq.key for item in plan.items]
+        assert len(set(keys)) == len(keys) and set(keys) <= self.stories.keys(), "a sequence that is not there"
+        assert plan.num_tokens <= TOKEN_BUDGET
+        assert not plan.copies, "what moves has to wait"
+        assert all(item.stop <= MAX_MODEL_LEN for item in plan.items)
+        self.ahead = plan if plan.items else None
+
     @precondition(lambda self: self.plan is not None)
     @rule()
     def finish_step(self) -> None:
         assert self.plan is not None
-        plan, self.plan = self.plan, None
+        plan, self.plan, self.ahead = self.plan, self.ahead, None
+        lingering = set(self.lingering)
         for emission in self.scheduler.finish_step(plan, self.runner.execute(plan)):
-            assert emission.seq.key not in self.cancelled_in_flight, "a token of a dropped sequence"
+            assert emission.seq.key not in lingering, "a token of a sequence that had ended"
             self._take(emission)
-        self._check_dropped()
+        self._check_lingering()
 
     @precondition(lambda self: self.plan is not None)
     @rule(lose_all=st.booleans())
     def fail_step(self, lose_all: bool) -> None:
-        """Either everything it held is given up, as the worker does, or it is simply tried again."""
-        assert self.plan is not None
-        plan, self.plan = self.plan, None
-        self.scheduler.abandon_step()
-        self._check_dropped()
-        for item in plan.items if lose_all else ():
-            self.scheduler.drop(item.seq.key)
-            self.stories.pop(item.seq.key, None)
+        """Either everything it held is given up, as the worker does, or it is simply tried again. With it goes what was
+        planned ahead."""
+        failed = [plan for plan in (self.plan, self.ahead) if plan is not None]
+        for plan in failed:
+            self.plan, self.ahead = self.ahead, None
+            self.scheduler.abandon_step()
+            self._check_lingering()
+            for item in plan.items if lose_all else ():
+                if self.stories.pop(item.seq.key, None):
+                    self.scheduler.drop(item.seq.key)
+                    self.lingering |= {item.seq.key} if item.seq.key in self.scheduler else set()
 
     # --- what must hold ---
 
@@ -178,7 +196,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def the_pool_is_whole(self) -> None:
         self.pool.check()
         homes = {story.seq.key for story in self.stories.values()}
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(homes | self.cancelled_in_flight)
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(homes | self.lingering)
         assert all(key in self.scheduler for key in homes)
 
     @invariant()
@@ -188,6 +206,9 @@ class DecodeMachine(RuleBasedStateMachine):
             state = self.scheduler.state(story.seq.key)
             if state is DecodeState.RUNNING:
                 assert story.seq.num_uncomputed == 1
+            steps = [plan for plan in (self.plan, self.ahead) if plan is not None]
+            planned = [item.num_tokens for plan in steps for item in plan.items if item.seq is story.seq]
+            assert story.seq.num_computing == sum(planned)
             if state in (DecodeState.WAITING, DecodeState.RESERVED):
                 assert story.seq.num_computed == 0
 
@@ -198,10 +219,11 @@ class DecodeMachine(RuleBasedStateMachine):
             self.scheduler.drop(story.seq.key)
             del self.stories[story.seq.key]
         num_left = sum(len(s.seq.prompt_token_ids) + s.seq.params.max_tokens for s in self.stories.values())
-        for _ in range(self.patience * num_left + 8):
-            if self.plan is not None:
+        for _ in range(2 * self.patience * num_left + 8):
+            if self.plan is None:
+                self.begin_step()
+            else:
                 self.finish_step()
-            self.begin_step()
         assert not self.stories, f"{sorted(self.stories)} starve"
         assert self.scheduler.num_uncomputed_tokens == 0
         self.pool.check_idle()
@@ -259,7 +281,9 @@ class DecodeMachine(RuleBasedStateMachine):
         story.next_index += 1
         if emission.finish is not None:
             del self.stories[emission.seq.key]
-            assert emission.seq.key not in self.scheduler
+            if emission.seq.key in self.scheduler:
+                assert self._is_in_flight(emission.seq.key), "no step holds it"
+                self.lingering.add(emission.seq.key)
 
     @staticmethod
     def _take_prompt_logprobs(story: Story, emission: Emission) -> None:
@@ -271,9 +295,16 @@ class DecodeMachine(RuleBasedStateMachine):
         positions = [int(judged.logprob) for judged in emission.prompt_logprobs]
         assert positions == list(range(1, len(emission.seq.prompt_token_ids))), "each prompt token once and in order"
 
-    def _check_dropped(self) -> None:
-        assert not any(key in self.scheduler for key in self.cancelled_in_flight)
-        self.cancelled_in_flight.clear()
+    def _check_lingering(self) -> None:
+        """What has ended is held exactly as long as a step in flight uses it."""
+        self.lingering = {key for key in self.lingering if self._is_in_flight(key)}
+        assert all(self.scheduler.state(key) is DecodeState.ENDED for key in self.lingering)
+        ended = [key for key in self.scheduler._entries if self.scheduler.state(key) is DecodeState.ENDED]
+        assert set(ended) == self.lingering
+
+    def _is_in_flight(self, key: SequenceKey) -> bool:
+        """After a step is over."""
+        return self.plan is not None and any(item.seq.key == key for item in self.plan.items)
 
 
 def _ends_with(seq: Sequence, token: int) -> bool:

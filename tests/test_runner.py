@@ -147,7 +147,7 @@ def test_tokens_do_not_depend_on_an_earlier_owner_of_the_blocks(folder: Path) ->
 
 
 def test_loading_reports_sizes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="engine.runner"):
+    with caplog.at_level(logging.INFO, logger="engine.runner_loading"):
         runner = load_runner(
             folder, dtype=torch.bfloat16, block_size=8, layers_per_group=2, kv_bytes=100_000, num_threads=1
         )
