@@ -7,6 +7,7 @@ outlook, too. Three prompts of ten share a long prefix with others, one of them 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -126,6 +127,8 @@ def timed_decisions(
 
 
 def measure(arguments: argparse.Namespace) -> Json:
+    gc.collect()
+    gc.freeze()  # as the scheduler's process does when it starts
     taken = timed_decisions(arguments.workers, arguments.blocks, arguments.decisions)
     report: Json = {"workers": arguments.workers, "blocks": arguments.blocks}
     for outcome, seconds in taken.items():

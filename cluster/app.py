@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -134,6 +135,9 @@ class Scheduler:
         self, config: LegatoConfig, secret: bytes, host: str
     ) -> None:
         logging.basicConfig(level=config.log_level)
+        # A collection that looks through all libraries is a pause of a tenth of a second between two decisions.
+        gc.collect()
+        gc.freeze()
         decision_log = config.scheduler.decision_log
         self._server = SchedulerServer(
             scheduler_policy(config),

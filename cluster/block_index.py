@@ -28,34 +28,36 @@ class PrefixReach:
     disk: int
 
 
-class _TierBits(dict[bytes, int]):
-    """The tiers that hold a column, as a set of bits; counts the columns of each tier."""
+class _TierBits:
+    """The tiers that hold a column, as a set of bits; counts the columns of each tier.
+
+    A plain dictionary of bytes and integers is nothing that the garbage collector looks through, however large."""
 
     def __init__(self, holders: PrefixHolders, number: int) -> None:
-        super().__init__()
+        self.bits: dict[bytes, int] = {}
         self.num_columns: dict[Tier, int] = dict.fromkeys(_BIT, 0)
         self._holders = holders
         self.number = number  # the worker's, there
 
     def emptied(self) -> _TierBits:
         """In place of this one: nothing is known."""
-        self._holders.drop(self, self.number)
+        self._holders.drop(self.bits, self.number)
         return _TierBits(self._holders, self.number)
 
     def apply(self, change: BlockChange) -> None:
-        bit, count = _BIT[change.tier], 0
+        bit, count, known = _BIT[change.tier], 0, self.bits
         for digest in _split(change.removed):
-            bits = self.get(digest, 0)
+            bits = known.get(digest, 0)
             count -= bool(bits & bit)
             if bits & ~bit:
-                self[digest] = bits & ~bit
+                known[digest] = bits & ~bit
             else:
-                self.pop(digest, None)
+                known.pop(digest, None)
             self._holders.put(digest, self.number, bits & ~bit)
         for digest in _split(change.stored):
-            bits = self.get(digest, 0)
+            bits = known.get(digest, 0)
             count += not bits & bit
-            self[digest] = bits | bit
+            known[digest] = bits | bit
             self._holders.put(digest, self.number, bits | bit)
         self.num_columns[change.tier] += count
 
@@ -127,14 +129,14 @@ class BlockIndex:
     def num_columns(self, worker_id: str) -> int | None:
         """Columns that the worker holds in any tier; None while that is not known."""
         worker = self._workers.get(worker_id)
-        return None if worker is None or worker.next_id is None else len(worker.tiers)
+        return None if worker is None or worker.next_id is None else len(worker.tiers.bits)
 
     def columns(self, worker_id: str, tier: Tier) -> set[bytes]:
         """What the worker holds in the tier, as far as it is known."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.next_id is None:
             return set()
-        return {digest for digest, bits in worker.tiers.items() if bits & _BIT[tier]}
+        return {digest for digest, bits in worker.tiers.bits.items() if bits & _BIT[tier]}
 
     def report(self) -> list[IndexReport]:
         """For operators, of every worker that was heard of; takes no longer however much is known."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -443,3 +445,11 @@ async def test_a_worker_finds_a_new_scheduler_and_tells_it_everything() -> None:
             await eventually(lambda: second.block_index.num_columns("worker") == 2)
         finally:
             await registration.stop()
+
+
+def test_the_garbage_collector_does_not_look_through_what_is_indexed() -> None:
+    column = b"looked for by gc"
+    index = _index_after(replace(_parts(0)[0], num_parts=1, hashes=column))
+    assert index.columns("worker", "device") == {column}
+    gc.collect()
+    assert not any(column in found for found in gc.get_objects() if issubclass(type(found), dict))
