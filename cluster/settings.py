@@ -62,7 +62,12 @@ class PoolSettings(Settings):
     resources: dict[str, float] = Field(
         {}, description="Custom Ray resources that each worker takes, to put a pool on nodes of one kind."
     )
-    threads: int = Field(1, ge=1, description="Compute threads of each worker on a CPU.")
+    threads: int = Field(1, ge=1, description="Compute threads of each worker on a CPU; of each of its processes.")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="Processes among which each worker's model is divided; its heads must divide. Pools may differ.",
+    )
     max_waiting: int = Field(256, ge=1, description="Sequences that may wait in one worker; it refuses more.")
     calibration_s: float = Field(
         2.0,
@@ -250,5 +255,23 @@ class LegatoConfig(Settings):
                 f"scheduler.local_prefill_below_tokens is {self.scheduler.local_prefill_below_tokens}, beyond "
                 f"model.max_model_len ({context}), so no prompt would ever be handed over; lower it, or say so with "
                 "prefill.replicas: 0"
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        pools = (("prefill", self.prefill, self.kv.prefill), ("decode", self.decode, self.kv.decode))
+        for name, pool, memory in pools:
+            if pool.tensor_parallel == 1:
+                continue
+            if memory.has_host_memory:
+                raise ValueError(
+                    f"{name}.tensor_parallel is {pool.tensor_parallel}, and kv.{name} has host memory; a worker of"
+                    f" several processes keeps its KV on the device only, so set kv.{name}.host_memory: 0"
+                )
+            if pool.num_gpus:
+                raise ValueError(
+                    f"{name}.tensor_parallel is {pool.tensor_parallel} with GPUs; a model is divided among processes of"
+                    f" the CPU only, so set {name}.tensor_parallel: 1"
+                )
+        return self
+
             )
         return self

@@ -125,6 +125,7 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings) -> Eng
         staging_bytes=kv.staging if config.kv.layerkv == "auto" and kv.has_host_memory else 0,
         ring_groups=config.kv.ring_groups,
         num_threads=pool.threads,
+        tensor_parallel=pool.tensor_parallel,
         prefix_caching=config.kv.prefix_cache,
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
     )

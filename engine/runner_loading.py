@@ -110,8 +110,8 @@ def _require_plain_cpu(device: torch.device, host_bytes: int) -> None:
     """What a group cannot do yet. Raises ValueError."""
     if device.type != "cpu":
         raise ValueError(
-            f"tensor_parallel on {device} is not supported yet: the ranks' KV is shared through memory of the host; use"
-            " one GPU a worker"
+            f"a model on {device} cannot be divided among processes yet, since these share their KV in memory of the"
+            " host: set tensor_parallel to 1"
         )
     if host_bytes:
         raise ValueError(
