@@ -37,6 +37,11 @@ class ModelSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Type of weights, activations and KV; `auto`: the checkpoint's own."
     )
+    batch_invariant: bool = Field(
+        False,
+        description="On GPUs: a sequence's logits are the same to the bit in any batch, in any chunking and after a"
+        " recovery; slower.",
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,
@@ -231,6 +236,17 @@ class LegatoConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_batch_invariance(self) -> Self:
+        if self.model.batch_invariant:
+            for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+                if pool.replicas and not pool.num_gpus:
+                    raise ValueError(
+                        f"model.batch_invariant is on, but {name}.num_gpus is 0, and only GPUs have such kernels; give"
+                        " the pool GPUs or leave it off"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _check_flips(self) -> Self:
         if self.scheduler.role_flips and self.colocated:
             raise ValueError(
@@ -239,22 +255,6 @@ class LegatoConfig(Settings):
             )
         return self
 
-    @model_validator(mode="after")
-    def _check_context(self) -> Self:
-        context = self.model.max_model_len
-        if context is None:
-            return self
-        for name, pool in (("prefill", self.kv.prefill), ("decode", self.kv.decode)):
-            if pool.block_size > context:
-                raise ValueError(
-                    f"kv.{name}.block_size is {pool.block_size}, more than model.max_model_len ({context}), so that "
-                    "no block could ever be full; use a smaller one, 16 for example"
-                )
-        if not self.colocated and self.scheduler.local_prefill_below_tokens > context:
-            raise ValueError(
-                f"scheduler.local_prefill_below_tokens is {self.scheduler.local_prefill_below_tokens}, beyond "
-                f"model.max_model_len ({context}), so no prompt would ever be handed over; lower it, or say so with "
-                "prefill.replicas: 0"
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
         pools = (("prefill", self.prefill, self.kv.prefill), ("decode", self.decode, self.kv.decode))
@@ -273,5 +273,21 @@ class LegatoConfig(Settings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_context(self) -> Self:
+        context = self.model.max_model_len
+        if context is None:
+            return self
+        for name, pool in (("prefill", self.kv.prefill), ("decode", self.kv.decode)):
+            if pool.block_size > context:
+                raise ValueError(
+                    f"kv.{name}.block_size is {pool.block_size}, more than model.max_model_len ({context}), so that "
+                    "no block could ever be full; use a smaller one, 16 for example"
+                )
+        if not self.colocated and self.scheduler.local_prefill_below_tokens > context:
+            raise ValueError(
+                f"scheduler.local_prefill_below_tokens is {self.scheduler.local_prefill_below_tokens}, beyond "
+                f"model.max_model_len ({context}), so no prompt would ever be handed over; lower it, or say so with "
+                "prefill.replicas: 0"
             )
         return self

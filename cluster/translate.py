@@ -127,6 +127,7 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings) -> Eng
         num_threads=pool.threads,
         tensor_parallel=pool.tensor_parallel,
         prefix_caching=config.kv.prefix_cache,
+        batch_invariant=config.model.batch_invariant,
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
     )
 

@@ -50,6 +50,7 @@ class EngineConfig:
     prefix_caching: bool = True
     device: str = "cpu"  # or cuda:0, ...
     tensor_parallel: int = 1  # processes that have a part of the model each
+    batch_invariant: bool = False  # on a GPU: logits do not depend on the batch, to the bit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,7 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         num_threads=config.num_threads,
         device=config.device,
         tensor_parallel=config.tensor_parallel,
+        batch_invariant=config.batch_invariant,
     )
     return LoadedModel(
         name=config.model_name,

@@ -19,6 +19,7 @@ from engine.parallel.shards import WHOLE
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.weights import load_weights
+from kernels.ops import kernels_for
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,17 @@ def load_runner(
     num_threads: int | None = None,
     device: str = "cpu",
     tensor_parallel: int = 1,
+    batch_invariant: bool = False,
 ) -> ModelRunner:
     """A runner for the model in a folder, on a device; what it took is logged.
 
     `layers_per_group` None: all layers share one block table, or, with host memory, are cut into some groups. Give
     either `num_blocks` or `kv_bytes`; the ranks of a group share them. `host_memory` None: private memory.
-    `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. Raises ValueError for
-    models or sizes that cannot be run, GroupError if a group does not come up.
+    `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. `batch_invariant`:
+    see `kernels_for`. Raises ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
     """
     where = require_device(device)
+    kernels = kernels_for(where, batch_invariant=batch_invariant)
     if tensor_parallel > 1:
         _require_plain_cpu(where, host_bytes)
     config = ModelConfig.from_folder(model_folder)
@@ -98,6 +101,7 @@ def load_runner(
             host_cache=_host_cache(layout, sizes.host_blocks, host_memory, where),
             ring=sizes.ring,
             group=group,
+            kernels=kernels,
         )
         if group is not None:
             group.wait_until_loaded()

@@ -121,6 +121,10 @@ def test_defaults_are_valid_and_frozen() -> None:
             },
             ("decode.autoscaling.min_replicas is 0", "use 1"),
         ),
+        (
+            {"model": {"batch_invariant": True}, "prefill": {"num_gpus": 1}},
+            ("model.batch_invariant", "decode.num_gpus is 0"),
+        ),
         ({"slo": {"clases": {}}}, ("slo.clases", "did you mean classes?")),
         ({"slo": {"classes": {"chat": {"ttft_m": 5}}}}, ("slo.classes.chat.ttft_m", "did you mean ttft_ms?")),
         ({"slo": {"classes": {"chat": {}}}}, ("slo: the default SLO class is 'interactive'", "there are chat")),

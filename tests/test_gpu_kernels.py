@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.settings import LegatoConfig
+from cluster.translate import decode_engine, prefill_engine
 from engine.kv_cache import KVCache, KVLayout
 from engine.model_config import ModelConfig
 from engine.runner import ModelRunner
+from engine.runner_loading import load_runner
 from engine.sequence import Sequence
 from engine.weights import load_weights
 from kernels import reference
@@ -139,6 +142,19 @@ def test_projections_follow_the_mode() -> None:
 def test_batch_invariance_without_a_gpu_is_refused_with_advice() -> None:
     with pytest.raises(ValueError, match="num_gpus: 1"):
         kernels_for(torch.device("cpu"), batch_invariant=True)
+
+
+def test_batch_invariance_without_a_gpu_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave batch_invariant off"):
+        load_runner(tmp_path, dtype=torch.float32, block_size=4, num_blocks=4, batch_invariant=True)
+
+
+def test_the_setting_reaches_both_kinds_of_workers() -> None:
+    tree = {"model": {"batch_invariant": True}, "prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
+    config = LegatoConfig.model_validate(tree)
+    assert prefill_engine(config).batch_invariant
+    assert decode_engine(config).batch_invariant
+    assert not prefill_engine(LegatoConfig()).batch_invariant
 
 
 def test_a_gpu_has_its_own_kernels() -> None:
