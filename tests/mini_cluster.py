@@ -19,6 +19,7 @@ from cluster.pool_watch import PoolsPlan
 from cluster.scheduler_server import SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.loading import EngineConfig, LoadedModel, load_model
+from engine.prepared_step import PreparedStep
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import StepOutput, StepPlan
@@ -251,17 +252,17 @@ async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniClus
 class Brake:
     """Holds a runner before a step that `stops(plan)`, until released. `holding` says that it does."""
 
-    def __init__(self, execute: Callable[..., StepOutput], stops: Callable[[StepPlan], bool]) -> None:
-        self._execute = execute
+    def __init__(self, run: Callable[..., StepOutput], stops: Callable[[StepPlan], bool]) -> None:
+        self._run = run
         self._stops = stops
         self._released = threading.Event()
         self.holding = threading.Event()
 
-    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
-        if not self._released.is_set() and self._stops(plan):
+    def run(self, step: PreparedStep, *hooks: object) -> StepOutput:
+        if not self._released.is_set() and self._stops(step.plan):
             self.holding.set()
             self._released.wait()
-        return self._execute(plan, on_layer)
+        return self._run(step, *hooks)
 
     async def reached(self) -> None:
         await eventually(self.holding.is_set, what="no such step was made")
@@ -273,10 +274,10 @@ class Brake:
 @contextlib.contextmanager
 def brake(runner: ModelRunner, stops: Callable[[StepPlan], bool] = lambda plan: True) -> Iterator[Brake]:
     """The runner hangs in such a step for as long as the context lasts, or until released."""
-    held = Brake(runner.execute, stops)
-    runner.execute = held.execute  # type: ignore[method-assign]
+    held = Brake(runner.run, stops)
+    runner.run = held.run  # type: ignore[method-assign,assignment]
     try:
         yield held
     finally:
         held.release()
-        runner.execute = held._execute  # type: ignore[method-assign]
+        runner.run = held._run  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestT
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import OrchestratorConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.prepared_step import PreparedStep
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import StepOutput, StepPlan
@@ -573,25 +574,25 @@ def prefills_braked(cluster: MiniCluster) -> Iterator[list[Brake]]:
 @contextmanager
 def broken(runner: ModelRunner) -> Iterator[None]:
     """Every step fails."""
-    execute = runner.execute
+    run = runner.run
 
-    def failing(plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+    def failing(step: PreparedStep, *hooks: object) -> StepOutput:
         raise RuntimeError("the device is broken")
 
-    runner.execute = failing  # type: ignore[method-assign]
+    runner.run = failing  # type: ignore[method-assign,assignment]
     yield
-    runner.execute = execute  # type: ignore[method-assign]
+    runner.run = run  # type: ignore[method-assign]
 
 
 def fail_once(runner: ModelRunner) -> None:
     """The runner's first step fails, after some of its layers."""
-    execute = runner.execute
+    run = runner.run
 
-    def failing(plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
-        runner.execute = execute  # type: ignore[method-assign]
+    def failing(step: PreparedStep, on_layer: Callable[[int], None] | None = None, *hooks: object) -> StepOutput:
+        runner.run = run  # type: ignore[method-assign]
         if on_layer is not None:
             on_layer(0)
             on_layer(1)
         raise RuntimeError("the device has hiccuped")
 
-    runner.execute = failing  # type: ignore[method-assign]
+    runner.run = failing  # type: ignore[method-assign,assignment]
