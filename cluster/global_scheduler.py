@@ -53,6 +53,7 @@ class SchedulerPolicy:
     max_queued_tokens: int = 131_072
     local_prefill_below: int = 0
     stale_after_s: float = 5.0
+    log_size: int = 1000  # decisions
     decision: DecisionPolicy = field(default_factory=DecisionPolicy)
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
 
@@ -71,7 +72,7 @@ class GlobalScheduler:
         self._wake_at = float("inf")
         self._woken_at = float("-inf")
         self.block_index = BlockIndex()
-        self.log = DecisionLog(policy.admission.log_size)
+        self.log = DecisionLog(policy.log_size)
         self.on_verdict: Callable[[Query, Verdict, float], None] = lambda query, verdict, now: None
 
     # --- what workers report ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from cluster.placement.admission import AdmissionPolicy
 from tests.scheduler_world import TARGETS, measured, placed
 
 
@@ -33,7 +32,7 @@ def test_a_decision_can_be_read() -> None:
 
 
 def test_the_log_keeps_the_newest() -> None:
-    scheduler = measured("p1", "d1", admission=AdmissionPolicy(log_size=3))
+    scheduler = measured("p1", "d1", log_size=3)
     for n in range(5):
         placed(scheduler, f"r{n}")
     assert [entry.request.request_id for entry in scheduler.log.newest(2)] == ["r4", "r3"]

@@ -351,15 +351,6 @@ def test_tenants_are_forgotten_in_the_end() -> None:
     assert len(shares._served) == len(shares._asked_at) == 10
 
 
-def test_the_log_keeps_the_newest_verdicts() -> None:
-    admission = _admission(ledger_of("p1", "d1"), log_size=2)
-    for request_id in "abc":
-        _ask(admission, request_id)
-    assert [v.decision.query.request_id for v in admission.log] == ["b", "c"]
-    last = admission.log[-1]
-    assert str(last).startswith(last.outcome.name)
-
-
 # --- without targets ---
 
 

@@ -5,7 +5,6 @@ Wires decision, outlook, waiting room, shares and promises together over one led
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -36,10 +35,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionPolicy:
-    """`contested_share`: what the share of a request (see `is_welcome`) is while others are to be served first: its
-    tenant is ahead of another, or clients that were promised room may be back (the fewer do come back, the less is kept
-    for them). `promised_crowding`: what is left of the policy's `crowding_cost` for clients that come back when they
-    were asked to. `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met.
+    """`contested_share`: what the share of a request (see `DecisionPolicy.admits`) is while others are to be served
+    first: its tenant is ahead of another, or clients that were promised room may be back (the fewer do come back, the
+    less is kept for them). `promised_crowding`: what is left of the policy's `crowding_cost` for clients that come back
+    when they were asked to. `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be
+    met.
     `max_contenders`: so many with targets wait at once. Few, because who is kept waiting with targets is placed in the
     end, in time or not, so that whoever is turned away hears it at once.
     `calm_s`: where nobody who could meet targets has asked for so long or is there, requests without are placed at
@@ -51,7 +51,6 @@ class AdmissionPolicy:
     max_contenders: int = 1
     max_wait_s: float = 60.0
     calm_s: float = 30.0
-    log_size: int = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ class Verdict:
 
 
 class Admission:
-    """`prefixes`: what workers hold of a prompt. `log`: the newest verdicts."""
+    """`prefixes`: what workers hold of a prompt."""
 
     def __init__(self, ledger: Ledger, prefixes: Prefixes, policy: DecisionPolicy, rules: AdmissionPolicy) -> None:
         self._ledger = ledger
@@ -80,7 +79,6 @@ class Admission:
         self._shares = TenantShares()
         self._promises = Promises()
         self._contended_until = float("-inf")
-        self.log: deque[Verdict] = deque(maxlen=self._rules.log_size)
 
     def ask(self, query: Query, now: float) -> Verdict:
         """Decide, and book or remember what was decided. Asked again for a request that waits, it is decided anew."""
@@ -124,11 +122,11 @@ class Admission:
                 self._contended_until = now + self._rules.calm_s
         if decision.action is Action.PLACE:
             self._place(decision, now)
-            return self._log(Verdict(outcome=Outcome.PLACED, decision=decision))
+            return Verdict(outcome=Outcome.PLACED, decision=decision)
         if found is None:
             come_back = MIN_RETRY_AFTER_S if could_ever(self._ledger.table, query) else None
-            return self._log(Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back))
-        return self._log(self._wait_or_reject(decision, found, now, came_at, share))
+            return Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back)
+        return self._wait_or_reject(decision, found, now, came_at, share)
 
     def _share(self, query: Query, now: float) -> float:
         if self._shares.is_ahead(query.tenant, now):
@@ -195,10 +193,6 @@ class Admission:
         if query.has_targets and self._room.num_with_targets >= self._rules.max_contenders:
             return False
         return not self._room.is_full
-
-    def _log(self, verdict: Verdict) -> Verdict:
-        self.log.append(verdict)
-        return verdict
 
 
 def _is_hopeless(query: Query, surveyed: Survey) -> bool:

@@ -86,7 +86,7 @@ def decide(
     share: float = 1.0,
     num_rows: int = 8,
 ) -> tuple[Decision, Candidates | None]:
-    """`share`: see `is_welcome`. `num_rows`: that the decision keeps."""
+    """`share`: see `DecisionPolicy.admits`. `num_rows`: that the decision keeps."""
     found = find_candidates(ledger, policy, query, surveyed, now)
     if found is None:
         return Decision(query=query, now=now, action=Action.IMPOSSIBLE, rows=()), None
@@ -98,10 +98,7 @@ def decide(
 
 def is_welcome(policy: DecisionPolicy, query: Query, found: Candidates, share: float = 1.0) -> bool:
     """Whether the best candidate is good enough. What was begun already (a later attempt) always is, if it fits.
-
-    `share`, up to 1: of its TTFT target, and of the doubt that is allowed, that the request may use up. The rest is
-    kept for those who are to be served first.
-    """
+    `share`: see `DecisionPolicy.admits`."""
     best = found.order[0]
     if found.ttft_s[best] == float("inf"):
         return False
@@ -109,8 +106,7 @@ def is_welcome(policy: DecisionPolicy, query: Query, found: Candidates, share: f
         return True
     if not query.has_targets:
         return bool(found.leaves_room[best] and found.chance[best] >= policy.min_gain)
-    within = share >= 1.0 or found.ttft_s[best] <= share * query.ttft_s
-    return bool(within and found.gain[best] >= 1.0 - share * (1.0 - policy.min_gain))
+    return bool(policy.admits(found.ttft_s[best], found.gain[best], query.ttft_s, share))
 
 
 def anyway(decision: Decision) -> Decision:

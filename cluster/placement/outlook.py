@@ -23,7 +23,7 @@ _NUM_CANDIDATES: Final = 3
 
 
 class Outlook:
-    """Of one request, as things are now. `share`: see `is_welcome`."""
+    """Of one request, as things are now. `share`: see `DecisionPolicy.admits`."""
 
     def __init__(self, ledger: Ledger, query: Query, found: Candidates, now: float) -> None:
         self._ledger = ledger
@@ -52,10 +52,6 @@ class Outlook:
         if not num_moments:
             return None
         query, later = self._query, judge(self._ledger, policy, self._query, self._seen, waited_s, self._now)
-        if query.has_targets:
-            in_time = (later.ttft_s <= share * query.ttft_s) | (share >= 1.0)
-            good = in_time & (later.gain >= 1.0 - share * (1.0 - policy.min_gain))
-        else:
-            good = later.leaves_room
+        good = policy.admits(later.ttft_s, later.gain, query.ttft_s, share) if query.has_targets else later.leaves_room
         moments = np.flatnonzero(good[:num_moments].any(axis=1))
         return LATER_S[moments[0]] if len(moments) else None

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.placement.worker_table import Floats
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionPolicy:
@@ -36,3 +41,13 @@ class DecisionPolicy:
             raise ValueError(f"min_gain is {self.min_gain}: it must lie between 0 and 1, as chances do")
         if self.num_exact < 1:
             raise ValueError(f"num_exact is {self.num_exact}: at least one worker must be looked at")
+
+    def admits(self, ttft_s: Floats, gain: Floats, target_s: float, share: float) -> NDArray[np.bool_]:
+        """Whether a request with targets is good enough, each way that it could go. `target_s`: for its TTFT.
+
+        `share`, up to 1: of its TTFT target, and of the doubt that is allowed, that the request may use up. The rest is
+        kept for those who are to be served first.
+        """
+        most_s = share * target_s if share < 1.0 else np.inf
+        admitted: NDArray[np.bool_] = (ttft_s <= most_s) & (gain >= 1.0 - share * (1.0 - self.min_gain))
+        return admitted
