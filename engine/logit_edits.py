@@ -21,14 +21,21 @@ def edits_of(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> W
     repeated = _tokens_if(params.repetition_penalty != 1.0, seq.tokens(0, seq.num_tokens), vocab_size)
     has_counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     counted, counts = np.unique(_tokens_if(has_counts, seq.output_token_ids, vocab_size), return_counts=True)
-    banned = within_vocabulary(banned_ids(seq, eos_token_ids), vocab_size)
-    token_ids = np.unique(np.concatenate((biased, repeated, counted, banned)))
-    flags = np.zeros(len(token_ids), dtype=np.int64)
-    flags[np.isin(token_ids, repeated)] |= REPEATED
-    flags[np.isin(token_ids, banned)] |= BANNED
+    # Marked in an array of the vocabulary's size: sorting a long prompt's tokens would take several times as long.
+    marks = np.zeros(vocab_size, dtype=np.uint8)
+    marks[repeated] = REPEATED
+    marks[within_vocabulary(banned_ids(seq, eos_token_ids), vocab_size)] |= BANNED
+    changed = marks != 0
+    changed[biased] = changed[counted] = True
+    token_ids = np.flatnonzero(changed)
     biases = np.array([params.logit_bias[token_id] for token_id in biased.tolist()], dtype=np.float32)
     penalties = (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
-    return pack_edits(token_ids, flags, _spread(token_ids, biased, biases), _spread(token_ids, counted, penalties))
+    return pack_edits(
+        token_ids,
+        marks[token_ids].astype(np.int64),
+        _spread(token_ids, biased, biases),
+        _spread(token_ids, counted, penalties),
+    )
 
 
 def _tokens_if(wanted: bool, token_ids: list[int], vocab_size: int) -> TokenIds:

@@ -8,6 +8,7 @@ and `BANNED`; the second one the bits of two float32: what is added first, and w
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,6 +41,8 @@ class Field(IntEnum):
 
 
 NUM_FIELDS: Final = len(Field)
+
+_ROW: Final = struct.Struct("=qqdqdddqqqq")  # the fields, in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,24 +94,22 @@ def pack_edits(
 
 
 def pack_rows(wishes: Sequence[RowWish], vocab_size: int) -> PackedRows:
-    rows = np.zeros((len(wishes), NUM_FIELDS), dtype=np.int64)
-    reals = rows.view(np.float64)
-    num_edits = 0
-    for row, real, wish in zip(rows, reals, wishes, strict=True):
-        row[Field.SEED], row[Field.POSITION] = wish.seed, wish.position
-        row[Field.TOP_K] = wish.top_k if wish.top_k < vocab_size else 0
-        real[Field.TEMPERATURE], real[Field.TOP_P] = wish.temperature, wish.top_p
-        real[Field.LOG_MIN_P], real[Field.REPETITION] = wish.log_min_p, wish.repetition
-        row[Field.FIRST_EDIT], row[Field.STOP_EDIT] = num_edits, num_edits + len(wish.edits)
-        row[Field.HAS_BANS] = bool((wish.edits[:, 0] & BANNED << 32).any())
-        row[Field.NUM_TOP] = wish.num_top
-        num_edits += len(wish.edits)
-    drawing = [wish for wish in wishes if wish.draws]
+    rows, num_edits = bytearray(), 0
+    for wish in wishes:
+        stop = num_edits + len(wish.edits)
+        top_k = wish.top_k if wish.top_k < vocab_size else 0
+        has_bans = stop > num_edits and bool((wish.edits[:, 0] & BANNED << 32).any())
+        rows += _ROW.pack(
+            wish.seed, wish.position, wish.temperature, top_k, wish.top_p, wish.log_min_p, wish.repetition,
+            num_edits, stop, has_bans, wish.num_top,
+        )  # fmt: skip
+        num_edits = stop
+    edits = [wish.edits.ravel() for wish in wishes if len(wish.edits)]
     return PackedRows(
-        words=np.concatenate([rows.ravel(), *(wish.edits.ravel() for wish in wishes)]),
+        words=np.concatenate([np.frombuffer(rows, dtype=np.int64), *edits]),
         num_rows=len(wishes),
         edits=num_edits > 0,
-        draws=bool(drawing),
-        truncates=any(0 < wish.top_k < vocab_size or wish.top_p < 1.0 for wish in drawing),
+        draws=any(wish.draws for wish in wishes),
+        truncates=any(wish.draws and (0 < wish.top_k < vocab_size or wish.top_p < 1.0) for wish in wishes),
         num_top=max((wish.num_top for wish in wishes), default=-1),
     )
