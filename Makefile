@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.legato-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: setup serve test test-long check bench clean
+.PHONY: setup serve test test-long check bench gpu-check clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,12 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# On a machine with an NVIDIA GPU: all that waits for one (docs/gpu.md). With that machine's own Python, which has a torch
+# for its driver: nothing is installed. STEPS="kernels speed" runs some of it.
+GPU_PYTHON ?= python3
+gpu-check:
+	$(GPU_PYTHON) -m benchmarks.gpu_check $(STEPS)
 
 # Keeps the virtual environment and the converted models (~/.cache/legato).
 clean:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import gpu_check
+from benchmarks.gpu_check import STEPS, same_tokens
 from benchmarks.kernel_cases import Case, Shape, cases
 from benchmarks.kernels import TESTS, Ceilings, Times, judged
 from benchmarks.provenance import ROOT
 from benchmarks.table import RESULTS
 from tests.interpreted import device
+from tests.model_families import VOCAB_SIZE
+from tests.small_models import SmallModel
 
 SMALL = Shape(
     hidden=32,
@@ -76,3 +81,34 @@ def test_without_a_gpu_nothing_is_measured_and_nothing_written() -> None:
     assert done.returncode == 2
     assert "needs a CUDA device" in done.stderr
     assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_the_gpu_check_says_what_it_needs() -> None:
+    program = (
+        "import torch; torch.cuda.is_available = lambda: False\n"
+        "import sys; sys.argv = ['gpu_check']; from benchmarks.gpu_check import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "needs a CUDA device" in done.stderr
+
+
+def test_the_gpu_check_compares_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the CPU for both, since here there is nothing else."""
+    model = SmallModel("llama", tmp_path)
+    assert same_tokens(str(model.folder), "cpu", VOCAB_SIZE, lengths=(1, 9))
+    assert capsys.readouterr().out.count("equal") == 2
+
+
+def test_every_step_of_the_gpu_check_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[tuple[str, ...]] = []
+
+    def note_command(*arguments: str) -> bool:
+        commands.append(arguments)
+        return True
+
+    monkeypatch.setattr(gpu_check, "python", note_command)
+    assert all(STEPS[step]() for step in STEPS if step != "exactness")
+    files = [argument for command in commands for argument in command if argument.endswith(".py")]
+    assert files
+    assert [name for name in files if not (ROOT / name).is_file()] == []

@@ -1,0 +1,104 @@
+"""`make gpu-check`: everything that waits for a GPU and one GPU can answer, in one command, on the machine that has it.
+
+Runs with that machine's own Python and torch, installs nothing, goes on after a failure, and ends with a summary; the
+exit code is 0 if all of it was green, 1 if not, 2 without a CUDA device. `python -m benchmarks.gpu_check STEP ...` runs
+single steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from benchmarks.kernels import TESTS
+from benchmarks.provenance import ROOT
+from decode_workers.local_engine import LocalEngine
+from engine.loading import EngineConfig, load_model
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+STEP_TIMEOUT_S = 1800.0
+_MODEL = "smollm2-135m-instruct"
+_PROMPT_LENGTHS = (1, 63, 1000)
+_NUM_TOKENS = 32
+
+
+def python(*arguments: str) -> bool:
+    """Run this interpreter in the repository's root; whether it ended with 0."""
+    print(f"$ python {' '.join(arguments)}", flush=True)
+    try:
+        return subprocess.run([sys.executable, *arguments], cwd=ROOT, timeout=STEP_TIMEOUT_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {STEP_TIMEOUT_S:.0f} s", flush=True)
+        return False
+
+
+def generated(model_ref: str, device: str, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens in float32, all prompts together."""
+    config = EngineConfig(model_ref=model_ref, model_name="checked", dtype="float32", kv_blocks=256, device=device)
+    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0, ignore_eos=True)
+    seqs = [Sequence(request_id=str(i), attempt=0, params=params, prompt_token_ids=p) for i, p in enumerate(prompts)]
+    for _ in LocalEngine(load_model(config)).run(seqs):
+        pass
+    return [seq.output_token_ids for seq in seqs]
+
+
+def same_tokens(model_ref: str, device: str, vocab_size: int, lengths: tuple[int, ...] = _PROMPT_LENGTHS) -> bool:
+    """Whether a device's tokens are the CPU's, which are those of Hugging Face."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    expected, actual = generated(model_ref, "cpu", prompts), generated(model_ref, device, prompts)
+    for length, theirs, ours in zip(lengths, expected, actual, strict=True):
+        print(
+            f"  prompt of {length} tokens: {'equal' if ours == theirs else f'{ours} instead of {theirs}'}", flush=True
+        )
+    return actual == expected
+
+
+STEPS: Mapping[str, Callable[[], bool]] = {
+    "kernels": lambda: python("-m", "pytest", "-q", *TESTS),
+    "attention": lambda: python("-m", "pytest", "-q", "tests", "-k", "attention"),
+    "compilation": lambda: python("-m", "pytest", "-q", "tests/test_compilation.py"),
+    "exactness": lambda: same_tokens(_MODEL, "cuda:0", vocab_size=49152),
+    "engine": lambda: python(
+        "-m", "pytest", "-q", "tests/test_models.py", "tests/test_runner.py", "tests/test_kernels.py"
+    ),
+    "speed": lambda: python("-m", "benchmarks.kernels"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.add_argument("steps", nargs="*", metavar="step", help=f"any of {', '.join(STEPS)}; default: all")
+    chosen: list[str] = parser.parse_args().steps or list(STEPS)
+    if unknown := [step for step in chosen if step not in STEPS]:
+        parser.error(f"there is no step {unknown[0]!r}: choose from {', '.join(STEPS)}")
+    if not torch.cuda.is_available():
+        print(f"gpu-check needs a CUDA device, and torch {torch.__version__} sees none here", file=sys.stderr)
+        return 2
+    major, minor = torch.cuda.get_device_capability()
+    print(
+        f"{torch.cuda.get_device_name()}, sm_{major}{minor}, torch {torch.__version__}, CUDA {torch.version.cuda},"
+        f" Python {platform.python_version()}",
+        flush=True,
+    )
+    outcomes = {step: _outcome(step) for step in chosen}
+    for step, (green, duration_s) in outcomes.items():
+        print(f"{'green' if green else 'RED':>5}  {step} ({duration_s:.0f} s)")
+    return 0 if all(green for green, _ in outcomes.values()) else 1
+
+
+def _outcome(step: str) -> tuple[bool, float]:
+    print(f"\n{step}:", flush=True)
+    started = time.perf_counter()
+    return STEPS[step](), time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())
