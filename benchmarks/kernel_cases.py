@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from engine.kv_cache import KVCache, KVLayout
 from kernels.gpu import GpuKernels
 from kernels.interface import Segment
 from kernels.matmul import matmul
+from kernels.sampling import sample
+from kernels.sampling_rows import RowWish, no_edits, pack_rows
 from kernels.slabs import gather_slab, scatter_slab
 
 
@@ -36,7 +39,8 @@ class Shape:
     prompt_tokens: int = 8192
     decode_rows: int = 32
     decode_context: int = 8192
-    few_rows: tuple[int, ...] = (1, 64)  # of projections in a decode step
+    few_rows: tuple[int, ...] = (1, 64)  # of projections and of sampling in a decode step
+    vocab_size: int = 128_256
 
     @property
     def itemsize(self) -> int:
@@ -67,6 +71,8 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     yield from _prefill_attention(shape, device)
     yield from _decode_attention(shape, device)
     yield from _slabs(shape, device)
+    for rows in shape.few_rows:
+        yield from _sampling(shape, device, rows)
 
 
 def _random(shape: Shape, device: torch.device, *sizes: int) -> Tensor:
@@ -198,6 +204,26 @@ def _slabs(shape: Shape, device: torch.device) -> Iterator[Case]:
         run=lambda: scatter_slab(slab, rows, geometry, blocks, 0),
         num_bytes=2 * slab.nbytes,
     )
+
+
+def _sampling(shape: Shape, device: torch.device, rows: int) -> Iterator[Case]:
+    """Of parameters that are already there. Logits have to be read once; noise and thresholds are computed on top."""
+    logits = 3 * torch.randn(rows, shape.vocab_size, device=device)
+    wishes: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "drawn": {},
+        "top-k 50 and top-p 0.95": {"top_k": 50, "top_p": 0.95},
+        "drawn, 5 logprobs": {"num_top": 5},
+    }
+    for name, wish in wishes.items():
+        fields = {"temperature": 1.0, "edits": no_edits(), "position": 1000, **wish}
+        packed = pack_rows([RowWish(seed=row, **fields) for row in range(rows)], shape.vocab_size)
+        words = torch.from_numpy(packed.words).to(device)
+        yield Case(
+            name=f"sampling of {rows}, {name}",
+            run=lambda packed=packed, words=words: sample(logits, packed, words),  # type: ignore[misc]
+            num_bytes=logits.nbytes,
+        )
 
 
 def _cache(shape: Shape, device: torch.device, num_tokens: int) -> KVCache:

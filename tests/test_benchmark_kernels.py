@@ -31,6 +31,7 @@ SMALL = Shape(
     decode_rows=2,
     decode_context=9,
     few_rows=(1,),
+    vocab_size=97,
 )
 
 
