@@ -20,13 +20,14 @@ from cluster.journey import Journey
 from cluster.placer import Placer, sleep_within
 from cluster.request_run import AttemptFailedError, FromWorker, RequestRun, RequestState, WorkerLost
 from cluster.request_terms import RequestTerms
-from cluster.scheduler_client import SchedulerClient, Worker
+from cluster.scheduler_client import SchedulerClient
 from cluster.slo_report import SloReport
 from cluster.worker_links import WorkerLinks
 from kv_transfer.messages import (
     Cancel,
     Endpoint,
     FailureEvent,
+    KnownWorker,
     Message,
     Refused,
     RequestSpec,
@@ -110,7 +111,7 @@ class Orchestrator:
             for info, snapshot in self._scheduler.workers.values()
         ]
 
-    def reports(self) -> list[Worker]:
+    def reports(self) -> list[KnownWorker]:
         return list(self._scheduler.workers.values())
 
     def pools(self) -> dict[Role, int]:

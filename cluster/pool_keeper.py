@@ -15,7 +15,7 @@ from cluster.placement.ledger import Ledger
 from cluster.pool_sizing import PoolAdvice
 from cluster.pool_watch import Burning, PoolsPlan, PoolWatch
 from cluster.slo_tracker import SloTracker
-from kv_transfer.messages import ChangeRole, PoolTarget, Role, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import ChangeRole, KnownWorker, PoolTarget, Role, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _process(info: WorkerInfo) -> tuple[str, int]:
     return info.endpoint.node_id, info.pid
 
 
-def _to_lose(worker: tuple[WorkerInfo, WorkerSnapshot]) -> tuple[int, int, int, str]:
+def _to_lose(worker: KnownWorker) -> tuple[int, int, int, str]:
     info, snapshot = worker
     at_home = info.home is None or info.home == info.role  # else it would only go back
     held = snapshot.num_running + snapshot.num_waiting

@@ -19,19 +19,17 @@ from cluster.request_run import RequestRun, RequestState
 from cluster.slo import SloConfig
 from engine.prefix import HASH_BYTES
 from kv_transfer.cost_report import reported_cost, reported_noise
-from kv_transfer.messages import Role, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import KnownWorker, Role
 
 _MAX_KEPT: Final = 10_000  # lines, before the workers' costs are known
 _ANY_NUMBER: Final = 100_000  # of sequences, where a worker does not bound it
 _NAME_BYTES: Final = 8  # of a block's hash: enough to tell the blocks of a log apart
 
-Worker = tuple[WorkerInfo, WorkerSnapshot]
-
 
 class RequestRecorder:
     """`workers()` gives the live ones. Several gateways of one machine may share a file."""
 
-    def __init__(self, path: Path, slo: SloConfig, workers: Callable[[], Iterable[Worker]]) -> None:
+    def __init__(self, path: Path, slo: SloConfig, workers: Callable[[], Iterable[KnownWorker]]) -> None:
         self._file = LineLog(path)
         self._slo = slo
         self._workers = workers
@@ -71,10 +69,10 @@ def logged_request(run: RequestRun, clock_offset_s: float) -> LoggedRequest | No
     )
 
 
-def logged_cluster(workers: Iterable[Worker], slo: SloConfig) -> LoggedCluster | None:
+def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig) -> LoggedCluster | None:
     """None as long as a pool's workers have not reported what their steps cost."""
     workers = list(workers)
-    pools: dict[Role, list[Worker]] = {
+    pools: dict[Role, list[KnownWorker]] = {
         role: [w for w in workers if w[0].role == role] for role in ("prefill", "decode")
     }
     prefill, decode = (_logged_worker(pools[role]) for role in ("prefill", "decode"))
@@ -91,7 +89,7 @@ def logged_cluster(workers: Iterable[Worker], slo: SloConfig) -> LoggedCluster |
     )
 
 
-def _logged_worker(pool: list[Worker]) -> LoggedWorker | None:
+def _logged_worker(pool: list[KnownWorker]) -> LoggedWorker | None:
     """The first that reports its costs stands for its pool."""
     for info, snapshot in pool:
         cost = reported_cost(info.role, snapshot.step_cost)

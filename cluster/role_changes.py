@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from cluster.errors import ConflictError, NotFoundError
-from kv_transfer.messages import Role, RoleAnswer, RoleRequest, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import KnownWorker, Role, RoleAnswer, RoleRequest
 
 OVERDUE_S: Final = 120.0  # on top of the drain: a worker that is there still has not followed the order
 
@@ -25,7 +25,7 @@ class RoleChanges:
     def __init__(self) -> None:
         self._until: dict[str, float] = {}
 
-    def ask(self, request: RoleRequest, workers: Iterable[tuple[WorkerInfo, WorkerSnapshot]], now: float) -> RoleAnswer:
+    def ask(self, request: RoleRequest, workers: Iterable[KnownWorker], now: float) -> RoleAnswer:
         """Whether the worker may be told. If so, it counts as about to go from now on."""
         known = {info.worker_id: (info, snapshot) for info, snapshot in workers}
         if request.worker_id not in known:
@@ -41,9 +41,7 @@ class RoleChanges:
         """Unknown ids are fine."""
         self._until.pop(worker_id, None)
 
-    def _refusal(
-        self, request: RoleRequest, known: dict[str, tuple[WorkerInfo, WorkerSnapshot]], now: float
-    ) -> str | None:
+    def _refusal(self, request: RoleRequest, known: dict[str, KnownWorker], now: float) -> str | None:
         worker_id = request.worker_id
         role = known[worker_id][0].role
         if role == request.role:

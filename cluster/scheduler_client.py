@@ -27,6 +27,7 @@ from kv_transfer.messages import (
     Endpoint,
     FirstToken,
     IndexReport,
+    KnownWorker,
     Message,
     Place,
     Placement,
@@ -45,8 +46,6 @@ from kv_transfer.messages import (
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
-
-Worker = tuple[WorkerInfo, WorkerSnapshot]
 
 CONNECT_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 2.0
@@ -87,7 +86,7 @@ class SchedulerClient:
         self._asked: dict[int, asyncio.Future[Decisions | RoleAnswer]] = {}  # by number
         self._ask_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, KnownWorker] = {}
         self.indexes: dict[str, IndexReport] = {}  # what the scheduler knows of a worker's blocks
         self.pools: dict[Role, int] = {}  # workers that it would have in each, where it sizes them
         self._settles_at = 0.0
@@ -217,7 +216,7 @@ class SchedulerClient:
         """A new scheduler does not know a decode worker yet. Those that we know will soon have found it, too."""
         return time.monotonic() < self._settles_at
 
-    def _live(self, role: Role) -> list[Worker]:
+    def _live(self, role: Role) -> list[KnownWorker]:
         return [(info, snap) for info, snap in self.workers.values() if info.role == role and not snap.draining]
 
     async def _run(self) -> None:
@@ -284,7 +283,7 @@ class SchedulerClient:
             question.answer.set_result(message)
 
 
-def _better_of_two(workers: list[Worker]) -> WorkerInfo | None:
+def _better_of_two(workers: list[KnownWorker]) -> WorkerInfo | None:
     if not workers:
         return None
     return min(random.sample(workers, min(2, len(workers))), key=lambda worker: _busyness(worker[1]))[0]

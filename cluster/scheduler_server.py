@@ -16,7 +16,6 @@ from cluster.pool_keeper import PoolKeeper
 from cluster.pool_watch import PoolsPlan
 from cluster.role_changes import RoleChanges
 from cluster.slo import NO_TARGETS, SloConfig
-from cluster.slo_report import SloReport
 from cluster.slo_tracker import SloTracker
 from kv_transfer.connection import Connection, Server, serve
 from kv_transfer.messages import (
@@ -221,14 +220,10 @@ class SchedulerServer:
         return answer
 
     def _on_slo(self, gateway: Connection, message: SloUpdate) -> None:
-        """Count it here, and pass it on to the other gateways. One with other classes, while settings roll out, is no
-        reason to lose it."""
+        """Count it here, and pass it on to the other gateways."""
         for other in self._gateways - {gateway}:
             other.post(message)
-        try:
-            self.slo.absorb(time.monotonic(), SloReport.from_bytes(message.report))
-        except ValueError as error:
-            logger.warning("how requests fared at %s is not counted: %s", gateway.peer.worker_id, error)
+        self.slo.hear(time.monotonic(), message.report, str(gateway.peer.worker_id))
 
     def _decisions(self, question: AskDecisions) -> Decisions:
         newest = self._scheduler.log.newest(min(question.limit, MAX_DECISIONS))

@@ -8,7 +8,6 @@ the cluster is this gateway alone. Knows no HTTP and no Prometheus.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ from cluster.request_watch import RequestWatch, outcome_of
 from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_report import Counts, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
 from cluster.slo_tracker import SeriesSnapshot, SloTracker
-
-logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 Scope = Literal["gateway", "cluster"]
@@ -69,11 +66,8 @@ class SloAccount:
             raise
 
     def hear(self, report: bytes) -> None:
-        """What another gateway has told. One with other classes, while settings roll out, does not count here."""
-        try:
-            self._trackers["cluster"].absorb(time.monotonic(), SloReport.from_bytes(report))
-        except ValueError as error:
-            logger.warning("how requests fared at another gateway is not counted: %s", error)
+        """What another gateway has told."""
+        self._trackers["cluster"].hear(time.monotonic(), report, "another gateway")
 
     def settle(self) -> None:
         """Absorb and publish what is new."""

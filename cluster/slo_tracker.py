@@ -13,6 +13,7 @@ that are gone cost nothing. The clock is the caller's. Knows nothing of Promethe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +22,8 @@ from cluster.latency_sketch import quantiles
 from cluster.sliding_window import SlidingWindow
 from cluster.slo import SloConfig
 from cluster.slo_report import Counts, Metric, SeriesKey, SloReport, Tally
+
+logger = logging.getLogger(__name__)
 
 _SHARES: Final = (0.5, 0.95, 0.99)
 
@@ -101,6 +104,13 @@ class SloTracker:
             tallies[key] = tally if known is None else Tally.total((known, tally))
             if any(tally.counts):
                 counts[key] = Counts.total((counts.get(key, Counts()), tally.counts))
+
+    def hear(self, now_s: float, report: bytes, teller: str) -> None:
+        """Count what another process tells. One with other classes, while settings roll out, is no reason to fail."""
+        try:
+            self.absorb(now_s, SloReport.from_bytes(report))
+        except ValueError as error:
+            logger.warning("how requests fared at %s is not counted: %s", teller, error)
 
     def totals(self, now_s: float) -> list[SeriesSnapshot]:
         """Of each class and model, over all workers."""

@@ -15,9 +15,8 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kv_transfer.messages import DiskReport, PrefixSource, Role, SourceName, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import DiskReport, KnownWorker, PrefixSource, Role, SourceName, WorkerSnapshot
 
-Worker = tuple[WorkerInfo, WorkerSnapshot]
 _Samples = Iterable[tuple[tuple[str, ...], float]]
 """Values of the family's own labels, and the number."""
 
@@ -30,7 +29,7 @@ class _Family:
     labels: tuple[str, ...]
     samples: Callable[[WorkerSnapshot], _Samples]
 
-    def collect(self, workers: Iterable[Worker]) -> Metric:
+    def collect(self, workers: Iterable[KnownWorker]) -> Metric:
         metric = self.kind(self.name, self.help, labels=("worker", "role", *self.labels))
         for info, snapshot in workers:
             for labels, value in self.samples(snapshot):
@@ -41,7 +40,9 @@ class _Family:
 class WorkerMetrics(Collector):
     """`workers()` gives the live ones and their newest snapshots, `pools()` how many there should be in each pool."""
 
-    def __init__(self, workers: Callable[[], Iterable[Worker]], pools: Callable[[], Mapping[Role, int]] = dict) -> None:
+    def __init__(
+        self, workers: Callable[[], Iterable[KnownWorker]], pools: Callable[[], Mapping[Role, int]] = dict
+    ) -> None:
         self._workers = workers
         self._pools = pools
 

@@ -7,13 +7,11 @@ from typing import Any
 
 from cluster.autoscaling import LoadPolicy
 from cluster.role_changes import OVERDUE_S, RoleChanges
-from kv_transfer.messages import Role, RoleAnswer, RoleRequest, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import KnownWorker, Role, RoleAnswer, RoleRequest
 from tests.worker_reports import worker_info, worker_snapshot
 
-Worker = tuple[WorkerInfo, WorkerSnapshot]
 
-
-def worker(worker_id: str, *, draining: bool = False) -> Worker:
+def worker(worker_id: str, *, draining: bool = False) -> KnownWorker:
     """`p...` is a prefill worker, any other one decodes."""
     return worker_info(worker_id), worker_snapshot(worker_id, draining=draining)
 
@@ -21,7 +19,7 @@ def worker(worker_id: str, *, draining: bool = False) -> Worker:
 CLUSTER = [worker("p1"), worker("p2"), worker("d1"), worker("d2")]
 
 
-def ask(changes: RoleChanges, worker_id: str, role: Role, workers: list[Worker], now: float = 0.0) -> RoleAnswer:
+def ask(changes: RoleChanges, worker_id: str, role: Role, workers: list[KnownWorker], now: float = 0.0) -> RoleAnswer:
     return changes.ask(RoleRequest(ask_id=7, worker_id=worker_id, role=role, drain_s=5.0), workers, now)
 
 

@@ -17,13 +17,12 @@ from kv_transfer.connection import connect
 from kv_transfer.messages import (
     Endpoint,
     Heartbeat,
+    KnownWorker,
     Placement,
     Register,
     Replicas,
     StandingRequest,
     Unplaceable,
-    WorkerInfo,
-    WorkerSnapshot,
 )
 from kv_transfer.transports.base import Identity, LinkClosedError, TransportError
 from tests.scheduler_world import place, small_info, small_snapshot
@@ -188,13 +187,13 @@ async def _nowhere() -> Endpoint:
     raise OSError("the scheduler is down")
 
 
-def _alone(*workers: tuple[WorkerInfo, WorkerSnapshot]) -> SchedulerClient:
+def _alone(*workers: KnownWorker) -> SchedulerClient:
     client = SchedulerClient(_identity("gateway"), _nowhere, lambda workers: None)
     client.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
     return client
 
 
-def _known(worker_id: str, load: int = 0, draining: bool = False, **info: object) -> tuple[WorkerInfo, WorkerSnapshot]:
+def _known(worker_id: str, load: int = 0, draining: bool = False, **info: object) -> KnownWorker:
     return small_info(worker_id, **info), small_snapshot(worker_id, queued_prefill_tokens=load, draining=draining)
 
 

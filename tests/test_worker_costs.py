@@ -14,7 +14,7 @@ from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.calibration import TRIALS, calibrate
 from engine.sequence import StepPlan
 from engine.step_loop import StepLoop
-from kv_transfer.messages import WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import KnownWorker, WorkerSnapshot
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, brake, cluster_of
 from tests.small_models import SmallModel, greedy, random_prompts
@@ -28,7 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
-def told(cluster: MiniCluster, worker: PrefillWorker | DecodeWorker) -> tuple[WorkerInfo, WorkerSnapshot]:
+def told(cluster: MiniCluster, worker: PrefillWorker | DecodeWorker) -> KnownWorker:
     """The worker as the gateway knows it."""
     return next(report for report in cluster.orchestrator.reports() if report[0].worker_id == worker.info.worker_id)
 

@@ -20,7 +20,7 @@ from cluster.placement.overhead import Overhead
 from cluster.placement.query import Query
 from cluster.placement.worker_table import Row, Slot, WorkerTable
 from engine.step_cost import StepCost
-from kv_transfer.messages import WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import KnownWorker, WorkerInfo, WorkerSnapshot
 
 
 class Ledger:
@@ -88,7 +88,7 @@ class Ledger:
         """The workers that were not heard of for so long."""
         return [name for name, worker in self._workers.items() if now - worker.heard_at > stale_after_s]
 
-    def workers(self) -> Iterable[tuple[WorkerInfo, WorkerSnapshot]]:
+    def workers(self) -> Iterable[KnownWorker]:
         return ((worker.info, worker.snapshot) for worker in self._workers.values())
 
     def info(self, worker_id: str) -> WorkerInfo:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kv_transfer.messages.blocks import IndexReport
 from kv_transfer.messages.fields import STRICT, Count, Flag, Hashes, Items, NonNegative, Opaque, Role, Text
-from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import KnownWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Replicas:
     """Scheduler to gateways: all live workers with their newest snapshots. Sent on change and periodically."""
 
     __pydantic_config__ = STRICT
-    workers: Items[tuple[WorkerInfo, WorkerSnapshot]]
+    workers: Items[KnownWorker]
     indexes: Items[IndexReport] = field(default_factory=list)
     pools: dict[Role, Count] = field(default_factory=dict)  # workers that each should have; empty: nobody sizes them
 

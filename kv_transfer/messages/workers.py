@@ -125,6 +125,10 @@ class WorkerSnapshot:
     tiers: TiersReport = field(default_factory=TiersReport)
 
 
+KnownWorker = tuple[WorkerInfo, WorkerSnapshot]
+"""As it told last."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
     __pydantic_config__ = STRICT
