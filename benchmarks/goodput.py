@@ -29,12 +29,14 @@ from benchmarks.goodput_comparison import Comparison
 from benchmarks.goodput_kept import Kept
 from benchmarks.goodput_setting import (
     ATTAINMENT,
+    BUDGET,
     REQUESTS,
     SMALL,
     STRETCH,
     TPOT_S,
     TTFT_S,
     WORKLOADS,
+    Layout,
     ModelName,
     Setting,
 )
@@ -60,6 +62,7 @@ def measure(arguments: argparse.Namespace) -> Json:
             baselines=arguments.baseline or BASELINES,
             with_overload=arguments.overload and setting.num_workers <= SMALL,
             kept=kept,
+            given=dict(arguments.layout),
         ).run()
         for setting in _settings(arguments)
     ]
@@ -101,6 +104,19 @@ def _slices(setting: Setting, most: int) -> list[int]:
     return [0, *(begin + number * setting.num_requests for number in range(min(most, fit)))]
 
 
+def _given_layout(text: str) -> tuple[str, Layout]:
+    router, _, numbers = text.partition("=")
+    try:
+        workers, _, budget = numbers.partition(",")
+        num_prefill, num_decode = map(int, workers.split("+"))
+        layout = Layout(num_prefill=num_prefill, num_decode=num_decode, budget=int(budget or BUDGET))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no layout: write legato=2+6 or colocated=0+8,512") from None
+    if router not in (*VARIANTS, *BASELINES):
+        raise argparse.ArgumentTypeError(f"there is no router {router!r}")
+    return router, layout
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.goodput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -114,6 +130,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", action="append", choices=get_args(ModelName), help="default: 8b")
     parser.add_argument("--baseline", action="append", choices=BASELINES, help="default: all")
     parser.add_argument("--legato", action="append", choices=VARIANTS, help="default: the first")
+    parser.add_argument(
+        "--layout",
+        action="append",
+        default=[],
+        type=_given_layout,
+        metavar="ROUTER=PREFILL+DECODE[,STEP]",
+        help=f"of {SMALL} workers, instead of looking for one; e.g. legato=0+8",
+    )
     parser.add_argument("--requests", type=int, help="of each slice; default: half a minute's and more, if there are")
     parser.add_argument(
         "--slices", type=int, default=3, help="at most, of each trace, or seeds, beside the one for layouts"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import Final
@@ -24,7 +24,7 @@ MAX_RETURNS: Final = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """`slices`: the first one is for choosing layouts. `variants`: of Legato; the first one is told of by class.
-    `steps`: how often brackets of a factor of `WIDTH` are halved."""
+    `given`: see `Search`. `steps`: how often brackets of a factor of `WIDTH` are halved."""
 
     setting: Setting
     slices: Sequence[int]
@@ -33,6 +33,7 @@ class Comparison:
     baselines: Sequence[str]
     with_overload: bool = False
     kept: Kept
+    given: Mapping[str, Layout] = field(default_factory=dict)
 
     def run(self) -> Json:
         found = self._rows()
@@ -50,6 +51,7 @@ class Comparison:
             "requests": setting.num_requests,
             "slices": list(self.slices[1:]),
             "resolution": round(WIDTH ** (0.5**self.steps) - 1.0, 3),
+            "given_layouts": sorted(router for router in found if router in self.given),
             "routers": {router: found[router] for router in (*self.variants, *self.baselines)},
             "best_baseline": best,
             "ratio": {router: _ratio(loads[router], loads[best]) for router in self.variants},
@@ -61,7 +63,7 @@ class Comparison:
 
     @property
     def _search(self) -> Search:
-        return Search(setting=self.setting, first=self.slices[0], kept=self.kept)
+        return Search(setting=self.setting, first=self.slices[0], kept=self.kept, given=self.given)
 
     def _rows(self) -> dict[str, Report]:
         """Of the others only those are looked at closely that may be the best on a slice."""

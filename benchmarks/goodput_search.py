@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Final, NamedTuple
 
 from benchmarks.goodput_kept import Kept
@@ -67,11 +67,13 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """`first`: the slice that layouts are chosen on. A large cluster takes over the shares that suit a small one."""
+    """`first`: the slice that layouts are chosen on. A large cluster takes over the shares that suit a small one.
+    `given`: layouts of routers for which none is looked for, of the small cluster."""
 
     setting: Setting
     first: int
     kept: Kept
+    given: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
     def begin(self) -> float:
@@ -79,6 +81,8 @@ class Search:
 
     def suited(self, router: str) -> Suited:
         small, times = self.setting.small()
+        if router in self.given:
+            return Suited(layout=self.given[router].times(times), load=self.begin)
         on_small = Search(setting=small, first=self.first, kept=self.kept)
 
         def find() -> Json:
@@ -88,8 +92,8 @@ class Search:
 
         found = self.kept.find({**small.key(), "layout of": router, "slice": self.first}, find)
         num_prefill, num_decode, budget = found["layout"]
-        layout = Layout(num_prefill=times * num_prefill, num_decode=times * num_decode, budget=budget)
-        return Suited(layout=layout, load=times * found["load"])
+        layout = Layout(num_prefill=num_prefill, num_decode=num_decode, budget=budget)
+        return Suited(layout=layout.times(times), load=times * found["load"])
 
     def look(self, router: str) -> Suited:
         """All layouts at higher and higher loads, until one is left; or at lower ones, until one serves."""

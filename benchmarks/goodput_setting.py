@@ -85,6 +85,10 @@ class Layout:
     def __str__(self) -> str:
         return f"{self.num_prefill}+{self.num_decode}, steps of {self.budget}"
 
+    def times(self, factor: int) -> Layout:
+        """For so many times as many workers."""
+        return replace(self, num_prefill=factor * self.num_prefill, num_decode=factor * self.num_decode)
+
 
 def layouts(router: str, num_workers: int, tpot_s: float = TPOT_S) -> list[Layout]:
     """Without a split, only the step is to be chosen; with one, how many compute prompts. Legato may do without, and

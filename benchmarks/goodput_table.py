@@ -72,8 +72,10 @@ def _beside(line: Report) -> str:
         return ""
     ratios = ", ".join("–" if ratio is None else f"{ratio:.2f}" for ratio in line["ratio_by_slice"])
     all_served, cheapest = ([f"{pair[which]:.2f}" for pair in line["bounds"]] for which in (0, 1))
+    given = ", ".join(line.get("given_layouts", ()))
     return (
-        f"Loads to within {line['resolution']:.1%}. Times the best baseline, slice by slice: {ratios}. The workers'"
+        (f"Layouts given, not looked for: {given}. " if given else "")
+        + f"Loads to within {line['resolution']:.1%}. Times the best baseline, slice by slice: {ratios}. The workers'"
         f" time would be used up at {', '.join(all_served)} with everyone served, at {', '.join(cheapest)} with the"
         " nine tenths that take the least.\n"
     )

@@ -105,6 +105,13 @@ def test_a_large_cluster_takes_over_the_shares_that_suit_a_small_one(monkeypatch
     assert looked_at == [replace(large, num_workers=8, num_requests=REQUESTS["azure", "8b"])]
 
 
+def test_a_layout_may_be_given() -> None:
+    large = replace(_setting(), num_workers=16, num_requests=14_400)
+    given = {"legato": Layout(num_prefill=2, num_decode=6)}
+    suited = Search(setting=large, first=1, kept=Kept(), given=given).suited("legato")
+    assert suited.layout == Layout(num_prefill=4, num_decode=12)
+
+
 @pytest.mark.parametrize("router", ["round-robin", "legato", "mooncake"])
 def test_a_simulation_ends_early_only_where_too_many_are_missed(router: str) -> None:
     loads = [2.0, 40.0]
