@@ -89,16 +89,7 @@ def run_one(plan: Plan, name: str, fixed: tuple[int, int] | None = None) -> tupl
     config = SimulationConfig(
         num_prefill=first[0], num_decode=first[1], prefill=SHAPE, decode=SHAPE, slo=SLO, max_returns=1
     )
-    cost = replace(SHAPE.cost, relative_error=0.02)
-    router = LegatoRouter(
-        KnownCosts(
-            prefill=cost,
-            decode=cost,
-            prefill_chunk_tokens=SHAPE.token_budget,
-            decode_chunk_tokens=SHAPE.token_budget,
-            max_num_seqs=SHAPE.max_num_seqs,
-        )
-    )
+    router = LegatoRouter(KnownCosts.of(SHAPE, SHAPE))
     simulation = ElasticSimulation(config, router, _sizing(name, router, plan), Elasticity(start_s=plan.start_s))
     summary = simulation.run(requests(plan)).summary
     samples = simulation.samples

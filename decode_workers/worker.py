@@ -24,7 +24,7 @@ from kv_transfer.messages import Cancel, Message, RequestSpec, Reserve, Start, W
 from kv_transfer.prefix_loading import Columns, PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.worker_parts import WorkerParts
-from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
+from kv_transfer.worker_port import GatewayId, GatewayPort, worker_info
 
 logger = logging.getLogger(__name__)
 
@@ -115,14 +115,8 @@ class DecodeWorker:
             max_num_seqs=self._scheduler.max_in_flight,
             home=self._parts.home,
         )
-        self._registration = Registration(
-            self._parts.identity,
-            self.info,
-            locate_scheduler=self._parts.locate_scheduler,
-            snapshot=self.snapshot,
-            period_s=self._config.heartbeat_s,
-            events=self._parts.events,
-            on_order=self._parts.on_order,
+        self._registration = self._parts.registration(
+            self.info, snapshot=self.snapshot, period_s=self._config.heartbeat_s
         )
         self._steps.start()
         self._registration.start()

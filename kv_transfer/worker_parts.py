@@ -12,7 +12,7 @@ from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Endpoint, Message, Role, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.transports.base import Identity, Transport
-from kv_transfer.worker_port import warn_of_order
+from kv_transfer.worker_port import Registration, warn_of_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,20 @@ class WorkerParts:
     on_order: Callable[[Message], None] = warn_of_order
     home: Role | None = None
     digest_kind: DigestKind = "xxh3_64"
+
+    def registration(
+        self, info: WorkerInfo, *, snapshot: Callable[[], WorkerSnapshot], period_s: float
+    ) -> Registration:
+        """Of the worker that was made of this, to be started."""
+        return Registration(
+            self.identity,
+            info,
+            locate_scheduler=self.locate_scheduler,
+            snapshot=snapshot,
+            period_s=period_s,
+            events=self.events,
+            on_order=self.on_order,
+        )
 
 
 class Worker(Protocol):

@@ -25,7 +25,7 @@ from kv_transfer.sending import KvSender
 from kv_transfer.tiers.report import tiers_report
 from kv_transfer.timeline import HandoffTimeline, ignore_timeline
 from kv_transfer.worker_parts import WorkerParts
-from kv_transfer.worker_port import GatewayId, GatewayPort, Registration, worker_info
+from kv_transfer.worker_port import GatewayId, GatewayPort, worker_info
 from prefill_workers.layer_stream import LayerStream
 from prefill_workers.placement import host_placement
 from prefill_workers.scheduler import PrefillScheduler
@@ -128,14 +128,8 @@ class PrefillWorker:
             chunk_tokens=self._config.chunk_tokens,
             home=self._parts.home,
         )
-        self._registration = Registration(
-            self._parts.identity,
-            self.info,
-            locate_scheduler=self._parts.locate_scheduler,
-            snapshot=self.snapshot,
-            period_s=self._config.heartbeat_s,
-            events=self._parts.events,
-            on_order=self._parts.on_order,
+        self._registration = self._parts.registration(
+            self.info, snapshot=self.snapshot, period_s=self._config.heartbeat_s
         )
         self._steps.start()
         self._registration.start()

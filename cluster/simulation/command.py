@@ -9,7 +9,7 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +36,6 @@ from engine.roofline import (
 )
 from engine.step_cost import StepCost
 
-_LEAST_ERROR: Final = 0.02
 MODELS: Final = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.1-70b": LLAMA_3_1_70B}
 DEVICES: Final = {"h100": H100_SXM, "a100": A100_SXM, "l40s": L40S}
 ROUTERS: Final[dict[str, Callable[[KnownCosts], Router]]] = {
@@ -68,7 +67,9 @@ def run(arguments: argparse.Namespace) -> None:
     for name in arguments.router or ["legato"]:
         config = _config(arguments, colocated=name == "colocated")
         for load in arguments.plot_loads or [1.0]:
-            result = simulate(config, _requests(arguments, load), ROUTERS[name](_known(config)))
+            result = simulate(
+                config, _requests(arguments, load), ROUTERS[name](KnownCosts.of(config.prefill, config.decode))
+            )
             summary = result.summary
             print(summary.json_line() if arguments.json else summary.table(), flush=True)
             records[name] = result.records
@@ -98,18 +99,6 @@ def _plot(
         plot_over_load(summaries, arguments.plot)
     else:
         plot_over_time(records, arguments.plot)
-
-
-def _known(config: SimulationConfig) -> KnownCosts:
-    """With about the error that workers would find in their own predictions: that of the noise, and some."""
-    error = max(_LEAST_ERROR, 0.8 * config.decode.step_noise)
-    return KnownCosts(
-        prefill=replace(config.prefill.cost, relative_error=error),
-        decode=replace(config.decode.cost, relative_error=error),
-        prefill_chunk_tokens=config.prefill.token_budget,
-        decode_chunk_tokens=config.decode.token_budget,
-        max_num_seqs=config.decode.max_num_seqs,
-    )
 
 
 def _requests(arguments: argparse.Namespace, load: float = 1.0) -> Iterator[TraceRequest]:

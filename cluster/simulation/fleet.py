@@ -6,12 +6,16 @@ here are those of prompts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from cluster.block_index import BlockIndex
 from cluster.simulation.router import PlaceQuery
+from cluster.simulation.worker_shape import WorkerShape
 from engine.step_cost import StepCost, StepWork
 from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, WorkerInfo
+
+_LEAST_ERROR: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,18 @@ class KnownCosts:
     decode_chunk_tokens: int
     handoff_s: float = 0.0
     max_num_seqs: float = float("inf")  # of a decode worker
+
+    @classmethod
+    def of(cls, prefill: WorkerShape, decode: WorkerShape) -> KnownCosts:
+        """With about the error that workers would find in their own predictions: that of the noise, and some."""
+        error = max(_LEAST_ERROR, 0.8 * decode.step_noise)
+        return cls(
+            prefill=replace(prefill.cost, relative_error=error),
+            decode=replace(decode.cost, relative_error=error),
+            prefill_chunk_tokens=prefill.token_budget,
+            decode_chunk_tokens=decode.token_budget,
+            max_num_seqs=decode.max_num_seqs,
+        )
 
 
 @dataclass(slots=True, eq=False)

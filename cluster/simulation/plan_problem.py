@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from cluster.simulation.demand import Demand, Estimate, Targets, demand_of, estimate
@@ -18,7 +18,6 @@ from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloClass, SloConfig
 from engine.roofline import Device, ModelShape, roofline_cost
 
-_LEAST_ERROR: Final = 0.02
 _SAMPLED_BY_PREFILL: Final = 32  # prompts that end in one step
 
 
@@ -102,20 +101,11 @@ class Problem:
             decode=self.hardware.worker("decode", layout.devices_per_worker),
             slo=SloConfig(classes=(slo,), default=slo.name),
         )
-        return simulate(config, self._timed(Scaling(load=load).apply(self.requests)), LegatoRouter(_known(config)))
+        known = KnownCosts.of(config.prefill, config.decode)
+        return simulate(config, self._timed(Scaling(load=load).apply(self.requests)), LegatoRouter(known))
 
     def _timed(self, requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
         for request in requests:
             if self._clock() > self._deadline:
                 raise OutOfTime
             yield request
-
-
-def _known(config: SimulationConfig) -> KnownCosts:
-    error = max(_LEAST_ERROR, 0.8 * config.decode.step_noise)
-    return KnownCosts(
-        prefill=replace(config.prefill.cost, relative_error=error),
-        decode=replace(config.decode.cost, relative_error=error),
-        prefill_chunk_tokens=config.prefill.token_budget,
-        decode_chunk_tokens=config.decode.token_budget,
-    )
