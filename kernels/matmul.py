@@ -3,7 +3,9 @@
 Each program sums its tile over the whole of K, in steps of a fixed width and in one order; nothing is split over K, and
 all tiles of one type have steps of the same width. Sums are in float32, of float32 inputs exactly (no TF32).
 
-On Hopper and later, wide tiles are fetched by the TMA unit, through descriptors; elsewhere by ordinary loads.
+On Hopper and later, wide tiles are fetched by the TMA unit, through descriptors; elsewhere by ordinary loads. On
+Blackwell other warps fetch than multiply; Triton 3.7 does not take Hopper's loop apart (of 8 warps; of 4, its pass
+fails).
 
 Shape legend: M rows, K inputs, N outputs.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -22,6 +24,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.shipped import TYPE_NAMES, Shipped
+
+Fetch = Literal["loads", "tma", "tma-specialised"]
 
 # Up to so many rows the weight's way through memory is all that counts: narrow tiles keep all processors at it.
 _NARROW_ROWS = 128
@@ -109,11 +113,12 @@ def matmul_tma_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    SPECIALISED: tl.constexpr,
 ):
     """As `matmul_kernel`, with descriptors of `x` and `weight` that read zeros beyond their ends."""
     tile_m, tile_n = _tile(M, N, BLOCK_M, BLOCK_N, GROUP)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in tl.range(0, K, BLOCK_K, warp_specialize=SPECIALISED):
         a = x.load([tile_m * BLOCK_M, start])
         b = weight.load([tile_n * BLOCK_N, start])
         total = tl.dot(a, b.T, total, input_precision="ieee")
@@ -137,11 +142,11 @@ class InvariantLinear:
 
 
 def matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, tma: bool | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, fetch: Fetch | None = None
 ) -> Tensor:
     """`x @ weight.T + bias + residual`: `x [M, K]`, `weight [N, K]`, `bias [N]`, `residual [M, N]`; returns `[M, N]`.
 
-    Rows of `x` and `residual` are contiguous in themselves. `tma` None: where the device has it and the sizes allow.
+    Rows of `x` and `residual` are contiguous in themselves. `fetch` None: as the device and the sizes allow.
     """
     (M, K), N = x.shape, weight.shape[0]
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows must be contiguous"
@@ -149,12 +154,12 @@ def matmul(
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not M:
         return out
-    if tma is None:
-        tma = M > _NARROW_ROWS and _has_tma(x.device) and _suits_tma(x) and _suits_tma(weight)
-    shipped = configuration(x.dtype, M > _NARROW_ROWS, tma, bias is not None, residual is not None)
+    if fetch is None:
+        fetch = _fetch(x.device) if M > _NARROW_ROWS and _suits_tma(x) and _suits_tma(weight) else "loads"
+    shipped = configuration(x.dtype, M > _NARROW_ROWS, fetch, bias is not None, residual is not None)
     tile = shipped.constants
     inputs: dict[str, Any] = {"x": x, "weight": weight, "x_stride": x.stride(0)}
-    if tma:
+    if fetch != "loads":
         inputs = {"x": _descriptor(x, tile["BLOCK_M"], tile), "weight": _descriptor(weight, tile["BLOCK_N"], tile)}
     shipped.launch(
         (triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"]),),
@@ -175,8 +180,9 @@ def _descriptor(tensor: Tensor, rows: int, tile: Mapping[str, Any]) -> TensorDes
 
 
 @functools.cache
-def _has_tma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def _fetch(device: torch.device) -> Fetch:
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    return "loads" if major < 9 else "tma" if major == 9 else "tma-specialised"
 
 
 def _suits_tma(tensor: Tensor) -> bool:
@@ -193,45 +199,55 @@ class _Tile:
     num_stages: int
 
 
-def _tile_of(dtype: torch.dtype, wide: bool) -> _Tile:
+def _tile_of(dtype: torch.dtype, wide: bool, fetch: Fetch, crowded: bool) -> _Tile:
+    """`crowded`: with bias and residual, for which the widest tile leaves no registers on Hopper."""
     if dtype == torch.float32:
-        return _Tile(64, 64, 32, 8, 3) if wide else _Tile(16, 32, 32, 4, 3)
+        return _Tile(32, 64, 32, 4, 3) if wide else _Tile(16, 32, 32, 4, 3)
+    if fetch == "tma":
+        return _Tile(128, 128 if crowded else 256, 64, 8, 4)
+    if fetch == "tma-specialised":
+        return _Tile(128, 256, 64, 8, 3)
     return _Tile(128, 128, 64, 8, 3) if wide else _Tile(64, 32, 64, 4, 5)
 
 
 @functools.cache
-def configuration(dtype: torch.dtype, wide: bool, tma: bool, has_bias: bool, adds: bool) -> Shipped:
-    element, tile = TYPE_NAMES[dtype], _tile_of(dtype, wide)
+def configuration(dtype: torch.dtype, wide: bool, fetch: Fetch, has_bias: bool, adds: bool) -> Shipped:
+    element, tile = TYPE_NAMES[dtype], _tile_of(dtype, wide, fetch, has_bias and adds)
     pointers = dict.fromkeys(("bias", "residual", "out"), f"*{element}")
-    flags = {"HAS_BIAS": has_bias, "ADDS": adds}
-    sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": _GROUP}
-    integers = ["M", "N", "K", "residual_stride"] if tma else ["M", "N", "K", "x_stride", "residual_stride"]
-    if tma:
-        inputs = {
-            "x": f"tensordesc<{element}[{tile.m}, {tile.k}]>",
-            "weight": f"tensordesc<{element}[{tile.n}, {tile.k}]>",
-        }
-    else:
+    constants: dict[str, int] = {"HAS_BIAS": has_bias, "ADDS": adds}
+    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": _GROUP}
+    integers = ["M", "N", "K", "residual_stride"]
+    if fetch == "loads":
         inputs = dict.fromkeys(("x", "weight"), f"*{element}")
-    details = [element, "wide" if wide else "narrow", *(["tma"] if tma else [])]
+        integers.append("x_stride")
+    else:
+        inputs = {"x": _described(element, tile.m, tile.k), "weight": _described(element, tile.n, tile.k)}
+        constants["SPECIALISED"] = fetch == "tma-specialised"
+    details = [element, "wide" if wide else "narrow", *([] if fetch == "loads" else [fetch])]
     details += [name for name, given in (("bias", has_bias), ("residual", adds)) if given]
     return Shipped(
         name="matmul-" + "-".join(details),
-        kernel=matmul_tma_kernel if tma else matmul_kernel,
-        signature=inputs | pointers | dict.fromkeys(integers, "i32") | dict.fromkeys([*flags, *sizes], "constexpr"),
-        constants=flags | sizes,
+        kernel=matmul_kernel if fetch == "loads" else matmul_tma_kernel,
+        signature=inputs | pointers | dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr"),
+        constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         aligned=frozenset(integers) - {"M"},
-        architectures=(90, 100) if tma else (80, 90, 100),
+        architectures={"loads": (80, 90, 100), "tma": (90,), "tma-specialised": (100,)}[fetch],
     )
 
 
+def _described(element: str, rows: int, columns: int) -> str:
+    return f"tensordesc<{element}[{rows}, {columns}]>"
+
+
 def shipped() -> list[Shipped]:
-    found = []
-    for dtype in TYPE_NAMES:
-        for has_bias, adds in ((False, False), (True, False), (False, True), (True, True)):
-            found += [configuration(dtype, wide, False, has_bias, adds) for wide in (False, True)]
-            if dtype != torch.float32:
-                found.append(configuration(dtype, True, True, has_bias, adds))
-    return found
+    return [
+        configuration(dtype, wide, fetch, has_bias, adds)
+        for dtype in TYPE_NAMES
+        for has_bias in (False, True)
+        for adds in (False, True)
+        for wide in (False, True)
+        for fetch in get_args(Fetch)
+        if fetch == "loads" or (wide and dtype != torch.float32)
+    ]

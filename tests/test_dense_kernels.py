@@ -147,11 +147,13 @@ def test_linear(dtype: torch.dtype, M: int, N: int, K: int, biased: bool) -> Non
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize == 2])
-def test_both_ways_to_fetch_tiles_agree_to_the_bit(dtype: torch.dtype) -> None:
+def test_all_ways_to_fetch_tiles_agree_to_the_bit(dtype: torch.dtype) -> None:
     x, weight = torch.randn(150, 136, device=device()).to(dtype), torch.randn(72, 136, device=device()).to(dtype)
-    on_old_gpu = device().type == "cuda" and torch.cuda.get_device_capability()[0] < 9
-    fetched = matmul.matmul(x, weight, tma=None if on_old_gpu else True)
-    assert torch.equal(fetched, matmul.matmul(x, weight, tma=False))
+    plain = matmul.matmul(x, weight, fetch="loads")
+    assert torch.equal(matmul.matmul(x, weight), plain)
+    if device().type != "cuda":
+        assert torch.equal(matmul.matmul(x, weight, fetch="tma"), plain)
+        assert torch.equal(matmul.matmul(x, weight, fetch="tma-specialised"), plain)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -180,7 +182,7 @@ def test_nothing_is_written_beyond_the_output() -> None:
     """The kernel itself, into a piece of a larger tensor."""
     x, weight = torch.randn(3, 40, device=device()), torch.randn(37, 40, device=device())
     around = torch.full((5, 37), 7.0, device=device())
-    shipped = matmul.configuration(torch.float32, wide=False, tma=False, has_bias=False, adds=False)
+    shipped = matmul.configuration(torch.float32, wide=False, fetch="loads", has_bias=False, adds=False)
     out = around[1:4]
     sizes = {"M": 3, "N": 37, "K": 40, "x_stride": 40, "residual_stride": 37}
     shipped.launch((2,), x=x, weight=weight, bias=out, residual=out, out=out, **sizes)
