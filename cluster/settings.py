@@ -257,16 +257,8 @@ class LegatoConfig(Settings):
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        pools = (("prefill", self.prefill, self.kv.prefill), ("decode", self.decode, self.kv.decode))
-        for name, pool, memory in pools:
-            if pool.tensor_parallel == 1:
-                continue
-            if memory.has_host_memory:
-                raise ValueError(
-                    f"{name}.tensor_parallel is {pool.tensor_parallel}, and kv.{name} has host memory; a worker of"
-                    f" several processes keeps its KV on the device only, so set kv.{name}.host_memory: 0"
-                )
-            if pool.num_gpus:
+        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            if pool.tensor_parallel > 1 and pool.num_gpus:
                 raise ValueError(
                     f"{name}.tensor_parallel is {pool.tensor_parallel} with GPUs; a model is divided among processes of"
                     f" the CPU only, so set {name}.tensor_parallel: 1"

@@ -143,6 +143,14 @@ class KVCache:
         """Scatter `src` `[2, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
         self.store(layer, self._slots(group_row, start, src.shape[1], src), src[0], src[1])
 
+    def copy_in(self, blocks: GroupRow, source: KVCache, sources: GroupRow) -> None:
+        """Copy whole blocks `sources [n]` of a cache of this layout to `blocks [n]`, pairwise."""
+        copy_blocks(source, sources, self, blocks)
+
+    def copy_out(self, blocks: GroupRow, target: KVCache, targets: GroupRow) -> None:
+        """Copy whole `blocks [n]` to `targets [n]` of a cache of this layout, pairwise."""
+        copy_blocks(self, blocks, target, targets)
+
     def clear(self, blocks: GroupRow) -> None:
         """Write zeros into these blocks."""
         self.blocks.index_fill_(0, _indices(blocks, self), 0)

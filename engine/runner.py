@@ -83,7 +83,8 @@ class ModelRunner:
         assert ring is None or host_cache is not None, "a staging ring needs a host cache to fetch from"
         self._staging: Staging | None = None
         if host_cache is not None:
-            self._staging = Staging(kv_cache, host_cache, ring, _group_windows(config, kv_cache.layout))
+            windows = _group_windows(config, kv_cache.layout)
+            self._staging = Staging(self.sequence_kv, host_cache, ring, windows)
 
     @property
     def num_pool_blocks(self) -> int:

@@ -54,7 +54,7 @@ def load_runner(
     where = require_device(device)
     kernels = kernels_for(where, batch_invariant=batch_invariant)
     if tensor_parallel > 1:
-        _require_plain_cpu(where, host_bytes)
+        _require_cpu(where)
     config = ModelConfig.from_folder(model_folder)
     if layers_per_group is None:
         layers_per_group = layers_per_group_for(config.num_layers) if host_bytes else config.num_layers
@@ -110,17 +110,12 @@ def load_runner(
     return runner
 
 
-def _require_plain_cpu(device: torch.device, host_bytes: int) -> None:
-    """What a group cannot do yet. Raises ValueError."""
+def _require_cpu(device: torch.device) -> None:
+    """Raises ValueError."""
     if device.type != "cpu":
         raise ValueError(
             f"a model on {device} cannot be divided among processes yet, since these share their KV in memory of the"
             " host: set tensor_parallel to 1"
-        )
-    if host_bytes:
-        raise ValueError(
-            "tensor_parallel does not go with KV in host memory (LayerKV, host and disk tiers) yet: set the pool's host"
-            " memory to 0 or tensor_parallel to 1"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kv_cache import GroupRow, KVLayout
+from engine.kv_cache import GroupRow, KVCache, KVLayout
 
 
 class SequenceKV(Protocol):
@@ -19,6 +19,9 @@ class SequenceKV(Protocol):
         ...
 
     @property
+    def num_blocks(self) -> int: ...
+
+    @property
     def device(self) -> torch.device: ...
 
     def read_layer(self, layer: int, group_row: GroupRow, start: int, count: int, out: Tensor) -> None:
@@ -27,6 +30,14 @@ class SequenceKV(Protocol):
 
     def write_layer(self, layer: int, group_row: GroupRow, start: int, src: Tensor) -> None:
         """Scatter `src` `[2, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
+        ...
+
+    def copy_in(self, blocks: GroupRow, source: KVCache, sources: GroupRow) -> None:
+        """Copy whole blocks `sources [n]` of a cache of this layout to `blocks [n]`, pairwise."""
+        ...
+
+    def copy_out(self, blocks: GroupRow, target: KVCache, targets: GroupRow) -> None:
+        """Copy whole `blocks [n]` to `targets [n]` of a cache of this layout, pairwise."""
         ...
 
     def clear(self, blocks: GroupRow) -> None:

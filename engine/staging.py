@@ -20,8 +20,9 @@ import torch
 
 from engine.copy_thread import CopyThread
 from engine.host_placement import BlockPairs, Placement, StagingConfig, place
-from engine.kv_cache import KVCache, copy_blocks
+from engine.kv_cache import KVCache
 from engine.sequence import StepPlan
+from engine.sequence_kv import SequenceKV
 
 _WRITE_BACK = -1  # more urgent than the fetch of any group: fetches wait for it, and so does what `on_layer` starts
 _PROBE_BYTES = 64 << 20
@@ -55,7 +56,7 @@ class Staging:
     """
 
     def __init__(
-        self, kv_cache: KVCache, host_cache: KVCache, ring: StagingConfig | None, windows: tuple[int | None, ...]
+        self, kv_cache: SequenceKV, host_cache: KVCache, ring: StagingConfig | None, windows: tuple[int | None, ...]
     ) -> None:
         assert kv_cache.layout == host_cache.layout, "blocks of both tiers must be of one layout"
         self.kv_cache = kv_cache
@@ -90,12 +91,12 @@ class Staging:
 
     def fetch(self, pairs: BlockPairs) -> None:
         started = time.perf_counter()
-        copy_blocks(self.host_cache, pairs.host, self.kv_cache, pairs.device)
+        self.kv_cache.copy_in(pairs.device, self.host_cache, pairs.host)
         self.stats.record_fetch(len(pairs) * self.kv_cache.layout.block_bytes, time.perf_counter() - started)
 
     def write(self, pairs: BlockPairs) -> None:
         started = time.perf_counter()
-        copy_blocks(self.kv_cache, pairs.device, self.host_cache, pairs.host)
+        self.kv_cache.copy_out(pairs.device, self.host_cache, pairs.host)
         self.stats.written_bytes += len(pairs) * self.kv_cache.layout.block_bytes
         self.stats.write_s += time.perf_counter() - started
 

@@ -177,7 +177,7 @@ class MiniCluster:
     def _private_tiers(self, model: LoadedModel) -> PrefixTiers | None:
         if model.host_cache is None or model.host_pool is None:
             return None
-        device, host = TierMemory(model.kv_cache, model.block_pool), TierMemory(model.host_cache, model.host_pool)
+        device, host = TierMemory(model.sequence_kv, model.block_pool), TierMemory(model.host_cache, model.host_pool)
         tiers = PrefixTiers(device, host, sources=self.config.prefill_sources, sink=self.config.prefill_sink)
         self._close_tiers.append(tiers.close)
         return tiers

@@ -46,6 +46,11 @@ def staged_runner(
     return ModelRunner(config, weights, kv_cache, sampler=sampler, host_cache=host_cache, ring=ring), sampler
 
 
+def rank_caches(runner: ModelRunner) -> list[KVCache]:
+    """The device memory of every rank of a group, or of the one process."""
+    return [runner.kv_cache] if runner._group is None else [cache for _, cache in runner._group.kv_cache._holders]
+
+
 class StagedStepper(Stepper):
     """Some layer groups of each sequence on the host; groups move between the tiers as copies of a step."""
 
@@ -93,7 +98,8 @@ class StagedStepper(Stepper):
         plan = StepPlan(tuple(ScheduledSequence(seq, count) for seq, count in chunks), copies)
         for item in plan.items:
             self.reserve(item.seq, item.seq.num_computed + item.num_tokens)
-        self.runner.kv_cache.tensor[self.runner.num_pool_blocks :] = torch.nan
+        for cache in rank_caches(self.runner):
+            cache.tensor[self.runner.num_pool_blocks :] = torch.nan
         output = self.runner.execute(plan)
         for item, token in zip(plan.items, output.sampled, strict=True):
             item.seq.num_computed += item.num_tokens
@@ -134,7 +140,8 @@ class StagedStepper(Stepper):
         if copy.to == "host":
             assert seq.lease is not None
             self.pool.give_back(seq.lease, blocks.tolist())
-            self.runner.kv_cache.tensor[blocks.tolist()] = torch.nan
+            for cache in rank_caches(self.runner):
+                cache.tensor[blocks.tolist()] = torch.nan
         else:
             assert seq.host_lease is not None
             self.host_pool.give_back(seq.host_lease, blocks.tolist())

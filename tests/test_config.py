@@ -84,9 +84,8 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"prefill": {"replicas": True}}, ("prefill.replicas", "integer")),
         ({"prefill": []}, ("prefill", "[]")),
         ({"decode": {"replicas": 0}}, ("decode.replicas",)),
-        ({"decode": {"tensor_parallel": 2}}, ("decode.tensor_parallel is 2", "set kv.decode.host_memory: 0")),
         (
-            {"prefill": {"tensor_parallel": 3, "num_gpus": 3}, "kv": {"prefill": {"host_memory": 0}}},
+            {"prefill": {"tensor_parallel": 3, "num_gpus": 3}},
             ("prefill.tensor_parallel is 3 with GPUs", "set prefill.tensor_parallel: 1"),
         ),
         ({"model": {"dtype": "float16"}}, ("model.dtype", "float32", "bfloat16")),

@@ -123,12 +123,10 @@ def test_what_is_written_as_all_heads_is_computed_with(single: ModelRunner, pair
     assert stepper.generate(landed, 8) == expected
 
 
-def test_what_a_group_cannot_do_is_refused_before_a_process_starts(checkpoint: tuple[Path, Any]) -> None:
+def test_a_degree_that_does_not_divide_is_refused_before_a_process_starts(checkpoint: tuple[Path, Any]) -> None:
     before = psutil.Process().children()
     with pytest.raises(ValueError, match="can be divided equally only among 1, 2, 4;"):
         start(checkpoint[0], degree=3)
-    with pytest.raises(ValueError, match="does not go with KV in host memory"):
-        start(checkpoint[0], host_bytes=1 << 20)
     assert psutil.Process().children() == before
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import engine.staging
+import engine.kv_cache
 from engine.host_placement import StagingConfig
 from engine.kv_cache import GroupRow, KVCache, copy_blocks
 from engine.sequence import ScheduledSequence, Sequence, StepPlan
@@ -54,7 +54,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[float]:
         copy_blocks(source, sources, target, targets)
         ends.append(time.perf_counter())
 
-    monkeypatch.setattr(engine.staging, "copy_blocks", slow)
+    monkeypatch.setattr(engine.kv_cache, "copy_blocks", slow)
     return ends
 
 
@@ -264,7 +264,7 @@ def test_a_copy_that_fails_fails_the_step(
         copy_blocks(source, sources, target, targets)
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.staging, "copy_blocks", fail)
+        patched.setattr(engine.kv_cache, "copy_blocks", fail)
         with pytest.raises(OSError, match="the mapping is gone"):
             stepper.step([(seq, 1)])
     assert stepper.step([(seq, 1)]) != [None]

@@ -144,7 +144,7 @@ class Worker:
         self.allocator = BlockAllocator(
             self.device.pool, layer_groups=GROUPS, block_size=BLOCK_SIZE, host_pool=self.host.pool
         )
-        self.runner = GhostRunner(self.allocator, KvBytes(self.device.cache, self.host.cache))
+        self.runner = GhostRunner(self.allocator, KvBytes(self.device.memory, self.host.memory))
         self.prefix = PrefixLoading(
             self.tiers,
             self.allocator,
@@ -173,7 +173,7 @@ class Worker:
     def check(self, truth: Truth) -> None:
         for memory in (self.device, self.host):
             memory.pool.check()
-            truth.check(memory.pool, memory.cache)
+            truth.check(memory.pool, memory.memory)
         records = {record.key: (block, record.digest) for block, record in self.segment._index.valid_records()}
         assert records == {
             key: (block, block_digest(key, self.segment.block(block)))
@@ -190,7 +190,7 @@ class Worker:
         """What a step that failed in the middle leaves in the places that it was to copy to."""
         assert self.plan is not None
         for copy in self.plan.copies:
-            cache = self.device.cache if copy.to == "device" else self.host.cache
+            cache = self.device.memory if copy.to == "device" else self.host.memory
             _words(cache)[copy.destination.tolist()] = 13
 
     @property

@@ -11,10 +11,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from engine.kv_cache import GroupRow, KVCache, KVLayout
 from engine.parallel.shards import Shard
+
+_COPY_BYTES = 4 << 20
 
 
 def shard_layout(layout: KVLayout, shard: Shard) -> KVLayout:
@@ -41,6 +45,7 @@ class GroupKV:
 
     def __init__(self, layout: KVLayout, caches: Sequence[KVCache]) -> None:
         self.layout = layout
+        self.num_blocks = caches[0].num_blocks
         self.device = caches[0].device
         ranks = [Shard(rank, len(caches)) for rank in range(len(caches))]
         self._holders = [(rank.kv_heads(layout.num_kv_heads), cache) for rank, cache in zip(ranks, caches, strict=True)]
@@ -58,7 +63,26 @@ class GroupKV:
         for heads, cache in self._holders:
             cache.write_layer(layer, group_row, start, src[:, :, heads].contiguous())
 
+    def copy_in(self, blocks: GroupRow, source: KVCache, sources: GroupRow) -> None:
+        """Copy whole blocks `sources [n]` of a cache with all heads to `blocks [n]`, pairwise."""
+        for heads, cache in self._holders:
+            _copy_blocks(source.tensor[..., heads, :], sources, cache.tensor, blocks)
+
+    def copy_out(self, blocks: GroupRow, target: KVCache, targets: GroupRow) -> None:
+        """Copy whole `blocks [n]` to `targets [n]` of a cache with all heads, pairwise."""
+        for heads, cache in self._owners.values():
+            _copy_blocks(cache.tensor, blocks, target.tensor[..., heads, :], targets)
+
     def clear(self, blocks: GroupRow) -> None:
         """Write zeros into these blocks."""
         for _, cache in self._holders:
             cache.clear(blocks)
+
+
+def _copy_blocks(source: Tensor, sources: GroupRow, target: Tensor, targets: GroupRow) -> None:
+    """Between tensors of whole blocks, the same heads of both; a few at a time, since other memory is in between."""
+    at_once = max(1, _COPY_BYTES // max(1, target[0].numel() * target.itemsize))
+    for start in range(0, len(targets), at_once):
+        picked = slice(start, start + at_once)
+        gathered = source.index_select(0, torch.from_numpy(sources[picked].astype(np.int64)))
+        target.index_copy_(0, torch.from_numpy(targets[picked].astype(np.int64)), gathered)

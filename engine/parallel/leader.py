@@ -10,8 +10,9 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -33,6 +34,51 @@ logger = logging.getLogger(__name__)
 STEP_S = 60.0  # for what the ranks do together; between two of these acts lies the computing of half a layer
 START_S = 120.0  # for the processes to start
 LOAD_S = 1800.0  # for the slowest rank to load its weights
+
+
+class LeaderRanks:
+    """Rank 0's end of the group, which knows how far a pass is by its sums: each layer has two.
+
+    Before the second one of a layer every rank has stored and read its KV, and none has begun with the next layer.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self.shard = ranks.shard
+        self.join, self.tell, self.meet = ranks.join, ranks.tell, ranks.meet
+        self._num_sums = 0
+        self._told: Callable[[int], None] = _nobody
+
+    def sum(self, partial_TE: Tensor) -> Tensor:
+        layer, is_second = divmod(self._num_sums, 2)
+        self._num_sums += 1
+        if is_second:
+            self._told(layer)
+        return self._ranks.sum(partial_TE)
+
+    @contextmanager
+    def layers_told(self, hooks: LayerHooks | None, num_layers: int) -> Iterator[Callable[[int], None]]:
+        """For one pass, which begins with this context. Gives what to call when a layer is over without sums."""
+        self._num_sums = 0
+        self._told = _nobody if hooks is None else partial(_tell, hooks, num_layers)
+        if hooks is not None:
+            hooks.before_store(0)
+        try:
+            yield self._told
+        finally:
+            self._told = _nobody
+
+
+def _nobody(layer: int) -> None:
+    pass
+
+
+def _tell(hooks: LayerHooks, num_layers: int, layer: int) -> None:
+    """A layer is over; the next one may begin when this returns."""
+    hooks.stored(layer)
+    hooks.attended(layer)
+    if layer + 1 < num_layers:
+        hooks.before_store(layer + 1)
 
 
 class GroupLeader:
@@ -76,7 +122,7 @@ class GroupLeader:
             self._expect(HERE, START_S)
             for process in self._processes:
                 process.tell(JOIN)
-            self.ranks = RankGroup(Shard(0, degree), FileStore(rendezvous, degree), timeout_s=STEP_S)
+            self.ranks = LeaderRanks(RankGroup(Shard(0, degree), FileStore(rendezvous, degree), timeout_s=STEP_S))
         except BaseException:
             self.close()
             raise
@@ -155,15 +201,17 @@ class GroupModel:
         self.device = model.device
 
     def forward(self, batch: Batch, kv_cache: KVCache, hooks: LayerHooks | None = None) -> Tensor:
-        """See `Model.forward`. `hooks` hear of a layer when every rank has stored it: as the next one begins."""
-        agreed = None if hooks is None else _AgreedLayers(hooks)
-        with self._leader.together():
-            self._leader.tell_step(batch)
-            hidden = self._model.forward(batch, kv_cache, agreed)
+        """See `Model.forward`. `hooks` hear of a layer before any rank begins it, and when all have stored and read it.
+
+        Both come late rather than early: `stored` only with `attended`.
+        """
+        leader, num_layers = self._leader, self._model.config.num_layers
+        with leader.together(), leader.ranks.layers_told(hooks, num_layers) as told:
+            leader.tell_step(batch)
+            hidden = self._model.forward(batch, kv_cache)
             if not len(batch.output_rows):  # the last layer ended without a sum over the ranks
-                self._leader.ranks.meet()
-            if agreed is not None:
-                agreed.settle(self._model.config.num_layers - 1)
+                leader.ranks.meet()
+                told(num_layers - 1)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -171,25 +219,3 @@ class GroupModel:
         with self._leader.together():
             self._leader.tell_hidden(hidden)
             return self._model.logits(hidden)
-
-
-class _AgreedLayers:
-    """Hooks of rank 0's pass. The sums at a layer's end say that all ranks have stored and read it."""
-
-    def __init__(self, hooks: LayerHooks) -> None:
-        self._hooks = hooks
-
-    def before_store(self, layer: int) -> None:
-        if layer:
-            self.settle(layer - 1)
-        self._hooks.before_store(layer)
-
-    def stored(self, layer: int) -> None:
-        pass
-
-    def attended(self, layer: int) -> None:
-        pass
-
-    def settle(self, layer: int) -> None:
-        self._hooks.stored(layer)
-        self._hooks.attended(layer)

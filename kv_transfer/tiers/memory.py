@@ -9,6 +9,7 @@ import torch
 
 from engine.block_pool import BlockKey, BlockPool
 from engine.kv_cache import KVCache
+from engine.sequence_kv import SequenceKV
 from kv_transfer.messages import TierBlocks
 
 
@@ -35,7 +36,7 @@ class TierMemory:
     nothing, and the block's next content may differ under the same key.
     """
 
-    cache: KVCache
+    cache: SequenceKV
     pool: BlockPool
     prepare: Callable[[int, BlockKey], None] = _nothing_to_prepare
     unprepare: Callable[[Iterable[int]], None] = _nothing_prepared
@@ -47,6 +48,12 @@ class TierMemory:
     @property
     def column_bytes(self) -> int:
         return self.num_groups * self.cache.layout.block_bytes
+
+    @property
+    def memory(self) -> KVCache:
+        """The cache, of a tier whose blocks have all heads side by side."""
+        assert isinstance(self.cache, KVCache), "the ranks of a group have their heads apart"
+        return self.cache
 
     def column(self, digest: bytes) -> list[int] | None:
         """The blocks of all layer groups under one prefix hash, or None if any of them is not here."""
@@ -60,5 +67,5 @@ class TierMemory:
 
     def views(self, blocks: list[int]) -> list[memoryview]:
         """The bytes of some blocks, in place. Host memory only."""
-        rows = self.cache.tensor.view(self.cache.num_blocks, -1).view(torch.uint8).numpy()
+        rows = self.memory.tensor.view(self.cache.num_blocks, -1).view(torch.uint8).numpy()
         return [rows[block].data for block in blocks]

@@ -81,7 +81,7 @@ class WorkerTiers:
             self._disk = _open_disk(self._config.disk, self._fingerprint(model.layout), model.layout, events)
             disk = DiskColumns(self._disk)
             sources.append(disk)
-        device = TierMemory(model.kv_cache, model.block_pool)
+        device = TierMemory(model.sequence_kv, model.block_pool)
         self._prefix = PrefixTiers(device, host, sources=sources, sink=disk, disk=self._disk)
         return self._prefix
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 
 from engine.block_pool import BlockKey, BlockLease
-from engine.kv_cache import copy_blocks
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.sources import ColumnSink
@@ -141,7 +140,7 @@ class WriteThrough:
         try:
             if not self._closed:
                 with torch.inference_mode():  # a thread's own mode
-                    copy_blocks(self._device.cache, _ids(copy.sources), self._host.cache, _ids(to))
+                    self._device.cache.copy_out(_ids(copy.sources), self._host.memory, _ids(to))
                 for key, block in zip(copy.keys, to, strict=True):
                     self._host.prepare(block, key)
                 done = True
