@@ -140,6 +140,17 @@ def test_what_top_k_and_top_p_keep_is_what_the_cpu_keeps(levels: int | None) -> 
         assert np.flatnonzero(relative >= float(floor)).tolist() == expected.tolist(), wanted
 
 
+def test_what_is_kept_of_many_tiles_near_the_best_and_far_from_it() -> None:
+    """Nearly all tokens within the smallest distance; few; and so many that all have to be looked at."""
+    logits = random_logits(12, 3, 9001) * torch.tensor([[0.01], [1.0], [10.0]])
+    params = [params_of(top_p=0.9), params_of(top_p=0.9), params_of(top_k=8000, top_p=0.999999)]
+    for row, floor, wanted in zip(logits.numpy(), _floors(logits, params), params, strict=True):
+        relative = tempered(row, 1.0)
+        ids = survivors(relative, wanted)
+        assert ids is not None
+        assert np.flatnonzero(relative >= float(floor)).tolist() == ids.tolist(), wanted
+
+
 def test_rows_that_keep_everything_have_no_floor() -> None:
     params = [params_of(), params_of(temperature=0.0, top_k=3), params_of(top_k=257), params_of(top_k=10**6)]
     assert (_floors(random_logits(1, 4, 257), params) == -math.inf).all()
