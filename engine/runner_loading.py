@@ -17,7 +17,7 @@ from engine.model_config import ModelConfig
 from engine.parallel.leader import GroupLeader
 from engine.parallel.shards import WHOLE
 from engine.runner import ModelRunner
-from engine.sampler import Sampler
+from engine.sampler import sampler_for
 from engine.weights import load_weights
 from kernels.ops import kernels_for
 
@@ -97,7 +97,7 @@ def load_runner(
                 model_folder, config, dtype=dtype, shard=WHOLE if group is None else group.ranks.shard, device=where
             ),
             KVCache(layout, sizes.device_blocks, where) if group is None else group.own_cache,
-            sampler=Sampler(config.vocab_size, config.eos_token_ids),
+            sampler=sampler_for(where, config.vocab_size, config.eos_token_ids),
             host_cache=_host_cache(layout, sizes.host_blocks, host_memory, where),
             ring=sizes.ring,
             group=group,
