@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from cluster.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
 from engine.prefix import HASH_BYTES
@@ -19,8 +19,7 @@ RETRY_S: Final = 2.0
 _BIT: Final[dict[Tier, int]] = {"device": DEVICE, "host": HOST, "disk": DISK}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixReach:
+class PrefixReach(NamedTuple):
     """How many leading columns a worker holds: on the device, on the device or the host, in any tier."""
 
     device: int
@@ -155,9 +154,8 @@ class BlockIndex:
     def longest_prefix(self, hashes: bytes) -> dict[str, PrefixReach]:
         """Of the sequence with these hashes (joined), how much each worker holds; who holds nothing is left out."""
         found: dict[str, PrefixReach] = {}
-        for (device, host, disk), numbers in self._holders.reaches(_split(hashes)).items():
-            reach = PrefixReach(device=device, host=host, disk=disk)
-            found.update(dict.fromkeys([self._names[number] for number in members(numbers)], reach))
+        for columns, numbers in self._holders.reaches(_split(hashes)).items():
+            found.update(dict.fromkeys([self._names[number] for number in members(numbers)], PrefixReach(*columns)))
         # Of some, a snapshot is arriving.
         return {worker_id: reach for worker_id, reach in found.items() if self._workers[worker_id].next_id is not None}
 

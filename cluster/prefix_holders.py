@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 DEVICE, HOST, DISK = 1, 2, 4
 _ANY = DEVICE | HOST | DISK
 
@@ -87,7 +89,9 @@ class PrefixHolders:
 
 def members(workers: int) -> list[int]:
     """The numbers in a set of workers."""
-    return [number for number, bit in enumerate(reversed(f"{workers:b}")) if bit == "1"]
+    joined = np.frombuffer(workers.to_bytes((workers.bit_length() + 7) // 8, "little"), np.uint8)
+    numbers: list[int] = np.unpackbits(joined, bitorder="little").nonzero()[0].tolist()
+    return numbers
 
 
 def _sets(entry: int | tuple[int, int, int]) -> tuple[int, int, int]:

@@ -28,20 +28,17 @@ class Prospects:
     """What would be, whatever the targets. `later_s`, by moment: when it is placed, from now.
 
     By candidate: who computes the prompt, and who decodes; `alone`, where these are the same; `prompt`. By moment and
-    candidate: `start_s`, from now until the prompt's computation begins; `after`, on the decode worker."""
+    candidate: `start_s`, from now until the prompt's computation begins, which takes `work_s` of each candidate;
+    `after`, on the decode worker."""
 
     later_s: Floats
     computing: Rows
     decode: Rows
     alone: NDArray[np.bool_]
     prompt: PromptForecast
+    work_s: Floats
     start_s: Floats
     after: DecodeForecast
-
-    @property
-    def work_s(self) -> Floats:
-        """By candidate: of the prompt."""
-        return self.prompt.load_s + self.prompt.prefill_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,8 @@ def foresee(
     ready_s = prompt.wait_s + work_s
     soonest = (ready_s if alone.all() else np.where(alone, np.inf, ready_s)).argmin()
     lead_s = np.maximum(later_s, prompt.wait_s[soonest]) + work_s[soonest]
-    firsts, same = _distinct(decode, alone)
-    added_s = np.where(alone, prompt.added_s, 0.0)[firsts]
+    firsts, same = _distinct(2 * decode + alone)
+    added_s = (prompt.added_s * alone)[firsts]
     after = forecast_decode(ledger.table, decode[firsts], query, num_output, lead_s, added_s, now).at(same)
     # The prompt is computed where it decodes, or queues only when the decode worker has room for it.
     later_s = later_s[:, None]
@@ -80,7 +77,7 @@ def foresee(
     start_s = np.where(
         after.room_s > later_s, after.room_s + queues_s, np.maximum(np.maximum(later_s, prompt.wait_s), after.room_s)
     )
-    return Prospects(later_s[:, 0], computing, decode, alone, prompt, start_s, after)
+    return Prospects(later_s[:, 0], computing, decode, alone, prompt, work_s, start_s, after)
 
 
 def judge(
@@ -135,18 +132,14 @@ def _idle_share(table: WorkerTable, seen: Prospects, now: float) -> Floats:
     return share
 
 
-def _distinct(decode: Rows, alone: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
+def _distinct(keys: Rows) -> tuple[list[int], list[int]]:
     """What decode workers will be like does not depend on which prefill worker computes the prompt: the candidates that
     differ there, and for each candidate which of those it is like."""
-    found: dict[int, int] = {}
-    firsts: list[int] = []
-    same: list[int] = []
-    for index, key in enumerate((2 * decode + alone).tolist()):
-        if key not in found:
-            found[key] = len(firsts)
-            firsts.append(index)
-        same.append(found[key])
-    return firsts, same
+    firsts: dict[int, int] = {}
+    for index, key in enumerate(keys.tolist()):
+        firsts.setdefault(key, index)
+    number = {key: position for position, key in enumerate(firsts)}
+    return list(firsts.values()), [number[key] for key in keys.tolist()]
 
 
 def _chance(table: WorkerTable, query: Query, seen: Prospects, ttft_s: Floats) -> Floats:

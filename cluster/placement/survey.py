@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,9 +104,8 @@ def _reach_tokens(table: WorkerTable, reach: Mapping[str, PrefixReach]) -> Float
     tokens = np.zeros((3, len(table)))
     if reach:
         rows = table.rows_of(reach)
-        held = [[r.device for r in reach.values()], [r.host for r in reach.values()], [r.disk for r in reach.values()]]
         known = rows >= 0
-        columns = np.array(held, dtype=np.float64)[:, known]
+        columns = np.fromiter(chain.from_iterable(reach.values()), np.float64).reshape(-1, 3)[known].T
         tokens[:, rows[known]] = columns * table.rows[Row.BLOCK_SIZE, rows[known]]
     return tokens
 
