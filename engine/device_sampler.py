@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,27 +23,40 @@ from kernels.sampling_logprobs import RowLogprobs, row_logprobs
 from kernels.sampling_rows import PackedRows, RowWish, no_edits, pack_rows
 
 
-@dataclass(frozen=True, slots=True)
+class _Download:
+    """Tensors on their way to host memory; what the device is given later is not waited for."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._host = [_to_host(tensor) for tensor in tensors]
+        self._arrived: torch.Event | None = None
+        if any(tensor.is_pinned() for tensor in self._host):
+            self._arrived = torch.Event("cuda")
+            self._arrived.record()
+
+    def wait(self) -> list[Tensor]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
+
 class PendingSample:
     """A batch's tokens, as soon as the device has come to them."""
 
-    rows: list[Sequence]
-    sample: DeviceSample
-
-    @property
-    def token_ids(self) -> Tensor:
-        """`[B]` int64, on the device; -1 where no token can be chosen."""
-        return self.sample.token_ids
+    def __init__(self, rows: list[Sequence], sample: DeviceSample) -> None:
+        self._rows = rows
+        self.token_ids = sample.token_ids  # [B] int64, on the device; -1 where no token can be chosen
+        judged = sample.logprobs
+        self._download = _Download([sample.token_ids, *(() if judged is None else _tensors_of(judged))])
 
     def finish(self) -> list[SampledToken]:
         """Wait for them. Raises InvalidLogitsError for rows of which no token can be chosen."""
-        token_ids = self.sample.token_ids.tolist()
-        _require_tokens(token_ids, [f"request {seq.request_id}" for seq in self.rows])
-        if self.sample.logprobs is None:
+        ids, *judged = self._download.wait()
+        token_ids = ids.tolist()
+        _require_tokens(token_ids, [f"request {seq.request_id}" for seq in self._rows])
+        if not judged:
             return [SampledToken(token_id) for token_id in token_ids]
-        wanted = [seq.params.logprobs for seq in self.rows]
-        judged = _on_host(self.sample.logprobs, wanted)
-        return [SampledToken(token_id, logprobs) for token_id, logprobs in zip(token_ids, judged, strict=True)]
+        logprobs = _logprobs(judged, [seq.params.logprobs for seq in self._rows])
+        return [SampledToken(*token) for token in zip(token_ids, logprobs, strict=True)]
 
 
 class DeviceSampler:
@@ -81,11 +93,10 @@ class DeviceSampler:
         followed = torch.tensor(next_token_ids, device=logits.device)
         best_values, _ = best_of_splits(logits)
         judged = row_logprobs(logits, best_values, followed, _uploaded(packed, logits.device), num_top)
-        best = best_values.amax(dim=1).tolist()
-        _require_tokens(
-            [0 if math.isfinite(value) else -1 for value in best], [f"prompt position {n}" for n in range(len(best))]
-        )
-        return [logprobs for logprobs in _on_host(judged, [num_top] * len(best)) if logprobs is not None]
+        best, *tensors = _Download([best_values.amax(dim=1), *_tensors_of(judged)]).wait()
+        checked = [0 if math.isfinite(value) else -1 for value in best.tolist()]
+        _require_tokens(checked, [f"prompt position {index}" for index in range(len(checked))])
+        return [logprobs for logprobs in _logprobs(tensors, [num_top] * len(checked)) if logprobs is not None]
 
     def _wish(self, seq: Sequence) -> RowWish:
         params = seq.params
@@ -113,8 +124,20 @@ def _uploaded(packed: PackedRows, device: torch.device) -> Tensor:
     return words if device.type == "cpu" else words.pin_memory().to(device, non_blocking=True)
 
 
-def _on_host(judged: RowLogprobs, wanted: list[int | None]) -> list[TokenLogprobs | None]:
-    chosen, top_ids, top = (tensor.cpu().numpy() for tensor in (judged.chosen, judged.top_ids, judged.top))
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is on its way, in pinned memory; of what is on the host already, itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _tensors_of(judged: RowLogprobs) -> tuple[Tensor, Tensor, Tensor]:
+    return judged.chosen, judged.top_ids, judged.top
+
+
+def _logprobs(judged: list[Tensor], wanted: list[int | None]) -> list[TokenLogprobs | None]:
+    """From the host's copies of `_tensors_of`; None for rows that want none."""
+    chosen, top_ids, top = (tensor.numpy() for tensor in judged)
     chosen, top = np.maximum(chosen, MIN_LOGPROB), np.maximum(top, MIN_LOGPROB)
     return [
         None
