@@ -28,6 +28,7 @@ TESTS = (
     "tests/test_sampling_kernels.py",
     "tests/test_block_digest.py",
     "tests/test_gpu_kernels.py",
+    "tests/test_batch_invariance.py",
 )
 _MATRIX = 8192
 _COPY_BYTES = 2 << 30

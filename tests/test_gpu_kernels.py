@@ -1,13 +1,12 @@
 """The engine on the GPU's kernels, on the GPU where there is one and in Triton's interpreter elsewhere.
 
-Every family's greedy tokens are those of the plain kernels, through whole prompts, chunks, decode, and batches of all
-of these; in batch-invariant mode the logits are the same to the bit, whoever else is in the batch.
+Every family's greedy tokens are those of the plain kernels, through whole prompts, chunks, decode, prefixes of others,
+and batches of all of these.
 """
 
 from __future__ import annotations
 
 import builtins
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,48 +16,29 @@ import torch
 
 from cluster.settings import LegatoConfig
 from cluster.translate import decode_engine, prefill_engine
-from engine.kv_cache import KVCache, KVLayout
-from engine.model_config import ModelConfig
-from engine.runner import ModelRunner
 from engine.runner_loading import load_runner
 from engine.sequence import Sequence
-from engine.weights import load_weights
 from kernels import reference
 from kernels.gpu import CublasLinear, GpuKernels
-from kernels.interface import Kernels
 from kernels.matmul import InvariantLinear
 from kernels.ops import kernels_for
+from tests.gpu_stepping import prompts, stepper_on
 from tests.interpreted import device
 from tests.model_families import build_oracle
 from tests.stepping import RecordingSampler, Stepper
 
-NUM_NEW_TOKENS = 3
-SMALL_VOCABULARY = 48
-LENGTHS = (1, 11, 23)
 FAMILIES = ("llama-tied-biased-llama3", "mistral", "qwen2-windowed", "qwen3", "gemma3")  # all that differ in kernels
 
 
-def prompts() -> list[list[int]]:
-    chooser = random.Random(0)
-    return [[chooser.randrange(3, SMALL_VOCABULARY) for _ in range(length)] for length in LENGTHS]
-
-
-def stepper_on(kernels: Kernels, folder: Path) -> tuple[Stepper, RecordingSampler]:
-    """A runner over a KV cache full of NaN."""
-    config = ModelConfig.from_folder(folder)
-    layout = KVLayout(
-        num_layers=config.num_layers,
-        layers_per_group=2,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=5,
-        dtype=torch.float32,
-    )
-    kv_cache = KVCache(layout, 200, device())
-    kv_cache.tensor.fill_(torch.nan)
-    sampler = RecordingSampler()
-    weights = {name: tensor.to(device()) for name, tensor in load_weights(folder, config, dtype=torch.float32).items()}
-    return Stepper(ModelRunner(config, weights, kv_cache, sampler=sampler, kernels=kernels)), sampler
+def after_prefix_of(donor: Sequence, num_columns: int, stepper: Stepper) -> Sequence:
+    """A sequence that begins like `donor`, and so in the same blocks, of which it computes nothing."""
+    num_tokens = num_columns * stepper.layout.block_size
+    seq = stepper.add([*donor.prompt_token_ids[:num_tokens], 5, 7, 6], "prefixed")
+    assert seq.block_table is not None
+    assert donor.block_table is not None
+    seq.block_table.append(donor.block_table.view[:, :num_columns].copy())
+    seq.num_computed = num_tokens
+    return seq
 
 
 def check_alike(seqs: list[Sequence], sampler: RecordingSampler, twins: list[Sequence], twin: RecordingSampler) -> None:
@@ -76,54 +56,12 @@ def test_families_generate_what_they_do_on_the_plain_kernels(family: str, tmp_pa
     for stepper, sampler in steppers:
         whole, chunked, short = (stepper.add(prompt, str(index)) for index, prompt in enumerate(reversed(prompts())))
         stepper.step([(whole, whole.num_uncomputed)])
-        stepper.step([(chunked, 9), (whole, 1)])
-        stepper.step([(whole, 1), (chunked, chunked.num_uncomputed), (short, 1)])
-        generated.append(([whole, chunked, short], sampler))
+        prefixed = after_prefix_of(whole, 3, stepper)
+        stepper.step([(chunked, 9), (whole, 1), (prefixed, 3)])
+        stepper.step([(whole, 1), (chunked, chunked.num_uncomputed), (short, 1), (prefixed, 1)])
+        generated.append(([whole, chunked, short, prefixed], sampler))
     (seqs, sampler), (twins, twin) = generated
     check_alike(seqs, sampler, twins, twin)
-
-
-@pytest.fixture(scope="module")
-def invariant_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen2")
-    build_oracle(
-        "qwen2-windowed",
-        folder,
-        num_hidden_layers=2,
-        max_window_layers=1,
-        vocab_size=SMALL_VOCABULARY,
-        intermediate_size=40,
-    )
-    return folder
-
-
-def logits_alone(folder: Path, prompt: list[int], chunk: int | None) -> torch.Tensor:
-    stepper, sampler = stepper_on(GpuKernels(device(), batch_invariant=True), folder)
-    stepper.generate(stepper.add(prompt, "r"), NUM_NEW_TOKENS, chunk)
-    return torch.stack(sampler.sampled["r"])
-
-
-def test_logits_are_the_same_to_the_bit_in_any_batch_and_chunking(invariant_folder: Path) -> None:
-    _, other, prompt = prompts()
-    alone = logits_alone(invariant_folder, prompt, chunk=None)
-    assert torch.equal(logits_alone(invariant_folder, prompt, chunk=9), alone)
-    stepper, sampler = stepper_on(GpuKernels(device(), batch_invariant=True), invariant_folder)
-    seq, company = stepper.add(prompt, "r"), stepper.add(other, "company")
-    stepper.step([(company, 5), (seq, 13)])
-    stepper.step([(seq, seq.num_uncomputed), (company, company.num_uncomputed)])
-    while len(seq.output_token_ids) < NUM_NEW_TOKENS:
-        stepper.step([(seq, 1), (company, 1)])
-    assert torch.equal(torch.stack(sampler.sampled["r"]), alone)
-
-
-def test_logits_are_the_same_to_the_bit_after_a_recovery(invariant_folder: Path) -> None:
-    """Another worker computes prompt and emitted tokens as one prompt, and goes on."""
-    prompt = prompts()[1]
-    stepper, sampler = stepper_on(GpuKernels(device(), batch_invariant=True), invariant_folder)
-    tokens = stepper.generate(stepper.add(prompt, "r"), NUM_NEW_TOKENS)
-    successor, again = stepper_on(GpuKernels(device(), batch_invariant=True), invariant_folder)
-    successor.generate(successor.add(prompt + tokens[:2], "r"), NUM_NEW_TOKENS - 2)
-    assert torch.equal(torch.stack(again.sampled["r"]), torch.stack(sampler.sampled["r"])[2:])
 
 
 def test_projections_follow_the_mode() -> None:
