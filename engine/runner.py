@@ -19,8 +19,9 @@ from engine.kv_cache import KVCache, KVLayout
 from engine.model import LayerHooks, Model
 from engine.model_config import ModelConfig
 from engine.parallel.leader import GroupLeader, GroupModel
+from engine.pending_output import PendingOutput, SampledTokens
 from engine.prepared_step import PreparedStep
-from engine.sequence import SampledToken, Sequence, StepOutput, StepPlan, TokenLogprobs
+from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
 from engine.sequence_kv import SequenceKV
 from engine.staging import Staging, StoredLayers, TransferStats
 from engine.weights import Weights
@@ -36,8 +37,8 @@ _LOGIT_ROWS = 256
 class TokenSampler(Protocol):
     """What the runner needs of `engine.sampler.Sampler`."""
 
-    def sample(self, logits: Tensor, rows: list[Sequence]) -> list[SampledToken]:
-        """`logits [B, V]` float32, one row for each sequence."""
+    def begin(self, logits: Tensor, rows: list[Sequence]) -> SampledTokens:
+        """`logits [B, V]` float32, one row for each sequence; B is not 0."""
         ...
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -126,7 +127,7 @@ class ModelRunner:
         this thread, or, where an item rests on the host, from the one that copies. Raises ValueError if the plan's
         host-resident sequences exceed `staging_columns`.
         """
-        return self.run(self.prepare(plan), on_layer)
+        return self.run(self.prepare(plan), on_layer).output()
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep:
@@ -147,23 +148,29 @@ class ModelRunner:
         step: PreparedStep,
         on_layer: Callable[[int], None] | None = None,
         before_sampling: Callable[[], None] = lambda: None,
-    ) -> StepOutput:
+    ) -> PendingOutput:
         """Compute a prepared step; see `execute`. A step that was prepared after another one must run right after it.
 
-        `before_sampling` returns when the sequences are as the step before left them: sampling reads their tokens.
+        `before_sampling` returns when the sequences are as the step before left them: sampling reads their tokens. What
+        the step brings may be waited for while the next one runs.
         """
         with self._hooks(step.plan, step.placement, on_layer) as hooks:
             if step.batch is None:
-                return StepOutput([], [])
+                return PendingOutput(prompt_logprobs=[])
             if len(step.batch.awaited_rows):
-                step.batch.token_ids[step.batch.awaited_rows] = self._sampled[step.batch.awaited_from]
+                awaited = self._sampled[step.batch.awaited_from].clamp_(min=0)  # -1: its step fails, and so will this
+                step.batch.token_ids[step.batch.awaited_rows] = awaited
             hidden = self._model.forward(step.batch, self.kv_cache, hooks)
-            before_sampling()
-            num_samples = len(step.batch.sampling_items)
-            return StepOutput(
-                self._sample(step.plan, step.batch, hidden[:num_samples]),
-                self._judge_prompts(step.plan, step.batch, hidden[num_samples:]),
-            )
+            self._before_sampling(before_sampling)
+            return self._sample(step.plan, step.batch, hidden)
+
+    def _before_sampling(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        except BaseException:
+            if self.kv_cache.device.type == "cuda":  # nothing of a step may be computed after it has ended
+                torch.cuda.synchronize(self.kv_cache.device)
+            raise
 
     def _hooks(
         self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None
@@ -174,15 +181,15 @@ class ModelRunner:
         assert self._staging or not any(item.seq.host_groups for item in plan.items), "there is no host memory"
         return nullcontext(None if on_layer is None else StoredLayers(on_layer))
 
-    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[SampledToken | None]:
-        sampled: list[SampledToken | None] = [None] * len(plan.items)
-        if batch.sampling_items:
-            rows = [plan.items[index].seq for index in batch.sampling_items]
-            tokens = self._sampler.sample(self._model.logits(hidden), rows)
-            self._sampled = torch.tensor([token.token_id for token in tokens], device=hidden.device)
-            for index, token in zip(batch.sampling_items, tokens, strict=True):
-                sampled[index] = token
-        return sampled
+    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> PendingOutput:
+        num_samples = len(batch.sampling_items)
+        judged = self._judge_prompts(plan, batch, hidden[num_samples:])
+        if not num_samples:
+            return PendingOutput(prompt_logprobs=judged)
+        rows = [plan.items[index].seq for index in batch.sampling_items]
+        tokens = self._sampler.begin(self._model.logits(hidden[:num_samples]), rows)
+        self._sampled = tokens.token_ids.to(hidden.device)
+        return PendingOutput(prompt_logprobs=judged, sampling_items=batch.sampling_items, tokens=tokens)
 
     def _judge_prompts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[list[TokenLogprobs] | None]:
         judged: list[list[TokenLogprobs] | None] = [None] * len(plan.items)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from engine.logits import Row, adjusted, is_adjusted, kth_largest, survivors, tempered
+from engine.pending_output import KnownTokens
 from engine.philox import gumbel
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 
@@ -51,6 +52,10 @@ class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
+
+    def begin(self, logits: torch.Tensor, rows: list[Sequence]) -> KnownTokens:
+        """As `sample`; nothing is left to wait for."""
+        return KnownTokens(self.sample(logits, rows))
 
     def sample(self, logits: torch.Tensor, rows: list[Sequence]) -> list[SampledToken]:
         """The next token of each sequence, from `logits` [len(rows), vocab_size], float32, any device.

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from engine.pending_output import PendingOutput
 from engine.prepared_step import PreparedStep
 from engine.sequence import StepOutput, StepPlan
 from engine.step_cost import StepWork
@@ -20,6 +21,7 @@ from engine.step_cost import StepWork
 MAX_TAKING_IN_S = 60.0  # of a step's results; where it takes longer, the event loop hangs
 
 OnLayer = Callable[[int], None]
+Result = TypeVar("Result")
 
 
 class Runner(Protocol):
@@ -33,7 +35,7 @@ class OverlappingRunner(Protocol):
 
     def run(
         self, step: PreparedStep, on_layer: OnLayer | None = None, before_sampling: Callable[[], None] = ...
-    ) -> StepOutput: ...
+    ) -> PendingOutput: ...
 
 
 class StepSkippedError(Exception):
@@ -63,25 +65,33 @@ class StepFlight:
         self.result = _submit(compute, lambda: runner.execute(self.plan, on_layer))
 
     def launch_overlapped(
-        self, runner: OverlappingRunner, compute: Executor, on_layer: OnLayer | None, after: StepFlight | None
+        self,
+        runner: OverlappingRunner,
+        compute: Executor,
+        waiting: Executor,
+        on_layer: OnLayer | None,
+        after: StepFlight | None,
     ) -> None:
-        """Prepared here and now, while `after` may still run. An error of that is told when the step's turn comes."""
+        """Prepared here and now, while `after` may still run. An error of that is told when the step's turn comes.
+
+        What the device has not come to when `compute` has done its part is waited for in `waiting`.
+        """
         try:
             prepared = self._prepared = runner.prepare(self.plan, None if after is None else after._prepared)
         except Exception as error:  # on behalf of the compute thread, whose boundary is the step loop's
             self.result = _submit(compute, functools.partial(_raise, error))
             return
 
-        def run() -> StepOutput:
+        def run() -> PendingOutput:
             if after is None:
-                output = runner.run(prepared, on_layer)
+                pending = runner.run(prepared, on_layer)
             else:
                 after.require_success()
-                output = runner.run(prepared, on_layer, after.wait_until_taken_in)
+                pending = runner.run(prepared, on_layer, after.wait_until_taken_in)
             self._has_succeeded = True
-            return output
+            return pending
 
-        self.result = _submit(compute, run)
+        self.result = asyncio.ensure_future(_output_of(_submit(compute, run), waiting))
 
     def note_taken_in(self) -> None:
         """The sequences are as the step left them."""
@@ -94,7 +104,7 @@ class StepFlight:
         self.result.cancel()
 
     def require_success(self) -> None:
-        """In the compute thread, after its run. Raises StepSkippedError if it failed."""
+        """In the compute thread, after its run. Raises StepSkippedError if that failed."""
         if not self._has_succeeded:
             raise StepSkippedError("the step before it failed")
 
@@ -103,11 +113,16 @@ class StepFlight:
         if not self._is_taken_in.wait(MAX_TAKING_IN_S):
             raise TimeoutError(f"the results of a step were not taken in within {MAX_TAKING_IN_S} s; the worker hangs")
         if self._is_given_up:
-            raise StepSkippedError("nobody waits for it any more")
+            raise StepSkippedError("the step before it failed, or nobody waits for it any more")
 
 
-def _submit(compute: Executor, job: Callable[[], StepOutput]) -> asyncio.Future[StepOutput]:
-    return asyncio.get_running_loop().run_in_executor(compute, job)
+def _submit(executor: Executor, job: Callable[[], Result]) -> asyncio.Future[Result]:
+    return asyncio.get_running_loop().run_in_executor(executor, job)
+
+
+async def _output_of(launched: asyncio.Future[PendingOutput], waiting: Executor) -> StepOutput:
+    pending = await launched
+    return pending.output() if pending.is_known else await _submit(waiting, pending.output)
 
 
 def _raise(error: Exception) -> StepOutput:

@@ -84,6 +84,7 @@ class StepLoop:
         self._overlap = overlap
         self._wake = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="device")  # for what an overlapped step brings
         self._num_failures = 0
         self._step_began: float | None = None
         self._task: asyncio.Task[None] | None = None
@@ -115,6 +116,7 @@ class StepLoop:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.to_thread(self._compute.shutdown)
+        await asyncio.to_thread(self._waiting.shutdown)
 
     async def _run(self) -> None:
         while True:
@@ -161,7 +163,7 @@ class StepLoop:
         if self._overlap is None:
             flight.launch(self._runner, self._compute, on_layer)
         else:
-            flight.launch_overlapped(self._overlap.runner, self._compute, on_layer, after)
+            flight.launch_overlapped(self._overlap.runner, self._compute, self._waiting, on_layer, after)
         return flight
 
     async def _land(self, flight: StepFlight, began: float) -> bool:
@@ -170,6 +172,7 @@ class StepLoop:
         try:
             output = await flight.result
         except Exception as error:  # the boundary of the compute thread: one bad step must not end the worker
+            flight.give_up()
             self._note_failure(flight.plan, error)
             return False
         finally:

@@ -19,10 +19,11 @@ from cluster.pool_watch import PoolsPlan
 from cluster.scheduler_server import SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.loading import EngineConfig, LoadedModel, load_model
+from engine.pending_output import PendingOutput
 from engine.prepared_step import PreparedStep
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.sequence import StepOutput, StepPlan
+from engine.sequence import StepPlan
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
@@ -252,13 +253,13 @@ async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniClus
 class Brake:
     """Holds a runner before a step that `stops(plan)`, until released. `holding` says that it does."""
 
-    def __init__(self, run: Callable[..., StepOutput], stops: Callable[[StepPlan], bool]) -> None:
+    def __init__(self, run: Callable[..., PendingOutput], stops: Callable[[StepPlan], bool]) -> None:
         self._run = run
         self._stops = stops
         self._released = threading.Event()
         self.holding = threading.Event()
 
-    def run(self, step: PreparedStep, *hooks: object) -> StepOutput:
+    def run(self, step: PreparedStep, *hooks: object) -> PendingOutput:
         if not self._released.is_set() and self._stops(step.plan):
             self.holding.set()
             self._released.wait()

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache, KVLayout
 from engine.model_config import ModelConfig
+from engine.pending_output import KnownTokens
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import BlockTable, SampledToken, ScheduledSequence, Sequence, StepPlan, TokenLogprobs
@@ -29,11 +30,11 @@ class RecordingSampler:
         self.sampled: dict[str, list[Tensor]] = {}
         self.judged: list[Tensor] = []
 
-    def sample(self, logits: Tensor, rows: list[Sequence]) -> list[SampledToken]:
+    def begin(self, logits: Tensor, rows: list[Sequence]) -> KnownTokens:
         assert logits.dtype == torch.float32
         for seq, row in zip(rows, logits, strict=True):
             self.sampled.setdefault(seq.request_id, []).append(row.clone())
-        return [SampledToken(int(token)) for token in logits.argmax(-1)]
+        return KnownTokens([SampledToken(int(token)) for token in logits.argmax(-1)])
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         self.judged.append(logits.clone())

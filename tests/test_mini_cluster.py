@@ -14,10 +14,11 @@ from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestT
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import OrchestratorConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.pending_output import PendingOutput
 from engine.prepared_step import PreparedStep
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.sequence import StepOutput, StepPlan
+from engine.sequence import StepPlan
 from kv_transfer.messages import TokenEvent
 from kv_transfer.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
@@ -576,7 +577,7 @@ def broken(runner: ModelRunner) -> Iterator[None]:
     """Every step fails."""
     run = runner.run
 
-    def failing(step: PreparedStep, *hooks: object) -> StepOutput:
+    def failing(step: PreparedStep, *hooks: object) -> PendingOutput:
         raise RuntimeError("the device is broken")
 
     runner.run = failing  # type: ignore[method-assign,assignment]
@@ -588,7 +589,7 @@ def fail_once(runner: ModelRunner) -> None:
     """The runner's first step fails, after some of its layers."""
     run = runner.run
 
-    def failing(step: PreparedStep, on_layer: Callable[[int], None] | None = None, *hooks: object) -> StepOutput:
+    def failing(step: PreparedStep, on_layer: Callable[[int], None] | None = None, *hooks: object) -> PendingOutput:
         runner.run = run  # type: ignore[method-assign]
         if on_layer is not None:
             on_layer(0)

@@ -11,14 +11,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from decode_workers.building import decode_scheduler, step_overlap
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState, Emission
 from engine.loading import EngineConfig, LoadedModel, load_model
+from engine.pending_output import KnownTokens, PendingOutput
 from engine.prepared_step import PreparedStep
+from engine.runner import TokenSampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
+from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput, StepPlan
 from engine.step_cost import StepCost, StepWork
 from engine.step_costs import StepCosts
 from engine.step_loop import Overlap, StepLoop, StepRates
@@ -40,6 +43,23 @@ def _plan() -> StepPlan:
     )
 
 
+@dataclasses.dataclass
+class LateTokens:
+    """Tokens that a device would not have come to yet."""
+
+    tokens: list[SampledToken]
+    wait: Callable[[], None]
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return KnownTokens(self.tokens).token_ids
+
+    def finish(self) -> list[SampledToken]:
+        assert threading.current_thread().name.startswith("device")
+        self.wait()
+        return self.tokens
+
+
 class Bench:
     """Plans of a first step and of those ahead of it; a runner that records when it prepares, runs and samples."""
 
@@ -48,6 +68,7 @@ class Bench:
         self.story: list[tuple[str, StepPlan]] = []
         self.fails: set[int] = set()  # ids of plans whose run fails
         self.spoilt: set[int] = set()  # ids of plans that cannot be prepared
+        self.late: dict[int, Callable[[], None]] = {}  # by ids of plans, what waiting for their tokens takes
         self.began = {id(plan): threading.Event() for plan in plans}
         self.may_end = threading.Event()
         self.may_end.set()
@@ -78,7 +99,7 @@ class Bench:
         step: PreparedStep,
         on_layer: Callable[[int], None] | None = None,
         before_sampling: Callable[[], None] = lambda: None,
-    ) -> StepOutput:
+    ) -> PendingOutput:
         assert threading.current_thread() is not threading.main_thread()
         self.story.append(("began", step.plan))
         self.began[id(step.plan)].set()
@@ -87,7 +108,8 @@ class Bench:
             raise RuntimeError("hiccup")
         before_sampling()
         self.story.append(("sampled", step.plan))
-        return StepOutput([], [])
+        late = self.late.get(id(step.plan))
+        return PendingOutput(prompt_logprobs=[], tokens=KnownTokens([]) if late is None else LateTokens([], late))
 
     def told(self, plan: StepPlan) -> list[str]:
         return [what for what, of in self.story if of is plan]
@@ -126,6 +148,38 @@ async def test_a_step_computes_while_the_one_before_it_is_taken_in_and_samples_a
         await eventually(lambda: bench.told(third)[-1:] == ["finished"])
         assert [bench.told(plan) for plan in plans] == [["prepared", "began", "sampled", "finished"]] * 3
         assert bench.loop.healthy
+
+
+async def test_a_step_begins_while_the_device_still_samples_the_one_before() -> None:
+    first, second, third = plans = [_plan() for _ in range(3)]
+    bench = Bench(*plans)
+
+    def until(plan: StepPlan) -> Callable[[], None]:
+        def wait() -> None:
+            assert bench.began[id(plan)].wait(HANGS_S), "it waits for tokens that it need not know"
+
+        return wait
+
+    bench.late = {id(first): until(second), id(second): until(third), id(third): lambda: None}
+    async with _running(bench):
+        await eventually(lambda: bench.told(third)[-1:] == ["finished"])
+        assert [bench.told(plan) for plan in plans] == [["prepared", "began", "sampled", "finished"]] * 3
+
+
+async def test_a_step_whose_tokens_turn_out_bad_fails_with_the_one_that_went_on_from_them() -> None:
+    bad, ahead, good = plans = [_plan() for _ in range(3)]
+    bench = Bench(*plans)
+
+    def turn_out_bad() -> None:
+        assert bench.began[id(ahead)].wait(HANGS_S)
+        raise ArithmeticError("no distribution")
+
+    bench.late = {id(bad): turn_out_bad}
+    async with _running(bench):
+        await eventually(lambda: bench.told(good)[-1:] == ["finished"])
+        assert bench.told(bad)[-1] == "failed: no distribution"
+        assert bench.told(ahead)[:2] == ["prepared", "began"]
+        assert bench.told(ahead)[2:] == ["failed: the step before it failed, or nobody waits for it any more"]
 
 
 async def test_with_a_step_that_fails_goes_the_one_ahead_of_it() -> None:
@@ -264,9 +318,24 @@ class Outcome:
     num_preemptions: int
 
 
-async def _generate(folder: Path, *, overlap: bool, kv_blocks: int = 200, drop: str = "") -> Outcome:
+class LateSampler:
+    """The CPU's sampler, whose tokens are waited for in a thread of their own, as a device's are."""
+
+    def __init__(self, sampler: TokenSampler) -> None:
+        self._sampler = sampler
+        self.prompt_logprobs = sampler.prompt_logprobs
+
+    def begin(self, logits: torch.Tensor, rows: list[Sequence]) -> LateTokens:
+        return LateTokens(self._sampler.begin(logits, rows).finish(), lambda: None)
+
+
+async def _generate(
+    folder: Path, *, overlap: bool, kv_blocks: int = 200, drop: str = "", late: bool = False
+) -> Outcome:
     """All of the wishes through a step loop, two more with each step; one of them is given up on its way."""
     model = _model(folder, kv_blocks)
+    if late:
+        model.runner._sampler = LateSampler(model.runner._sampler)
     scheduler = _scheduler(model)
     waiting = _wishes()
     all_seqs, ahead = list(waiting), []
@@ -323,6 +392,13 @@ async def test_tokens_are_those_of_steps_one_after_the_other(folder: Path) -> No
     assert stopped, "some ended while a step was on its way that computes their next token"
 
 
+async def test_tokens_are_the_same_where_they_are_known_late(folder: Path) -> None:
+    alone = await _generate(folder, overlap=False)
+    overlapped = await _generate(folder, overlap=True, late=True)
+    assert overlapped.tokens == alone.tokens
+    assert overlapped.num_ahead > 20
+
+
 async def test_tokens_are_the_same_where_memory_lacks_and_sequences_are_preempted(folder: Path) -> None:
     alone, overlapped = [await _generate(folder, overlap=overlap, kv_blocks=20) for overlap in (False, True)]
     assert overlapped.tokens == alone.tokens
@@ -362,11 +438,11 @@ def test_an_ended_sequence_keeps_its_blocks_until_the_step_ahead_is_over(folder:
     ahead = scheduler.plan_ahead()
     step = model.runner.prepare(plan)
     next_step = model.runner.prepare(ahead, step)
-    (emission,) = scheduler.finish_step(plan, model.runner.run(step))
+    (emission,) = scheduler.finish_step(plan, model.runner.run(step).output())
     assert emission.finish == "stop"
     assert scheduler.state(seq.key) is DecodeState.ENDED
     assert model.block_pool.num_leases == 1
     assert scheduler.plan_ahead() == NOTHING
-    assert scheduler.finish_step(ahead, model.runner.run(next_step)) == []
+    assert scheduler.finish_step(ahead, model.runner.run(next_step).output()) == []
     assert seq.output_token_ids[-1] == emission.token.token_id
     model.block_pool.check_idle()
