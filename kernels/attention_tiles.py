@@ -13,7 +13,7 @@ Shape legend: R rows, N tokens of a tile of keys, D head size; the padded head s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -101,6 +101,19 @@ def head_tile(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def shipped_operands() -> Iterator[Operands]:
+    """Blocks and heads as models mostly have them; a launch with others compiles for itself."""
+    kinds = [(torch.bfloat16, 128, False, False), (torch.bfloat16, 128, False, True)]
+    for dtype, head_dim, softcapped, windowed in kinds:
+        yield Operands(
+            dtype=dtype,
+            geometry=CacheGeometry(block_size=16, block_stride=2, num_kv_heads=8, head_dim=head_dim),
+            softcapped=softcapped,
+            windowed=windowed,
+            architecture=90,
+        )
+
+
 def softmax_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     """What turns the kernel's scores into exponents of two, and a dot product into the argument of `_capped`."""
     if scale <= 0 or (softcap is not None and softcap <= 0):
@@ -115,7 +128,7 @@ def signature_of(kernel: Any, dtype: torch.dtype) -> Mapping[str, str]:
     element = f"*{TYPE_NAMES[dtype]}"
     types = dict.fromkeys(("q", "out", "cache"), element)
     types |= dict.fromkeys(("table", "segments", "tiles", "items", "num_items", "members"), "*i32")
-    types |= dict.fromkeys(("earlier", "partial", "partial_stats"), "*fp32")
+    types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
     types |= dict.fromkeys(("group", "window", "slot_rows"), "i32")
     types |= {"q_row_stride": "i64", "scale": "fp32", "squeeze": "fp32"}
     return {name: types.get(name, "constexpr") for name in kernel.arg_names}
@@ -135,14 +148,6 @@ def store_rows(out, rows, values, live, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.co
     dims = tl.arange(0, HEAD_TILE)
     places = out + rows[:, None] * HEAD_DIM + dims[None, :]
     tl.store(places, values.to(out.dtype.element_ty), mask=live[:, None] & (dims < HEAD_DIM)[None, :])
-
-
-@triton.jit
-def load_rows(source, rows, live, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr):
-    """`[R, D]` from rows `[R]` (int64) of `source [.., D]`, contiguous; zeros where not `live [R]`."""
-    dims = tl.arange(0, HEAD_TILE)
-    places = source + rows[:, None] * HEAD_DIM + dims[None, :]
-    return tl.load(places, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit

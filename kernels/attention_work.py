@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kernels.attention_tiles import SEGMENT_FIELDS, SPLIT_TOKENS, Operands
 from kernels.cascade_attention import SharedSplit, plan_shared_splits
-from kernels.decode_attention import NARROW_ROWS, max_rows
+from kernels.decode_attention import MAX_ROWS, NARROW_ROWS, WIDE_ROWS
 from kernels.interface import Segment
 from kernels.prefill_attention import prefill_tile
 
@@ -49,14 +49,13 @@ class AttentionWork:
 
     segments: Words  # [S, SEGMENT_FIELDS]: decode's first
     table: Words  # [G, columns]
-    narrow: Words  # [.., 2] decode's items in narrow tiles: segment, split
-    wide: Words  # [.., 2] in wide tiles
+    narrow: Words  # [.., 3] decode's items in narrow tiles: segment, split, first row
+    wide: Words  # [.., 3] in wide tiles
     shared: Words  # [.., 3] cascade's items: first member, members, split
     members: Words  # [..] segments of cascade's items
     tiles: Words  # [.., 2] prefill's tiles: segment, first row
     num_decodes: int
     num_slots: int  # of partial sums
-    num_rows: int  # of the packed batch, as far as prefill must keep sums of earlier splits
     slot_rows: int
 
     def lists(self) -> Mapping[str, Words]:
@@ -69,9 +68,8 @@ class AttentionWork:
 
 
 def plan_work(segments: Sequence[Segment], shape: AttentionShape) -> AttentionWork:
-    rows = max_rows(shape.operands.dtype)
-    decodes = [segment for segment in segments if segment.num_queries * shape.group <= rows]
-    prefills = [segment for segment in segments if segment.num_queries * shape.group > rows]
+    decodes = [segment for segment in segments if segment.num_queries * shape.group <= MAX_ROWS]
+    prefills = [segment for segment in segments if segment.num_queries * shape.group > MAX_ROWS]
     ordered = decodes + prefills
     records, table = _records(ordered, shape)
     num_decodes = len(decodes)
@@ -83,14 +81,13 @@ def plan_work(segments: Sequence[Segment], shape: AttentionShape) -> AttentionWo
     return AttentionWork(
         segments=records,
         table=table,
-        narrow=items[narrow],
-        wide=items[~narrow],
+        narrow=_in_tiles(items[narrow], records, NARROW_ROWS, shape),
+        wide=_in_tiles(items[~narrow], records, WIDE_ROWS, shape),
         shared=shared_items,
         members=members,
         tiles=_tiles(records, num_decodes, shape),
         num_decodes=num_decodes,
         num_slots=num_slots,
-        num_rows=_kept_rows(records[num_decodes:], shape),
         slot_rows=max((segment.num_queries for segment in decodes), default=0) * shape.group,
     )
 
@@ -125,11 +122,6 @@ def _give_slots(decodes: Words) -> int:
     return int(stops[-1]) if len(stops) else 0
 
 
-def _kept_rows(prefills: Words, shape: AttentionShape) -> int:
-    several = prefills[prefills[:, 6] > 1]
-    return int((several[:, 0] + several[:, 1]).max()) if shape.batch_invariant and len(several) else 0
-
-
 def _items(decodes: Words, shared: list[SharedSplit]) -> Words:
     """`[.., 2]` every split of every segment but the shared ones."""
     counts = decodes[:, 6]
@@ -146,6 +138,14 @@ def _items(decodes: Words, shared: list[SharedSplit]) -> Words:
     return items[own]
 
 
+def _in_tiles(items: Words, records: Words, rows: int, shape: AttentionShape) -> Words:
+    """`[.., 3]` each of the items `[.., 2]` once per tile of its segment's rows."""
+    counts = -(-records[items[:, 0], 1] * shape.group // rows)
+    item = np.repeat(np.arange(len(items)), counts)
+    ordinal = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.concatenate((items[item], ordinal[:, None] * rows), axis=1, dtype=np.int32)
+
+
 def _shared_splits(decodes: list[Segment], shape: AttentionShape) -> list[SharedSplit]:
     """Those worth a launch. With a window, prefixes fall out of sight, and nothing is shared."""
     if shape.share_from_bytes is None or shape.window is not None or len(decodes) < 2:
@@ -160,7 +160,7 @@ def _shared_splits(decodes: list[Segment], shape: AttentionShape) -> list[Shared
 
 
 def _members_per_tile(num_queries: int, shape: AttentionShape) -> int:
-    return max_rows(shape.operands.dtype) // (num_queries * shape.group)
+    return WIDE_ROWS // (num_queries * shape.group)
 
 
 def _shared_items(shared: list[SharedSplit], records: Words, shape: AttentionShape) -> tuple[Words, Words]:

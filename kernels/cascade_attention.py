@@ -26,6 +26,7 @@ from kernels.attention_tiles import (
     attend_tiles,
     empty_sums,
     load_queries,
+    shipped_operands,
     signature_of,
     softmax_scales,
 )
@@ -95,6 +96,10 @@ def configuration(operands: Operands) -> Shipped:
         num_stages=tile.num_stages,
         aligned=frozenset({"q_row_stride"}),
     )
+
+
+def shipped() -> list[Shipped]:
+    return [configuration(operands) for operands in shipped_operands() if not operands.windowed]
 
 
 def cascade_attention(

@@ -29,6 +29,7 @@ from kernels.attention_tiles import (
     load_queries,
     merge_sums,
     normalised,
+    shipped_operands,
     signature_of,
     softmax_scales,
     store_rows,
@@ -37,7 +38,11 @@ from kernels.interface import CacheGeometry
 from kernels.shipped import TYPE_NAMES, Shipped
 
 NARROW_ROWS = 16
-"""Rows that the narrow configuration takes: as many as the smallest matrix instruction has."""
+WIDE_ROWS = 32
+"""Rows of a program in the two configurations: of the smallest matrix instruction, and of two of them."""
+
+MAX_ROWS = 64
+"""Rows of a segment (query tokens times query heads of a key head) that are worth a second reading of its keys."""
 
 
 @triton.jit
@@ -52,25 +57,27 @@ def store_sums(
 
 @triton.jit
 def _decode_split(
-    q, out, cache, table, segment, split, kv_head, partial, partial_stats, slot_rows, q_row_stride, group,
+    q, out, cache, table, segment, split, first, kv_head, partial, partial_stats, slot_rows, q_row_stride, group,
     window, scale, squeeze,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
-    """One split of one segment and key head; its rows all fit. The only split of a segment is its result."""
+    """Rows from `first` on over one split of one segment and key head. The only split of a segment is its result."""
     first_row, num_queries, context_len = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
     first_slot, first_split, num_splits = tl.load(segment + 4), tl.load(segment + 5), tl.load(segment + 6)
-    row = tl.arange(0, ROWS)
+    row = first + tl.arange(0, ROWS)
     query = row // group
     live = query < num_queries
     before = context_len - num_queries
     position = tl.where(live, before + query, -1)
+    lowest = before + first // group
+    highest = before + tl.minimum((first + ROWS - 1) // group, num_queries - 1)
     query_head = kv_head * group + row % group
     rows = load_queries(q, first_row + query, query_head, live, q_row_stride, HEAD_DIM, HEAD_TILE)
     acc, greatest, weight = attend_span(
-        rows, position, before, context_len - 1, cache + kv_head * HEAD_DIM, table + tl.load(segment + 3),
+        rows, position, lowest, highest, cache + kv_head * HEAD_DIM, table + tl.load(segment + 3),
         split * SPLIT_TILES, (split + 1) * SPLIT_TILES, window, scale, squeeze,
         WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
     )  # fmt: skip
@@ -92,12 +99,15 @@ def decode_attention_kernel(
     BLOCK_STRIDE: tl.constexpr,
     SEGMENT_FIELDS: tl.constexpr, SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any. `items [.., 2]`: segment, split; `num_items [1]` of them count. `partial [P, H, slot_rows, D]`."""
+    """Grid: any. `items [.., 3]`: segment, split, first row; `num_items [1]` of them count.
+
+    `partial [P, H, slot_rows, D]`, `partial_stats [P, H, slot_rows, 2]`.
+    """
     for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
-        item = items + work // NUM_KV_HEADS * 2
+        item = items + work // NUM_KV_HEADS * 3
         _decode_split(
-            q, out, cache, table, segments + tl.load(item) * SEGMENT_FIELDS, tl.load(item + 1), work % NUM_KV_HEADS,
-            partial, partial_stats, slot_rows, q_row_stride, group, window, scale, squeeze,
+            q, out, cache, table, segments + tl.load(item) * SEGMENT_FIELDS, tl.load(item + 1), tl.load(item + 2),
+            work % NUM_KV_HEADS, partial, partial_stats, slot_rows, q_row_stride, group, window, scale, squeeze,
             WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
             SPLIT_TILES,
         )  # fmt: skip
@@ -128,19 +138,17 @@ def merge_splits_kernel(
     store_rows(out, place, normalised(acc, weight), tl.arange(0, 1) == 0, HEAD_DIM, HEAD_TILE)
 
 
-def max_rows(dtype: torch.dtype) -> int:
-    """Rows of a sequence (query tokens times query heads of a key head) that the wide configuration takes."""
-    return 64 if dtype.itemsize == 2 else 32
-
-
 def wide_tile(operands: Operands) -> Tile:
-    """The only tile of batch-invariant attention: in another one, a row's sums might be laid out otherwise."""
-    rows = max_rows(operands.dtype)
+    """The only tile of batch-invariant attention: in another one, a row's sums might be laid out otherwise.
+
+    So small that prefill's two accumulators fit registers, and that all architectures use the same instructions.
+    """
     if operands.dtype.itemsize > 2:
-        return Tile(rows=rows, tokens=32, num_warps=4, num_stages=2)
+        tokens = 32 if operands.head_tile <= 64 else 16
+        return Tile(rows=WIDE_ROWS, tokens=tokens, num_warps=4 if operands.head_tile <= 64 else 8, num_stages=2)
     if operands.head_tile <= 128:
-        return Tile(rows=rows, tokens=64, num_warps=4, num_stages=3)
-    return Tile(rows=rows, tokens=32, num_warps=8, num_stages=2)
+        return Tile(rows=WIDE_ROWS, tokens=64, num_warps=4, num_stages=3)
+    return Tile(rows=WIDE_ROWS, tokens=32, num_warps=8, num_stages=2)
 
 
 def narrow_tile(operands: Operands) -> Tile:
@@ -148,7 +156,7 @@ def narrow_tile(operands: Operands) -> Tile:
     return Tile(rows=NARROW_ROWS, tokens=wide.tokens, num_warps=4, num_stages=wide.num_stages + 1)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def configuration(operands: Operands, wide: bool) -> Shipped:
     tile = wide_tile(operands) if wide else narrow_tile(operands)
     return Shipped(
@@ -182,6 +190,12 @@ def merge_configuration(dtype: torch.dtype, head_dim: int, num_kv_heads: int) ->
         num_warps=1,
         num_stages=1,
     )
+
+
+def shipped() -> list[Shipped]:
+    splits = [configuration(operands, wide) for operands in shipped_operands() for wide in (False, True)]
+    merges = {(operands.dtype, operands.geometry.head_dim) for operands in shipped_operands()}
+    return splits + [merge_configuration(dtype, head_dim, 8) for dtype, head_dim in merges]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +235,7 @@ def decode_attention(
     softcap: float | None,
     wide: bool,
 ) -> None:
-    """Sums over the splits that `items [.., 2]` name, of which the first `num_items [1]` count (int32, on the device).
+    """Sums over the splits that `items [.., 3]` name, of which the first `num_items [1]` count (int32, on the device).
 
     Rows of `q`, `out [T, Q, D]`, `table` and `segments`: see `prefill_attention`.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.attention_tiles import SEGMENT_FIELDS
 from kernels.attention_work import AttentionShape, AttentionWork, Words, plan_work
-from kernels.decode_attention import NARROW_ROWS, PartialSums
+from kernels.decode_attention import NARROW_ROWS, WIDE_ROWS, PartialSums
 from kernels.interface import Segment
 
 # Programs of the decode kernels for each processor: what fits at once of the narrow ones. Not measured yet.
@@ -39,7 +39,7 @@ class DeviceWork:
 
     lists: Mapping[str, Tensor]
     partials: PartialSums
-    earlier: Tensor | None  # [T, Q, D] float32, where prefill is to be batch-invariant
+    batch_invariant: bool
     sizes: LaunchSizes
 
 
@@ -50,7 +50,7 @@ def send_up(work: AttentionWork, shape: AttentionShape, device: torch.device) ->
     return DeviceWork(
         lists=_views(words, lists),
         partials=PartialSums.of(max(work.num_slots, 1), shape.operands.geometry, max(work.slot_rows, 1), device),
-        earlier=_earlier(work.num_rows, shape, device) if shape.batch_invariant else None,
+        batch_invariant=shape.batch_invariant,
         sizes=LaunchSizes(
             narrow=min(len(work.narrow) * heads, most),
             wide=min(len(work.wide) * heads, most),
@@ -96,7 +96,7 @@ class DecodeBuffers:
         self.work = DeviceWork(
             lists=_views(self._words, lists),
             partials=PartialSums.of(limits.num_splits, shape.operands.geometry, rows, device),
-            earlier=None,
+            batch_invariant=shape.batch_invariant,
             sizes=sizes,
         )
 
@@ -109,10 +109,8 @@ class DecodeBuffers:
             if any(have > most for have, most in zip(words.shape, room.shape, strict=True)):
                 raise ValueError(f"a step has {words.shape} {name}, but its CUDA graph has room for {room.shape}")
             room[tuple(slice(0, have) for have in words.shape)] = words
-        if work.slot_rows > self.work.partials.slot_rows or len(work.tiles):
-            raise ValueError(
-                f"a step has more than the {self._limits.num_queries} queries per segment of its CUDA graph"
-            )
+        if work.slot_rows > self.work.partials.slot_rows:
+            raise ValueError(f"a step's CUDA graph is for segments of up to {self._limits.num_queries} queries")
         packed, _ = _pack(lists)
         self._words.copy_(_pinned(packed, self._words.device), non_blocking=True)
 
@@ -123,8 +121,8 @@ class DecodeBuffers:
             "counts": (4,),
             "segments": (limits.num_segments, SEGMENT_FIELDS),
             "table": (limits.num_layer_groups, columns),
-            "narrow": (limits.num_splits, 2),
-            "wide": (limits.num_splits, 2),
+            "narrow": (limits.num_splits, 3),
+            "wide": (limits.num_splits * -(-limits.num_queries * self.shape.group // WIDE_ROWS), 3),
             "shared": (limits.num_splits, 3),
             "members": (limits.num_splits,),
             "tiles": (0, 2),
@@ -137,11 +135,6 @@ def num_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return _PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _earlier(num_rows: int, shape: AttentionShape, device: torch.device) -> Tensor:
-    size = (num_rows, shape.num_heads, shape.operands.geometry.head_dim)
-    return torch.empty(size if num_rows else (1, 1, 1), dtype=torch.float32, device=device)
 
 
 def _all_lists(work: AttentionWork) -> dict[str, Words]:

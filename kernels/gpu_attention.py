@@ -115,7 +115,7 @@ def launch(
     if sizes.tiles:
         prefill_attention(
             q, cache_rows, out, table=table, segments=segments, tiles=lists["tiles"], num_tiles=sizes.tiles,
-            geometry=geometry, window=window, scale=scale, softcap=softcap, earlier=work.earlier,
+            geometry=geometry, window=window, scale=scale, softcap=softcap, batch_invariant=work.batch_invariant,
         )  # fmt: skip
     for index, (name, num_programs) in enumerate((("narrow", sizes.narrow), ("wide", sizes.wide))):
         if num_programs:

@@ -12,6 +12,7 @@ Shape legend: see `kernels.interface` and `kernels.attention_tiles`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import triton
@@ -25,9 +26,9 @@ from kernels.attention_tiles import (
     attend_span,
     empty_sums,
     load_queries,
-    load_rows,
     merge_sums,
     normalised,
+    shipped_operands,
     signature_of,
     softmax_scales,
     store_rows,
@@ -39,7 +40,7 @@ from kernels.shipped import Shipped
 
 @triton.jit(do_not_specialize=["window", "group"])
 def prefill_attention_kernel(
-    q, out, earlier, cache, table, segments, tiles, q_row_stride, group, window, scale, squeeze,
+    q, out, cache, table, segments, tiles, q_row_stride, group, window, scale, squeeze,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -72,42 +73,39 @@ def prefill_attention_kernel(
         )  # fmt: skip
         store_rows(out, places, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
     else:
-        _, greatest, weight = empty_sums(ROWS, HEAD_TILE)
+        acc, greatest, weight = empty_sums(ROWS, HEAD_TILE)
         first_split = 0
         if WINDOWED:
             first_split = tl.maximum(lowest + 1 - window, 0) // (SPLIT_TILES * TOKENS)
-        last_split = highest // (SPLIT_TILES * TOKENS)
-        for split in range(first_split, last_split + 1):
+        for split in range(first_split, highest // (SPLIT_TILES * TOKENS) + 1):
             split_acc, split_greatest, split_weight = attend_span(
                 rows, position, lowest, highest, cache, table, split * SPLIT_TILES, (split + 1) * SPLIT_TILES,
                 window, scale, squeeze,
                 WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
             )  # fmt: skip
-            # Two tiles of sums are more than registers hold, so that of earlier splits waits in memory.
-            acc = load_rows(earlier, places, live & (split > first_split), HEAD_DIM, HEAD_TILE)
             acc, greatest, weight = merge_sums(acc, greatest, weight, split_acc, split_greatest, split_weight, scale)
-            if split < last_split:
-                store_rows(earlier, places, acc, live, HEAD_DIM, HEAD_TILE)
-                tl.debug_barrier()  # what one thread wrote, another one may read
-            else:
-                store_rows(out, places, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
+        store_rows(out, places, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
 
 
 def prefill_tile(operands: Operands, batch_invariant: bool) -> Tile:
-    if batch_invariant:
-        return wide_tile(operands)
-    if operands.dtype.itemsize > 2:
-        return Tile(rows=32, tokens=32, num_warps=4, num_stages=2)
-    if operands.head_tile <= 128:
+    """Chosen so that nothing spills; which is the fastest of those is not measured yet."""
+    wide = wide_tile(operands)
+    if batch_invariant or operands.dtype.itemsize > 2:
+        return wide
+    if operands.head_tile <= 64 or (operands.head_tile == 128 and operands.architecture > 80):
         return Tile(rows=128, tokens=64, num_warps=8, num_stages=3)
-    return Tile(rows=128, tokens=32, num_warps=8, num_stages=2)
+    if operands.head_tile == 128:
+        return Tile(rows=64, tokens=64, num_warps=8, num_stages=3)
+    return Tile(rows=64, tokens=64 if operands.architecture > 80 else 32, num_warps=8, num_stages=2)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def configuration(operands: Operands, batch_invariant: bool) -> Shipped:
     tile = prefill_tile(operands, batch_invariant)
+    architectures = _alike(operands, batch_invariant)
+    marks = ("invariant" if batch_invariant else "", "sm_80" if architectures == (80,) else "")
     return Shipped(
-        name=operands.name("prefill_attention", "invariant" if batch_invariant else ""),
+        name=operands.name("prefill_attention", *marks),
         kernel=prefill_attention_kernel,
         signature=signature_of(prefill_attention_kernel, operands.dtype),
         constants={
@@ -118,7 +116,28 @@ def configuration(operands: Operands, batch_invariant: bool) -> Shipped:
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         aligned=frozenset({"q_row_stride"}),
+        architectures=architectures,
     )
+
+
+def _alike(operands: Operands, batch_invariant: bool) -> tuple[int, ...]:
+    """The architectures that have the same tile."""
+    old, new = (
+        prefill_tile(replace(operands, architecture=architecture), batch_invariant) for architecture in (80, 90)
+    )
+    if old == new:
+        return (80, 90, 100)
+    return (80,) if operands.architecture == 80 else (90, 100)
+
+
+def shipped() -> list[Shipped]:
+    chosen = (
+        configuration(replace(operands, architecture=architecture), batch_invariant)
+        for operands in shipped_operands()
+        for batch_invariant in (False, True)
+        for architecture in (80, 90)
+    )
+    return list({one.name: one for one in chosen}.values())
 
 
 def prefill_attention(
@@ -134,21 +153,19 @@ def prefill_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
-    earlier: Tensor | None,
+    batch_invariant: bool,
 ) -> None:
     """Fill the rows of `out [T, Q, D]`, contiguous, that `tiles` covers, from `q [T, Q, D]` and the paged cache.
 
     `table` (int32) holds the layer group's blocks; a segment's begin at its table start.
-    `segments [.., SEGMENT_FIELDS]`, `tiles [num_tiles, 2]` (int32): see there. `earlier [T, Q, D]` float32 is room for
-    sums of earlier splits: with it, the result is batch-invariant.
+    `segments [.., SEGMENT_FIELDS]`, `tiles [num_tiles, 2]` (int32): see there.
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2]
     exponent_scale, squeeze = softmax_scales(scale, softcap)
-    configuration(Operands.of(q, geometry, softcap, window), earlier is not None).launch(
+    configuration(Operands.of(q, geometry, softcap, window), batch_invariant).launch(
         (num_tiles * geometry.num_kv_heads,),
         q=q,
         out=out,
-        earlier=earlier,
         cache=cache_rows,
         table=table,
         segments=segments,

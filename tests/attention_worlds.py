@@ -23,7 +23,7 @@ _LAYERS_PER_GROUP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`segments` are (queries, context) pairs in packed order; the first `shared` tokens of all are the same blocks."""
+    """`segments` are (queries, context) pairs in packed order; their first `shared` tokens lie in the same blocks."""
 
     segments: tuple[tuple[int, int], ...]
     window: int | None = None
@@ -85,7 +85,8 @@ def build(case: Case, dtype: torch.dtype) -> World:
     blocks = random.Random(case.seed).sample(range(_NUM_GROUPS * sum(columns) + 3), _NUM_GROUPS * sum(columns))
     tables = np.split(np.array(blocks, dtype=np.int32).reshape(_NUM_GROUPS, -1), np.cumsum(columns)[:-1], axis=1)
     for table in tables[1:]:
-        table[:, : case.shared // case.block_size] = tables[0][:, : case.shared // case.block_size]
+        num_shared = min(case.shared // case.block_size, table.shape[1] - 1, tables[0].shape[1] - 1)
+        table[:, :num_shared] = tables[0][:, :num_shared]
     shape = (len(blocks) + 3, _LAYERS_PER_GROUP, 2, case.block_size, case.num_kv_heads, case.head_dim)
     cache = torch.full(shape, torch.nan, dtype=dtype)
     row, segments = 0, []

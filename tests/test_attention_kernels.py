@@ -79,7 +79,7 @@ def test_only_rows_of_the_tiles_are_written() -> None:
     table = torch.from_numpy(world.segments[0].block_table[world.group]).to(device())
     prefill_attention(
         q, world.cache_rows, out, table=table, num_tiles=1, geometry=world.geometry, window=None,
-        scale=world.scale, softcap=None, earlier=None, **lists,
+        scale=world.scale, softcap=None, batch_invariant=False, **lists,
     )  # fmt: skip
     assert_like_twin(out[2:7], world.expected())
     assert (out[:2] == 7).all() and (out[7:] == 7).all()
