@@ -34,11 +34,11 @@ class Generated:
 
 
 class SmallModel:
-    """A random model of one family in float32, in `folder`."""
+    """A random model of one family in float32, its config changed, in `folder`."""
 
-    def __init__(self, family: str, folder: Path) -> None:
+    def __init__(self, family: str, folder: Path, **changes: Any) -> None:
         self.folder = folder
-        self._oracle = build_oracle(family, folder)
+        self._oracle = build_oracle(family, folder, **changes)
         (folder / "tokenizer.json").write_text("{}")  # a checkpoint must have one; nothing here is text
 
     def local(self, prompt: list[int], params: SamplingParams) -> Generated:

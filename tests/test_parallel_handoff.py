@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
+from decode_workers.worker import DecodeWorkerConfig
 from kv_transfer.transfer_config import TransferConfig
 from tests.mini_cluster import cluster_of
 from tests.small_models import SmallModel, greedy, random_prompts
@@ -14,25 +15,41 @@ NUM_TOKENS = 10
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("qwen3", tmp_path_factory.mktemp("model"))
+def two_heads(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    """Of keys and values: four ranks have each of them twice."""
+    return SmallModel("qwen3", tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "transport"), [(1, 2, "shm"), (2, 1, "tcp"), (2, 4, "shm"), (4, 2, "tcp")]
-)
-async def test_the_tokens_are_those_of_one_process(
-    model: SmallModel, prefill: int, decode: int, transport: Literal["shm", "tcp"]
+@pytest.fixture(scope="module")
+def six_heads(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    """Two and three ranks cut them at different places."""
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
+    return SmallModel("llama", tmp_path_factory.mktemp("six"), **sizes)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "transport"), [(1, 2, "shm"), (4, 2, "tcp")])
+async def test_with_two_heads(
+    two_heads: SmallModel, prefill: int, decode: int, transport: Literal["shm", "tcp"]
 ) -> None:
+    await check(two_heads, prefill, decode, transport)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "transport"), [(2, 3, "shm"), (3, 1, "tcp")])
+async def test_with_six_heads(
+    six_heads: SmallModel, prefill: int, decode: int, transport: Literal["shm", "tcp"]
+) -> None:
+    await check(six_heads, prefill, decode, transport)
+
+
+async def check(model: SmallModel, prefill: int, decode: int, transport: Literal["shm", "tcp"]) -> None:
     config: dict[str, Any] = {
         "prefill_engine": {"tensor_parallel": prefill, "block_size": 8},
         "decode_engine": {"tensor_parallel": decode, "layers_per_group": 2},
+        "decode": DecodeWorkerConfig(overlap_steps=decode > 1),
         "transfer": TransferConfig(transport=transport),
     }
     prompts = random_prompts([3, 40, 70, 150], seed=prefill * 10 + decode)
     async with cluster_of(model, **config) as cluster:
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate([*prompts, prompts[3]]):  # the last one from the prefix cache
             events = await cluster.generate(f"r{number}", prompt, greedy(NUM_TOKENS))
             assert [event.token_id for event in events] == model.hugging_face(prompt, NUM_TOKENS)
-        again = await cluster.generate("again", prompts[3], greedy(NUM_TOKENS))  # from the prefix cache
-        assert [event.token_id for event in again] == model.hugging_face(prompts[3], NUM_TOKENS)
