@@ -29,9 +29,10 @@ def goodput_headline(results: Report) -> Json:
 
 def decisions_table(results: Report) -> str:
     rows: list[list[object]] = [
-        [name, tail(cell), cell["samples"]] for name, cell in results.items() if name not in _SIZES
+        [name, tail(cell), tail(cell["wall"]), cell["samples"]] for name, cell in results.items() if name not in _SIZES
     ]
-    return table([f"{results['workers']} workers, {results['blocks']} blocks", "P50 / P99, ms", "decisions"], rows)
+    sizes = f"{results['workers']} workers, {results['blocks']} blocks"
+    return table([sizes, "P50 / P99 of processor time, ms", "on the wall", "decisions"], rows)
 
 
 def _name(line: Report) -> str:

@@ -10,9 +10,9 @@ from cluster.placement.admission import Outcome
 
 def test_every_decision_is_timed_once_and_some_are_turned_away() -> None:
     ticks = count()
-    taken = timed_decisions(20, 2000, 40, clock=lambda: float(next(ticks)))
+    taken = timed_decisions(20, 2000, 40, clocks=[lambda: float(next(ticks))])
     assert sum(map(len, taken.values())) == 40
-    assert {seconds for times in taken.values() for seconds in times} == {1.0}
+    assert {seconds for times in taken.values() for seconds in times} == {(1.0,)}
     assert taken[Outcome.PLACED]
     assert taken[Outcome.REJECTED]
 
