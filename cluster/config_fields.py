@@ -83,30 +83,40 @@ BudgetField = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemory:
-    """How large one worker's KV cache is: exactly one of the two is set."""
+    """How large one worker's KV cache is: exactly one of the three is set. `share`: of the device's memory, with the
+    model, its largest step and what others use in it."""
 
     num_bytes: int | None = None
     num_blocks: int | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.num_bytes is None) == (self.num_blocks is None):
-            raise ValueError("give the KV memory either in bytes or in blocks")
-        if (self.num_bytes or self.num_blocks or 0) < 1:
+        if [self.num_bytes, self.num_blocks, self.share].count(None) != 2:
+            raise ValueError("give the KV memory in bytes, in blocks, or as a share of the device's")
+        if self.share is None and (self.num_bytes or self.num_blocks or 0) < 1:
             raise ValueError("the KV memory must be larger than nothing; write for example 2GiB, or 4096 blocks")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ValueError("a share of the device's memory is more than 0% and at most 100%; write for example 90%")
 
     @classmethod
     def parse(cls, value: object) -> KvMemory:
-        """From bytes, a text such as "2GiB", or "4096 blocks"."""
+        """From bytes, or a text such as "2GiB", "4096 blocks" or "90%"."""
         if isinstance(value, KvMemory):
             return value
         if isinstance(value, str) and (match := _BLOCKS.fullmatch(value)):
             return cls(num_blocks=int(match[1]))
+        if isinstance(value, str) and (match := _SHARE.fullmatch(value)):
+            return cls(share=float(match[1]) / 100)
         try:
             return cls(num_bytes=parse_size(value))
         except ValueError as error:
-            raise ValueError(f"{error} (or a number of blocks, such as 4096 blocks)") from error
+            raise ValueError(
+                f"{error} (or a number of blocks, such as 4096 blocks, or a share, such as 90%)"
+            ) from error
 
     def __str__(self) -> str:
+        if self.share is not None:
+            return f"{100 * self.share:g}%"
         return f"{self.num_blocks} blocks" if self.num_bytes is None else format_size(self.num_bytes)
 
     @classmethod

@@ -17,7 +17,8 @@ class KvPoolSettings(Settings):
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     memory: KvMemory = Field(
         KvMemory(num_bytes=2**30),
-        description="KV cache of one worker: bytes, a text such as 2GiB, or a number of blocks such as 4096 blocks.",
+        description="KV cache of one worker: bytes, a text such as 2GiB, a number of blocks such as 4096 blocks, or a"
+        " share such as 90%: what is left of that share of the device's memory, as measured at the start.",
     )
     host_memory: BudgetField = Field(
         Budget(num_bytes=2**30),

@@ -20,7 +20,7 @@ from kv_transfer.tiers.tiers_config import Budget
 
 _NAMES = {
     Budget: "size or share",
-    KvMemory: "size or blocks",
+    KvMemory: "size, blocks or share",
     SecretStr: "text",
     str: "text",
     int: "integer",

@@ -14,6 +14,7 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
 from engine.loading import EngineConfig
+from engine.memory_profile import StepSize
 from kv_transfer.messages import Role
 from kv_transfer.tiers.tiers_config import DiskConfig, TiersConfig
 from kv_transfer.transfer_config import TransferConfig
@@ -122,6 +123,8 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings) -> Eng
         layers_per_group=config.kv.layers_per_group,
         kv_bytes=kv.memory.num_bytes,
         kv_blocks=kv.memory.num_blocks,
+        kv_share=kv.memory.share,
+        largest_step=_largest_step(config),
         staging_bytes=kv.staging if config.kv.layerkv == "auto" and kv.has_host_memory else 0,
         ring_groups=config.kv.ring_groups,
         num_threads=pool.threads,
@@ -129,6 +132,15 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings) -> Eng
         prefix_caching=config.kv.prefix_cache,
         batch_invariant=config.model.batch_invariant,
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
+    )
+
+
+def _largest_step(config: LegatoConfig) -> StepSize:
+    """Of either role: a worker may change its own, and its memory stays as it is."""
+    decode = config.decode
+    return StepSize(
+        num_tokens=max(config.prefill.chunk_tokens, decode.chunk_tokens + decode.max_num_seqs),
+        num_seqs=decode.max_num_seqs,
     )
 
 

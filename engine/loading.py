@@ -12,6 +12,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache, KVLayout
+from engine.memory_profile import StepSize
 from engine.model_store import resolve_model
 from engine.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.runner import ModelRunner
@@ -28,7 +29,9 @@ _SAMPLE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What a worker loads. Exactly one of `kv_bytes` and `kv_blocks` is set; None elsewhere means the default.
+    """What a worker loads. One of `kv_bytes`, `kv_blocks` and `kv_share` is set; None elsewhere means the default.
+
+    `kv_share`: KV gets what is left of that share of the device's memory beside the model and a step of `largest_step`.
 
     `host_bytes` of host memory and a ring of `staging_bytes`, in `ring_groups` slots, come on top of the device's KV
     memory. `max_model_len` is bounded by what the model was made for and by what either memory holds; in host memory,
@@ -43,6 +46,8 @@ class EngineConfig:
     layers_per_group: int | None = None
     kv_bytes: int | None = None
     kv_blocks: int | None = None
+    kv_share: float | None = None
+    largest_step: StepSize = StepSize()  # noqa: RUF009 - frozen
     host_bytes: int = 0
     staging_bytes: int = 0
     ring_groups: int = 2
@@ -107,6 +112,8 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         layers_per_group=config.layers_per_group,
         num_blocks=config.kv_blocks,
         kv_bytes=config.kv_bytes,
+        kv_share=config.kv_share,
+        largest_step=config.largest_step,
         host_bytes=config.host_bytes,
         staging_bytes=config.staging_bytes,
         ring_groups=config.ring_groups,

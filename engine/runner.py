@@ -81,11 +81,21 @@ class ModelRunner:
         self._group = group
         self._model = model if group is None else GroupModel(group, model)
         assert self._model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
-        assert ring is None or host_cache is not None, "a staging ring needs a host cache to fetch from"
-        self._staging: Staging | None = None
-        if host_cache is not None:
-            windows = _group_windows(config, kv_cache.layout)
-            self._staging = Staging(self.sequence_kv, host_cache, ring, windows)
+        self._staging = self._stage(ring)
+
+    def keep_kv_in(self, kv_cache: KVCache, host_cache: KVCache | None, ring: StagingConfig | None) -> None:
+        """In place of where it was kept so far, and forget that: before a runner without a group is put to use."""
+        assert self._group is None, "a group's ranks have caches of their own"
+        assert self._staging is None, "what is staged belongs to a cache"
+        self.kv_cache = kv_cache
+        self.host_cache = host_cache
+        self._staging = self._stage(ring)
+
+    def _stage(self, ring: StagingConfig | None) -> Staging | None:
+        assert ring is None or self.host_cache is not None, "a staging ring needs a host cache to fetch from"
+        if self.host_cache is None:
+            return None
+        return Staging(self.sequence_kv, self.host_cache, ring, _group_windows(self.config, self.kv_cache.layout))
 
     @property
     def num_pool_blocks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ import torch
 from engine.devices import pin, require_device
 from engine.host_memory import keep_freed_memory
 from engine.kv_cache import KVCache, KVLayout
-from engine.kv_sizes import KVMemory, layers_per_group_for, size_tiers
+from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
+from engine.memory_profile import StepSize, kv_bytes_left
 from engine.model_config import ModelConfig
 from engine.parallel.leader import GroupLeader
 from engine.parallel.shards import WHOLE
@@ -35,6 +37,8 @@ def load_runner(
     layers_per_group: int | None = None,
     num_blocks: int | None = None,
     kv_bytes: int | None = None,
+    kv_share: float | None = None,
+    largest_step: StepSize = StepSize(),  # noqa: B008 - frozen
     host_bytes: int = 0,
     staging_bytes: int = 0,
     ring_groups: int = 2,
@@ -47,7 +51,8 @@ def load_runner(
     """A runner for the model in a folder, on a device; what it took is logged.
 
     `layers_per_group` None: all layers share one block table, or, with host memory, are cut into some groups. Give
-    either `num_blocks` or `kv_bytes`; the ranks of a group share them. `host_memory` None: private memory.
+    either `num_blocks` or `kv_bytes`, which the ranks of a group share, or `kv_share`: KV gets what is left of that
+    share of the device's memory beside the model and a step of `largest_step`. `host_memory` None: private memory.
     `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. `batch_invariant`:
     see `kernels_for`. Raises ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
     """
@@ -73,7 +78,9 @@ def load_runner(
         staging_bytes=staging_bytes,
         ring_groups=ring_groups,
     )
-    sizes = size_tiers(layout, memory)
+    if kv_share is not None:
+        _require_alone(tensor_parallel, num_blocks, kv_bytes)
+    sizes = size_tiers(layout, memory) if kv_share is None else _before_measuring(layout, largest_step)
     if num_threads is None and tensor_parallel > 1:
         num_threads = max(1, torch.get_num_threads() // tensor_parallel)
     if num_threads is not None:
@@ -106,8 +113,25 @@ def load_runner(
         if group is not None:
             group.wait_until_loaded()
         on_failure.pop_all()
+    if kv_share is not None:
+        left = kv_bytes_left(runner, largest_step, kv_share) - staging_bytes
+        sizes = size_tiers(layout, replace(memory, kv_bytes=max(left, 0)))
+        host_cache = _host_cache(layout, sizes.host_blocks, host_memory, where)
+        runner.keep_kv_in(KVCache(layout, sizes.device_blocks, where), host_cache, sizes.ring)
     _report(runner, model_folder)
     return runner
+
+
+def _require_alone(tensor_parallel: int, num_blocks: int | None, kv_bytes: int | None) -> None:
+    """Raises ValueError."""
+    if tensor_parallel > 1:
+        raise ValueError("a share of the memory is not measured for a group yet: give its KV memory in bytes or blocks")
+    if num_blocks is not None or kv_bytes is not None:
+        raise ValueError("give the size of the KV cache as a share, or in bytes, or in blocks")
+
+
+def _before_measuring(layout: KVLayout, largest: StepSize) -> KVSizes:
+    return KVSizes(pool_blocks=largest.num_blocks(layout), host_blocks=0, ring=None)
 
 
 def _require_cpu(device: torch.device) -> None:
