@@ -1,0 +1,46 @@
+"""How the batch-invariant attention kernels lay out their matrix products on a GPU, as JSON.
+
+Read by `test_attention_layouts.py`; a process of its own, started without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from kernels import cascade_attention, decode_attention, prefill_attention
+from kernels.attention_tiles import Operands, shipped_operands
+from kernels.compilation import fresh_compilation
+from kernels.shipped import Shipped
+
+_NAMED = re.compile(r"^(#\w+) = (.*)$", re.MULTILINE)
+_PRODUCT = re.compile(r"tt\.dot .* : (tensor.*?)(?: loc\(.*\))?$", re.MULTILINE)
+
+
+def products_of(shipped: Shipped) -> list[str]:
+    """The types of its matrix products, with layouts written out. Row sums are of such a product, laid out as it is."""
+    source = ASTSource(shipped.kernel, dict(shipped.signature), constexprs=dict(shipped.constants))
+    options = {"num_warps": shipped.num_warps, "num_stages": shipped.num_stages}
+    text = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+    layouts = dict(_NAMED.findall(text))
+    return sorted({re.sub(r"#\w+", lambda use: layouts.get(use[0], use[0]), line) for line in _PRODUCT.findall(text)})
+
+
+def kernels_of(operands: Operands) -> dict[str, Shipped]:
+    return {
+        "prefill": prefill_attention.configuration(operands, True),
+        "decode": decode_attention.configuration(operands, True),
+        "cascade": cascade_attention.configuration(operands),
+    }
+
+
+def main() -> None:
+    with fresh_compilation():
+        print(json.dumps({name: products_of(kernel) for name, kernel in kernels_of(next(shipped_operands())).items()}))
+
+
+if __name__ == "__main__":
+    main()
