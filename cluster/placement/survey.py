@@ -112,10 +112,14 @@ def _reach_tokens(table: WorkerTable, reach: Mapping[str, PrefixReach]) -> Float
 
 def _first(score: Floats, count: int) -> Rows:
     """Whose score is lowest, where it is finite. Of equals the first: they come in the order of the workers' names."""
-    bound = np.partition(score, count)[count] if len(score) > count else np.inf
-    good = ((score <= bound) & (score < np.inf)).nonzero()[0]
-    best: Rows = good[score[good].argsort(kind="stable")[:count]]
-    return best
+    left, best = score.copy(), []
+    for _ in range(min(count, len(score))):
+        lowest = int(left.argmin())
+        if left[lowest] == np.inf:
+            break
+        best.append(lowest)
+        left[lowest] = np.inf
+    return np.array(best, dtype=np.intp)
 
 
 def _coarse_step_s(table: WorkerTable, pool: slice, query: Query) -> Floats:
