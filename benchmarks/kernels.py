@@ -24,6 +24,9 @@ from benchmarks.table import RESULTS
 TESTS = (
     "tests/test_dense_kernels.py",
     "tests/test_attention_kernels.py",
+    "tests/test_attention_invariance.py",
+    "tests/test_attention_work.py",
+    "tests/test_cascade_attention.py",
     "tests/test_slab_kernels.py",
     "tests/test_sampling_kernels.py",
     "tests/test_block_digest.py",
