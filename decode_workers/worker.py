@@ -123,14 +123,15 @@ class DecodeWorker:
 
     @property
     def healthy(self) -> bool:
-        return self._steps.healthy
+        return self._steps.healthy and self._model.runner.healthy
 
     @property
     def _num_waiting(self) -> int:
         return self._report.num_waiting(self._landings.num_waiting)
 
     def snapshot(self) -> WorkerSnapshot:
-        return self._report.snapshot(num_pending=self._landings.num_waiting, draining=self._drain.has_begun)
+        leaves = self._drain.has_begun or not self.healthy  # until it is replaced
+        return self._report.snapshot(num_pending=self._landings.num_waiting, draining=leaves)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait until nothing is held here, at most so long; whether that is so."""

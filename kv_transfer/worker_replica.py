@@ -81,8 +81,7 @@ class WorkerReplica:
     @property
     def healthy(self) -> bool:
         """False: it cannot be helped, another replica should take its place."""
-        works = self._worker is None or self._worker.healthy
-        return self._failure is None and works and self.model.runner.healthy
+        return self._failure is None and (self._worker is None or self._worker.healthy)
 
     @property
     def is_changing(self) -> bool:

@@ -136,14 +136,14 @@ class PrefillWorker:
 
     @property
     def healthy(self) -> bool:
-        return self._steps.healthy
+        return self._steps.healthy and self._model.runner.healthy
 
     def snapshot(self) -> WorkerSnapshot:
         self._num_snapshots += 1
         return WorkerSnapshot(
             worker_id=self._parts.identity.worker_id,
             sequence_number=self._num_snapshots,
-            draining=self._drain.has_begun,
+            draining=self._drain.has_begun or not self.healthy,  # until it is replaced
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             queued_prefill_tokens=self._scheduler.num_uncomputed_tokens,
