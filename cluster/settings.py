@@ -34,7 +34,7 @@ class ModelSettings(Settings):
         min_length=1,
         description="Name that clients use; empty: `ref`, or the last part of it where it is a path.",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights, activations and KV; `auto`: the checkpoint's own."
     )
     batch_invariant: bool = Field(

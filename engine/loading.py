@@ -21,7 +21,7 @@ from engine.sequence_kv import SequenceKV
 from engine.step_cost import StepCost
 from engine.step_costs import StepCosts
 
-DtypeName = Literal["auto", "float32", "bfloat16"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 64 * 1024
@@ -162,7 +162,7 @@ def _dtype(name: DtypeName, folder: Path) -> torch.dtype:
         raw = json.loads((folder / "config.json").read_text())
         stated = raw.get("dtype") or raw.get("torch_dtype")
         name = "float32" if stated == "float32" else "bfloat16"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def _max_model_len(config: EngineConfig, runner: ModelRunner) -> int:

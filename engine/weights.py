@@ -22,7 +22,7 @@ from engine.parallel.shards import WHOLE, Part, Shard
 Weights = dict[str, Tensor]
 """By their names in the checkpoint. Who builds a model takes the tensors out, so that none is held twice."""
 
-LOADABLE_DTYPES = (torch.float32, torch.bfloat16)
+LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that some old checkpoints saved
 
@@ -42,7 +42,7 @@ def load_weights(
     """
     folder = Path(folder)
     if dtype not in LOADABLE_DTYPES:
-        raise ValueError(f"weights can be loaded as float32 or bfloat16, not as {dtype}")
+        raise ValueError(f"weights can be loaded as float32, bfloat16 or float16, not as {dtype}")
     expected = expected_shapes(config)
     optional = {"lm_head.weight"} if config.tied_embeddings else set()
     weights: Weights = {}

@@ -227,8 +227,23 @@ def test_a_truncated_file_is_refused(copied: Path) -> None:
 
 
 def test_other_weight_types_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="float32 or bfloat16"):
-        load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float16)
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16, not as torch.float64"):
+        load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float64)
+
+
+def test_half_precision_keeps_to_the_float32_logits(folder: Path) -> None:
+    logits = {}
+    for dtype in (torch.float32, torch.float16):
+        runner, sampler = recording_runner(folder, dtype=dtype)
+        stepper = Stepper(runner)
+        seq = stepper.add(PROMPT)
+        stepper.step([(seq, 7)])
+        stepper.step([(seq, len(PROMPT) - 7)])
+        seq.output_token_ids[:] = [9]
+        stepper.step([(seq, 1)])
+        (logits[dtype],) = (torch.stack(rows) for rows in sampler.sampled.values())
+    torch.testing.assert_close(logits[torch.float16], logits[torch.float32], rtol=0, atol=2e-2)
+    assert logits[torch.float32].std() > 0.2
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------
