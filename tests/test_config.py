@@ -88,7 +88,7 @@ def test_defaults_are_valid_and_frozen() -> None:
             {"prefill": {"tensor_parallel": 3, "num_gpus": 3}},
             ("prefill.tensor_parallel is 3 with GPUs", "set prefill.tensor_parallel: 1"),
         ),
-        ({"model": {"dtype": "float16"}}, ("model.dtype", "float32", "bfloat16")),
+        ({"model": {"dtype": "float64"}}, ("model.dtype", "float32", "bfloat16")),
         ({"kv": {"decode": {"memory": "2 GB"}}}, ("kv.decode.memory", "2GiB", "4096 blocks")),
         ({"kv": {"decode": {"memory": 0}}}, ("kv.decode.memory", "larger than nothing")),
         ({"transfer": {"slab_bytes": "much"}}, ("transfer.slab_bytes", "512MiB")),

@@ -227,7 +227,7 @@ def test_a_truncated_file_is_refused(copied: Path) -> None:
 
 
 def test_other_weight_types_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="float32, bfloat16 or float16, not as torch.float64"):
+    with pytest.raises(ValueError, match=r"float32, bfloat16 or float16, not as torch\.float64"):
         load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float64)
 
 
