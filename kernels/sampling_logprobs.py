@@ -32,7 +32,7 @@ def rank_of(value, token):
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns"])  # else compiled anew where it is 1, or a multiple of 16
 def logprobs_kernel(
     logits, best_values, token_ids, rows, logprobs, top_ids, top_logprobs,
     vocab_size, row_stride, num_splits, num_columns,

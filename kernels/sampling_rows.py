@@ -40,9 +40,9 @@ class Field(IntEnum):
     NUM_TOP = 10  # alternatives whose log-probabilities are asked for; -1: not even the chosen one's
 
 
-NUM_FIELDS: Final = len(Field)
+NUM_FIELDS: Final = 12  # one is unused, so that all that follows rows begins at a multiple of 16 bytes
 
-_ROW: Final = struct.Struct("=qqdqdddqqqq")  # the fields, in their order
+_ROW: Final = struct.Struct("=qqdqdddqqqq8x")  # the fields, in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ def cache_addresses(
     return tl.max_contiguous(tl.multiple_of(address, SIDE_BY_SIDE), SIDE_BY_SIDE), live
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])  # else compiled anew where it is 1, or a multiple of 16
 def gather_slab_kernel(
     cache, table, slab, keys, digest, start, half_words, block_stride,
     BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
@@ -58,7 +58,7 @@ def gather_slab_kernel(
     add_row(digest, words, row, keys, ROW_WORDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])  # else compiled anew where it is 1, or a multiple of 16
 def scatter_slab_kernel(
     cache, table, slab, keys, digest, start, half_words, block_stride,
     BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
