@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import FileStore
 from engine.host_memory import keep_freed_memory
 from engine.kv_cache import KVCache
 from engine.model import Model
-from engine.model_config import ModelConfig
 from engine.parallel.batches import unpack_batch
 from engine.parallel.group import RankGroup
 from engine.parallel.kv import shared_cache
@@ -73,10 +72,9 @@ def load(leader: Connection, kv_memory: int, spec: RankSpec) -> Follower:
     word = leader.recv_bytes()
     assert word == JOIN, f"a leader begins with {JOIN!r}, not with {word!r}"
     ranks = RankGroup(Shard(spec.rank, spec.degree), FileStore(spec.rendezvous, spec.degree), timeout_s=spec.timeout_s)
-    config = ModelConfig.from_folder(spec.model_folder)
-    weights = load_weights(spec.model_folder, config, dtype=spec.layout.dtype, shard=ranks.shard)
+    weights = load_weights(spec.model_folder, spec.config, dtype=spec.layout.dtype, shard=ranks.shard)
     with torch.inference_mode():
-        model = Model(config, weights, kernels_for(kv_cache.device), ranks)
+        model = Model(spec.config, weights, kernels_for(kv_cache.device), ranks)
     leader.send_bytes(READY)
     return Follower(model, kv_cache, ranks)
 

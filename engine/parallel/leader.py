@@ -110,6 +110,7 @@ class GroupLeader:
             for rank in range(1, degree):
                 spec = RankSpec(
                     model_folder=str(model_folder),
+                    config=config,
                     rank=rank,
                     degree=degree,
                     layout=shard_layout(layout, Shard(rank, degree)),

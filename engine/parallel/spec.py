@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from engine.kv_cache import KVLayout
+from engine.model_config import LayerConfig, ModelConfig
+from engine.rope import RopeConfig
 
 # From the leader, after the specification. A word may be followed by a number, eight bytes, little-endian.
 JOIN = b"join"  # all ranks have come: find each other
@@ -26,6 +28,7 @@ class RankSpec:
     """
 
     model_folder: str
+    config: ModelConfig  # of the whole model: reading it from the folder takes seconds
     rank: int
     degree: int
     layout: KVLayout
@@ -35,15 +38,23 @@ class RankSpec:
     timeout_s: float
 
     def to_bytes(self) -> bytes:
-        fields = asdict(self)
-        fields["layout"]["dtype"] = str(self.layout.dtype).removeprefix("torch.")
-        return json.dumps(fields).encode()
+        return json.dumps(asdict(self), default=_dtype_name).encode()
 
     @classmethod
     def from_bytes(cls, told: bytes) -> RankSpec:
         fields = json.loads(told)
-        fields["layout"]["dtype"] = getattr(torch, fields["layout"]["dtype"])
-        return cls(**fields | {"layout": KVLayout(**fields["layout"])})
+        layout, config = fields.pop("layout"), fields.pop("config")
+        layout["dtype"] = getattr(torch, layout["dtype"])
+        config["layers"] = tuple(
+            LayerConfig(window=x["window"], rope=RopeConfig(**x["rope"])) for x in config["layers"]
+        )
+        config["eos_token_ids"] = tuple(config["eos_token_ids"])
+        return cls(layout=KVLayout(**layout), config=ModelConfig(**config), **fields)
+
+
+def _dtype_name(value: object) -> str:
+    assert isinstance(value, torch.dtype), f"a specification holds no {type(value).__name__}"
+    return str(value).removeprefix("torch.")
 
 
 def with_number(word: bytes, number: int) -> bytes:
