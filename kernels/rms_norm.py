@@ -129,7 +129,7 @@ def configuration(dtype: torch.dtype, weight_dtype: torch.dtype, tile: int, adds
             "WIDTH": "constexpr",
         },
         constants={"ADDS": adds, "ROWS": max(1, _ELEMENTS // tile), "WIDTH": tile},
-        num_warps=4 if tile <= _ELEMENTS else 8 if tile <= 2 * _ELEMENTS else 16,
+        num_warps=4 if tile <= _ELEMENTS else 8 if tile <= 2 * _ELEMENTS else 32,
         num_stages=1,
         aligned=frozenset({"width", "token_stride"}),
     )
