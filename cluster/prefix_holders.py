@@ -6,6 +6,7 @@ Workers are small numbers here, sets of workers are the bits of an integer. Know
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,11 +18,13 @@ class PrefixHolders:
     """Most columns are held by one worker: those take one small integer each, the others three sets of workers.
 
     A holder's tiers are a set of the bits DEVICE, HOST, DISK; the three sets are of those who have the column on the
-    device, on the device or in host memory, and anywhere.
+    device, on the device or in host memory, and anywhere. Columns that say the same share one object: less memory to
+    hold, and to wait for when a prefix is looked up.
     """
 
     def __init__(self) -> None:
         self._sole: dict[bytes, int] = {}  # worker * 8 + its tiers
+        self._entries: dict[int, int] = {}  # of these, each number once
         self._shared: dict[bytes, tuple[int, int, int]] = {}
 
     def put(self, digest: bytes, worker: int, tiers: int) -> None:
@@ -55,8 +58,8 @@ class PrefixHolders:
         entry: int | tuple[int, int, int] = 0
         length = -1
         for length, digest in enumerate(digests):
-            before, entry = entry, sole.get(digest) or shared.get(digest) or 0
-            if entry == before and length:
+            before, entry = entry, shared.get(digest) or sole.get(digest) or 0  # the few first
+            if (entry is before or entry == before) and length:
                 continue  # as most columns do, it says what the one before it said
             on_device, in_host, anywhere = _sets(entry)
             if gone := disk & ~anywhere if length else 0:
@@ -82,7 +85,7 @@ class PrefixHolders:
 
     def _put_sole(self, digest: bytes, worker: int, tiers: int) -> None:
         if tiers:
-            self._sole[digest] = worker << 3 | tiers
+            self._sole[digest] = self._entries.setdefault(worker << 3 | tiers, worker << 3 | tiers)
         else:
             self._sole.pop(digest, None)
 
@@ -103,6 +106,7 @@ def _sets(entry: int | tuple[int, int, int]) -> tuple[int, int, int]:
     return bit if entry & DEVICE else 0, bit if entry & (DEVICE | HOST) else 0, bit
 
 
+@lru_cache(maxsize=1024)
 def _with(sets: tuple[int, int, int], worker: int, tiers: int) -> tuple[int, int, int]:
     bit = 1 << worker
     wanted = (DEVICE, DEVICE | HOST, _ANY)
