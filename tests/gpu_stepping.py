@@ -24,7 +24,7 @@ def prompts() -> list[list[int]]:
     return [[chooser.randrange(3, SMALL_VOCABULARY) for _ in range(length)] for length in LENGTHS]
 
 
-def stepper_on(kernels: Kernels, folder: Path) -> tuple[Stepper, RecordingSampler]:
+def stepper_on(kernels: Kernels, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Stepper, RecordingSampler]:
     """A runner over a KV cache full of NaN."""
     config = ModelConfig.from_folder(folder)
     layout = KVLayout(
@@ -33,10 +33,10 @@ def stepper_on(kernels: Kernels, folder: Path) -> tuple[Stepper, RecordingSample
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=5,
-        dtype=torch.float32,
+        dtype=dtype,
     )
     kv_cache = KVCache(layout, 200, device())
     kv_cache.tensor.fill_(torch.nan)
     sampler = RecordingSampler()
-    weights = {name: tensor.to(device()) for name, tensor in load_weights(folder, config, dtype=torch.float32).items()}
+    weights = {name: tensor.to(device()) for name, tensor in load_weights(folder, config, dtype=dtype).items()}
     return Stepper(ModelRunner(config, weights, kv_cache, sampler=sampler, kernels=kernels)), sampler

@@ -23,7 +23,7 @@ from kernels.gpu import CublasLinear, GpuKernels
 from kernels.matmul import InvariantLinear
 from kernels.ops import kernels_for
 from tests.gpu_stepping import prompts, stepper_on
-from tests.interpreted import device
+from tests.interpreted import DTYPES, device
 from tests.model_families import build_oracle
 from tests.stepping import RecordingSampler, Stepper
 
@@ -62,6 +62,18 @@ def test_families_generate_what_they_do_on_the_plain_kernels(family: str, tmp_pa
         generated.append(([whole, chunked, short, prefixed], sampler))
     (seqs, sampler), (twins, twin) = generated
     check_alike(seqs, sampler, twins, twin)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32])
+def test_a_model_in_half_precision_stays_close(dtype: torch.dtype, tmp_path: Path) -> None:
+    build_oracle("gemma3", tmp_path)
+    logits = []
+    for kernels, of_type in ((GpuKernels(device(), batch_invariant=False), dtype), (reference, torch.float32)):
+        stepper, sampler = stepper_on(kernels, tmp_path, of_type)
+        stepper.generate(stepper.add(prompts()[1], "r"), 1, chunk=8)
+        logits.append(sampler.sampled["r"][0])
+    actual, expected = logits
+    assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
 def test_projections_follow_the_mode() -> None:
