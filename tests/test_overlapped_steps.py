@@ -412,16 +412,40 @@ async def test_a_sequence_that_is_given_up_in_flight_leaves_nothing(folder: Path
     assert len(overlapped.tokens["r1"]) == 5
 
 
+def _decoding(scheduler: DecodeScheduler, model: LoadedModel, prompts: list[list[int]], max_tokens: int) -> None:
+    """Sequences that have their first token."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        scheduler.add(Sequence(request_id=f"r{number}", attempt=0, params=params, prompt_token_ids=prompt))
+    plan = scheduler.plan()
+    assert all(item.samples for item in plan.items)
+    scheduler.finish_step(plan, model.runner.execute(plan))
+
+
 def test_a_sequence_is_not_planned_beyond_its_last_token(folder: Path) -> None:
     model = _model(folder, 50)
     scheduler = _scheduler(model)
-    seq = next(seq for seq in _wishes() if seq.params.max_tokens == 1)
-    scheduler.add(seq)
+    _decoding(scheduler, model, [[5, 6, 7]], max_tokens=2)
     plan = scheduler.plan()
     assert [item.samples for item in plan.items] == [True]
     assert scheduler.plan_ahead() == NOTHING
+    (emission,) = scheduler.finish_step(plan, model.runner.execute(plan))
+    assert emission.finish == "length"
+    model.block_pool.check_idle()
+
+
+def test_nobody_is_preempted_for_a_step_ahead(folder: Path) -> None:
+    """Blocks of 4 tokens, 3 of them: two sequences of 4 tokens, of which one can take its next token."""
+    model = _model(folder, 3)
+    scheduler = _scheduler(model)
+    _decoding(scheduler, model, [[5, 6, 7], [8, 9, 10]], max_tokens=6)
+    plan = scheduler.plan()
+    assert len(plan.items) == 2
+    assert scheduler.plan_ahead() == NOTHING
+    assert scheduler.num_preemptions == 0
     scheduler.finish_step(plan, model.runner.execute(plan))
-    assert scheduler.state(seq.key) is None
+    assert len(scheduler.plan().items) == 1
+    assert scheduler.num_preemptions == 1
 
 
 def test_an_ended_sequence_keeps_its_blocks_until_the_step_ahead_is_over(folder: Path) -> None:
