@@ -103,7 +103,10 @@ def head_tile(head_dim: int) -> int:
 
 def shipped_operands() -> Iterator[Operands]:
     """Blocks and heads as models mostly have them; a launch with others compiles for itself."""
-    kinds = [(torch.bfloat16, 128, False, False), (torch.bfloat16, 128, False, True)]
+    everyday = [(torch.bfloat16, head_dim) for head_dim in (64, 80, 96, 128, 256)]
+    everyday += [(dtype, head_dim) for dtype in (torch.float16, torch.float32) for head_dim in (64, 128)]
+    kinds = [(dtype, head_dim, False, False) for dtype, head_dim in everyday]
+    kinds += [(torch.bfloat16, 128, False, True), (torch.bfloat16, 256, True, False), (torch.bfloat16, 256, True, True)]
     for dtype, head_dim, softcapped, windowed in kinds:
         yield Operands(
             dtype=dtype,

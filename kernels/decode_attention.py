@@ -141,19 +141,23 @@ def merge_splits_kernel(
 def wide_tile(operands: Operands) -> Tile:
     """The only tile of batch-invariant attention: in another one, a row's sums might be laid out otherwise.
 
-    So small that prefill's two accumulators fit registers, and that all architectures use the same instructions.
+    So small that prefill's two accumulators fit registers, and that all architectures use the same instructions. Warps
+    and stages are those with which the assembler spills nothing.
     """
     if operands.dtype.itemsize > 2:
-        tokens = 32 if operands.head_tile <= 64 else 16
-        return Tile(rows=WIDE_ROWS, tokens=tokens, num_warps=4 if operands.head_tile <= 64 else 8, num_stages=2)
+        small = operands.head_tile <= 64
+        return Tile(rows=WIDE_ROWS, tokens=16, num_warps=4 if small else 8, num_stages=3 if small else 2)
+    if operands.head_tile <= 64:
+        return Tile(rows=WIDE_ROWS, tokens=64, num_warps=8, num_stages=3)
     if operands.head_tile <= 128:
         return Tile(rows=WIDE_ROWS, tokens=64, num_warps=4, num_stages=3)
-    return Tile(rows=WIDE_ROWS, tokens=32, num_warps=8, num_stages=2)
+    return Tile(rows=WIDE_ROWS, tokens=32, num_warps=8, num_stages=3 if operands.windowed else 2)
 
 
 def narrow_tile(operands: Operands) -> Tile:
-    wide = wide_tile(operands)
-    return Tile(rows=NARROW_ROWS, tokens=wide.tokens, num_warps=4, num_stages=wide.num_stages + 1)
+    large = operands.dtype.itemsize > 2 or operands.head_tile > 128
+    num_stages = 3 if large else 4 if operands.head_tile > 64 else 5
+    return Tile(rows=NARROW_ROWS, tokens=wide_tile(operands).tokens, num_warps=4, num_stages=num_stages)
 
 
 @lru_cache(maxsize=256)
