@@ -16,7 +16,6 @@ from cluster.placement.admission import Admission, AdmissionPolicy, Outcome, Ver
 from cluster.placement.fairness import TenantShares
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
-from cluster.placement.promises import Promises
 from cluster.placement.query import Query
 from tests.placement_world import book, decoding, ledger_of, query_of
 
@@ -166,40 +165,6 @@ def test_what_never_fits_and_what_has_no_worker_yet() -> None:
     assert _ask(_admission(ledger_of("p1"))).retry_after_s == 1.0
     verdict = _ask(_admission(ledger_of("p1", "d1")), num_tokens=9_999, max_new_tokens=2)
     assert (verdict.outcome, verdict.retry_after_s) == (Outcome.REJECTED, None)
-
-
-def test_promises_follow_each_other_and_are_known_again() -> None:
-    promises = Promises(grace_s=5.0)
-    for now in range(200):
-        promises.placed(float(now))
-    first = promises.make("a", 210.0, 200.0)
-    second = promises.make("b", 205.0, 200.0)
-    assert first == 210.0
-    assert second == pytest.approx(211.15, abs=0.01)
-    assert promises.make("b", 205.0, 201.0) == pytest.approx(second)  # too early: it keeps its turn
-    assert not promises.redeem("a", 205.0)
-    assert not promises.is_due(205.0)
-    assert promises.redeem("a", 210.0)
-    assert promises.is_due(210.0)
-    promises.kept("a")
-    promises.kept("a")
-    assert not promises.redeem("a", 210.0)
-    assert promises.is_due(212.0)
-    assert not promises.is_due(220.0)
-    assert len(promises) == 0
-
-
-def test_clients_that_never_return_keep_nobody_out() -> None:
-    promises = Promises(grace_s=1.0)
-    for number in range(60):
-        promises.make(number, 2.0 * number + 1.0, 2.0 * number)
-    promises.is_due(1000.0)
-    assert promises.returning < 0.01
-    for number in range(60):
-        promises.make(number, 2000.0 + number, 2000.0)
-        promises.make(number, 2100.0 + number, 2001.0)  # it came back, in vain: that is not its fault
-        promises.kept(number)
-    assert promises.returning > 0.99
 
 
 @pytest.mark.parametrize("tpot_s", [0.001, 0.01, 0.0111, 0.0113, 0.0115, 0.012, 0.013, 0.015, 0.02])

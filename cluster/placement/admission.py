@@ -158,7 +158,7 @@ class Admission:
         query = decision.query
         book(self._ledger, decision)
         self._promises.kept(query.question)
-        self._promises.placed(now)
+        self._promises.placed(self._work_s(decision))
         expected = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         self._shares.serve(query.tenant, decision.uncached_tokens, expected)
 
@@ -184,10 +184,20 @@ class Admission:
             return Verdict(outcome=Outcome.PLACED, decision=decision)
         retry_at = now + outlook.welcome_s(self._policy, share)
         if query.has_targets:
-            retry_at = self._promises.make(query.question, retry_at, now)
+            pool = self._ledger.table.pools()[decision.best.prefill is None]
+            num_workers = max(1, int(pool.stop - pool.start))
+            retry_at = self._promises.make(query.question, retry_at, self._work_s(decision), num_workers, now)
         return Verdict(
             outcome=Outcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)
         )
+
+    def _work_s(self, decision: Decision) -> float:
+        """Of workers' time: the prompt's, and what its tokens add to the steps of those who decode beside it."""
+        query, best, table = decision.query, decision.best, self._ledger.table
+        cost = table.cost(table.row(best.decode))
+        num_output = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
+        token_s = cost.decode_s + cost.context_token_s * (query.num_tokens + num_output / 2)
+        return best.prefill_s + num_output * token_s
 
     def _may_wait(self, query: Query) -> bool:
         if query.has_targets and self._room.num_with_targets >= self._rules.max_contenders:

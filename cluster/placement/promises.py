@@ -1,18 +1,19 @@
-"""What rejected clients were told: when to come back, one after the other, and who has come back.
+"""What rejected clients were told: when to come back, as fast as their work can be done, and who has come back.
 
 A client is known again by what it asks, so it need not do anything but repeat its request. Knows no workers.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Hashable
 from typing import Final
 
+from cluster.placement.promised_work import Pace, PromisedWork
+
 _EARLY_S: Final = 1.0  # clients round seconds, and clocks differ
-_SMOOTHING: Final = 0.05
 _RETURN_SMOOTHING: Final = 0.1
-_PACE: Final = 1.15  # promises are made a little slower than requests are placed: some others always get in
+_SHARE: Final = 0.5  # of the pace at which work is placed, what is promised: others always get in
 
 
 class Promises:
@@ -20,11 +21,12 @@ class Promises:
 
     def __init__(self, grace_s: float = 3.0) -> None:
         self._grace_s = grace_s
-        self._until: OrderedDict[Hashable, float] = OrderedDict()  # about in order of their times
+        self._until: dict[Hashable, float] = {}
+        self._in_turn: list[tuple[float, int, Hashable]] = []  # a heap; what no longer stands is left in it
+        self._num_made = 0
         self._came_back: set[Hashable] = set()  # of those, who did so once: what they do next teaches nothing
-        self._latest = float("-inf")
-        self._interval_s = 0.0  # between placements, smoothed
-        self._placed_at: float | None = None
+        self._pace = Pace()
+        self._work = PromisedWork()
         self._returning = 0.5
 
     def __len__(self) -> int:
@@ -35,24 +37,27 @@ class Promises:
         """The share of clients that do come back, smoothed; half of them before anything is known."""
         return self._returning
 
-    def placed(self, now: float) -> None:
-        """A request was placed: under overload, placements come as fast as there is room for them."""
-        if self._placed_at is not None:
-            self._interval_s += _SMOOTHING * (now - self._placed_at - self._interval_s)
-        self._placed_at = now
+    def placed(self, work_s: float) -> None:
+        """So many seconds of a worker's time: under overload, they are placed as fast as there is room for them."""
+        self._pace.placed(work_s)
 
-    def make(self, key: Hashable, earliest: float, now: float) -> float:
-        """When to come back: not before `earliest`, and not when others were asked to."""
+    def make(self, key: Hashable, earliest: float, work_s: float, num_workers: int, now: float) -> float:
+        """When to come back: not before `earliest`, and not when the work of others fills the time. `work_s`: of a
+        worker's time; `num_workers`: that do such work."""
         self._forget(now)
+        self._work.forget(now)
+        self._pace.turned_away(now)
         open_until = self._until.pop(key, None)
         if open_until is not None:
             self._learn(key, 1.0)
             self._came_back.add(key)
-        at = max(earliest, self._latest + _PACE * self._interval_s if self._latest > now else now)
-        if open_until is not None:  # it came too early: its turn is still its own
-            at = max(earliest, min(at, open_until))
-        self._latest = max(self._latest, at)
+        at = open_until  # where it came too early, its turn is still its own
+        if at is None or at < earliest:
+            # Room for those who do come: else, where nobody does, each is sent further away than the one before.
+            at = self._work.reserve(earliest, self._returning * work_s, _SHARE * self._pace.per_s(num_workers))
         self._until[key] = at
+        self._num_made += 1
+        heapq.heappush(self._in_turn, (at, self._num_made, key))
         return at
 
     def redeem(self, key: Hashable, now: float) -> bool:
@@ -69,12 +74,19 @@ class Promises:
     def is_due(self, now: float) -> bool:
         """Whether clients that were asked to come back may be here at any moment."""
         self._forget(now)
-        return bool(self._until) and next(iter(self._until.values())) - _EARLY_S <= now
+        return bool(self._in_turn) and self._in_turn[0][0] - _EARLY_S <= now
 
     def _forget(self, now: float) -> None:
-        while self._until and now > next(iter(self._until.values())) + self._grace_s:
-            key, _ = self._until.popitem(last=False)
-            self._learn(key, 0.0)
+        """What is too late, and what no longer stands; the first in turn stands then."""
+        while self._in_turn:
+            at, _, key = self._in_turn[0]
+            stands = self._until.get(key) == at
+            if stands and now <= at + self._grace_s:
+                return
+            heapq.heappop(self._in_turn)
+            if stands:
+                del self._until[key]
+                self._learn(key, 0.0)
 
     def _learn(self, key: Hashable, came_back: float) -> None:
         """At the end of a promise."""

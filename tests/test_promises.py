@@ -1,0 +1,112 @@
+"""Promises to clients that were turned away: no more work in any second than is done in one, and each kept open."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.placement.promised_work import Pace, PromisedWork
+from cluster.placement.promises import Promises
+
+# --- the calendar ---
+
+
+def test_long_work_far_off_does_not_put_off_short_work() -> None:
+    calendar = PromisedWork()
+    assert calendar.reserve(90.0, 30.0, per_s=4.0) == 90.0
+    assert calendar.reserve(2.5, 1.0, per_s=4.0) == 2.5
+    assert calendar.reserve(2.5, 1.0, per_s=4.0) == 2.5, "there is room for both in that second"
+    assert calendar.reserve(91.0, 1.0, per_s=4.0) == 97.5, "30 seconds of work take 7.5"
+
+
+def test_what_was_promised_for_the_past_is_forgotten() -> None:
+    calendar = PromisedWork()
+    for at in range(100):
+        calendar.reserve(float(at), 1.0, per_s=1.0)
+    calendar.forget(98.5)
+    assert len(calendar._taken_s) == 2
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(0.001, 20.0)), max_size=60),
+    st.sampled_from([0.3, 1.0, 7.5]),
+)
+def test_no_second_is_promised_more_than_is_done_in_it(promises: list[tuple[float, float]], per_s: float) -> None:
+    calendar = PromisedWork()
+    for earliest, work_s in promises:
+        at = calendar.reserve(earliest, work_s, per_s)
+        assert at >= earliest
+        # By then, whoever is before it has been done with, or did not fill the time.
+        assert at - earliest <= sum(work for _, work in promises) / per_s + 1.0
+    assert sum(calendar._taken_s.values()) == pytest.approx(sum(work for _, work in promises))
+    assert max(calendar._taken_s.values(), default=0.0) <= per_s + 1e-9
+
+
+# --- the pace ---
+
+
+def test_work_is_promised_as_fast_as_it_is_placed_under_overload() -> None:
+    pace = Pace()
+    assert pace.per_s(8) == 8.0, "before anything is known"
+    for step in range(1000):
+        pace.placed(0.3)
+        pace.turned_away(step / 10)
+    assert pace.per_s(8) == pytest.approx(4.0, rel=0.02), "3 of 20 seconds' contention, 8 of five"
+
+
+def test_what_is_placed_while_there_is_room_for_all_says_nothing() -> None:
+    pace = Pace()
+    for step in range(100):
+        pace.placed(0.01)
+        pace.turned_away(10.0 * step)
+    assert pace.per_s(8) == 8.0
+
+
+# --- clients ---
+
+
+def test_promises_are_known_again_while_they_are_open() -> None:
+    promises = Promises(grace_s=5.0)
+    first = promises.make("a", 210.0, 8.0, 4, 200.0)
+    second = promises.make("b", 210.0, 1.0, 4, 200.0)
+    assert first == 210.0
+    assert second == pytest.approx(212.0), "half of four workers' time is promised, and half of those are expected"
+    assert promises.make("c", 205.0, 1.0, 4, 200.0) == 205.0
+    promises.kept("c")
+    assert promises.make("b", 205.0, 1.0, 4, 201.0) == second, "too early: it keeps its turn"
+    assert not promises.redeem("a", 205.0)
+    assert not promises.is_due(205.0)
+    assert promises.redeem("a", 210.0)
+    assert promises.is_due(210.0)
+    promises.kept("a")
+    promises.kept("a")
+    assert not promises.redeem("a", 210.0)
+    assert not promises.is_due(210.5)
+    assert promises.is_due(211.0)
+    assert not promises.is_due(220.0)
+    assert (len(promises), promises._in_turn) == (0, [])
+
+
+def test_where_nobody_returns_nobody_is_sent_ever_further_away() -> None:
+    promises = Promises(grace_s=3.0)
+    waits = []
+    for number in range(6000):  # ten minutes of three times what eight workers can do
+        now = number / 10
+        promises.placed(0.8)
+        waits.append(promises.make(number, now + 2.0, 1.6, 8, now) - now)
+    assert max(waits[1000:]) < 20.0
+    assert max(waits[3000:]) <= max(waits[:3000]) + 1.0
+
+
+def test_clients_that_never_return_keep_nobody_out() -> None:
+    promises = Promises(grace_s=1.0)
+    for number in range(60):
+        promises.make(number, 2.0 * number + 1.0, 0.1, 8, 2.0 * number)
+    promises.is_due(1000.0)
+    assert promises.returning < 0.01
+    for number in range(60):
+        promises.make(number, 2000.0 + number, 0.1, 8, 2000.0)
+        promises.make(number, 2100.0 + number, 0.1, 8, 2001.0)  # it came back, in vain: that is not its fault
+        promises.kept(number)
+    assert promises.returning > 0.99
