@@ -31,6 +31,7 @@ TESTS = (
     "tests/test_sampling_kernels.py",
     "tests/test_block_digest.py",
     "tests/test_gpu_kernels.py",
+    "tests/test_decode_graphs.py",
     "tests/test_batch_invariance.py",
 )
 _MATRIX = 8192

@@ -105,6 +105,11 @@ class DecodeSettings(PoolSettings):
         description="Prepare the next decode step while one computes, and take its tokens in while the next one does;"
         " `auto`: on a GPU.",
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="Record the forward pass of decode steps at a worker's start, for a few numbers of sequences up to"
+        " `max_num_seqs`, and replay it; `auto`: on a GPU.",
+    )
     tpot_target_ms: float = Field(
         100.0, gt=0, description="Time per output token that sequences are paced by: those ahead of it wait first."
     )

@@ -26,11 +26,11 @@ _MANY: Final = 1_000_000  # as many as flips bring about
 
 
 def prefill_engine(config: LegatoConfig) -> EngineConfig:
-    return _engine(config, config.kv.prefill, config.prefill)
+    return _engine(config, config.kv.prefill, config.prefill, may_decode=config.scheduler.role_flips)
 
 
 def decode_engine(config: LegatoConfig) -> EngineConfig:
-    return _engine(config, config.kv.decode, config.decode)
+    return _engine(config, config.kv.decode, config.decode, may_decode=True)
 
 
 def prefill_worker(config: LegatoConfig) -> PrefillWorkerConfig:
@@ -113,7 +113,7 @@ def _pool_rules(config: LegatoConfig, pool: PrefillSettings | DecodeSettings) ->
     )
 
 
-def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings) -> EngineConfig:
+def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings, *, may_decode: bool) -> EngineConfig:
     return EngineConfig(
         model_ref=config.model.ref,
         model_name=config.model.name,
@@ -131,6 +131,7 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings) -> Eng
         tensor_parallel=pool.tensor_parallel,
         prefix_caching=config.kv.prefix_cache,
         batch_invariant=config.model.batch_invariant,
+        decode_graphs=may_decode and config.decode.cuda_graphs == "auto",
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
     )
 

@@ -56,6 +56,7 @@ class EngineConfig:
     device: str = "cpu"  # or cuda:0, ...
     tensor_parallel: int = 1  # processes that have a part of the model each
     batch_invariant: bool = False  # on a GPU: logits do not depend on the batch, to the bit
+    decode_graphs: bool = False  # on a GPU: decode steps are recorded at the start and replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,7 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         device=config.device,
         tensor_parallel=config.tensor_parallel,
         batch_invariant=config.batch_invariant,
+        decode_graphs=config.decode_graphs,
     )
     return LoadedModel(
         name=config.model_name,

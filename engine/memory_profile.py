@@ -57,6 +57,23 @@ def kv_bytes_left(runner: ModelRunner, largest: StepSize, share: float) -> int:
     return left
 
 
+def recording_bytes(runner: ModelRunner, record: Callable[[], None]) -> int:
+    """What recorded decode steps keep of the memory of a CUDA device. They are forgotten again."""
+    device = runner.kv_cache.device
+
+    def free() -> int:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # but for the graphs' own pool, which torch would count as free
+        return int(torch.cuda.mem_get_info(device)[0])
+
+    before = free()
+    record()
+    after = free()
+    runner.forget_recordings()
+    free()
+    return before - after
+
+
 def largest_step(layout: KVLayout, size: StepSize) -> StepPlan:
     """One prompt that takes what sequences of one token leave, on blocks that nobody else uses. All of them sample."""
     counts = [max(size.num_tokens - size.num_seqs + 1, 1)] + [1] * (size.num_seqs - 1)

@@ -8,6 +8,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,7 +47,7 @@ class _Step:
     batch: Batch
     kv_cache: KVCache
     rotations: dict[RopeConfig, tuple[Tensor, Tensor]]
-    attentions: dict[int | None, PagedAttention]  # by window
+    attentions: Mapping[int | None, PagedAttention]  # by window
 
 
 class LayerHooks(Protocol):
@@ -115,14 +116,26 @@ class Model:
         assert not weights, f"no layer took {sorted(weights)[:5]}"
         ropes = {layer.rope for layer in config.layers}
         self._rotary = {rope: RotaryEmbedding(rope, config.head_dim, self.device) for rope in ropes}
-        self._windows = {layer.window for layer in config.layers}
+        self.windows = frozenset(layer.window for layer in config.layers)
         # As a tensor of the model's type, so that it is rounded like the weights.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=self.dtype, device=self.device)
 
-    def forward(self, batch: Batch, kv_cache: KVCache, hooks: LayerHooks | None = None) -> Tensor:
-        """Final hidden states of `batch.output_rows`, `[R, E]`."""
-        step = self._begin(batch, kv_cache)
+    def forward(
+        self,
+        batch: Batch,
+        kv_cache: KVCache,
+        hooks: LayerHooks | None = None,
+        attentions: Mapping[int | None, PagedAttention] | None = None,
+    ) -> Tensor:
+        """Final hidden states of `batch.output_rows`, `[R, E]`.
+
+        `attentions`: one for each of `windows`, and the batch says nothing of segments; None: those of its segments.
+        """
+        if attentions is None:
+            attentions = self._plan_attentions(batch, kv_cache)
+        rotations = {rope: rotary(batch.positions, self.dtype) for rope, rotary in self._rotary.items()}
+        step = _Step(batch, kv_cache, rotations, attentions)
         x = functional.embedding(batch.token_ids, self._embedding)
         if self._embedding_scale is not None:
             x *= self._embedding_scale
@@ -155,19 +168,18 @@ class Model:
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def _begin(self, batch: Batch, kv_cache: KVCache) -> _Step:
+    def _plan_attentions(self, batch: Batch, kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:
         geometry = kv_cache.layout.geometry
         longest = max(segment.context_len for segment in batch.segments)
         attentions: dict[int | None, PagedAttention] = {}
-        for window in self._windows:
+        for window in self.windows:
             effective = None if window is None or window >= longest else window
             if effective not in attentions:
                 attentions[effective] = self._kernels.plan_attention(
                     batch.segments, geometry, window=effective, dtype=self.dtype
                 )
             attentions[window] = attentions[effective]
-        rotations = {rope: rotary(batch.positions, self.dtype) for rope, rotary in self._rotary.items()}
-        return _Step(batch, kv_cache, rotations, attentions)
+        return attentions
 
     def _project(self, normed: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Queries and keys `[T, Q + H, D]`, not yet rotated, and values `[T, H, D]`."""

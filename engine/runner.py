@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, build_batch
+from engine.decode_graphs import DecodeGraphLimits, DecodeGraphs
+from engine.graph_recorders import Recorder, recorder_for
 from engine.host_placement import Placement, StagingConfig
 from engine.kv_cache import KVCache, KVLayout
 from engine.model import LayerHooks, Model
@@ -25,7 +27,7 @@ from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
 from engine.sequence_kv import SequenceKV
 from engine.staging import Staging, StoredLayers, TransferStats
 from engine.weights import Weights
-from kernels.interface import Kernels
+from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class ModelRunner:
             model = Model(config, weights, kernels, None if group is None else group.ranks)
         self._group = group
         self._model = model if group is None else GroupModel(group, model)
+        self._graphs: DecodeGraphs | None = None
         assert self._model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
         self._staging = self._stage(ring)
 
@@ -87,9 +90,23 @@ class ModelRunner:
         """In place of where it was kept so far, and forget that: before a runner without a group is put to use."""
         assert self._group is None, "a group's ranks have caches of their own"
         assert self._staging is None, "what is staged belongs to a cache"
+        assert self._graphs is None, "what is recorded belongs to a cache"
         self.kv_cache = kv_cache
         self.host_cache = host_cache
         self._staging = self._stage(ring)
+
+    @torch.inference_mode()
+    def record_decode(self, kernels: GraphKernels, limits: DecodeGraphLimits, recorder: Recorder | None = None) -> None:
+        """From now on, replay steps of decode alone within these limits. `kernels` are the runner's own.
+
+        After `keep_kv_in`, for a runner without a group; `recorder` None: the device's.
+        """
+        assert isinstance(self._model, Model), "the ranks of a group are told of each step"
+        recorder = recorder or recorder_for(self.kv_cache.device)
+        self._graphs = DecodeGraphs(self._model, self.kv_cache, kernels, limits, recorder)
+
+    def forget_recordings(self) -> None:
+        self._graphs = None
 
     def _stage(self, ring: StagingConfig | None) -> Staging | None:
         assert ring is None or self.host_cache is not None, "a staging ring needs a host cache to fetch from"
@@ -170,9 +187,14 @@ class ModelRunner:
             if len(step.batch.awaited_rows):
                 awaited = self._sampled[step.batch.awaited_from].clamp_(min=0)  # -1: its step fails, and so will this
                 step.batch.token_ids[step.batch.awaited_rows] = awaited
-            hidden = self._model.forward(step.batch, self.kv_cache, hooks)
+            hidden = self._forward(step.batch, hooks)
             self._before_sampling(before_sampling)
             return self._sample(step.plan, step.batch, hidden)
+
+    def _forward(self, batch: Batch, hooks: LayerHooks | None) -> Tensor:
+        if self._graphs is not None and hooks is None and self._graphs.takes(batch):
+            return self._graphs.forward(batch)
+        return self._model.forward(batch, self.kv_cache, hooks)
 
     def _before_sampling(self, wait: Callable[[], None]) -> None:
         try:

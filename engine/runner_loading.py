@@ -6,21 +6,24 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from engine.decode_graphs import DecodeGraphLimits
 from engine.devices import pin, require_device
 from engine.host_memory import keep_freed_memory
 from engine.kv_cache import KVCache, KVLayout
 from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
-from engine.memory_profile import StepSize, kv_bytes_left
+from engine.memory_profile import StepSize, kv_bytes_left, recording_bytes
 from engine.model_config import ModelConfig
 from engine.parallel.leader import GroupLeader
 from engine.parallel.shards import WHOLE
 from engine.runner import ModelRunner
 from engine.sampler import sampler_for
 from engine.weights import load_weights
+from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ def load_runner(
     device: str = "cpu",
     tensor_parallel: int = 1,
     batch_invariant: bool = False,
+    decode_graphs: bool = False,
 ) -> ModelRunner:
     """A runner for the model in a folder, on a device; what it took is logged.
 
@@ -54,7 +58,9 @@ def load_runner(
     either `num_blocks` or `kv_bytes`, which the ranks of a group share, or `kv_share`: KV gets what is left of that
     share of the device's memory beside the model and a step of `largest_step`. `host_memory` None: private memory.
     `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. `batch_invariant`:
-    see `kernels_for`. Raises ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
+    see `kernels_for`. `decode_graphs`: where the device can, decode steps of as many sequences as `largest_step` has,
+    or fewer, are recorded now and replayed later. Raises ValueError for models or sizes that cannot be run, GroupError
+    if a group does not come up.
     """
     where = require_device(device)
     kernels = kernels_for(where, batch_invariant=batch_invariant)
@@ -113,13 +119,26 @@ def load_runner(
         if group is not None:
             group.wait_until_loaded()
         on_failure.pop_all()
+    record = _decode_recording(runner, kernels, largest_step) if decode_graphs and group is None else None
     if kv_share is not None:
         left = kv_bytes_left(runner, largest_step, kv_share) - staging_bytes
+        if record is not None:
+            left -= recording_bytes(runner, record)
         sizes = size_tiers(layout, replace(memory, kv_bytes=max(left, 0)))
         host_cache = _host_cache(layout, sizes.host_blocks, host_memory, where)
         runner.keep_kv_in(KVCache(layout, sizes.device_blocks, where), host_cache, sizes.ring)
+    if record is not None:
+        record()
     _report(runner, model_folder)
     return runner
+
+
+def _decode_recording(runner: ModelRunner, kernels: Kernels, largest: StepSize) -> Callable[[], None] | None:
+    """Records the runner's decode steps over the KV cache it then has. None: the kernels cannot be replayed."""
+    if not isinstance(kernels, GraphKernels):
+        return None
+    limits = DecodeGraphLimits.of(largest.num_seqs, runner.config.max_position_embeddings)
+    return partial(runner.record_decode, kernels, limits)
 
 
 def _require_alone(tensor_parallel: int, num_blocks: int | None, kv_bytes: int | None) -> None:

@@ -6,16 +6,16 @@ Shape legend: see `kernels.interface`; S segments, P slots of partial sums.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention_tiles import SEGMENT_FIELDS
+from kernels.attention_tiles import SEGMENT_FIELDS, SPLIT_TOKENS
 from kernels.attention_work import AttentionShape, AttentionWork, Words, plan_work
 from kernels.decode_attention import NARROW_ROWS, WIDE_ROWS, PartialSums
-from kernels.interface import Segment
+from kernels.interface import Segment, StandingLimits
 
 # Programs of the decode kernels for each processor: what fits at once of the narrow ones. Not measured yet.
 _PROGRAMS_PER_PROCESSOR = 4
@@ -71,6 +71,18 @@ class DecodeLimits:
     num_splits: int  # of all segments: ceil(context / SPLIT_TOKENS) each, and one more with a window
     num_layer_groups: int
 
+    @classmethod
+    def of(cls, limits: StandingLimits, block_size: int) -> DecodeLimits:
+        """For segments of one query, however their context is shared out among them."""
+        most, context_tokens = limits.num_segments, limits.context_tokens
+        return cls(
+            num_segments=most,
+            num_queries=1,
+            num_columns=context_tokens // block_size + most,
+            num_splits=context_tokens // SPLIT_TOKENS + 2 * most,
+            num_layer_groups=limits.num_layer_groups,
+        )
+
 
 class DecodeBuffers:
     """Work for steps of decode alone, always at the same addresses and with the same launches.
@@ -113,6 +125,11 @@ class DecodeBuffers:
             raise ValueError(f"a step's CUDA graph is for segments of up to {self._limits.num_queries} queries")
         packed, _ = _pack(lists)
         self._words.copy_(_pinned(packed, self._words.device), non_blocking=True)
+
+    def work_for(self, num_segments: int) -> DeviceWork:
+        """`work`, at the same addresses, for a graph whose steps have no more than so many segments."""
+        assert num_segments <= self._limits.num_segments, "the buffers are too small for such a graph"
+        return replace(self.work, sizes=replace(self.work.sizes, merged=num_segments))
 
     def _room(self) -> dict[str, Words]:
         limits = self._limits

@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import activation, gpu_attention, rms_norm, rotary
-from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
+from kernels.interface import (
+    Activation,
+    CacheGeometry,
+    KVSlots,
+    Linear,
+    PagedAttention,
+    Segment,
+    StandingAttention,
+    StandingLimits,
+)
 from kernels.matmul import InvariantLinear
 
 
@@ -70,6 +79,27 @@ class GpuKernels:
             segments,
             geometry,
             window=window,
+            dtype=dtype,
+            device=self.device,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def standing_attention(
+        self,
+        geometry: CacheGeometry,
+        limits: StandingLimits,
+        *,
+        num_heads: int,
+        window: int | None,
+        softcapped: bool,
+        dtype: torch.dtype,
+    ) -> StandingAttention:
+        return gpu_attention.standing_attention(
+            geometry,
+            limits,
+            num_heads=num_heads,
+            window=window,
+            softcapped=softcapped,
             dtype=dtype,
             device=self.device,
             batch_invariant=self.batch_invariant,

@@ -12,16 +12,17 @@ Shape legend: see `kernels.interface` and `kernels.attention_tiles`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.attention_tiles import Operands
+from kernels.attention_tiles import Operands, architecture
 from kernels.attention_work import AttentionShape, plan_work
 from kernels.cascade_attention import cascade_attention
 from kernels.decode_attention import decode_attention, merge_splits
-from kernels.device_work import DecodeBuffers, DeviceWork, send_up
-from kernels.interface import CacheGeometry, Segment
+from kernels.device_work import DecodeBuffers, DecodeLimits, DeviceWork, send_up
+from kernels.interface import CacheGeometry, PagedAttention, Segment, StandingLimits
 from kernels.prefill_attention import prefill_attention
 
 SHARE_FROM_BYTES = 16 << 20
@@ -64,16 +65,33 @@ class GpuAttention:
 
 
 class CapturedAttention:
-    """Attention over whatever `buffers` were filled with last: what a CUDA graph captures."""
+    """Attention over whatever `buffers` were filled with last: what a CUDA graph captures.
 
-    def __init__(self, buffers: DecodeBuffers) -> None:
-        self._buffers = buffers
+    `num_segments`: of the graph's largest step; None: as many as there is room for.
+    """
+
+    def __init__(self, buffers: DecodeBuffers, num_segments: int | None = None) -> None:
+        self._shape = buffers.shape
+        self._work = buffers.work if num_segments is None else buffers.work_for(num_segments)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
     ) -> Tensor:
-        shape = self._buffers.shape
-        return launch(self._buffers.work, q, cache_rows, shape.operands.geometry, group, shape.window, scale, softcap)
+        shape = self._shape
+        return launch(self._work, q, cache_rows, shape.operands.geometry, group, shape.window, scale, softcap)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedAttention:
+    """`kernels.interface.StandingAttention`: graphs of all sizes read the same buffers."""
+
+    buffers: DecodeBuffers
+
+    def fill(self, segments: Sequence[Segment]) -> None:
+        self.buffers.fill(segments)
+
+    def of(self, num_segments: int) -> PagedAttention:
+        return CapturedAttention(self.buffers, num_segments)
 
 
 def plan_attention(
@@ -96,6 +114,36 @@ def plan_attention(
         batch_invariant=batch_invariant,
         share_from_bytes=share_from_bytes,
     )
+
+
+def standing_attention(
+    geometry: CacheGeometry,
+    limits: StandingLimits,
+    *,
+    num_heads: int,
+    window: int | None,
+    softcapped: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool = False,
+    share_from_bytes: int | None = SHARE_FROM_BYTES,
+) -> BufferedAttention:
+    """See `kernels.interface.GraphKernels.standing_attention`."""
+    operands = Operands(
+        dtype=dtype,
+        geometry=geometry,
+        softcapped=softcapped,
+        windowed=window is not None,
+        architecture=architecture(device),
+    )
+    shape = AttentionShape(
+        operands=operands,
+        num_heads=num_heads,
+        window=window,
+        batch_invariant=batch_invariant,
+        share_from_bytes=share_from_bytes,
+    )
+    return BufferedAttention(DecodeBuffers(shape, DecodeLimits.of(limits, geometry.block_size), device))
 
 
 def launch(

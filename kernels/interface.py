@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -116,4 +116,43 @@ class Kernels(Protocol):
 
         With a `window`, a token sees itself and the `window - 1` before it.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandingLimits:
+    """The largest step that standing attention takes."""
+
+    num_segments: int
+    context_tokens: int  # of all segments together
+    num_layer_groups: int
+
+
+class StandingAttention(Protocol):
+    """Attention of steps of one query per segment, read from where it always lies: a CUDA graph can hold it."""
+
+    def fill(self, segments: Sequence[Segment]) -> None:
+        """What is launched from now on, on this stream, is for these. Raises ValueError beyond the limits."""
+        ...
+
+    def of(self, num_segments: int) -> PagedAttention:
+        """For steps of up to so many segments: it looks at what was filled in last, whenever it is replayed."""
+        ...
+
+
+@runtime_checkable
+class GraphKernels(Kernels, Protocol):
+    """The operators of a device that replays what was launched before."""
+
+    def standing_attention(
+        self,
+        geometry: CacheGeometry,
+        limits: StandingLimits,
+        *,
+        num_heads: int,
+        window: int | None,
+        softcapped: bool,
+        dtype: torch.dtype,
+    ) -> StandingAttention:
+        """See `plan_attention`."""
         ...
