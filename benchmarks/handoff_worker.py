@@ -51,7 +51,7 @@ async def _serve(order: WorkerOrder) -> None:
     model = load_default_model("bfloat16", num_threads=1)
     secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
     identity = worker_identity(model, worker_id=order.role, node_id=NODE_ID, secret=secret)
-    transport = TransferConfig(transport=order.transport).open(identity, "127.0.0.1")
+    transport = TransferConfig(transport=order.transport).open(identity, "127.0.0.1", model.kv_cache.tensor.device)
     parts = WorkerParts(
         model=model,
         identity=identity,

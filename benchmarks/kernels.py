@@ -28,6 +28,8 @@ TESTS = (
     "tests/test_attention_work.py",
     "tests/test_cascade_attention.py",
     "tests/test_slab_kernels.py",
+    "tests/test_device_copying.py",
+    "tests/test_pinned_slabs.py",
     "tests/test_sampling_kernels.py",
     "tests/test_block_digest.py",
     "tests/test_gpu_kernels.py",

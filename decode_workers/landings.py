@@ -16,6 +16,7 @@ from engine.kv_cache import GroupRow
 from engine.loading import LoadedModel
 from engine.sequence import Sequence, SequenceKey
 from engine.sequence_kv import SequenceKV
+from kv_transfer.device_streams import queued_on
 from kv_transfer.digest import DigestKind
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import RequestSpec, Reserved
@@ -68,6 +69,7 @@ class Landings:
             transport,
             thread,
             digest_kind=digest_kind,
+            mark_queued=queued_on(model.kv_cache.tensor.device),
             target_of=self._target_of,
             on_admit=self._on_admit,
             on_release=self._on_lease_ended,

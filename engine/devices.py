@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Final, cast
 
+import numpy as np
 import torch
 
 CPU = torch.device("cpu")
+
+Unpin = Callable[[], None]
+Pin = Callable[[memoryview], Unpin]
+"""Keep mapped memory where it is until `Unpin` is called, once. Raises RuntimeError where that cannot be."""
+
+# cudaHostRegisterReadOnly of the CUDA runtime, since 11.1: what is mapped read-only can be registered in no other way,
+# and with it only where the device's attribute HostRegisterReadOnlySupported is 1.
+_REGISTER_READ_ONLY: Final = 0x08
 
 
 def require_device(name: str) -> torch.device:
@@ -39,5 +51,32 @@ def pin(host: torch.Tensor, device: torch.device) -> None:
     Also for memory that other processes share. It stays pinned as long as this process has it mapped.
     """
     if device.type == "cuda":
-        cuda = cast(Any, torch.cuda)  # untyped there
-        cuda.check_error(int(cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)))
+        _register(host.data_ptr(), host.nbytes, 0)
+
+
+def pinning_for(device: torch.device) -> Pin | None:
+    """How mappings are pinned that `device` copies from or to; None where there is nothing to pin them for."""
+    return functools.partial(_pin_view, device) if device.type == "cuda" else None
+
+
+def _pin_view(device: torch.device, view: memoryview) -> Unpin:
+    """The result holds the address alone, or the mapping would never end."""
+    address = int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+    try:
+        _register(address, view.nbytes, _REGISTER_READ_ONLY if view.readonly else 0)
+    except RuntimeError:
+        # The runtime remembers its last error in this thread, and the next launch here would be blamed for it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
+        raise
+    return functools.partial(_unregister, address)
+
+
+def _register(address: int, num_bytes: int, flags: int) -> None:
+    cuda = cast(Any, torch.cuda)  # untyped there
+    cuda.check_error(int(cuda.cudart().cudaHostRegister(address, num_bytes, flags)))
+
+
+def _unregister(address: int) -> None:
+    cuda = cast(Any, torch.cuda)
+    cuda.check_error(int(cuda.cudart().cudaHostUnregister(address)))

@@ -102,7 +102,10 @@ class Staging:
 
 
 class StoredLayers:
-    """Hooks of a step without copies: a layer's KV rests where it was computed."""
+    """Hooks of a step without copies: a layer's KV rests where it was computed.
+
+    On a device, storing it is then what the stream that is current in this thread was given last.
+    """
 
     def __init__(self, on_layer: Callable[[int], None]) -> None:
         self.stored = on_layer

@@ -18,6 +18,7 @@ import torch
 
 from engine.kv_cache import KVCache
 from engine.sequence_kv import SequenceKV
+from kv_transfer.device_streams import Event
 from kv_transfer.digest import DigestKind, slab_digest
 
 
@@ -29,17 +30,22 @@ def fill_slab(
     count: int,
     view: memoryview,
     kind: DigestKind = "xxh3_64",
+    *,
+    after: Event | None = None,
 ) -> int:
     """Gather tokens [start, start + count) of a layer into a slab and return the digest of the slab's bytes.
 
-    `group_row` is the block-table row of the layer's group. Raises ValueError if the slab has another size.
+    `group_row` is the block-table row of the layer's group; `after`: a device has stored the tokens. Raises ValueError
+    if the slab has another size.
     """
     slab_2nHD = _as_slab(kv_cache, count, view)
     if kv_cache.device.type != "cpu":
-        from kv_transfer.device_copying import fill_from_device
+        from kv_transfer.device_copying import copies_on
 
         assert isinstance(kv_cache, KVCache), "the KV of a group of ranks lies in memory of the host"
-        return fill_from_device(kv_cache, group_row, layer, start, slab_2nHD, kind)
+        return copies_on(kv_cache.device).fill(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
+    if after is not None:
+        after.wait()
     kv_cache.read_layer(layer, group_row, start, count, slab_2nHD)
     return slab_digest(view, kind)
 
@@ -52,18 +58,23 @@ def land_slab(
     count: int,
     payload: memoryview,
     kind: DigestKind = "xxh3_64",
+    *,
+    after: Event | None = None,
 ) -> int:
     """Copy a slab into the blocks of `group_row` and return the digest of what stands in those blocks afterwards.
 
     The digest is of bytes read back from the destination, so whatever went wrong on the way, a payload that changed
-    while it was read included, shows. Raises ValueError, having written nothing, if the payload has another size.
+    while it was read included, shows. `after`: a device no longer uses the blocks for what was in them before.
+    Raises ValueError, having written nothing, if the payload has another size.
     """
     slab_2nHD = _as_slab(kv_cache, count, payload)
     if kv_cache.device.type != "cpu":
-        from kv_transfer.device_copying import land_on_device
+        from kv_transfer.device_copying import copies_on
 
         assert isinstance(kv_cache, KVCache), "the KV of a group of ranks lies in memory of the host"
-        return land_on_device(kv_cache, group_row, layer, start, slab_2nHD, kind)
+        return copies_on(kv_cache.device).land(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
+    if after is not None:
+        after.wait()
     kv_cache.write_layer(layer, group_row, start, slab_2nHD)
     landed_2nHD = torch.empty(_slab_shape(kv_cache, count), dtype=kv_cache.layout.dtype)
     kv_cache.read_layer(layer, group_row, start, count, landed_2nHD)

@@ -1,11 +1,13 @@
 """The receiving end of hand-offs, at work: runs `HandoffReceiver`'s actions against real links and a real KV cache.
 
-The state machine lives on the worker's main loop; receiving, copying and digesting happen on the KV thread.
+The state machine lives on the worker's main loop; receiving, copying and digesting happen on the KV thread. What
+a device has to copy is waited for in a thread for that alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import time
@@ -14,7 +16,9 @@ from collections.abc import Callable
 from engine.kv_cache import GroupRow, KVLayout
 from engine.sequence_kv import SequenceKV
 from kv_transfer.copying import land_slab
+from kv_transfer.copying_thread import CopyingThread
 from kv_transfer.deadline_timer import DeadlineTimer
+from kv_transfer.device_streams import Event, MarkQueued, nothing_queued
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.handoff_receiver import HandoffReceiver
@@ -41,6 +45,7 @@ class KvReceiver:
     `on_admit(request_id, attempt, first_token)`: KV verified; the lease is the scheduler's again.
     `on_release(lease_id)`: the reservation ended otherwise; called once, never together with `on_admit`.
     `on_failed(request_id, attempt, reason, retryable)`: why, for the gateway.
+    `mark_queued`: of the device that computes. What used a lease's blocks before has been queued when it is reserved.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class KvReceiver:
         on_admit: Callable[[str, int, int], None],
         on_release: Callable[[int], None],
         on_failed: Callable[[str, int, str, bool], None],
+        mark_queued: MarkQueued = nothing_queued,
     ) -> None:
         self._layout = layout
         self._transport = transport
@@ -63,6 +69,9 @@ class KvReceiver:
         self._on_admit = on_admit
         self._on_release = on_release
         self._on_failed = on_failed
+        self._mark_queued = mark_queued
+        self._free_after: dict[int, Event | None] = {}  # by lease
+        self._copying = CopyingThread("kv-copies-in")
         self._loop = asyncio.get_running_loop()
         self._timer = DeadlineTimer(self._on_deadline)
         self._machine: HandoffReceiver
@@ -94,6 +103,7 @@ class KvReceiver:
 
     def reserve(self, request: RequestSpec, lease_id: int) -> Ticket:
         ticket = self._machine.reserve(request, lease_id, now=time.monotonic())
+        self._free_after[lease_id] = self._mark_queued()
         self._do([])
         return ticket
 
@@ -108,6 +118,7 @@ class KvReceiver:
 
     def stop(self) -> None:
         self._timer.stop()
+        self._copying.stop()
 
     def _on_deadline(self) -> None:
         self._do(self._machine.tick(time.monotonic()))
@@ -130,15 +141,18 @@ class KvReceiver:
             match action:
                 case Copy():
                     cache, row = self._target_of(action.lease_id, action.header.layer)
-                    self._thread.call(self._land, action.delivery_id, action.header, cache, row)
+                    after = self._free_after[action.lease_id]
+                    self._thread.call(self._land, action.delivery_id, action.header, cache, row, after)
                 case Drop():
                     self._thread.call(self._drop, action.delivery_id)
                 case Send():
                     self._thread.submit(self._send(action.peer_id, action.message))
                 case Admit():
                     request, commit = action.request, action.commit
+                    del self._free_after[action.lease_id]
                     self._on_admit(request.request_id, request.attempt, commit.first_token)
                 case ReleaseLease():
+                    del self._free_after[action.lease_id]
                     self._on_release(action.lease_id)
                 case Fail():
                     self._on_failed(action.request_id, action.attempt, action.reason, action.retryable)
@@ -174,19 +188,29 @@ class KvReceiver:
             self._deliveries[delivery_id] = delivery
         self._report(self._on_message, link_id, message, delivery_id)
 
-    def _land(self, delivery_id: int, header: SlabHeader, kv_cache: SequenceKV, row: GroupRow) -> None:
+    def _land(
+        self, delivery_id: int, header: SlabHeader, kv_cache: SequenceKV, row: GroupRow, after: Event | None
+    ) -> None:
         delivery = self._deliveries.pop(delivery_id)
         assert delivery.payload is not None
+        place = (kv_cache, row, header.layer, header.token_start, header.num_tokens)
+        if after is None and kv_cache.device.type == "cpu":
+            self._copy(delivery_id, delivery, lambda payload: land_slab(*place, payload, header.digest_kind))
+            return
+        land = functools.partial(land_slab, *place)
+        job = functools.partial(
+            self._copy, delivery_id, delivery, lambda payload: land(payload, header.digest_kind, after=after)
+        )
         try:
-            digest = land_slab(
-                kv_cache,
-                row,
-                header.layer,
-                header.token_start,
-                header.num_tokens,
-                delivery.payload,
-                header.digest_kind,
-            )
+            self._copying.submit(job)
+        except RuntimeError:  # stopped, and nobody waits for the copy any more
+            delivery.release()
+
+    def _copy(self, delivery_id: int, delivery: Delivery, land: Callable[[memoryview], int]) -> None:
+        """On the KV thread, or where a device is waited for."""
+        assert delivery.payload is not None
+        try:
+            digest = land(delivery.payload)
         except (ValueError, RuntimeError) as error:  # the payload is not of the size that the header says
             self._report(self._on_copy_failed, delivery_id, str(error))
         else:

@@ -1,12 +1,14 @@
 """The sending end of hand-offs, at work: runs `HandoffSender`'s actions against real links and a real KV cache.
 
 The state machine lives on the worker's main loop. Gathering, digesting and sending happen on the KV thread, in order
-per peer, so that compute and tokens do not wait for bytes.
+per peer, so that compute and tokens do not wait for bytes; what a device still has to store or to copy is waited for in
+a thread for that alone, so that no link does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -18,7 +20,9 @@ import numpy.typing as npt
 from engine.sequence import Sequence, SequenceKey
 from engine.sequence_kv import SequenceKV
 from kv_transfer.copying import fill_slab
+from kv_transfer.copying_thread import CopyingThread
 from kv_transfer.deadline_timer import DeadlineTimer
+from kv_transfer.device_streams import Event
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff_sender import HandoffSender
@@ -37,6 +41,7 @@ class _SlabJob:
     action: SendSlab
     kv_cache: SequenceKV  # where the layer rests
     group_row: npt.NDArray[np.int32]
+    stored: Event | None  # on a device, which may not have come to it
 
 
 class _Peer:
@@ -105,15 +110,7 @@ class _Peer:
         action = job.action
         try:
             slab = await link.acquire(action.num_tokens * self._owner.kv_cache.layout.bytes_per_token_layer)
-            digest = fill_slab(
-                job.kv_cache,
-                job.group_row,
-                action.layer,
-                action.token_start,
-                action.num_tokens,
-                slab.view,
-                action.digest_kind,
-            )
+            digest = await self._owner.fill(job, slab.view)
             await link.send(action.header(digest), slab)
         except BaseException as error:  # also when cancelled: whatever ends the job must end the read of its blocks
             self._report_failed(job, str(error))
@@ -157,6 +154,8 @@ class KvSender:
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._peers: dict[str, _Peer] = {}
         self._endpoints: dict[str, Endpoint] = {}
+        self._stored: dict[SequenceKey, dict[int, Event]] = {}  # behind the tokens of each layer that came last
+        self._copying = CopyingThread("kv-copies-out")
         self._loop = asyncio.get_running_loop()
         self._timer = DeadlineTimer(self._on_deadline)
 
@@ -172,10 +171,17 @@ class KvSender:
         self._timelines.begin(seq.key, seq.num_tokens, now)
         self._do(self._machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=now))
 
-    def layer_ready(self, key: SequenceKey, layer: int, token_start: int, num_tokens: int) -> None:
-        """The KV of tokens [token_start, token_start + num_tokens) of `layer` stands where the layer rests."""
+    def layer_ready(
+        self, key: SequenceKey, layer: int, token_start: int, num_tokens: int, stored: Event | None = None
+    ) -> None:
+        """The KV of tokens [token_start, token_start + num_tokens) of `layer` stands where the layer rests.
+
+        On a device it does when that has come to `stored`, which comes after those of earlier calls.
+        """
         if key not in self._sequences:
             return
+        if stored is not None:
+            self._stored.setdefault(key, {})[layer] = stored
         for start in range(token_start, token_start + num_tokens, self._max_slab_tokens):
             count = min(self._max_slab_tokens, token_start + num_tokens - start)
             self._do(self._machine.on_layer_ready(*key, layer, start, count, now=time.monotonic()))
@@ -191,6 +197,17 @@ class KvSender:
 
     def stop(self) -> None:
         self._timer.stop()
+        self._copying.stop()
+
+    # Called on the KV thread.
+    async def fill(self, job: _SlabJob, view: memoryview) -> int:
+        """Gather the job's tokens into `view` and return their digest. Nothing reads or writes any more when it ends,
+        however it does."""
+        action = job.action
+        place = (job.kv_cache, job.group_row, action.layer, action.token_start, action.num_tokens)
+        if job.stored is None and job.kv_cache.device.type == "cpu":
+            return fill_slab(*place, view, action.digest_kind)
+        return await self._copying.run(functools.partial(fill_slab, *place, view, action.digest_kind, after=job.stored))
 
     # Called on the KV thread; the function then runs on the main loop.
     def report(self, function: Callable[..., None], *args: object) -> None:
@@ -236,6 +253,7 @@ class KvSender:
                 case ReleaseSource():
                     key = (action.request_id, action.attempt)
                     del self._sequences[key]
+                    self._stored.pop(key, None)
                     self._timelines.end(key)
                     self._on_release(key)
                 case Fail():
@@ -250,7 +268,8 @@ class KvSender:
         cache, table = (self._host_cache, seq.host_table) if on_host else (self.kv_cache, seq.block_table)
         assert cache is not None
         assert table is not None
-        return _SlabJob(action, cache, table.view[group])
+        stored = self._stored.get(seq.key, {}).get(action.layer)
+        return _SlabJob(action, cache, table.view[group], stored)
 
     def _enqueue(self, worker_id: str, job: _SlabJob | Message) -> None:
         peer = self._peers.get(worker_id)

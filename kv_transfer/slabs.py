@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from engine.devices import Pin
 from kv_transfer.home_loop import HomeLoop
+from kv_transfer.mappings import map_memory
 from kv_transfer.transports.base import LinkClosedError
 
 MIB: Final = 1 << 20
@@ -20,10 +22,14 @@ MIB: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabConfig:
-    """Per link and direction. Memory is taken from the system only where slabs have been written."""
+    """Per link and direction. Memory is taken from the system only where slabs have been written.
+
+    With `pin`, each arena is pinned as long as it is mapped, and all of its memory is taken at once.
+    """
 
     slab_bytes: int = 16 * MIB
     num_slabs: int = 8
+    pin: Pin | None = None
 
     def __post_init__(self) -> None:
         if self.slab_bytes < 1 or self.num_slabs < 1:
@@ -41,7 +47,7 @@ class SlabConfig:
 
 def private_arena(config: SlabConfig) -> memoryview:
     """Zeroed memory of this process, unmapped when the last view of it is gone."""
-    return memoryview(mmap.mmap(-1, config.arena_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return map_memory(-1, config.arena_bytes, config.pin, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class PooledSlab:

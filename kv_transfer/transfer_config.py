@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from engine.devices import CPU, pinning_for
 from kv_transfer.digest import DigestKind
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Transport
@@ -31,9 +32,9 @@ class TransferConfig:
             return "xxh3_64" if device.type == "cpu" else "row_sum_64"
         return self.digest
 
-    def open(self, identity: Identity, host: str) -> Transport:
-        """A transport that listens on `host` when asked to."""
-        slabs = SlabConfig(slab_bytes=self.slab_bytes, num_slabs=self.num_slabs)
+    def open(self, identity: Identity, host: str, device: torch.device = CPU) -> Transport:
+        """A transport that listens on `host` when asked to, for KV on `device`."""
+        slabs = SlabConfig(slab_bytes=self.slab_bytes, num_slabs=self.num_slabs, pin=pinning_for(device))
         return open_transport(
             self.transport,
             identity,

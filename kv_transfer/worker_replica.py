@@ -146,7 +146,7 @@ class WorkerReplica:
         parts = WorkerParts(
             model=self.model,
             identity=identity,
-            transport=self._transfer.open(identity, site.host),
+            transport=self._transfer.open(identity, site.host, self.model.kv_cache.tensor.device),
             locate_scheduler=self._locate_scheduler,
             host=site.host,
             lower_tiers=self._lower,

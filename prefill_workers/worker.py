@@ -16,6 +16,7 @@ from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, Ste
 from engine.step_loop import StepLoop
 from engine.stopping import finish_reason
 from kv_transfer.cost_report import cost_report
+from kv_transfer.device_streams import queued_on
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import Cancel, Message, RequestSpec, Start, Ticket, WorkerSnapshot
@@ -106,7 +107,10 @@ class PrefillWorker:
             on_verified=self._on_handed_over,
         )
         self._stream = LayerStream(
-            self._model.layout.num_layers, self._sender.layer_ready, is_moving=self._allocator.is_moving
+            self._model.layout.num_layers,
+            self._sender.layer_ready,
+            is_moving=self._allocator.is_moving,
+            mark_queued=queued_on(self._model.kv_cache.tensor.device),
         )
         self._steps = StepLoop(
             self._model.runner,

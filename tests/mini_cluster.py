@@ -218,7 +218,7 @@ class MiniCluster:
         return WorkerParts(
             model=model,
             identity=identity,
-            transport=self.config.transfer.open(identity, "127.0.0.1"),
+            transport=self.config.transfer.open(identity, "127.0.0.1", model.kv_cache.tensor.device),
             locate_scheduler=self._locate,
             lower_tiers=lower,
             events=events,

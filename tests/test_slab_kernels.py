@@ -19,8 +19,8 @@ from kernels.host_digest import ROW_WORDS, row_sum_digest
 from kernels.interface import CacheGeometry
 from kernels.slabs import gather_slab, scatter_slab
 from kv_transfer.copying import fill_slab, land_slab
-from kv_transfer.device_copying import fill_from_device, land_on_device
 from kv_transfer.digest import DIGEST_KINDS, DigestKind
+from tests.device_queues import device_copies
 from tests.interpreted import device
 from tests.test_copying import NUM_TOKENS, End
 
@@ -155,9 +155,9 @@ def test_a_cache_on_a_device_and_one_on_a_host_understand_each_other(kind: Diges
     view = slab.view(torch.uint8).numpy().data.cast("B")
     fill, land = (source.cache, source.row(2), 2, 5), (target.cache, target.row(2), 2, 5)
     if device_sends:
-        sent, landed = fill_from_device(*fill, slab, kind), land_slab(*land, 9, view, kind)
+        sent, landed = device_copies().fill(*fill, slab, kind), land_slab(*land, 9, view, kind)
     else:
-        sent, landed = fill_slab(*fill, 9, view, kind), land_on_device(*land, slab, kind)
+        sent, landed = fill_slab(*fill, 9, view, kind), device_copies().land(*land, slab, kind)
     assert sent == landed
     assert source.bytes_of(2, 5, 9) == bytes(view) == target.bytes_of(2, 5, 9)
     assert np.any(np.frombuffer(view, dtype=np.uint8))

@@ -15,6 +15,8 @@ import secrets
 from pathlib import Path
 from typing import Final
 
+from engine.devices import Pin
+from kv_transfer.mappings import map_memory
 from kv_transfer.messages import SegmentOffer
 
 # linux/fcntl.h, since 5.1; this Python does not name it.
@@ -32,7 +34,7 @@ def supported() -> bool:
 class OwnSegment:
     """A segment of this process. `view` is writable; the memory is freed with the last mapping of it, here or there."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, pin: Pin | None = None) -> None:
         self._name = f"legato-{secrets.token_hex(8)}"
         self._num_bytes = num_bytes
         try:
@@ -41,7 +43,7 @@ class OwnSegment:
             raise self._failure(error) from error
         try:
             os.ftruncate(self._fd, num_bytes)
-            self.view = memoryview(mmap.mmap(self._fd, num_bytes))
+            self.view = map_memory(self._fd, num_bytes, pin)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
         except (OSError, ValueError) as error:
@@ -69,7 +71,7 @@ class OwnSegment:
         )
 
 
-def map_segment(offer: SegmentOffer) -> memoryview:
+def map_segment(offer: SegmentOffer, pin: Pin | None = None) -> memoryview:
     """The peer's segment, read-only; unmapped with the last view of it."""
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     try:
@@ -81,7 +83,7 @@ def map_segment(offer: SegmentOffer) -> memoryview:
         ) from error
     try:
         _check_segment(fd, offer)
-        return memoryview(mmap.mmap(fd, offer.num_bytes, prot=mmap.PROT_READ))
+        return map_memory(fd, offer.num_bytes, pin, prot=mmap.PROT_READ)
     except (OSError, ValueError, OverflowError) as error:
         raise SegmentError(f"The peer's shared memory cannot be mapped: {error}.") from error
     finally:

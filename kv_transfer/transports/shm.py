@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+from engine.devices import Pin
 from kv_transfer.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.frames import FrameLimits
 from kv_transfer.home_loop import HomeLoop
@@ -40,7 +41,7 @@ class _Outgoing:
 
     def __init__(self, config: SlabConfig, post: Callable[[Message], None]) -> None:
         self._config = config
-        self._segment = OwnSegment(config.arena_bytes)
+        self._segment = OwnSegment(config.arena_bytes, config.pin)
         self.pool = SlabPool(self._segment.view, config)
         self._announced: dict[int, PooledSlab] = {}
         self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -80,8 +81,9 @@ class _Outgoing:
 class _Incoming:
     """The peer's segment as mapped here, and the slabs of it that we are done with."""
 
-    def __init__(self, post: Callable[[Message], None]) -> None:
+    def __init__(self, post: Callable[[Message], None], pin: Pin | None) -> None:
         self._post = post
+        self._pin = pin
         self._segment: memoryview | None = None
         self._loop = asyncio.get_running_loop()
         self._home = HomeLoop()
@@ -90,7 +92,7 @@ class _Incoming:
     def on_offer(self, offer: SegmentOffer) -> None:
         refusal = None
         try:
-            self._segment = map_segment(offer)
+            self._segment = map_segment(offer, self._pin)
         except SegmentError as error:
             refusal = str(error)
         self._post(SegmentAnswer(refusal=refusal))
@@ -128,7 +130,7 @@ class SharedMemoryLink:
             replace(config.connection, limits=FrameLimits(payload_bytes=_PLACE.size)),
             Hooks(intercept=self._on_message, on_closed=self._on_closed),
         )
-        self._incoming = _Incoming(self._connection.post)
+        self._incoming = _Incoming(self._connection.post, config.slabs.pin)
         self._outgoing: _Outgoing | None = None
 
     async def open(self) -> None:

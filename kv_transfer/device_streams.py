@@ -1,0 +1,90 @@
+"""Queues of a device's work, and marks in them that other queues and threads can wait for.
+
+A stream does what is queued on it in order; two streams know nothing of each other but through events. On a CPU nothing
+is ever queued: what has returned is done, and there are no events.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A place in a stream: come to when all that was queued there before it has been done."""
+
+    def wait(self) -> None:
+        """In the calling thread, until the device has come to it."""
+        ...
+
+
+class Stream(Protocol):
+    def queue(self, work: Callable[[], object]) -> None:
+        """Have the device do what `work` starts. It may be done later than this returns."""
+        ...
+
+    def follow(self, event: Event) -> None:
+        """Nothing queued from now on begins before the device has come to `event`, of any stream."""
+        ...
+
+    def record(self) -> Event: ...
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Bytes of the device `[num_bytes]`, whose former owners' work comes first, for use on this stream alone."""
+        ...
+
+
+MarkQueued = Callable[[], Event | None]
+"""An event behind all that compute has queued so far; None where nothing ever is."""
+
+
+def nothing_queued() -> None:
+    """`MarkQueued` of a CPU."""
+
+
+def queued_on(device: torch.device) -> MarkQueued:
+    """Models compute on the stream that is current in every thread that was not told otherwise."""
+    return functools.partial(_record_current, device) if device.type == "cuda" else nothing_queued
+
+
+class CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event: torch.cuda.Event = cast(Any, torch.cuda).Event(
+            blocking=True
+        )  # the waiting thread sleeps, and others may run
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaStream:
+    """A stream of its own, beside the one that models compute on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream = cast(Any, torch.cuda).Stream(device)  # untyped there
+        self._device = device
+
+    def queue(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def follow(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent), "one device's streams follow its own events"
+        self._stream.wait_event(event.event)
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(self._stream)
+
+    def empty(self, num_bytes: int) -> Tensor:
+        # Torch's allocator gives memory out again before its former owner's kernels have ended, in one stream's order.
+        with torch.cuda.stream(self._stream):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+def _record_current(device: torch.device) -> CudaEvent:
+    return CudaEvent(torch.cuda.current_stream(device))
