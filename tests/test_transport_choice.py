@@ -76,7 +76,7 @@ async def test_auto_takes_shared_memory_on_a_node_and_tcp_between_nodes() -> Non
 async def test_auto_falls_back_to_tcp_where_memory_cannot_be_shared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(offer: SegmentOffer) -> memoryview:
+    def refuse(offer: SegmentOffer, pin: object) -> memoryview:
         raise SegmentError("The peer's shared memory cannot be opened: another process namespace.")
 
     monkeypatch.setattr(shm, "map_segment", refuse)
