@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.auth import MAX_CHALLENGE_BYTES, Handshake, HandshakeError, HandshakeRole, Hello, hello_of
+from kv_transfer.messages import PROTOCOL_VERSION
 from kv_transfer.transports.base import Identity, PeerRefusedError
 
 PREFILL = Identity(worker_id="prefill-1", node_id="a", secret=b"secret", compatibility={"KV dtype": "bfloat16"})
@@ -63,7 +64,8 @@ def test_another_model_is_refused_with_both_values() -> None:
 
 
 def test_another_protocol_version_is_refused_with_both_versions() -> None:
-    with pytest.raises(PeerRefusedError, match=r"decode-1 speaks protocol version 2, prefill-1 version 99"):
+    told = f"decode-1 speaks protocol version {PROTOCOL_VERSION}, prefill-1 version 99"
+    with pytest.raises(PeerRefusedError, match=told):
         meet(end("dialer", PREFILL, version=99), end("listener", DECODE))
 
 

@@ -9,7 +9,7 @@ import pytest
 from kv_transfer import auth
 from kv_transfer.connection import Connection, ConnectionConfig, connect, serve
 from kv_transfer.meeting import dial, listening_socket
-from kv_transfer.messages import Cancel, Ended, Endpoint
+from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Ended, Endpoint
 from kv_transfer.transports.base import LinkClosedError, PeerRefusedError
 from tests.loops import LOOP_KINDS, num_open_files, run_on
 from tests.serving import GATEWAY, WORKER, Run, assert_alive, connect_to, echo, keep_open, serving
@@ -182,7 +182,8 @@ def test_peers_that_must_not_meet_are_refused_with_a_sentence(run: Run, monkeypa
             with pytest.raises(PeerRefusedError, match="listens here for gateway, not for 'kv-tcp'"):
                 await connect(server.endpoint, WORKER, purpose="kv-tcp", timeout_s=HANGS_S)
             monkeypatch.setattr(auth, "PROTOCOL_VERSION", 99)
-            with pytest.raises(PeerRefusedError, match="decode-1 speaks protocol version 1, gateway-1 version 99"):
+            told = f"decode-1 speaks protocol version {PROTOCOL_VERSION}, gateway-1 version 99"
+            with pytest.raises(PeerRefusedError, match=told):
                 await connect(server.endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S)
             monkeypatch.undo()
             await assert_alive(await connect_to(server))
