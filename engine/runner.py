@@ -151,7 +151,8 @@ class ModelRunner:
         """Compute the plan and do its copies; all are done, or will not be, when this returns or raises.
 
         `on_layer(l)` is called when layer l's KV of all items stands where it rests, in the order of the layers: from
-        this thread, or, where an item rests on the host, from the one that copies. Raises ValueError if the plan's
+        this thread, or, where an item rests on the host, from the one that copies. On a device it may not stand yet:
+        see `StoredLayers`. Raises ValueError if the plan's
         host-resident sequences exceed `staging_columns`.
         """
         return self.run(self.prepare(plan), on_layer).output()
