@@ -10,7 +10,6 @@ like `owner/name` is fetched from the Hugging Face hub, without a single file th
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -30,6 +29,7 @@ from engine.builtin_models import (
     build_checkpoint,
 )
 from engine.checkpoint_manifest import find_fault
+from kernels.cache_folder import default_cache_dir
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -79,12 +79,6 @@ def resolve_model(
         f"model {ref!r} is not known: give a built-in name ({', '.join(BUILTIN_MODELS)}), the path of an existing "
         "folder with a Hugging Face checkpoint, or a hub id such as Qwen/Qwen3-0.6B"
     )
-
-
-def default_cache_dir() -> Path:
-    """$LEGATO_CACHE, or ~/.cache/legato."""
-    configured = os.environ.get("LEGATO_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "legato"
 
 
 def _resolve_builtin(model: BuiltinModel, cache_dir: Path, progress: Callable[[str], None], verify: bool) -> Path:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kernels import cpu, reference
 from kernels.interface import Kernels
+from kernels.native_cpu import NativeCpuKernels
+from kernels.native_library import native_library
 
 
 def kernels_for(device: torch.device, *, batch_invariant: bool = False) -> Kernels:
@@ -21,7 +25,13 @@ def kernels_for(device: torch.device, *, batch_invariant: bool = False) -> Kerne
             f"batch_invariant asks for kernels that exist for GPUs only, and the model is to run on {device}: give the"
             " worker a GPU (num_gpus: 1) or leave batch_invariant off"
         )
-    return cpu if device.type == "cpu" else reference
+    return _cpu_kernels() if device.type == "cpu" else reference
+
+
+@functools.cache
+def _cpu_kernels() -> Kernels:
+    library = native_library()
+    return cpu if library is None else NativeCpuKernels(library)
 
 
 def _gpu_kernels(device: torch.device, batch_invariant: bool) -> Kernels:

@@ -13,10 +13,26 @@ from torch import Tensor
 
 from engine.kv_cache import KVCache, KVLayout
 from kernels import cpu, reference
-from kernels.interface import Activation, Segment
+from kernels.interface import Activation, Kernels, Segment
+from kernels.native_cpu import NativeCpuKernels
+from kernels.native_library import native_library
 from kernels.ops import kernels_for
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _cpu_kernels() -> dict[str, Kernels]:
+    """Those of every CPU, and the C++ ones where this machine has what they take."""
+    library = native_library()
+    return {"torch": cpu} if library is None else {"torch": cpu, "native": NativeCpuKernels(library)}
+
+
+CPU_KERNELS = _cpu_kernels()
+
+
+@pytest.fixture(params=CPU_KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return CPU_KERNELS[request.param]
 
 
 def assert_like_twin(actual: Tensor, expected: Tensor) -> None:
@@ -103,11 +119,9 @@ def build_world(case: Case, dtype: torch.dtype, layers_per_group: int = 2) -> Wo
     return World(kv_cache, segments, q, kv[:, 0], kv[:, 1], layer)
 
 
-def run_attention(module: object, case: Case, world: World) -> Tensor:
-    assert module in (cpu, reference)
-    plan_attention = cpu.plan_attention if module is cpu else reference.plan_attention
+def run_attention(kernels: Kernels, case: Case, world: World) -> Tensor:
     layout = world.kv_cache.layout
-    plan = plan_attention(world.segments, layout.geometry, window=case.window, dtype=layout.dtype)
+    plan = kernels.plan_attention(world.segments, layout.geometry, window=case.window, dtype=layout.dtype)
     return plan.attend(
         world.q,
         world.k,
@@ -121,26 +135,26 @@ def run_attention(module: object, case: Case, world: World) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_attention_is_its_twin_and_sees_live_slots_only(case: Case, dtype: torch.dtype) -> None:
+def test_attention_is_its_twin_and_sees_live_slots_only(kernels: Kernels, case: Case, dtype: torch.dtype) -> None:
     world = build_world(case, dtype)
-    actual = run_attention(cpu, case, world)
+    actual = run_attention(kernels, case, world)
     assert actual.shape == world.q.shape
     assert actual.is_contiguous()
     assert_like_twin(actual, run_attention(reference, case, world))
 
 
 @pytest.mark.parametrize("layers_per_group", [1, 3])
-def test_attention_of_other_groupings(layers_per_group: int) -> None:
+def test_attention_of_other_groupings(kernels: Kernels, layers_per_group: int) -> None:
     case = CASES["mixed"]
     world = build_world(case, torch.float32, layers_per_group)
-    assert_like_twin(run_attention(cpu, case, world), run_attention(reference, case, world))
+    assert_like_twin(run_attention(kernels, case, world), run_attention(reference, case, world))
 
 
-def test_attention_leaves_the_cache_alone() -> None:
+def test_attention_leaves_the_cache_alone(kernels: Kernels) -> None:
     case = CASES["decode, ragged"]
     world = build_world(case, torch.float32)
     before = world.kv_cache.tensor.clone()
-    run_attention(cpu, case, world)
+    run_attention(kernels, case, world)
     torch.testing.assert_close(world.kv_cache.tensor, before, equal_nan=True, rtol=0, atol=0)
 
 
@@ -156,12 +170,13 @@ def test_reference_attention_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("num_inputs", [66, 67])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(dtype: torch.dtype, rows: int, bias: bool) -> None:
+def test_linear(kernels: Kernels, dtype: torch.dtype, rows: int, num_inputs: int, bias: bool) -> None:
     torch.manual_seed(0)
-    weight, offset = torch.randn(131, 67).to(dtype) / 8, torch.randn(131).to(dtype) if bias else None
-    x, residual = torch.randn(rows, 67).to(dtype), torch.randn(rows, 131).to(dtype)
-    plain, packed = reference.pack_linear(weight, offset), cpu.pack_linear(weight, offset)
+    weight, offset = torch.randn(131, num_inputs).to(dtype) / 8, torch.randn(131).to(dtype) if bias else None
+    x, residual = torch.randn(rows, num_inputs).to(dtype), torch.randn(rows, 131).to(dtype)
+    plain, packed = reference.pack_linear(weight, offset), kernels.pack_linear(weight, offset)
     assert_like_twin(packed(x), plain(x))
     assert_like_twin(packed.add_to(residual, x), plain.add_to(residual, x))
 
@@ -174,10 +189,10 @@ def test_weights_are_packed_where_onednn_is_there() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 7), (5, 576), (3, 4, 33)])
-def test_rms_norm(dtype: torch.dtype, weight_dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_rms_norm(kernels: Kernels, dtype: torch.dtype, weight_dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(shape).to(dtype) * 3, torch.randn(shape[1:]).to(weight_dtype)
-    assert_like_twin(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    assert_like_twin(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -194,15 +209,16 @@ def test_rotation(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated_activation(dtype: torch.dtype, activation: Activation) -> None:
+def test_gated_activation(kernels: Kernels, dtype: torch.dtype, activation: Activation) -> None:
     torch.manual_seed(0)
     gate_up = torch.randn(5, 2 * 37).to(dtype)
     before = gate_up.clone()
-    actual = cpu.gated_activation(gate_up, activation)
+    actual = kernels.gated_activation(gate_up, activation)
     assert_like_twin(actual, reference.gated_activation(gate_up, activation))
     assert torch.equal(gate_up, before)
 
 
 def test_kernels_are_picked_by_device() -> None:
-    picked: list[object] = [kernels_for(torch.device(name)) for name in ("cpu", "meta")]
-    assert picked == [cpu, reference]
+    on_cpu, elsewhere = (kernels_for(torch.device(name)) for name in ("cpu", "meta"))
+    assert isinstance(on_cpu, type(cpu) if native_library() is None else NativeCpuKernels)
+    assert elsewhere is reference

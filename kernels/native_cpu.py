@@ -1,0 +1,44 @@
+"""The kernels on a CPU that has AVX-512 with bfloat16 and a C++ compiler; what they leave out, torch does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import cpu, native_linear
+from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
+
+
+class NativeCpuKernels:
+    """See `kernels.interface.Kernels`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        native_linear.declare(library)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if native_linear.can_pack(weight):
+            return native_linear.pack_linear(self._library, weight, bias)
+        return cpu.pack_linear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return cpu.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, residual: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return cpu.add_rms_norm(residual, y, weight, eps)
+
+    def rotate_and_store(
+        self, qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots
+    ) -> tuple[Tensor, Tensor]:
+        return cpu.rotate_and_store(qk, v, cos, signed_sin, into)
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return cpu.gated_activation(gate_up, activation)
+
+    def plan_attention(
+        self, segments: Sequence[Segment], geometry: CacheGeometry, *, window: int | None, dtype: torch.dtype
+    ) -> PagedAttention:
+        return cpu.plan_attention(segments, geometry, window=window, dtype=dtype)

@@ -1,0 +1,84 @@
+"""The C++ kernels: compiled once, left to torch where they cannot be, and rows that do not depend on one another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import native_library as compiling
+from kernels.native_cpu import NativeCpuKernels
+from kernels.native_library import SWITCH, native_library
+
+WHICH = """
+import logging
+logging.basicConfig()
+import torch
+from kernels.ops import kernels_for
+print(type(kernels_for(torch.device("cpu"))).__name__)
+"""
+
+
+def kernels_of_a_new_process(**environment: str) -> tuple[str, str]:
+    """Which kernels it takes, and what it logs."""
+    done = subprocess.run(
+        [sys.executable, "-c", WHICH], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def test_without_a_compiler_torch_computes_and_the_log_says_why(tmp_path: Path) -> None:
+    kernels, log = kernels_of_a_new_process(LEGATO_CACHE=str(tmp_path), PATH=str(tmp_path), CXX="")
+    assert kernels == "module"
+    assert "CPU kernels are torch's own" in log
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    with pytest.raises(compiling.NativeUnavailableError, match="no such option"):
+        compiling._compile(str(compiler), tmp_path / "legato.so")
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_the_switch_leaves_them_to_torch() -> None:
+    kernels, log = kernels_of_a_new_process(**{SWITCH: "0"})
+    assert kernels == "module"
+    assert f"{SWITCH}=0 asks for it" in log
+
+
+def test_this_machine_compiles_them_if_it_can() -> None:
+    """So that a kernel that does not compile is no silent fall back to torch."""
+    try:
+        compiling._require_processor()
+        compiling._compiler()
+    except compiling.NativeUnavailableError:
+        assert native_library() is None
+    else:
+        assert native_library() is not None
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(131, 66), (576, 1536)])
+def test_a_rows_projection_does_not_depend_on_the_others(num_threads: int, num_outputs: int, num_inputs: int) -> None:
+    library = native_library()
+    if library is None:
+        return  # torch's kernels promise no such thing
+    kernels = NativeCpuKernels(library)
+    torch.manual_seed(0)
+    linear = kernels.pack_linear(torch.randn(num_outputs, num_inputs).bfloat16(), torch.randn(num_outputs).bfloat16())
+    x = torch.randn(50, num_inputs).bfloat16()
+    residual = torch.randn(50, num_outputs).bfloat16()
+    alone = torch.cat([linear.add_to(residual[row : row + 1], x[row : row + 1]) for row in range(50)])
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for count in range(1, 51):
+            assert torch.equal(linear.add_to(residual[:count], x[:count]), alone[:count])
+    finally:
+        torch.set_num_threads(before)
