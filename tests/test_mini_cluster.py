@@ -287,8 +287,6 @@ async def test_a_gateway_s_death_frees_everything(llama: SmallModel) -> None:
 
 async def test_many_requests_of_which_a_third_is_cancelled_at_any_moment(llama: SmallModel) -> None:
     """Too little memory for all, so that some wait and some are preempted."""
-    chooser = random.Random(3)
-    slots = asyncio.Semaphore(16)
     async with cluster_of(
         llama,
         num_prefill=2,
@@ -297,23 +295,7 @@ async def test_many_requests_of_which_a_third_is_cancelled_at_any_moment(llama: 
         decode=DecodeWorkerConfig(reserve_wait_s=HANGS_S),
         decode_engine={"kv_blocks": 40, "block_size": 8},
     ) as cluster:
-
-        async def one(number: int, length: int, num_tokens: int, patience_s: float | None) -> None:
-            prompt, params = random_prompts([length], seed=number)[0], sampled(number)
-            async with slots:
-                request = asyncio.create_task(cluster.generate(f"r{number}", prompt, params))
-                await asyncio.wait({request}, timeout=patience_s)
-                if patience_s is None:
-                    assert tokens_of(request.result()) == llama.local(prompt, params).tokens
-                else:
-                    await cancel(request)
-
-        await asyncio.gather(
-            *(
-                one(n, chooser.randint(1, 120), 24, chooser.uniform(0.0, 0.2) if n % 3 == 0 else None)
-                for n in range(100)
-            )
-        )
+        await cancel_a_third(cluster, llama, num_requests=100, at_once=16)
 
 
 # --- room ---
@@ -534,6 +516,29 @@ def waiting(cluster: MiniCluster) -> int:
 def sees_draining(cluster: MiniCluster) -> bool:
     """Whether the scheduler has heard of it."""
     return any(snapshot.draining for _, snapshot in cluster.scheduler._scheduler.replicas().workers)
+
+
+async def cancel_a_third(cluster: MiniCluster, model: SmallModel, *, num_requests: int, at_once: int) -> None:
+    """Of prompts of up to 120 tokens, at any moment; the others bring the tokens that one engine brings."""
+    chooser = random.Random(3)
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(number: int, length: int, patience_s: float | None) -> None:
+        prompt, params = random_prompts([length], seed=number)[0], sampled(number)
+        async with slots:
+            request = asyncio.create_task(cluster.generate(f"r{number}", prompt, params))
+            await asyncio.wait({request}, timeout=patience_s)
+            if patience_s is None:
+                assert tokens_of(request.result()) == model.local(prompt, params).tokens
+            else:
+                await cancel(request)
+
+    await asyncio.gather(
+        *(
+            one(n, chooser.randint(1, 120), chooser.uniform(0.0, 0.2) if n % 3 == 0 else None)
+            for n in range(num_requests)
+        )
+    )
 
 
 async def cancel(*requests: asyncio.Task[Any]) -> None:

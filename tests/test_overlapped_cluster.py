@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from engine.sequence import StepPlan
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, cluster_of
 from tests.small_models import SmallModel, greedy, random_prompts
-from tests.test_mini_cluster import cancel, fail_once, sampled, tokens, tokens_of
+from tests.test_mini_cluster import cancel_a_third, fail_once, sampled, tokens
 
 OVERLAPPED = DecodeWorkerConfig(overlap_steps=True, reserve_wait_s=60.0)
 
@@ -78,23 +77,8 @@ async def test_a_step_that_fails_costs_another_attempt_and_no_token(llama: Small
 
 
 async def test_a_third_is_cancelled_at_any_moment_where_memory_lacks(llama: SmallModel) -> None:
-    chooser = random.Random(5)
-    slots = asyncio.Semaphore(12)
     async with overlapped(llama, num_decode=2, decode_engine={"kv_blocks": 40, "block_size": 8}) as cluster:
-
-        async def one(number: int, length: int, patience_s: float | None) -> None:
-            prompt, params = random_prompts([length], seed=number)[0], sampled(number)
-            async with slots:
-                request = asyncio.create_task(cluster.generate(f"r{number}", prompt, params))
-                await asyncio.wait({request}, timeout=patience_s)
-                if patience_s is None:
-                    assert tokens_of(request.result()) == llama.local(prompt, params).tokens
-                else:
-                    await cancel(request)
-
-        await asyncio.gather(
-            *(one(n, chooser.randint(1, 120), chooser.uniform(0.0, 0.2) if n % 3 == 0 else None) for n in range(40))
-        )
+        await cancel_a_third(cluster, llama, num_requests=40, at_once=12)
 
 
 async def test_sequences_that_are_preempted_go_on_with_the_same_tokens(llama: SmallModel) -> None:
