@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -67,16 +67,7 @@ def load_runner(
     if tensor_parallel > 1:
         _require_cpu(where)
     config = ModelConfig.from_folder(model_folder)
-    if layers_per_group is None:
-        layers_per_group = layers_per_group_for(config.num_layers) if host_bytes else config.num_layers
-    layout = KVLayout(
-        num_layers=config.num_layers,
-        layers_per_group=layers_per_group,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=dtype,
-    )
+    layout = _layout(config, dtype, block_size, layers_per_group, tiered=host_bytes > 0)
     memory = KVMemory(
         kv_blocks=num_blocks,
         kv_bytes=kv_bytes,
@@ -86,51 +77,103 @@ def load_runner(
     )
     if kv_share is not None:
         _require_alone(tensor_parallel, num_blocks, kv_bytes)
-    sizes = size_tiers(layout, memory) if kv_share is None else _before_measuring(layout, largest_step)
-    if num_threads is None and tensor_parallel > 1:
-        num_threads = max(1, torch.get_num_threads() // tensor_parallel)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+    _set_threads(num_threads, tensor_parallel)
     keep_freed_memory()
-    with ExitStack() as on_failure:
-        group = None
-        if tensor_parallel > 1:
-            group = GroupLeader(
-                model_folder,
-                config,
-                layout,
-                sizes.device_blocks,
-                degree=tensor_parallel,
-                num_threads=torch.get_num_threads(),
-            )
-            on_failure.callback(group.close)
-        runner = ModelRunner(
-            config,
-            load_weights(
-                model_folder, config, dtype=dtype, shard=WHOLE if group is None else group.ranks.shard, device=where
-            ),
-            KVCache(layout, sizes.device_blocks, where) if group is None else group.own_cache,
-            sampler=sampler_for(where, config.vocab_size, config.eos_token_ids),
-            host_cache=_host_cache(layout, sizes.host_blocks, host_memory, where),
-            ring=sizes.ring,
-            group=group,
-            kernels=kernels,
-        )
-        if group is not None:
-            group.wait_until_loaded()
-        on_failure.pop_all()
-    record = _decode_recording(runner, kernels, largest_step) if decode_graphs and group is None else None
+    loading = _Loading(Path(model_folder), config, layout, where, kernels, host_memory)
+    sizes = size_tiers(layout, memory) if kv_share is None else _before_measuring(layout, largest_step)
+    runner = loading.runner(sizes) if tensor_parallel == 1 else loading.group_runner(sizes, tensor_parallel)
+    record = _decode_recording(runner, kernels, largest_step) if decode_graphs and tensor_parallel == 1 else None
     if kv_share is not None:
         left = kv_bytes_left(runner, largest_step, kv_share) - staging_bytes
         if record is not None:
             left -= recording_bytes(runner, record)
-        sizes = size_tiers(layout, replace(memory, kv_bytes=max(left, 0)))
-        host_cache = _host_cache(layout, sizes.host_blocks, host_memory, where)
-        runner.keep_kv_in(KVCache(layout, sizes.device_blocks, where), host_cache, sizes.ring)
+        loading.give_kv(runner, size_tiers(layout, replace(memory, kv_bytes=max(left, 0))))
     if record is not None:
         record()
     _report(runner, model_folder)
     return runner
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """What a runner is made of, whatever the sizes of its caches."""
+
+    folder: Path
+    config: ModelConfig
+    layout: KVLayout
+    device: torch.device
+    kernels: Kernels
+    host_memory: HostMemory | None
+
+    def runner(self, sizes: KVSizes) -> ModelRunner:
+        """Of one process."""
+        return self._runner(sizes, KVCache(self.layout, sizes.device_blocks, self.device), group=None)
+
+    def group_runner(self, sizes: KVSizes, degree: int) -> ModelRunner:
+        """Of a group of processes, which are up when this returns. Raises GroupError."""
+        group = GroupLeader(
+            self.folder,
+            self.config,
+            self.layout,
+            sizes.device_blocks,
+            degree=degree,
+            num_threads=torch.get_num_threads(),
+        )
+        with ExitStack() as on_failure:
+            on_failure.callback(group.close)
+            runner = self._runner(sizes, group.own_cache, group)
+            group.wait_until_loaded()
+            on_failure.pop_all()
+        return runner
+
+    def give_kv(self, runner: ModelRunner, sizes: KVSizes) -> None:
+        """Caches of these sizes in place of the runner's."""
+        host_cache = self._host_cache(sizes.host_blocks)
+        runner.keep_kv_in(KVCache(self.layout, sizes.device_blocks, self.device), host_cache, sizes.ring)
+
+    def _runner(self, sizes: KVSizes, kv_cache: KVCache, group: GroupLeader | None) -> ModelRunner:
+        shard = WHOLE if group is None else group.ranks.shard
+        return ModelRunner(
+            self.config,
+            load_weights(self.folder, self.config, dtype=self.layout.dtype, shard=shard, device=self.device),
+            kv_cache,
+            sampler=sampler_for(self.device, self.config.vocab_size, self.config.eos_token_ids),
+            host_cache=self._host_cache(sizes.host_blocks),
+            ring=sizes.ring,
+            group=group,
+            kernels=self.kernels,
+        )
+
+    def _host_cache(self, num_blocks: int) -> KVCache | None:
+        if not num_blocks:
+            return None
+        memory = self.host_memory(self.layout, num_blocks) if self.host_memory else None
+        cache = KVCache(self.layout, num_blocks, memory=memory)
+        pin(cache.tensor, self.device)
+        return cache
+
+
+def _layout(
+    config: ModelConfig, dtype: torch.dtype, block_size: int, layers_per_group: int | None, *, tiered: bool
+) -> KVLayout:
+    if layers_per_group is None:
+        layers_per_group = layers_per_group_for(config.num_layers) if tiered else config.num_layers
+    return KVLayout(
+        num_layers=config.num_layers,
+        layers_per_group=layers_per_group,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+
+
+def _set_threads(num_threads: int | None, tensor_parallel: int) -> None:
+    """Of torch, for the whole process. The processes of a group share what one would have."""
+    if num_threads is None and tensor_parallel > 1:
+        num_threads = max(1, torch.get_num_threads() // tensor_parallel)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
 
 
 def _decode_recording(runner: ModelRunner, kernels: Kernels, largest: StepSize) -> Callable[[], None] | None:
@@ -160,16 +203,6 @@ def _require_cpu(device: torch.device) -> None:
             f"a model on {device} cannot be divided among processes yet, since these share their KV in memory of the"
             " host: set tensor_parallel to 1"
         )
-
-
-def _host_cache(
-    layout: KVLayout, num_blocks: int, host_memory: HostMemory | None, device: torch.device
-) -> KVCache | None:
-    if not num_blocks:
-        return None
-    cache = KVCache(layout, num_blocks, memory=host_memory(layout, num_blocks) if host_memory else None)
-    pin(cache.tensor, device)
-    return cache
 
 
 def _report(runner: ModelRunner, model_folder: str | Path) -> None:
