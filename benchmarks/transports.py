@@ -84,7 +84,7 @@ class Receiver:
         while True:
             for _ in range(self._stream.count):
                 delivery = await link.receive()
-                assert delivery.payload is not None
+                assert isinstance(delivery.payload, memoryview)
                 if self._stream.copy:
                     memoryview(self._target).cast("B")[:] = delivery.payload
                 delivery.release()

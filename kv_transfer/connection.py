@@ -19,7 +19,7 @@ from kv_transfer.frames import MIB, Frame, FrameLimits, FrameReader, frame_head,
 from kv_transfer.inbox import Inbox
 from kv_transfer.meeting import HANDSHAKE_TIMEOUT_S, Listener, Meeting, dial, listening_socket
 from kv_transfer.messages import Endpoint, Goodbye, Message, Ping
-from kv_transfer.transports.base import Identity, LinkClosedError, Slab
+from kv_transfer.transports.base import HostSlab, Identity, LinkClosedError
 from kv_transfer.wire import Wire
 
 _MAX_REASON_CHARS: Final = 2000
@@ -51,7 +51,7 @@ class Hooks:
     connections: its owner closes it, and calls `read_on` of each when it has room.
     """
 
-    allocate: Callable[[Message, int], Slab | None] = plain_buffer
+    allocate: Callable[[Message, int], HostSlab | None] = plain_buffer
     intercept: Callable[[Message], bool] = lambda message: False
     on_closed: Callable[[str], None] = lambda reason: None
     inbox: Inbox | None = None
@@ -120,7 +120,10 @@ class Connection:
     async def receive(self) -> tuple[Message, memoryview | None]:
         """The next message. Raises LinkClosedError with the reason once the connection is closed and drained."""
         frame = await self.receive_frame()
-        return frame.message, None if frame.payload is None else frame.payload.view.toreadonly()
+        if frame.payload is None:
+            return frame.message, None
+        assert isinstance(frame.payload.view, memoryview), "what comes over a socket lies in memory of the host"
+        return frame.message, frame.payload.view.toreadonly()
 
     async def receive_frame(self) -> Frame:
         """Like `receive`, for owners that gave the payload its buffer and want it back."""

@@ -1,9 +1,9 @@
 """Between KV blocks and slabs: gather and digest on the way out, scatter and digest on the way in.
 
 A slab holds one layer's tokens as `[2, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they come
-from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. The slab is in
-host memory; the blocks may be on a GPU (`kv_transfer.device_copying`). Knows nothing of peers, hand-offs or who may
-write where.
+from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Slabs and
+blocks may be in memory of the host or on a GPU (`kv_transfer.device_copying`). Knows nothing of peers, hand-offs or who
+may write where.
 
 Shapes: n tokens, H = num_kv_heads, D = head_dim.
 """
@@ -20,6 +20,7 @@ from engine.kv_cache import KVCache
 from engine.sequence_kv import SequenceKV
 from kv_transfer.device_streams import Event
 from kv_transfer.digest import DigestKind, slab_digest
+from kv_transfer.transports.base import SlabBytes
 
 
 def fill_slab(
@@ -28,7 +29,7 @@ def fill_slab(
     layer: int,
     start: int,
     count: int,
-    view: memoryview,
+    view: SlabBytes,
     kind: DigestKind = "xxh3_64",
     *,
     after: Event | None = None,
@@ -46,8 +47,11 @@ def fill_slab(
         return copies_on(kv_cache.device).fill(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
     if after is not None:
         after.wait()
-    kv_cache.read_layer(layer, group_row, start, count, slab_2nHD)
-    return slab_digest(view, kind)
+    host_2nHD = slab_2nHD if slab_2nHD.device == kv_cache.device else torch.empty_like(slab_2nHD, device="cpu")
+    kv_cache.read_layer(layer, group_row, start, count, host_2nHD)
+    if host_2nHD is not slab_2nHD:
+        slab_2nHD.copy_(host_2nHD)
+    return slab_digest(_bytes_of(host_2nHD), kind)
 
 
 def land_slab(
@@ -56,7 +60,7 @@ def land_slab(
     layer: int,
     start: int,
     count: int,
-    payload: memoryview,
+    payload: SlabBytes,
     kind: DigestKind = "xxh3_64",
     *,
     after: Event | None = None,
@@ -75,17 +79,22 @@ def land_slab(
         return copies_on(kv_cache.device).land(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
     if after is not None:
         after.wait()
-    kv_cache.write_layer(layer, group_row, start, slab_2nHD)
+    kv_cache.write_layer(layer, group_row, start, slab_2nHD.to(kv_cache.device))
     landed_2nHD = torch.empty(_slab_shape(kv_cache, count), dtype=kv_cache.layout.dtype)
     kv_cache.read_layer(layer, group_row, start, count, landed_2nHD)
-    return slab_digest(landed_2nHD.view(torch.uint8).numpy().data, kind)
+    return slab_digest(_bytes_of(landed_2nHD), kind)
+
+
+def _bytes_of(host_2nHD: torch.Tensor) -> memoryview:
+    content: memoryview = host_2nHD.view(torch.uint8).numpy().data
+    return content
 
 
 def _slab_shape(kv_cache: SequenceKV, count: int) -> tuple[int, int, int, int]:
     return 2, count, kv_cache.layout.num_kv_heads, kv_cache.layout.head_dim
 
 
-def _as_slab(kv_cache: SequenceKV, count: int, view: memoryview) -> torch.Tensor:
+def _as_slab(kv_cache: SequenceKV, count: int, view: SlabBytes) -> torch.Tensor:
     """The buffer as a [2, n, H, D] tensor, without a copy; the caller keeps `view` alive while it uses the tensor."""
     expected = count * kv_cache.layout.bytes_per_token_layer
     if view.nbytes != expected:
@@ -93,6 +102,8 @@ def _as_slab(kv_cache: SequenceKV, count: int, view: memoryview) -> torch.Tensor
             f"a slab of {count} tokens of one layer has {expected} bytes, but the buffer has {view.nbytes}:"
             " header and payload do not belong together"
         )
+    if isinstance(view, torch.Tensor):
+        return view.view(kv_cache.layout.dtype).view(_slab_shape(kv_cache, count))
     # By address, since torch has no read-only tensors and warns about each read-only buffer; a payload is only read.
     address = np.frombuffer(view, dtype=np.uint8).ctypes.data
     raw = (ctypes.c_uint8 * expected).from_address(address)

@@ -1,5 +1,8 @@
 """Slabs of a cache on a GPU: moved and digested there in one pass, and copied over the link to or from host memory.
 
+A slab may lie on the GPU as well, where that is how its link works. It is then copied within the device's memory, which
+is as fast as a second gather.
+
 Imported only where there is such a cache, since the kernels need Triton. Copies have streams of their own, one for each
 direction, so compute never stands behind a copy, nor a copy out behind one in. What orders them:
 
@@ -62,7 +65,7 @@ class Buffers:
 
 
 class DeviceCopies:
-    """Copies between one device's caches and slabs in memory of the host, from any thread.
+    """Copies between one device's caches and slabs in memory of the host, or of a device, from any thread.
 
     `queued()` is an event behind all that compute has queued so far.
     """
@@ -164,5 +167,5 @@ def copies_on(device: torch.device) -> DeviceCopies:
 
 
 def _bytes_of(host_slab: Tensor) -> memoryview:
-    content: memoryview = host_slab.view(torch.uint8).numpy().data
+    content: memoryview = host_slab.cpu().view(torch.uint8).numpy().data
     return content

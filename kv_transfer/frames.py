@@ -15,7 +15,7 @@ from enum import Enum, auto
 from typing import Final
 
 from kv_transfer.messages import MalformedMessageError, Message, decode, encode
-from kv_transfer.transports.base import Slab
+from kv_transfer.transports.base import HostSlab, Slab
 
 MIB: Final = 1 << 20
 _PREFIX: Final = struct.Struct("<IQ")
@@ -55,7 +55,7 @@ class PlainBuffer:
         pass
 
 
-def plain_buffer(message: Message, num_bytes: int) -> Slab | None:
+def plain_buffer(message: Message, num_bytes: int) -> HostSlab | None:
     return PlainBuffer(num_bytes)
 
 
@@ -81,7 +81,7 @@ class FrameReader:
     MalformedFrameError for a payload that this message cannot have.
     """
 
-    def __init__(self, limits: FrameLimits, allocate: Callable[[Message, int], Slab | None] = plain_buffer) -> None:
+    def __init__(self, limits: FrameLimits, allocate: Callable[[Message, int], HostSlab | None] = plain_buffer) -> None:
         self._limits = limits
         self._allocate = allocate
         self._input = memoryview(bytearray(_INPUT_BYTES))
@@ -94,7 +94,7 @@ class FrameReader:
         self._header_bytes = 0
         self._payload_bytes = 0
         self._message: Message | None = None
-        self._payload: Slab | None = None
+        self._payload: HostSlab | None = None
 
     @property
     def blocked(self) -> bool:

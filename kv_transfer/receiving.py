@@ -33,7 +33,7 @@ from kv_transfer.messages import (
     SlabHeader,
     Ticket,
 )
-from kv_transfer.transports.base import Delivery, Link, Transport, TransportError
+from kv_transfer.transports.base import Delivery, Link, SlabBytes, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class KvReceiver:
         except RuntimeError:  # stopped, and nobody waits for the copy any more
             delivery.release()
 
-    def _copy(self, delivery_id: int, delivery: Delivery, land: Callable[[memoryview], int]) -> None:
+    def _copy(self, delivery_id: int, delivery: Delivery, land: Callable[[SlabBytes], int]) -> None:
         """On the KV thread, or where a device is waited for."""
         assert delivery.payload is not None
         try:

@@ -29,7 +29,7 @@ from kv_transfer.handoff_sender import HandoffSender
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import Endpoint, Message, Ticket, Verified
 from kv_transfer.timeline import HandoffTimeline, Timelines, ignore_timeline
-from kv_transfer.transports.base import Link, Transport, TransportError
+from kv_transfer.transports.base import Link, SlabBytes, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class KvSender:
         self._copying.stop()
 
     # Called on the KV thread.
-    async def fill(self, job: _SlabJob, view: memoryview) -> int:
+    async def fill(self, job: _SlabJob, view: SlabBytes) -> int:
         """Gather the job's tokens into `view` and return their digest. Nothing reads or writes any more when it ends,
         however it does."""
         action = job.action

@@ -10,14 +10,15 @@ import asyncio
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar, cast
 
 from engine.devices import Pin
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.mappings import map_memory
-from kv_transfer.transports.base import LinkClosedError
+from kv_transfer.transports.base import LinkClosedError, SlabBytes
 
 MIB: Final = 1 << 20
+Arena = TypeVar("Arena", bound=SlabBytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +51,17 @@ def private_arena(config: SlabConfig) -> memoryview:
     return map_memory(-1, config.arena_bytes, config.pin, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class PooledSlab:
+class PooledSlab(Generic[Arena]):
     """Slab `index` of a pool, `view` cut to what was asked for."""
 
     __slots__ = ("_pool", "index", "view")
 
-    def __init__(self, pool: SlabPool, index: int, view: memoryview) -> None:
+    def __init__(self, pool: SlabPool[Arena], index: int, view: Arena) -> None:
         self._pool = pool
         self.index = index
         self.view = view
 
-    def belongs_to(self, pool: SlabPool | None) -> bool:
+    def belongs_to(self, pool: object) -> bool:
         return self._pool is pool
 
     def discard(self) -> None:
@@ -68,17 +69,17 @@ class PooledSlab:
         self._pool.give_back(self)
 
 
-class SlabPool:
-    """Owns the slabs of one arena. `on_free` is called on the loop whenever one has come back."""
+class SlabPool(Generic[Arena]):
+    """Owns the slabs of one arena, of the host or of a device. `on_free` is called on the loop when one has come back."""
 
-    def __init__(self, arena: memoryview, config: SlabConfig, on_free: Callable[[], None] | None = None) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, config: SlabConfig, on_free: Callable[[], None] | None = None) -> None:
+        self._arena: SlabBytes | None = arena
         self._config = config
         self._on_free = on_free
         self._home = HomeLoop()
         # The last one given back is the next one handed out: its memory is in the cache, and mapped.
         self._free = list(range(config.num_slabs))[::-1]
-        self._held: set[PooledSlab] = set()
+        self._held: set[PooledSlab[Arena]] = set()
         self._wakeup = asyncio.Event()
         self._closed_because: str | None = None
 
@@ -86,18 +87,18 @@ class SlabPool:
     def num_held(self) -> int:
         return len(self._held)
 
-    def try_acquire(self, num_bytes: int) -> PooledSlab | None:
+    def try_acquire(self, num_bytes: int) -> PooledSlab[Arena] | None:
         """A slab if one is free and the pool open."""
         self._check(num_bytes)
-        if self._closed_because is not None or not self._free:
+        if self._arena is None or not self._free:
             return None
         index = self._free.pop()
         start = index * self._config.stride_bytes
-        slab = PooledSlab(self, index, self._arena[start : start + num_bytes])
+        slab = PooledSlab(self, index, cast(Arena, self._arena[start : start + num_bytes]))
         self._held.add(slab)
         return slab
 
-    async def acquire(self, num_bytes: int) -> PooledSlab:
+    async def acquire(self, num_bytes: int) -> PooledSlab[Arena]:
         """A slab once one is free. ValueError for a size that no slab has, LinkClosedError once closed."""
         self._check(num_bytes)
         while True:
@@ -108,7 +109,7 @@ class SlabPool:
             self._wakeup.clear()
             await self._wakeup.wait()
 
-    def give_back(self, slab: PooledSlab) -> None:
+    def give_back(self, slab: PooledSlab[Arena]) -> None:
         self._home.run(self._take_back, slab)
 
     def check_open(self) -> None:
@@ -119,10 +120,10 @@ class SlabPool:
     def close(self, reason: str) -> None:
         """Nobody gets a slab any more; those who wait are told why. Slabs out there keep their memory."""
         self._closed_because = self._closed_because or reason
-        self._arena = memoryview(b"")
+        self._arena = None
         self._wakeup.set()
 
-    def _take_back(self, slab: PooledSlab) -> None:
+    def _take_back(self, slab: PooledSlab[Arena]) -> None:
         assert slab in self._held, f"slab {slab.index} was given back twice"
         self._held.remove(slab)
         self._free.append(slab.index)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine.kv_cache import KVCache, KVLayout
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import pieces_digest, slab_digest
+from tests.interpreted import device
 
 torch.set_num_threads(1)
 NUM_LAYERS = 3
@@ -137,3 +138,15 @@ def test_slabs_at_any_address() -> None:
     sent = fill_slab(source.cache, source.row(0), 0, 3, 5, view)
     assert land_slab(target.cache, target.row(0), 0, 3, 5, view) == sent
     assert segment[:2] == b"\0\0" and segment[-7:] == bytes(7)
+
+
+def test_slabs_may_be_bytes_of_a_device() -> None:
+    """Whichever device there is: blocks that rest in memory of the host go by such links as well."""
+    source, target = End.make(4, 3, torch.bfloat16, seed=1), End.make(8, 1, torch.bfloat16, seed=2)
+    slab = torch.empty(len(slab_for(source, 6)), dtype=torch.uint8, device=device())
+    sent = fill_slab(source.cache, source.row(1), 1, 3, 6, slab)
+    assert slab.cpu().numpy().tobytes() == source.bytes_of(1, 3, 6)
+    assert land_slab(target.cache, target.row(1), 1, 3, 6, slab) == sent
+    assert target.bytes_of(1, 3, 6) == source.bytes_of(1, 3, 6)
+    with pytest.raises(ValueError, match="header and payload do not belong together"):
+        land_slab(target.cache, target.row(1), 1, 3, 5, slab)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.frames import Frame, FrameLimits, FrameReader, MalformedFrameError, PlainBuffer, frame_head
 from kv_transfer.messages import Cancel, Ended, Message, Ping
-from kv_transfer.transports.base import Slab
+from kv_transfer.transports.base import HostSlab
 
 PATTERN = bytes(range(251))  # of no length that a buffer has
 SMALL = FrameLimits(header_bytes=200_000, payload_bytes=300_000)
@@ -119,7 +119,7 @@ def test_a_payload_is_received_into_the_buffer_it_was_given() -> None:
 
 
 def test_a_payload_waits_for_a_buffer_and_loses_nothing() -> None:
-    free: list[Slab] = []
+    free: list[HostSlab] = []
     reader = FrameReader(SMALL, lambda message, num_bytes: free.pop() if free else None)
     data = frame_bytes(Ended(request_id="slab"), b"12345") + frame_bytes(Ended(request_id="next"))
     assert feed(reader, data) == []

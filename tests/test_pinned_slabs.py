@@ -128,6 +128,7 @@ def test_an_arena_stays_pinned_while_a_slab_of_it_is_in_use(kind: str, recorder:
     gc.collect()
     held = len(recorder.pinned) - recorder.num_unpinned
     assert held >= (1 if kind == "inproc" else 2), "the arenas of the two slabs, which may be one"
+    assert isinstance(view, memoryview)
     view[:] = bytes(9000)
     del payload, view
     wait_until(recorder.all_unpinned)

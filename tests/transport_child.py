@@ -22,6 +22,8 @@ from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choosing import TransportKind, open_transport
 from kv_transfer.transports.shm import SharedMemoryConfig
 from kv_transfer.transports.tcp import TcpConfig
+from tests.transport_conformance import content
+from tests.transport_conformance import send as send_slab
 
 MIB = 1 << 20
 SLABS = SlabConfig(slab_bytes=64 * MIB, num_slabs=3)
@@ -45,8 +47,7 @@ async def answer_with_digests(link: Link) -> None:
     while True:
         delivery = await link.receive()
         assert isinstance(delivery.message, Ended)
-        assert delivery.payload is not None
-        answer = f"{delivery.message.request_id} {digest(delivery.payload)}"
+        answer = f"{delivery.message.request_id} {digest(content(delivery))}"
         delivery.release()
         await link.send(Ended(request_id=answer))
 
@@ -60,9 +61,7 @@ async def receive(kind: str) -> None:
 async def send(kind: str, endpoint: Endpoint) -> None:
     link = await make_transport(kind, "child").connect(endpoint, timeout_s=60)
     for number in itertools.count():
-        slab = await link.acquire(MIB)
-        slab.view[:] = bytes([number % 251]) * MIB
-        await link.send(Ended(request_id=str(number)), slab)
+        await send_slab(link, str(number), bytes([number % 251]) * MIB)
 
 
 if __name__ == "__main__":

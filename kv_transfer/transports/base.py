@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from kv_transfer.messages import Endpoint, Message
 
 
@@ -44,25 +46,39 @@ class Identity:
     compatibility: dict[str, str]
 
 
+SlabBytes = memoryview | Tensor
+"""Memory of the host, or bytes of a GPU as a tensor `[num_bytes]` of uint8."""
+
+
 class Slab(Protocol):
-    """A buffer of the sender's. Fill `view`, then pass it to `Link.send`, which takes it over; or `discard` it."""
+    """A buffer of the sender's. Fill `view`, then pass it to `Link.send`, which takes it over; or `discard` it.
+
+    What is queued on a GPU to fill it has been done when it is passed on.
+    """
 
     @property
-    def view(self) -> memoryview: ...  # writable, exactly as long as acquired
+    def view(self) -> SlabBytes: ...  # writable, exactly as long as acquired
 
     def discard(self) -> None: ...
+
+
+class HostSlab(Slab, Protocol):
+    """A slab in memory of the host."""
+
+    @property
+    def view(self) -> memoryview: ...
 
 
 @dataclass(slots=True)
 class Delivery:
     """A received message and, where it announced a slab, its bytes.
 
-    `payload` is read-only and valid until `release()`, which must be called exactly once for a delivery with a payload
-    and lets the sender reuse the slab.
+    `payload` is only to be read, and valid until `release()`, which must be called exactly once for a delivery with a
+    payload and lets the sender reuse the slab. What a GPU was told to read of it has been read by then.
     """
 
     message: Message
-    payload: memoryview | None
+    payload: SlabBytes | None
     release: Callable[[], None]
 
 

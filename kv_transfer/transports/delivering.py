@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kv_transfer.frames import Frame
 from kv_transfer.messages import Message
-from kv_transfer.transports.base import Delivery
+from kv_transfer.transports.base import Delivery, SlabBytes
 
 
 def deliver(frame: Frame) -> Delivery:
@@ -16,8 +16,9 @@ def deliver(frame: Frame) -> Delivery:
     return delivery_of(frame.message, frame.payload.view, frame.payload.discard)
 
 
-def delivery_of(message: Message, payload: memoryview, release: Callable[[], None]) -> Delivery:
-    return Delivery(message, payload.toreadonly(), Once(release))
+def delivery_of(message: Message, payload: SlabBytes, release: Callable[[], None]) -> Delivery:
+    """Tensors cannot be made read-only."""
+    return Delivery(message, payload.toreadonly() if isinstance(payload, memoryview) else payload, Once(release))
 
 
 class Once:

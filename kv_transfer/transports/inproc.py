@@ -83,7 +83,7 @@ class InProcessLink:
     def closed(self) -> str | None:
         return self._closed_because
 
-    async def acquire(self, num_bytes: int) -> PooledSlab:
+    async def acquire(self, num_bytes: int) -> PooledSlab[memoryview]:
         return await self._pool.acquire(num_bytes)
 
     async def send(self, message: Message, slab: Slab | None = None) -> None:
@@ -211,6 +211,7 @@ class InProcessTransport:
 def _copy(slab: Slab | None) -> Slab | None:
     if slab is None:
         return None
+    assert isinstance(slab.view, memoryview)
     copy = PlainBuffer(len(slab.view))
     copy.view[:] = slab.view
     return copy

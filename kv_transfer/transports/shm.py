@@ -43,7 +43,7 @@ class _Outgoing:
         self._config = config
         self._segment = OwnSegment(config.arena_bytes, config.pin)
         self.pool = SlabPool(self._segment.view, config)
-        self._announced: dict[int, PooledSlab] = {}
+        self._announced: dict[int, PooledSlab[memoryview]] = {}
         self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         post(self._segment.offer())
 
@@ -59,7 +59,7 @@ class _Outgoing:
         if not self._answer.done():
             self._answer.set_result(refusal)
 
-    def announce(self, slab: PooledSlab) -> bytes:
+    def announce(self, slab: PooledSlab[memoryview]) -> bytes:
         self._announced[slab.index] = slab
         return _PLACE.pack(slab.index, slab.index * self._config.stride_bytes, len(slab.view))
 
@@ -144,7 +144,7 @@ class SharedMemoryLink:
     def closed(self) -> str | None:
         return self._connection.closed
 
-    async def offer_segment(self) -> SlabPool:
+    async def offer_segment(self) -> SlabPool[memoryview]:
         """Our slabs, once the peer has mapped them. The first call makes them."""
         self._check_open()
         if self._outgoing is None:
@@ -155,7 +155,7 @@ class SharedMemoryLink:
         await self._outgoing.mapped()
         return self._outgoing.pool
 
-    async def acquire(self, num_bytes: int) -> PooledSlab:
+    async def acquire(self, num_bytes: int) -> PooledSlab[memoryview]:
         return await (await self.offer_segment()).acquire(num_bytes)
 
     async def send(self, message: Message, slab: Slab | None = None) -> None:
@@ -173,6 +173,7 @@ class SharedMemoryLink:
         frame = await self._connection.receive_frame()
         if frame.payload is None:
             return deliver(frame)
+        assert isinstance(frame.payload.view, memoryview)
         delivery = self._incoming.delivery(frame.message, frame.payload.view)
         if delivery is None:
             self._connection.close(f"{self._peer_id} announces a slab outside of its segment")

@@ -55,7 +55,7 @@ class TcpLink:
         self._slabs = SlabPool(private_arena(slabs), slabs)
         self._staging = SlabPool(private_arena(slabs), slabs, on_free=self._read_on)
         self._inbox = Inbox(config.connection.inbox_bytes, self._read_on)
-        self._outgoing: asyncio.Queue[tuple[Message, PooledSlab]] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[tuple[Message, PooledSlab[memoryview]]] = asyncio.Queue()
         self._connections: list[Connection] = []
         self._num_gone = 0
         self._senders: list[asyncio.Task[None]] = []
@@ -81,7 +81,7 @@ class TcpLink:
             await connection.start()
         self._senders = [asyncio.create_task(self._send_slabs(stripe)) for stripe in self._connections[1:]]
 
-    async def acquire(self, num_bytes: int) -> PooledSlab:
+    async def acquire(self, num_bytes: int) -> PooledSlab[memoryview]:
         return await self._slabs.acquire(num_bytes)
 
     async def send(self, message: Message, slab: Slab | None = None) -> None:
@@ -121,7 +121,7 @@ class TcpLink:
                 finally:
                     slab.discard()
 
-    def _allocate(self, message: Message, num_bytes: int) -> Slab | None:
+    def _allocate(self, message: Message, num_bytes: int) -> PooledSlab[memoryview] | None:
         return self._staging.try_acquire(num_bytes)
 
     def _read_on(self) -> None:
