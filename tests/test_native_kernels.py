@@ -63,17 +63,20 @@ def test_this_machine_compiles_them_if_it_can() -> None:
         assert native_library() is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(131, 66), (576, 1536)])
-def test_a_rows_projection_does_not_depend_on_the_others(num_threads: int, num_outputs: int, num_inputs: int) -> None:
+def test_a_rows_projection_does_not_depend_on_the_others(
+    dtype: torch.dtype, num_threads: int, num_outputs: int, num_inputs: int
+) -> None:
     library = native_library()
     if library is None:
         return  # torch's kernels promise no such thing
     kernels = NativeCpuKernels(library)
     torch.manual_seed(0)
-    linear = kernels.pack_linear(torch.randn(num_outputs, num_inputs).bfloat16(), torch.randn(num_outputs).bfloat16())
-    x = torch.randn(50, num_inputs).bfloat16()
-    residual = torch.randn(50, num_outputs).bfloat16()
+    linear = kernels.pack_linear(torch.randn(num_outputs, num_inputs).to(dtype), torch.randn(num_outputs).to(dtype))
+    x = torch.randn(50, num_inputs).to(dtype)
+    residual = torch.randn(50, num_outputs).to(dtype)
     alone = torch.cat([linear.add_to(residual[row : row + 1], x[row : row + 1]) for row in range(50)])
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)

@@ -1,7 +1,7 @@
-// Projections in bfloat16 whose result for a row does not depend on the other rows.
+// Projections whose result for a row does not depend on the other rows.
 //
-// Every output is one sum in float32 over pairs of inputs in rising order, whatever the number of rows and of threads:
-// a row's result is the same to the bit alone, in any batch and in any chunk of a prompt.
+// Every output is one sum in float32 over the inputs in rising order, whatever the number of rows and of threads: a
+// row's result is the same to the bit alone, in any batch and in any chunk of a prompt.
 
 #include <algorithm>
 
@@ -11,49 +11,72 @@ namespace {
 
 using legato::bf16;
 
-constexpr int64_t kPanel = 32;  // columns of a panel: two registers of sums
+constexpr int64_t kPanel = 32;  // outputs of a panel: two registers of sums
 constexpr int kTile = 12;       // rows of a tile: 24 registers of sums, of 32
 
+// One input of 16 outputs, or, in bfloat16, two: the instruction multiplies and adds pairs.
+template <typename T>
+struct Inputs;
+
+template <>
+struct Inputs<float> {
+  static constexpr int64_t kTogether = 1;
+  using Lanes = __m512;
+  static Lanes of_weight(const float* panel) { return _mm512_loadu_ps(panel); }
+  static Lanes of_row(const float* x) { return _mm512_set1_ps(*x); }
+  static __m512 add(__m512 sum, Lanes weight, Lanes x) { return _mm512_fmadd_ps(weight, x, sum); }
+};
+
+template <>
+struct Inputs<bf16> {
+  static constexpr int64_t kTogether = 2;
+  using Lanes = __m512bh;
+  static Lanes of_weight(const bf16* panel) { return reinterpret_cast<Lanes>(_mm512_loadu_si512(panel)); }
+  static Lanes of_row(const bf16* x) {
+    int32_t both;
+    __builtin_memcpy(&both, x, sizeof both);
+    return reinterpret_cast<Lanes>(_mm512_set1_epi32(both));
+  }
+  static __m512 add(__m512 sum, Lanes weight, Lanes x) { return _mm512_dpbf16_ps(sum, weight, x); }
+};
+
+template <typename T>
 struct Linear {
-  const bf16* x;         // [rows, inputs]
-  const bf16* weight;    // [panels, pairs, kPanel, 2]: what `linear_pack_bf16` made
-  const bf16* bias;      // [outputs] or null
-  const bf16* residual;  // [rows, outputs] or null
-  bf16* out;             // [rows, outputs]
+  const T* x;         // [rows, inputs]
+  const T* weight;    // [panels, inputs / kTogether, kPanel, kTogether]: what `pack` made
+  const T* bias;      // [outputs] or null
+  const T* residual;  // [rows, outputs] or null
+  T* out;             // [rows, outputs]
   int64_t rows, inputs, outputs;
 };
 
-inline __m512bh pair_of(const bf16* x) {
-  int32_t both;
-  __builtin_memcpy(&both, x, sizeof both);
-  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(both));
-}
+int64_t num_panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-inline __m512bh pairs_at(const bf16* panel) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel)); }
-
-void finish(const Linear& job, int64_t row, int64_t column, __m512 sum) {
-  if (column >= job.outputs) return;
-  const __mmask16 lanes = legato::first_lanes(job.outputs - column);
-  if (job.bias) sum = _mm512_add_ps(sum, legato::load(job.bias + column, lanes));
-  const int64_t at = row * job.outputs + column;
+template <typename T>
+void finish(const Linear<T>& job, int64_t row, int64_t output, __m512 sum) {
+  if (output >= job.outputs) return;
+  const __mmask16 lanes = legato::first_lanes(job.outputs - output);
+  if (job.bias) sum = _mm512_add_ps(sum, legato::load(job.bias + output, lanes));
+  const int64_t at = row * job.outputs + output;
   if (job.residual) sum = _mm512_add_ps(sum, legato::load(job.residual + at, lanes));
   legato::store(job.out + at, lanes, sum);
 }
 
-template <int kRows>
-void compute_tile(const Linear& job, int64_t first_row, int64_t panel) {
-  const int64_t pairs = (job.inputs + 1) / 2;
-  const bf16* weight = job.weight + panel * pairs * kPanel * 2;
-  const bf16* x = job.x + first_row * job.inputs;
+template <typename T, int kRows>
+void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel) {
+  using In = Inputs<T>;
+  const T* weight = job.weight + panel * job.inputs * kPanel;
+  const T* x = job.x + first_row * job.inputs;
   __m512 left[kRows], right[kRows];
   for (int row = 0; row < kRows; ++row) left[row] = right[row] = _mm512_setzero_ps();
-  for (int64_t pair = 0; pair < pairs; ++pair) {
-    const __m512bh a = pairs_at(weight + pair * kPanel * 2), b = pairs_at(weight + pair * kPanel * 2 + kPanel);
+  for (int64_t input = 0; input < job.inputs; input += In::kTogether) {
+    const auto a = In::of_weight(weight + input * kPanel);
+    const auto b = In::of_weight(weight + input * kPanel + kPanel / 2 * In::kTogether);
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
-      const __m512bh both = pair_of(x + row * job.inputs + pair * 2);
-      left[row] = _mm512_dpbf16_ps(left[row], a, both);
-      right[row] = _mm512_dpbf16_ps(right[row], b, both);
+      const auto own = In::of_row(x + row * job.inputs + input);
+      left[row] = In::add(left[row], a, own);
+      right[row] = In::add(right[row], b, own);
     }
   }
   for (int row = 0; row < kRows; ++row) {
@@ -62,50 +85,68 @@ void compute_tile(const Linear& job, int64_t first_row, int64_t panel) {
   }
 }
 
-template <int kRows>
-void compute_rest(const Linear& job, int64_t first_row, int64_t panel, int64_t rows) {
-  if (rows == kRows) return compute_tile<kRows>(job, first_row, panel);
-  if constexpr (kRows > 1) compute_rest<kRows - 1>(job, first_row, panel, rows);
+template <typename T, int kRows>
+void compute_rest(const Linear<T>& job, int64_t first_row, int64_t panel, int64_t rows) {
+  if (rows == kRows) return compute_tile<T, kRows>(job, first_row, panel);
+  if constexpr (kRows > 1) compute_rest<T, kRows - 1>(job, first_row, panel, rows);
 }
 
-void compute_panel(const Linear& job, int64_t panel) {
+template <typename T>
+void compute_panel(const Linear<T>& job, int64_t panel) {
   int64_t row = 0;
-  for (; row + kTile <= job.rows; row += kTile) compute_tile<kTile>(job, row, panel);
-  if (row < job.rows) compute_rest<kTile - 1>(job, row, panel, job.rows - row);
+  for (; row + kTile <= job.rows; row += kTile) compute_tile<T, kTile>(job, row, panel);
+  if (row < job.rows) compute_rest<T, kTile - 1>(job, row, panel, job.rows - row);
+}
+
+template <typename T>
+void compute(const Linear<T>& job) {
+  const int64_t panels = num_panels(job.outputs);
+  const int64_t at_once = job.rows > kTile ? 1 : std::max<int64_t>(1, panels / 16);
+#pragma omp parallel for schedule(dynamic, at_once)
+  for (int64_t panel = 0; panel < panels; ++panel) compute_panel(job, panel);
+}
+
+template <typename T>
+void pack(const T* weight, int64_t inputs, int64_t outputs, T* packed) {
+  constexpr int64_t together = Inputs<T>::kTogether;
+#pragma omp parallel for
+  for (int64_t panel = 0; panel < num_panels(outputs); ++panel) {
+    T* into = packed + panel * inputs * kPanel;
+    for (int64_t lane = 0; lane < kPanel; ++lane) {
+      const int64_t output = panel * kPanel + lane;
+      for (int64_t input = 0; input < inputs; ++input) {
+        const int64_t at = input / together * kPanel * together + lane * together + input % together;
+        into[at] = output < outputs ? weight[output * inputs + input] : 0;
+      }
+    }
+  }
 }
 
 }  // namespace
 
 extern "C" {
 
-// How many numbers `linear_pack_bf16` writes.
-int64_t linear_packed_size(int64_t inputs, int64_t outputs) {
-  return (outputs + kPanel - 1) / kPanel * kPanel * ((inputs + 1) / 2) * 2;
-}
+// How many numbers packing writes: outputs are filled up to whole panels.
+int64_t linear_packed_size(int64_t inputs, int64_t outputs) { return num_panels(outputs) * kPanel * inputs; }
 
-// `weight [outputs, inputs]`, both sizes padded with zeros.
+// From `weight [outputs, inputs]`. In bfloat16, `inputs` is even, here and below.
 void linear_pack_bf16(const bf16* weight, int64_t inputs, int64_t outputs, bf16* packed) {
-  const int64_t pairs = (inputs + 1) / 2;
-#pragma omp parallel for
-  for (int64_t panel = 0; panel < (outputs + kPanel - 1) / kPanel; ++panel) {
-    bf16* into = packed + panel * pairs * kPanel * 2;
-    for (int64_t input = 0; input < pairs * 2; ++input) {
-      for (int64_t lane = 0; lane < kPanel; ++lane) {
-        const int64_t output = panel * kPanel + lane;
-        const bool inside = output < outputs && input < inputs;
-        into[input / 2 * kPanel * 2 + lane * 2 + input % 2] = inside ? weight[output * inputs + input] : 0;
-      }
-    }
-  }
+  pack(weight, inputs, outputs, packed);
 }
 
-// `inputs` is even. `out` may be `residual`.
+void linear_pack_fp32(const float* weight, int64_t inputs, int64_t outputs, float* packed) {
+  pack(weight, inputs, outputs, packed);
+}
+
+// `out` may be `residual`.
 void linear_bf16(const bf16* x, int64_t rows, int64_t inputs, const bf16* weight, int64_t outputs, const bf16* bias,
                  const bf16* residual, bf16* out) {
-  const Linear job{x, weight, bias, residual, out, rows, inputs, outputs};
-  const int64_t panels = (outputs + kPanel - 1) / kPanel;
-#pragma omp parallel for schedule(dynamic, rows > kTile ? 1 : std::max<int64_t>(1, panels / 16))
-  for (int64_t panel = 0; panel < panels; ++panel) compute_panel(job, panel);
+  compute(Linear<bf16>{x, weight, bias, residual, out, rows, inputs, outputs});
+}
+
+void linear_fp32(const float* x, int64_t rows, int64_t inputs, const float* weight, int64_t outputs, const float* bias,
+                 const float* residual, float* out) {
+  compute(Linear<float>{x, weight, bias, residual, out, rows, inputs, outputs});
 }
 
 }  // extern "C"
