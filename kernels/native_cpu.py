@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import cpu, native_linear
+from kernels import cpu, native_elementwise, native_linear
 from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
+from kernels.native_elementwise import NativeElementwise
 
 
 class NativeCpuKernels:
@@ -17,6 +18,7 @@ class NativeCpuKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._elementwise = NativeElementwise(library)
         native_linear.declare(library)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -25,17 +27,25 @@ class NativeCpuKernels:
         return cpu.pack_linear(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if native_elementwise.takes(x, weight):
+            return self._elementwise.rms_norm(x, weight, eps)
         return cpu.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, residual: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if native_elementwise.takes(y, weight):
+            return self._elementwise.add_rms_norm(residual, y, weight, eps)
         return cpu.add_rms_norm(residual, y, weight, eps)
 
     def rotate_and_store(
         self, qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots
     ) -> tuple[Tensor, Tensor]:
+        if native_elementwise.takes(qk):
+            return self._elementwise.rotate_and_store(qk, v, cos, signed_sin, into)
         return cpu.rotate_and_store(qk, v, cos, signed_sin, into)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if native_elementwise.takes(gate_up):
+            return self._elementwise.gated_activation(gate_up, activation)
         return cpu.gated_activation(gate_up, activation)
 
     def plan_attention(
