@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,41 +21,50 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
 
-class Row:
-    """What is known of a worker. Plain numbers: members of an enumeration take numpy three times as long."""
+class _Facts(NamedTuple):
+    """What is known of a worker, by number."""
 
-    BASE_S, PREFILL_TOKEN_S, PREFILL_PAIR_S, DECODE_S, CONTEXT_TOKEN_S, RELATIVE_ERROR = range(6)  # its step cost
-    CHUNK_TOKENS = 6
-    DRAINED_AT = 7  # when all prompts placed there will have been computed
-    STEPS = 8  # decode steps done, as of AS_OF
-    AS_OF = 9
-    STEP_S = 10  # predicted seconds of its decode steps since AS_OF
-    EXTRA_DECODES = 11  # sequences that it reports and nobody placed: from before this scheduler's time
-    EXTRA_CONTEXT = 12
-    KV_TOKENS = 13  # its capacity
-    MAX_MODEL_LEN = 14
-    COMPATIBILITY = 15  # equal numbers can hand over to each other
-    DRAINING = 16
-    BOOKED = 17  # requests that decode or will decode there
-    BOOKED_CONTEXT = 18  # their prompts' tokens
-    BLOCK_SIZE = 19
-    STRETCH = 20  # of its decode steps, by prompts that it computes itself; STEP_S includes it
-    MAX_SEQUENCES = 21  # held at once
-    PROMPTS_S, PROMPTS_AT = range(22, 24)  # seconds for prompts placed there, the older the less, as of then
-
-
-class Slot:
-    """What is known of a request on its decode worker. A slot is empty where OUTPUT is 0."""
-
-    TOKENS, OUTPUT, MAX_OUTPUT = range(3)  # of its prompt; expected in all; at most
-    FIRST_AT = 3  # its first token came, or is predicted
-    JOINED_STEP = 4  # STEPS when it began to decode; inf: has not begun
-    TPOT_TARGET_S = 5
-    WEIGHT = 6  # how probable it was, when it was placed, that it meets its targets
+    BASE_S: int = 0  # its step cost, up to RELATIVE_ERROR
+    PREFILL_TOKEN_S: int = 1
+    PREFILL_PAIR_S: int = 2
+    DECODE_S: int = 3
+    CONTEXT_TOKEN_S: int = 4
+    RELATIVE_ERROR: int = 5
+    CHUNK_TOKENS: int = 6
+    DRAINED_AT: int = 7  # when all prompts placed there will have been computed
+    STEPS: int = 8  # decode steps done, as of AS_OF
+    AS_OF: int = 9
+    STEP_S: int = 10  # predicted seconds of its decode steps since AS_OF
+    EXTRA_DECODES: int = 11  # sequences that it reports and nobody placed: from before this scheduler's time
+    EXTRA_CONTEXT: int = 12
+    KV_TOKENS: int = 13  # its capacity
+    MAX_MODEL_LEN: int = 14
+    COMPATIBILITY: int = 15  # equal numbers can hand over to each other
+    DRAINING: int = 16
+    BOOKED: int = 17  # requests that decode or will decode there
+    BOOKED_CONTEXT: int = 18  # their prompts' tokens
+    BLOCK_SIZE: int = 19
+    STRETCH: int = 20  # of its decode steps, by prompts that it computes itself; STEP_S includes it
+    MAX_SEQUENCES: int = 21  # held at once
+    PROMPTS_S: int = 22  # seconds for prompts placed there, the older the less, as of PROMPTS_AT
+    PROMPTS_AT: int = 23
 
 
-_NUM_FACTS: Final = 24
-_NUM_SLOT_FACTS: Final = 7
+class _SlotFacts(NamedTuple):
+    """What is known of a request on its decode worker, by number. A slot is empty where OUTPUT is 0."""
+
+    TOKENS: int = 0  # of its prompt
+    OUTPUT: int = 1  # expected in all
+    MAX_OUTPUT: int = 2  # at most
+    FIRST_AT: int = 3  # its first token came, or is predicted
+    JOINED_STEP: int = 4  # STEPS when it began to decode; inf: has not begun
+    TPOT_TARGET_S: int = 5
+    WEIGHT: int = 6  # how probable it was, when it was placed, that it meets its targets
+
+
+# Tuples, since compiled code takes their members for constants.
+Row: Final = _Facts()
+Slot: Final = _SlotFacts()
 
 
 class WorkerTable:
@@ -67,8 +76,8 @@ class WorkerTable:
     """
 
     def __init__(self, num_rows: int = 8, num_slots: int = 8) -> None:
-        self.rows = np.zeros((_NUM_FACTS, num_rows))
-        self.slots = np.zeros((_NUM_SLOT_FACTS, num_rows, num_slots))
+        self.rows = np.zeros((len(Row), num_rows))
+        self.slots = np.zeros((len(Slot), num_rows, num_slots))
         self.ids: list[str] = []
         self.kinds: list[float] = []
         self.residuals = np.ones(1)
