@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import cpu, native_elementwise, native_linear
+from kernels import cpu, native_attention, native_elementwise, native_linear
 from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
 from kernels.native_elementwise import NativeElementwise
 
@@ -20,6 +20,7 @@ class NativeCpuKernels:
         self._library = library
         self._elementwise = NativeElementwise(library)
         native_linear.declare(library)
+        native_attention.declare(library)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if native_linear.can_pack(weight):
@@ -51,4 +52,6 @@ class NativeCpuKernels:
     def plan_attention(
         self, segments: Sequence[Segment], geometry: CacheGeometry, *, window: int | None, dtype: torch.dtype
     ) -> PagedAttention:
+        if native_attention.can_attend(geometry, dtype):
+            return native_attention.plan_attention(self._library, segments, geometry, window=window, dtype=dtype)
         return cpu.plan_attention(segments, geometry, window=window, dtype=dtype)

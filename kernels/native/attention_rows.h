@@ -1,0 +1,205 @@
+// Some rows (queries of heads that share a key head) over one tile of keys: online softmax in float32.
+//
+// A row's sums depend on the tiles that it sees and on nothing else, to the bit: a tile that it does not see multiplies
+// them by one and adds zeros. So rows may be computed together in any number.
+
+#pragma once
+
+#include <cmath>
+
+#include "attention_tile.h"
+#include "exp.h"
+
+namespace legato {
+
+constexpr int kBlockRows = 6;             // rows at a time: with kKeyVectors registers of sums each, 24 of 32
+constexpr int kWidthVectors = 4;          // registers of outputs that are summed at a time
+constexpr float kNothingSeen = -1e30f;    // below every score; not infinite, so that differences of it are numbers
+
+// The sums of a row: its weights' sum in 16 parts, the largest exponent, and `width` weighted sums of values.
+struct Sums {
+  float weights[16];
+  float largest;
+  float unused[15];
+  float values[];
+};
+
+inline int64_t sums_size(int64_t width) { return static_cast<int64_t>(sizeof(Sums) / sizeof(float)) + width; }
+
+struct Row {
+  const int32_t* query;  // words
+  int64_t first, stop;   // the tokens that it sees
+  Sums* sums;
+};
+
+struct Tile {
+  int64_t first;          // token
+  int64_t words, width;   // of a key; of the values' sums, a multiple of 16
+  int64_t steps;          // words of a token's weight: those beyond are of dead slots
+  const int32_t* keys;    // see `pack_keys`
+  const int32_t* values;  // see `pack_values`
+};
+
+// What becomes of a product of a query and a key: an exponent of two.
+struct Exponents {
+  float inner, outer;
+  bool capped;
+  __m512 of(__m512 product) const {
+    if (capped) product = tanh(_mm512_mul_ps(product, _mm512_set1_ps(inner)));
+    return _mm512_mul_ps(product, _mm512_set1_ps(outer));
+  }
+};
+
+inline void start(Sums& sums, int64_t width) {
+  std::fill_n(sums.weights, 16, 0.0f);
+  std::fill_n(sums.values, width, 0.0f);
+  sums.largest = kNothingSeen;
+}
+
+template <typename T, int kRows>
+inline __attribute__((always_inline)) void multiply_keys(const Tile& tile, const Row* rows,
+                                                         __m512 (&products)[kRows][kKeyVectors]) {
+  for (int row = 0; row < kRows; ++row) {
+    for (int64_t v = 0; v < kKeyVectors; ++v) products[row][v] = _mm512_setzero_ps();
+  }
+  for (int64_t word = 0; word < tile.words; ++word) {
+    __m512i keys[kKeyVectors];
+    for (int64_t v = 0; v < kKeyVectors; ++v) keys[v] = _mm512_loadu_si512(tile.keys + word * kTileKeys + v * 16);
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i query = _mm512_set1_epi32(rows[row].query[word]);
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < kKeyVectors; ++v) {
+        products[row][v] = Words<T>::add_product(products[row][v], keys[v], query);
+      }
+    }
+  }
+}
+
+// One bit per token of the tile.
+inline uint64_t tokens_seen(const Row& row, int64_t first_token) {
+  const int64_t first = row.first - first_token, stop = row.stop - first_token;
+  if (stop <= 0 || first >= kTileKeys) return 0;
+  const uint64_t before_stop = stop >= kTileKeys ? ~0ull : (1ull << stop) - 1;
+  return first <= 0 ? before_stop : before_stop & ~((1ull << first) - 1);
+}
+
+inline void store_weights(float* into, const __m512 (&weights)[kKeyVectors]) {
+  for (int64_t v = 0; v < kKeyVectors; ++v) _mm512_storeu_ps(into + 16 * v, weights[v]);
+}
+
+inline void store_weights(bf16* into, const __m512 (&weights)[kKeyVectors]) {
+  for (int64_t v = 0; v < kKeyVectors; v += 2) {
+    _mm512_storeu_si512(into + 16 * v, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(weights[v + 1], weights[v])));
+  }
+}
+
+// Turns products into weights, relative to the largest exponent so far. Returns what the sums of values, which are
+// relative to an earlier one, have to be multiplied by.
+template <typename T>
+inline __attribute__((always_inline)) __m512 weigh(const Tile& tile, const Row& row, const Exponents& exponents,
+                                                   const __m512 (&products)[kKeyVectors], T* weights) {
+  __m512 exponent[kKeyVectors], weight[kKeyVectors];
+  const uint64_t seen = tokens_seen(row, tile.first);
+  for (int64_t v = 0; v < kKeyVectors; ++v) {
+    exponent[v] = exponents.of(products[v]);
+    if (seen != ~0ull) {
+      const __mmask16 lanes = static_cast<__mmask16>(seen >> (16 * v));
+      exponent[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes, exponent[v]);
+    }
+  }
+  const __m512 larger = _mm512_max_ps(_mm512_max_ps(exponent[0], exponent[1]), _mm512_max_ps(exponent[2], exponent[3]));
+  const float before = row.sums->largest, largest = std::max(before, _mm512_reduce_max_ps(larger));
+  for (int64_t v = 0; v < kKeyVectors; ++v) weight[v] = exp2(_mm512_sub_ps(exponent[v], _mm512_set1_ps(largest)));
+  store_weights(weights, weight);
+  const __m512 factor = largest == before ? _mm512_set1_ps(1.0f) : exp2(_mm512_set1_ps(before - largest));
+  const __m512 added = _mm512_add_ps(_mm512_add_ps(weight[0], weight[1]), _mm512_add_ps(weight[2], weight[3]));
+  _mm512_storeu_ps(row.sums->weights, _mm512_fmadd_ps(_mm512_loadu_ps(row.sums->weights), factor, added));
+  row.sums->largest = largest;
+  return factor;
+}
+
+template <typename T, int kRows, int kVectors>
+inline void add_values(const Tile& tile, const Row* rows, const T* weights, const __m512* factors, int64_t at) {
+  __m512 sums[kRows][kVectors];
+  for (int row = 0; row < kRows; ++row) {
+    for (int v = 0; v < kVectors; ++v) {
+      sums[row][v] = _mm512_mul_ps(_mm512_loadu_ps(rows[row].sums->values + at + 16 * v), factors[row]);
+    }
+  }
+  const auto* words = reinterpret_cast<const int32_t*>(weights);
+  constexpr int64_t kRowWords = kTileKeys / Words<T>::kNumbers;
+  for (int64_t step = 0; step < tile.steps; ++step) {
+    __m512i values[kVectors];
+    for (int v = 0; v < kVectors; ++v) values[v] = _mm512_loadu_si512(tile.values + step * tile.width + at + 16 * v);
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i weight = _mm512_set1_epi32(words[row * kRowWords + step]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[row][v] = Words<T>::add_product(sums[row][v], values[v], weight);
+    }
+  }
+  for (int row = 0; row < kRows; ++row) {
+    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(rows[row].sums->values + at + 16 * v, sums[row][v]);
+  }
+}
+
+template <typename T, int kRows, int kVectors>
+inline void add_rest(const Tile& tile, const Row* rows, const T* weights, const __m512* factors, int64_t at) {
+  if (tile.width - at == kVectors * 16) return add_values<T, kRows, kVectors>(tile, rows, weights, factors, at);
+  if constexpr (kVectors > 1) add_rest<T, kRows, kVectors - 1>(tile, rows, weights, factors, at);
+}
+
+template <typename T, int kRows>
+void attend_block(const Tile& tile, const Row* rows, const Exponents& exponents) {
+  __m512 products[kRows][kKeyVectors], factors[kRows];
+  alignas(64) T weights[kRows][kTileKeys];
+  multiply_keys<T, kRows>(tile, rows, products);
+  for (int row = 0; row < kRows; ++row) {
+    factors[row] = weigh(tile, rows[row], exponents, products[row], weights[row]);
+  }
+  int64_t at = 0;
+  for (; at + kWidthVectors * 16 <= tile.width; at += kWidthVectors * 16) {
+    add_values<T, kRows, kWidthVectors>(tile, rows, weights[0], factors, at);
+  }
+  if (at < tile.width) add_rest<T, kRows, kWidthVectors - 1>(tile, rows, weights[0], factors, at);
+}
+
+template <typename T, int kRows>
+void attend_rest(const Tile& tile, const Row* rows, const Exponents& exponents, int64_t count) {
+  if (count == kRows) return attend_block<T, kRows>(tile, rows, exponents);
+  if constexpr (kRows > 1) attend_rest<T, kRows - 1>(tile, rows, exponents, count);
+}
+
+// `rows` come by rising `stop` and `first`.
+template <typename T>
+void attend_tile(const Tile& tile, const Row* rows, int64_t num_rows, const Exponents& exponents) {
+  for (int64_t row = 0; row < num_rows; row += kBlockRows) {
+    const int64_t count = std::min<int64_t>(kBlockRows, num_rows - row);
+    const bool seen = rows[row + count - 1].stop > tile.first && rows[row].first < tile.first + kTileKeys;
+    if (seen) attend_rest<T, kBlockRows>(tile, rows + row, exponents, count);
+  }
+}
+
+// Adds the sums of later tokens.
+inline void merge(Sums& sums, const Sums& later, int64_t width) {
+  const float largest = std::max(sums.largest, later.largest);
+  const __m512 a = exp2(_mm512_set1_ps(sums.largest - largest)), b = exp2(_mm512_set1_ps(later.largest - largest));
+  const auto add = [&](float* to, const float* from) {
+    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(from), b, _mm512_mul_ps(_mm512_loadu_ps(to), a)));
+  };
+  add(sums.weights, later.weights);
+  for (int64_t at = 0; at < width; at += 16) add(sums.values + at, later.values + at);
+  sums.largest = largest;
+}
+
+template <typename T>
+void finish(const Sums& sums, int64_t head_dim, T* out) {
+  const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_loadu_ps(sums.weights)));
+  for (int64_t at = 0; at < head_dim; at += 16) {
+    const __mmask16 lanes = first_lanes(head_dim - at);
+    store(out + at, lanes, _mm512_div_ps(_mm512_loadu_ps(sums.values + at), total));
+  }
+}
+
+}  // namespace legato
