@@ -39,8 +39,8 @@ class ModelSettings(Settings):
     )
     batch_invariant: bool = Field(
         False,
-        description="On GPUs: a sequence's logits are the same to the bit in any batch, in any chunking and after a"
-        " recovery; slower.",
+        description="A sequence's logits are the same to the bit in any batch, in any chunking and after a recovery; on"
+        " a CPU with AVX-512 and bfloat16 they always are, and `yes` refuses other machines. Slower on GPUs.",
     )
     max_model_len: int | None = Field(
         None,
@@ -125,8 +125,10 @@ class DecodeSettings(PoolSettings):
 
 
 class TransferSettings(Settings):
-    transport: Literal["auto", "shm", "tcp"] = Field(
-        "auto", description="How KV moves; `auto`: shared memory on one node, TCP between nodes."
+    transport: Literal["auto", "nccl", "gloo", "shm", "tcp"] = Field(
+        "auto",
+        description="How KV moves; `auto`: shared memory on one node, TCP between nodes. `nccl` (GPUs) and `gloo` (CPUs):"
+        " process groups of `torch.distributed`, or TCP where none can be made.",
     )
     slab_bytes: SizeBytes = Field(8 * 2**20, description="Size of one slab: the most KV that is sent as one piece.")
     num_slabs: int = Field(8, ge=2, description="Slabs of each link; two is the least that lets copying overlap.")
@@ -249,6 +251,17 @@ class LegatoConfig(Settings):
                         f"model.batch_invariant is on, but {name}.num_gpus is 0, and only GPUs have such kernels; give"
                         " the pool GPUs or leave it off"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        transport = self.transfer.transport
+        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            if pool.replicas and transport == ("gloo" if pool.num_gpus else "nccl"):
+                raise ValueError(
+                    f"transfer.transport is {transport!r}, which does not move KV of {name} workers with"
+                    f" {name}.num_gpus: {pool.num_gpus:g}; leave it at 'auto'"
+                )
         return self
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ class EngineConfig:
     prefix_caching: bool = True
     device: str = "cpu"  # or cuda:0, ...
     tensor_parallel: int = 1  # processes that have a part of the model each
-    batch_invariant: bool = False  # on a GPU: logits do not depend on the batch, to the bit
+    batch_invariant: bool = False  # logits do not depend on the batch, to the bit, or nothing is loaded
     decode_graphs: bool = False  # on a GPU: decode steps are recorded at the start and replayed
 
 

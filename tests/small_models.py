@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from decode_workers.local_engine import LocalEngine
-from engine.loading import EngineConfig, load_model
+from engine.loading import DtypeName, EngineConfig, load_model
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, TokenLogprobs
 from tests.model_families import VOCAB_SIZE, build_oracle
@@ -34,10 +34,11 @@ class Generated:
 
 
 class SmallModel:
-    """A random model of one family in float32, its config changed, in `folder`."""
+    """A random model of one family, its config changed, in `folder`; `dtype` is what the local engine computes in."""
 
-    def __init__(self, family: str, folder: Path, **changes: Any) -> None:
+    def __init__(self, family: str, folder: Path, *, dtype: DtypeName = "float32", **changes: Any) -> None:
         self.folder = folder
+        self.dtype = dtype
         self._oracle = build_oracle(family, folder, **changes)
         (folder / "tokenizer.json").write_text("{}")  # a checkpoint must have one; nothing here is text
 
@@ -59,6 +60,6 @@ class SmallModel:
     @functools.cached_property
     def _engine(self) -> LocalEngine:
         config = EngineConfig(
-            model_ref=str(self.folder), model_name="small", dtype="float32", kv_blocks=64, num_threads=1
+            model_ref=str(self.folder), model_name="small", dtype=self.dtype, kv_blocks=64, num_threads=1
         )
         return LocalEngine(load_model(config))

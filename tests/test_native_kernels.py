@@ -46,6 +46,14 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
+def test_batch_invariance_is_refused_without_them() -> None:
+    asked = WHICH.replace('torch.device("cpu")', 'torch.device("cpu"), batch_invariant=True')
+    done = subprocess.run(
+        [sys.executable, "-c", asked], env=os.environ | {SWITCH: "0"}, capture_output=True, text=True, check=False
+    )
+    assert "leave batch_invariant off" in done.stderr
+
+
 def test_the_switch_leaves_them_to_torch() -> None:
     kernels, log = kernels_of_a_new_process(**{SWITCH: "0"})
     assert kernels == "module"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -13,7 +13,12 @@ from tests.small_models import SmallModel
 @pytest.fixture(scope="module")
 def six_heads(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     """Two and three ranks cut them at different places."""
-    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
+    sizes: dict[str, Any] = {
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "intermediate_size": 96,
+    }
     return SmallModel("llama", tmp_path_factory.mktemp("six"), **sizes)
 
 
