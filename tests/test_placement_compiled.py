@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from cluster.placement import neighbours
+from cluster.placement import coarse, neighbours
 
-MODULES = [neighbours]
+MODULES = [coarse, neighbours]
 NAMES_IT = {"Row", "Slot", "RESIDUAL_STEP", "PROMPTS_OVER_S"}  # see `cluster.placement.compiled`
 
 
@@ -35,7 +35,10 @@ def test_compiled_code_takes_from_other_files_only_what_names_it(module: ModuleT
     assert used & _imported_from_legato(module) <= NAMES_IT
 
 
-@pytest.mark.parametrize("function", [neighbours.forecast_workers])
+ENTRIES = [coarse.eligible, coarse.forecast_prompts, coarse.look, coarse.shortlist_kind, neighbours.forecast_workers]
+
+
+@pytest.mark.parametrize("function", ENTRIES)
 def test_what_python_calls_was_compiled_at_import_and_takes_no_other_types(function: Dispatcher) -> None:
     assert len(function.nopython_signatures) == 1
     with pytest.raises(TypeError, match="No matching definition"):

@@ -11,9 +11,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.placement.coarse import forecast_prompts
 from cluster.placement.neighbours import LOGISTIC, MIN_RELATIVE_ERROR, forecast_workers
 from cluster.placement.query import Query
-from cluster.placement.worker_table import Floats, Row, Rows, WorkerTable
+from cluster.placement.worker_table import Floats, Rows, WorkerTable
 
 _KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
 
@@ -57,28 +58,7 @@ def forecast_prompt(
 ) -> PromptForecast:
     """On every worker. `reach[3, rows]`: leading tokens held on the device, down to host memory, down to disk. Loads as
     far down as it pays; `tier_token_s`: seconds per token brought up from host memory and from disk."""
-    facts = table.rows[:, : len(table)]
-    step_s = facts[Row.STEP_S] / facts[Row.STRETCH]
-    # Each that decodes takes a token of the step's budget.
-    chunk = np.maximum(facts[Row.CHUNK_TOKENS] - facts[Row.BOOKED], 1.0)
-    depths = 3 if (reach[2] > reach[0]).any() else 1
-    cached = np.minimum(reach[:depths], num_tokens - 1.0)
-    uncached = num_tokens - cached
-    load_s = np.zeros_like(cached)
-    if depths > 1:
-        load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
-        load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
-    added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
-    prefill_s = added_s + np.maximum(np.ceil(uncached / chunk), 1.0) * step_s
-    best = 0 if depths == 1 else ((load_s + prefill_s).argmin(axis=0), np.arange(len(table)))
-    return PromptForecast(
-        cached_tokens=cached[best],
-        uncached_tokens=uncached[best],
-        wait_s=np.maximum(facts[Row.DRAINED_AT] - now, 0.0),
-        load_s=load_s[best],
-        prefill_s=prefill_s[best],
-        added_s=added_s[best],
-    )
+    return PromptForecast(*forecast_prompts(table.rows, len(table), num_tokens, reach, *tier_token_s, now))
 
 
 def forecast_decode(

@@ -71,8 +71,8 @@ class WorkerTable:
     """Its rows are in order, so that a pool is a slice: the prefill workers, then the decode workers, each by id. Rows
     move as workers come and go; whoever keeps a worker keeps its id. Grows by doubling.
 
-    `ids`: by row. `kinds`: the different values of COMPATIBILITY. `residuals`: what an output still has to come after
-    0, 1, 2... times `RESIDUAL_STEP` of its expected length, as a share of that.
+    `num_prefills`: of its rows. `ids`: by row. `kinds`: the different values of COMPATIBILITY. `residuals`: what an
+    output still has to come after 0, 1, 2... times `RESIDUAL_STEP` of its expected length, as a share of that.
     """
 
     def __init__(self, num_rows: int = 8, num_slots: int = 8) -> None:
@@ -82,7 +82,7 @@ class WorkerTable:
         self.kinds: list[float] = []
         self.residuals = np.ones(1)
         self._order: list[tuple[bool, str]] = []  # whether it decodes, and its id
-        self._num_prefills = 0
+        self.num_prefills = 0
         self._row_of: dict[str, int] = {}
         self._used: list[int] = []  # slots, from the first on
         self._codes: dict[str, int] = {}
@@ -102,7 +102,7 @@ class WorkerTable:
 
     def pools(self) -> tuple[slice, slice]:
         """The rows of the prefill workers and of the decode workers."""
-        return slice(0, self._num_prefills), slice(self._num_prefills, len(self))
+        return slice(0, self.num_prefills), slice(self.num_prefills, len(self))
 
     def is_idle(self) -> bool:
         """Nothing is placed anywhere, and no worker reports what nobody placed."""
@@ -189,5 +189,5 @@ class WorkerTable:
     def _number(self) -> None:
         self.ids = [worker_id for _, worker_id in self._order]
         self._row_of = {worker_id: row for row, worker_id in enumerate(self.ids)}
-        self._num_prefills = bisect_left(self._order, (True, ""))
+        self.num_prefills = bisect_left(self._order, (True, ""))
         self.kinds = sorted(set(self.rows[Row.COMPATIBILITY, : len(self)].tolist()))

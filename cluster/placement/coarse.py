@@ -1,0 +1,150 @@
+"""Compiled: all workers, looked at coarsely for one request. What `survey` wires together.
+
+Columns of `rows[Row]` are workers: prefill workers first, `num_prefills` of them, then decode workers, `num_workers` in
+all; there may be room for more behind them. What is called stands before what calls it, since that is compiled at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.placement.compiled import compiled, part
+from cluster.placement.worker_table import Floats, Row, Rows
+
+
+@compiled("f8[:, ::1](f8[:, ::1], i8, f8, f8[:, ::1], f8, f8, f8)")
+def forecast_prompts(
+    rows: Floats,
+    num_workers: int,
+    num_tokens: float,
+    reach: Floats,
+    host_token_s: float,
+    disk_token_s: float,
+    now: float,
+) -> Floats:
+    """The columns of a `PromptForecast`, in their order, of each worker. `reach`: as in `forecast_prompt`."""
+    found = np.empty((6, num_workers))
+    for worker in range(num_workers):
+        step_s = rows[Row.STEP_S, worker] / rows[Row.STRETCH, worker]
+        # Each that decodes takes a token of the step's budget.
+        chunk = max(rows[Row.CHUNK_TOKENS, worker] - rows[Row.BOOKED, worker], 1.0)
+        least_s, load_s, deeper = np.inf, 0.0, 0.0
+        for depth in range(3):
+            cached = min(reach[depth, worker], num_tokens - 1.0)
+            if depth > 0 and cached <= deeper:
+                continue
+            if depth > 0:
+                load_s += (cached - deeper) * (host_token_s if depth == 1 else disk_token_s)
+            deeper, uncached = cached, num_tokens - cached
+            pair_s = rows[Row.PREFILL_PAIR_S, worker] * (cached + (uncached + 1) / 2)
+            added_s = uncached * (rows[Row.PREFILL_TOKEN_S, worker] + pair_s)
+            prefill_s = added_s + max(np.ceil(uncached / chunk), 1.0) * step_s
+            if load_s + prefill_s < least_s:
+                least_s = load_s + prefill_s
+                found[0, worker], found[1, worker] = cached, uncached
+                found[3, worker], found[4, worker], found[5, worker] = load_s, prefill_s, added_s
+        found[2, worker] = max(rows[Row.DRAINED_AT, worker] - now, 0.0)
+    return found
+
+
+@compiled("b1[::1](f8[:, ::1], i8, i8, f8, f8, i8[::1], i8)")
+def eligible(
+    rows: Floats,
+    num_prefills: int,
+    num_workers: int,
+    num_tokens: float,
+    max_new_tokens: float,
+    excluded: Rows,
+    preferred: int,
+) -> NDArray[np.bool_]:
+    """Whether a prefill worker could compute the prompt, whether a decode worker could do the rest. `preferred`: the
+    one decode worker that is wanted, leaving or not, since it holds a reservation; -1: none. Where no other is left,
+    excluded ones are no longer."""
+    fits, wanted = np.empty(num_workers, np.bool_), np.empty(num_workers, np.bool_)
+    for worker in range(num_workers):
+        needed = num_tokens if worker < num_prefills else num_tokens + max_new_tokens
+        fits[worker] = rows[Row.MAX_MODEL_LEN, worker] >= needed
+        wanted[worker] = fits[worker] and rows[Row.DRAINING, worker] == 0.0
+    staying = wanted[num_prefills:].copy()
+    wanted[excluded] = False
+    if preferred >= num_prefills and fits[preferred]:
+        wanted[num_prefills:] = False
+        wanted[preferred] = True
+    if not wanted[num_prefills:].any():
+        wanted[num_prefills:] = staying
+    return wanted
+
+
+@compiled("Tuple((f8[::1], f8, f8))(f8[:, ::1], i8, f8, f8[::1], f8[::1], f8[::1], b1[::1])")
+def look(
+    rows: Floats,
+    num_prefills: int,
+    num_tokens: float,
+    wait_s: Floats,
+    load_s: Floats,
+    prefill_s: Floats,
+    wanted: NDArray[np.bool_],
+) -> tuple[Floats, float, float]:
+    """When the prompt would be computed, by worker; the shortest TTFT and TPOT, were nobody else there. inf: nowhere.
+    Seconds: of a `PromptForecast`."""
+    ready_s, shortest_s, shortest_tpot_s = np.full(len(wanted), np.inf), np.inf, np.inf
+    for worker in range(len(wanted)):
+        if not wanted[worker]:
+            continue
+        ready_s[worker] = wait_s[worker] + load_s[worker] + prefill_s[worker]
+        shortest_s = min(shortest_s, load_s[worker] + prefill_s[worker])
+        if worker >= num_prefills:
+            alone_s = rows[Row.BASE_S, worker] + rows[Row.DECODE_S, worker]
+            shortest_tpot_s = min(shortest_tpot_s, alone_s + rows[Row.CONTEXT_TOKEN_S, worker] * num_tokens)
+    return ready_s, shortest_s, shortest_tpot_s
+
+
+@part
+def _coarse_step_s(rows: Floats, worker: int, num_tokens: float) -> float:
+    """With everyone who is booked, whenever they come and go; late where the prompts alone fill the memory."""
+    context = rows[Row.BOOKED_CONTEXT, worker] + rows[Row.EXTRA_CONTEXT, worker] + num_tokens
+    decodes = rows[Row.BOOKED, worker] + rows[Row.EXTRA_DECODES, worker] + 1
+    step_s = (
+        rows[Row.BASE_S, worker] + rows[Row.DECODE_S, worker] * decodes + rows[Row.CONTEXT_TOKEN_S, worker] * context
+    )
+    return float(1000.0 * step_s if context > rows[Row.KV_TOKENS, worker] else step_s)
+
+
+@part
+def _first(score: Floats, start: int, count: int) -> Rows:
+    """Whose score is lowest, where it is finite, best first. Of equals the first: they come in the order of the
+    workers' names. `start`: the number of the first one."""
+    best, scores, num = np.empty(count, np.intp), np.full(count, np.inf), 0
+    for index in range(len(score)):
+        if not score[index] < scores[count - 1]:
+            continue
+        place = min(num, count - 1)
+        while place > 0 and score[index] < scores[place - 1]:
+            best[place], scores[place] = best[place - 1], scores[place - 1]
+            place -= 1
+        best[place], scores[place] = start + index, score[index]
+        num = min(num + 1, count)
+    return best[:num]
+
+
+@compiled("Tuple((i8[::1], i8[::1]))(f8[:, ::1], i8, f8[::1], f8, f8, i8)")
+def shortlist_kind(
+    rows: Floats, num_prefills: int, ready_s: Floats, kind: float, num_tokens: float, num_exact: int
+) -> tuple[Rows, Rows]:
+    """Who computes and who decodes, by candidate, among those of one kind: the best few of either pool with each other;
+    and for decode alone those few, and the two who would have the prompt computed first."""
+    of_kind = np.where(rows[Row.COMPATIBILITY, : len(ready_s)] == kind, ready_s, np.inf)
+    step_s = np.full(len(ready_s) - num_prefills, np.inf)
+    for index in range(len(step_s)):
+        if of_kind[num_prefills + index] < np.inf:
+            step_s[index] = _coarse_step_s(rows, num_prefills + index, num_tokens)
+    emptiest = _first(step_s, num_prefills, num_exact)
+    soonest = _first(of_kind[:num_prefills], 0, num_exact)
+    alone = np.unique(np.concatenate((emptiest, _first(of_kind[num_prefills:], num_prefills, 2))))
+    num_pairs = len(soonest) * len(emptiest)
+    computing, decode = np.empty(num_pairs + len(alone), np.intp), np.empty(num_pairs + len(alone), np.intp)
+    for pair in range(num_pairs):
+        computing[pair], decode[pair] = soonest[pair // len(emptiest)], emptiest[pair % len(emptiest)]
+    computing[num_pairs:], decode[num_pairs:] = alone, alone
+    return computing, decode
