@@ -97,7 +97,7 @@ class Search:
 
     def look(self, router: str) -> Suited:
         """All layouts at higher and higher loads, until one is left; or at lower ones, until one serves."""
-        options = layouts(router, self.setting.num_workers, self.setting.tpot_s)
+        options = layouts(router, self.setting.num_workers, self.setting.cost, self.setting.tpot_s)
         load, best = self.begin, options[0]
 
         def shares() -> list[float]:

@@ -35,7 +35,8 @@ STRETCH: Final = 2.0
 LENGTHS: Final = (4096, 8192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)  # prompt tokens, at most, of each class
 BUDGET: Final = 2048  # tokens of a step, on prefill workers and where prompts are computed beside decodes
 SMALL_BUDGET: Final = 512
-TIGHT_BUDGETS: Final = (256, SMALL_BUDGET, BUDGET)  # where a step of the largest would itself miss the TPOT
+LEAST_BUDGET: Final = 256
+SHARES: Final = (0.25, 0.5, 0.625, 0.75)  # of the workers, that compute prompts
 MAX_NUM_SEQS: Final = 512
 LEAST_ERROR: Final = 0.02
 LINK_BYTES_PER_S: Final = 50e9
@@ -90,21 +91,28 @@ class Layout:
         return replace(self, num_prefill=factor * self.num_prefill, num_decode=factor * self.num_decode)
 
 
-def layouts(router: str, num_workers: int, tpot_s: float = TPOT_S) -> list[Layout]:
+def layouts(router: str, num_workers: int, cost: StepCost, tpot_s: float = TPOT_S) -> list[Layout]:
     """Without a split, only the step is to be chosen; with one, how many compute prompts. Legato may do without, and
-    its decode workers may compute prompts: where the TPOT is tight, it chooses both."""
-    is_tight = tpot_s < TPOT_S
+    its decode workers may compute prompts: where the largest step misses the TPOT, it chooses both."""
+    fitting = fitting_budget(cost, tpot_s)
+    is_tight = fitting < BUDGET
+    budgets = sorted({SMALL_BUDGET, BUDGET} | ({LEAST_BUDGET, fitting} if is_tight else set()))
     if router == "colocated":
-        budgets = TIGHT_BUDGETS if is_tight else (SMALL_BUDGET, BUDGET)
         return [Layout(num_prefill=0, num_decode=num_workers, budget=budget) for budget in budgets]
     is_legato = router.startswith("legato")
-    shares = (0.25, 0.5, 0.75) if router == "legato-split" or not is_legato else (0.0, 0.25, 0.5, 0.75)
+    shares = SHARES if router == "legato-split" or not is_legato else (0.0, *SHARES)
     counts = sorted({min(round(share * num_workers), num_workers - 1) for share in shares})
     return [
         Layout(num_prefill=count, num_decode=num_workers - count, budget=budget)
         for count in counts
-        for budget in (TIGHT_BUDGETS if is_tight and is_legato else (BUDGET,))
+        for budget in (budgets if is_tight and is_legato else [BUDGET])
     ]
+
+
+def fitting_budget(cost: StepCost, tpot_s: float) -> int:
+    """Tokens of the largest step, in multiples of the least, that does not miss the TPOT by itself."""
+    num_tokens = int((tpot_s - cost.base_s) / cost.prefill_token_s)
+    return max(LEAST_BUDGET, min(BUDGET, num_tokens // LEAST_BUDGET * LEAST_BUDGET))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

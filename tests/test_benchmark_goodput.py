@@ -13,8 +13,19 @@ from benchmarks.goodput_comparison import Comparison
 from benchmarks.goodput_judge import TooManyMissedError
 from benchmarks.goodput_kept import Kept
 from benchmarks.goodput_search import Bracket, Search, Suited, bracketed
-from benchmarks.goodput_setting import ATTAINMENT, REQUESTS, Layout, Setting, attainment, layouts, play
+from benchmarks.goodput_setting import (
+    ATTAINMENT,
+    REQUESTS,
+    Layout,
+    ModelName,
+    Setting,
+    attainment,
+    fitting_budget,
+    layouts,
+    play,
+)
 from benchmarks.goodput_table import goodput_headline, goodput_tables
+from engine.step_cost import StepWork
 
 SPLIT = Layout(num_prefill=1, num_decode=1)
 
@@ -63,18 +74,35 @@ def test_targets_follow_lengths_where_that_is_asked_for() -> None:
 
 
 def test_layouts_share_out_the_workers() -> None:
-    assert [option.num_prefill for option in layouts("legato", 8)] == [0, 2, 4, 6]
-    assert [option.num_prefill for option in layouts("mooncake", 8)] == [2, 4, 6]
-    assert [option.num_prefill for option in layouts("legato-split", 8)] == [2, 4, 6]
-    assert {(option.num_prefill, option.num_decode) for option in layouts("colocated", 8)} == {(0, 8)}
+    cost = _setting().cost
+    assert [option.num_prefill for option in layouts("legato", 8, cost)] == [0, 2, 4, 5, 6]
+    assert [option.num_prefill for option in layouts("mooncake", 8, cost)] == [2, 4, 5, 6]
+    assert [option.num_prefill for option in layouts("legato-split", 8, cost)] == [2, 4, 5, 6]
+    assert {(option.num_prefill, option.num_decode) for option in layouts("colocated", 8, cost)} == {(0, 8)}
+    assert [option.budget for option in layouts("colocated", 8, cost)] == [512, 2048]
 
 
-def test_where_tokens_have_to_come_fast_smaller_steps_may_be_chosen_too() -> None:
-    assert [option.budget for option in layouts("colocated", 8, 0.03)] == [256, 512, 2048]
-    assert {(option.num_prefill, option.budget) for option in layouts("legato", 4, 0.03)} == {
-        (count, budget) for count in range(4) for budget in (256, 512, 2048)
+@pytest.mark.parametrize(
+    ("model", "tpot_s", "budgets"),
+    [("8b", 0.03, [256, 512, 2048]), ("8b", 0.05, [256, 512, 1280, 2048]), ("70b", 0.1, [256, 512, 768, 2048])],
+)
+def test_where_a_large_step_misses_the_tpot_smaller_ones_may_be_chosen_too(
+    model: ModelName, tpot_s: float, budgets: list[int]
+) -> None:
+    cost = replace(_setting(), model=model).cost
+    assert [option.budget for option in layouts("colocated", 8, cost, tpot_s)] == budgets
+    assert {(option.num_prefill, option.budget) for option in layouts("legato", 4, cost, tpot_s)} == {
+        (count, budget) for count in range(4) for budget in budgets
     }
-    assert {option.budget for option in layouts("mooncake", 8, 0.03)} == {2048}
+    assert {option.budget for option in layouts("mooncake", 8, cost, tpot_s)} == {2048}
+
+
+def test_a_step_is_as_large_as_the_tpot_lets_it_be() -> None:
+    cost = replace(_setting(), model="70b").cost
+    budget = fitting_budget(cost, 0.1)
+    assert cost.step_s(StepWork.of_prefill(budget, 0)) <= 0.1 < cost.step_s(StepWork.of_prefill(budget + 256, 0))
+    assert fitting_budget(cost, 0.001) == 256
+    assert fitting_budget(cost, 10.0) == 2048
 
 
 def test_a_tighter_tpot_is_met_by_fewer() -> None:
