@@ -127,8 +127,8 @@ class DecodeSettings(PoolSettings):
 class TransferSettings(Settings):
     transport: Literal["auto", "nccl", "gloo", "shm", "tcp"] = Field(
         "auto",
-        description="How KV moves; `auto`: shared memory on one node, TCP between nodes. `nccl` (GPUs) and `gloo` (CPUs):"
-        " process groups of `torch.distributed`, or TCP where none can be made.",
+        description="How KV moves; `auto`: shared memory on one node, TCP between nodes. `nccl` (GPUs) and `gloo`"
+        " (CPUs): process groups of `torch.distributed`, or TCP where none can be made.",
     )
     slab_bytes: SizeBytes = Field(8 * 2**20, description="Size of one slab: the most KV that is sent as one piece.")
     num_slabs: int = Field(8, ge=2, description="Slabs of each link; two is the least that lets copying overlap.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from kv_transfer.cancelling import to_the_end
 
 T = TypeVar("T")
 
@@ -23,15 +24,7 @@ class CopyingThread:
 
     async def run(self, job: Callable[[], T]) -> T:
         """Its result. A copy cannot be recalled: who is cancelled here is so once the job has ended."""
-        running = asyncio.wrap_future(self.submit(job))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            while not running.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([running])
-            running.exception()  # nobody else asks for it
-            raise
+        return await to_the_end(asyncio.wrap_future(self.submit(job)))
 
     def stop(self) -> None:
         """Take nothing new; what was taken is done."""

@@ -70,7 +70,7 @@ class PooledSlab(Generic[Arena]):
 
 
 class SlabPool(Generic[Arena]):
-    """Owns the slabs of one arena, of the host or of a device. `on_free` is called on the loop when one has come back."""
+    """Owns the slabs of one arena, of the host or of a device. `on_free` is called on the loop when one comes back."""
 
     def __init__(self, arena: Arena, config: SlabConfig, on_free: Callable[[], None] | None = None) -> None:
         self._arena: SlabBytes | None = arena

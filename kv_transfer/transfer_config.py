@@ -12,6 +12,7 @@ from kv_transfer.digest import DigestKind
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choosing import TransportKind, open_transport
+from kv_transfer.transports.group_ends import DistributedConfig
 from kv_transfer.transports.shm import SharedMemoryConfig
 from kv_transfer.transports.tcp import TcpConfig
 
@@ -39,6 +40,8 @@ class TransferConfig:
             self.transport,
             identity,
             host=host,
+            device=device,
             shm=SharedMemoryConfig(slabs=slabs),
             tcp=TcpConfig(slabs=slabs, num_stripes=self.num_connections),
+            groups=DistributedConfig(slabs=slabs),
         )

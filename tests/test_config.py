@@ -85,6 +85,10 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"prefill": []}, ("prefill", "[]")),
         ({"decode": {"replicas": 0}}, ("decode.replicas",)),
         (
+            {"transfer": {"transport": "nccl"}, "prefill": {"num_gpus": 1}},
+            ("transfer.transport is 'nccl'", "decode workers with decode.num_gpus: 0", "leave it at 'auto'"),
+        ),
+        (
             {"prefill": {"tensor_parallel": 3, "num_gpus": 3}},
             ("prefill.tensor_parallel is 3 with GPUs", "set prefill.tensor_parallel: 1"),
         ),

@@ -56,6 +56,7 @@ async def tokens(cluster: MiniCluster, name: str, prompt: list[int], params: Sam
         ("tcp", (16, 16), (None, None), 64, 4 * 2**20),
         ("shm", (8, 32), (1, 2), 64, 7 * 256),
         ("tcp", (5, 3), (2, 3), 33, 10 * 256),
+        ("gloo", (16, 8), (1, 3), 40, 9 * 256),
         ("auto", (32, 8), (4, 1), 50, 1),
     ],
 )

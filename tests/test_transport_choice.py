@@ -23,7 +23,8 @@ from kv_transfer.transports.segment import OwnSegment, SegmentError, map_segment
 from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryLink
 from kv_transfer.transports.sockets import SocketTransport
 from kv_transfer.transports.tcp import TcpConfig, TcpLink
-from tests.transport_conformance import DECODE, MIB, PREFILL, send, take
+from tests.slab_content import send
+from tests.transport_conformance import DECODE, MIB, PREFILL, take
 from tests.waiting import HANGS_S
 
 SMALL = SlabConfig(slab_bytes=MIB, num_slabs=2)

@@ -22,11 +22,12 @@ from kv_transfer.messages import Ended, Endpoint
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Delivery, Link, LinkClosedError, Transport
 from tests.loops import num_open_files, run_on
+from tests.slab_content import send
 from tests.transport_child import MIB, digest, make_transport
-from tests.transport_conformance import send
 from tests.waiting import HANGS_S
 
-KINDS = ["shm", "tcp"]
+KINDS = ["shm", "tcp", "gloo"]
+LOOPS_AND_KINDS = [*(("uvloop", kind) for kind in KINDS), ("asyncio", "shm"), ("asyncio", "tcp")]
 # At once, however busy the machine: a silent peer would be given up after this time.
 NOT_BY_SILENCE_S = 0.8 * ConnectionConfig().idle_timeout_s
 
@@ -107,8 +108,7 @@ def test_slabs_arrive_to_the_bit(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loop_kind", ["uvloop", "asyncio"])
+@pytest.mark.parametrize(("loop_kind", "kind"), LOOPS_AND_KINDS)
 def test_a_sender_notices_at_once_that_its_receiver_was_killed(kind: str, loop_kind: str) -> None:
     async def stream(link: Link) -> None:
         for number in range(1_000_000):
@@ -132,8 +132,7 @@ def test_a_sender_notices_at_once_that_its_receiver_was_killed(kind: str, loop_k
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loop_kind", ["uvloop", "asyncio"])
+@pytest.mark.parametrize(("loop_kind", "kind"), LOOPS_AND_KINDS)
 def test_a_receiver_notices_at_once_that_its_sender_was_killed(kind: str, loop_kind: str) -> None:
     async def scenario() -> None:
         killed, noticed = asyncio.Event(), asyncio.Event()

@@ -4,6 +4,8 @@ import pytest
 
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.transports.distributed import DistributedTransport
+from kv_transfer.transports.group_ends import DistributedConfig
 from kv_transfer.transports.inproc import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryTransport
 from kv_transfer.transports.tcp import TcpConfig, TcpTransport
@@ -26,6 +28,15 @@ class TestTcp(TransportConformance):
     def make(self) -> MakeTransport:
         def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
             return TcpTransport(identity, TcpConfig(slabs=slabs))
+
+        return make
+
+
+class TestGloo(TransportConformance):
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return DistributedTransport(identity, DistributedConfig(slabs=slabs))
 
         return make
 

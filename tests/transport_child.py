@@ -20,10 +20,11 @@ from kv_transfer.messages import Ended, Endpoint
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choosing import TransportKind, open_transport
+from kv_transfer.transports.group_ends import DistributedConfig
 from kv_transfer.transports.shm import SharedMemoryConfig
 from kv_transfer.transports.tcp import TcpConfig
-from tests.transport_conformance import content
-from tests.transport_conformance import send as send_slab
+from tests.slab_content import content
+from tests.slab_content import send as send_slab
 
 MIB = 1 << 20
 SLABS = SlabConfig(slab_bytes=64 * MIB, num_slabs=3)
@@ -36,6 +37,7 @@ def make_transport(kind: str, worker_id: str, slabs: SlabConfig = SLABS) -> Tran
         host="127.0.0.1",
         shm=SharedMemoryConfig(slabs=slabs),
         tcp=TcpConfig(slabs=slabs),
+        groups=DistributedConfig(slabs=slabs),
     )
 
 

@@ -11,7 +11,18 @@ from typing import Final
 
 from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport
 from kv_transfer.messages.codec import MalformedMessageError, Message, decode, encode
-from kv_transfer.messages.connections import Goodbye, Ping, SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.messages.connections import (
+    Goodbye,
+    GroupAnswer,
+    GroupOffer,
+    GroupWord,
+    Ping,
+    SegmentAnswer,
+    SegmentOffer,
+    SlabAnnounced,
+    SlabsFreed,
+    SlabsWanted,
+)
 from kv_transfer.messages.decisions import AskDecisions, Decisions
 from kv_transfer.messages.fields import (
     MAX_EVENT_CHANGES,
@@ -73,7 +84,7 @@ from kv_transfer.messages.workers import (
     WorkerSnapshot,
 )
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 __all__ = [
     "MAX_EVENT_CHANGES",
@@ -99,6 +110,9 @@ __all__ = [
     "FirstToken",
     "Flag",
     "Goodbye",
+    "GroupAnswer",
+    "GroupOffer",
+    "GroupWord",
     "Hashes",
     "Heartbeat",
     "IndexReport",
@@ -127,8 +141,10 @@ __all__ = [
     "RoleRequest",
     "SegmentAnswer",
     "SegmentOffer",
+    "SlabAnnounced",
     "SlabHeader",
     "SlabsFreed",
+    "SlabsWanted",
     "SloUpdate",
     "SourceName",
     "Standing",

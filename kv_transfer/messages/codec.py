@@ -9,7 +9,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.sampling_params import MAX_LOGIT_BIAS
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
-from kv_transfer.messages.connections import Goodbye, Ping, SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.messages.connections import (
+    Goodbye,
+    GroupAnswer,
+    GroupOffer,
+    GroupWord,
+    Ping,
+    SegmentAnswer,
+    SegmentOffer,
+    SlabAnnounced,
+    SlabsFreed,
+    SlabsWanted,
+)
 from kv_transfer.messages.decisions import AskDecisions, Decisions
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
 from kv_transfer.messages.requests import Cancel, Refused, Reserve, Reserved, Start, StepFrame
@@ -71,6 +82,11 @@ Message = (
     | SegmentOffer
     | SegmentAnswer
     | SlabsFreed
+    | GroupOffer
+    | GroupAnswer
+    | GroupWord
+    | SlabAnnounced
+    | SlabsWanted
 )
 
 _ADAPTERS: Final[dict[str, TypeAdapter[Any]]] = {kind.__name__: TypeAdapter(kind) for kind in Message.__args__}

@@ -32,12 +32,16 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a process listens. Two endpoints with the same `node_id` share memory."""
+    """Where a process listens. Two endpoints with the same `node_id` share memory.
+
+    `offers`: what it would take KV by besides memory of the host and TCP, in the words of those transports.
+    """
 
     __pydantic_config__ = STRICT
     host: Text
     port: Annotated[int, Field(strict=True, ge=0, le=65535)]
     node_id: Text
+    offers: Items[Text] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,32 @@
-"""Picks the transport: shared memory inside a node, TCP between nodes."""
+"""Picks the transport: shared memory inside a node, TCP between nodes, or what was asked for by name."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final, Literal, get_args
 
+import torch
+
+from engine.devices import CPU
 from kv_transfer.transports.base import Identity
+from kv_transfer.transports.distributed import DistributedCarrier
+from kv_transfer.transports.group_ends import DistributedConfig
 from kv_transfer.transports.shm import SharedMemoryCarrier, SharedMemoryConfig
 from kv_transfer.transports.sockets import Carrier, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpConfig
 
-TransportKind = Literal["auto", "shm", "tcp"]
+TransportKind = Literal["auto", "nccl", "gloo", "shm", "tcp"]
+
+# The carriers of each kind, in the order in which they are tried.
+_CARRIERS: Final[Mapping[TransportKind, tuple[str, ...]]] = {
+    "auto": ("shm", "tcp"),
+    "nccl": ("groups", "tcp"),
+    "gloo": ("groups", "tcp"),
+    "shm": ("shm",),
+    "tcp": ("tcp",),
+}
+_DEVICE_OF: Final = {"nccl": "cuda", "gloo": "cpu"}
 
 
 def open_transport(
@@ -18,18 +35,25 @@ def open_transport(
     *,
     host: str,
     advertised_host: str | None = None,
+    device: torch.device = CPU,
     shm: SharedMemoryConfig | None = None,
     tcp: TcpConfig | None = None,
+    groups: DistributedConfig | None = None,
 ) -> SocketTransport:
-    """A transport whose one listener serves every kind it can dial.
+    """A transport whose one listener serves every kind it can dial, for KV on `device`.
 
-    `auto` dials shared memory where the peer's endpoint is on our node and lets us map it, TCP otherwise.
+    `auto` dials shared memory where the peer's endpoint is on our node and lets us map it, TCP otherwise. `nccl` and
+    `gloo` dial TCP where no process group can be made.
     """
-    if kind not in ("auto", "shm", "tcp"):
-        raise ValueError(f"There is no transport {kind!r}: it must be 'auto', 'shm' or 'tcp'.")
-    carriers: list[Carrier] = []
-    if kind in ("auto", "shm"):
-        carriers.append(SharedMemoryCarrier(identity, shm or SharedMemoryConfig()))
-    if kind in ("auto", "tcp"):
-        carriers.append(TcpCarrier(identity, tcp or TcpConfig()))
+    if kind not in _CARRIERS:
+        raise ValueError(f"There is no transport {kind!r}: it must be {', '.join(get_args(TransportKind))}.")
+    wanted = _DEVICE_OF.get(kind, device.type)
+    if device.type != wanted:
+        raise ValueError(f"The transport {kind!r} is for KV on a {wanted} device, and this worker's is on {device}.")
+    makers: dict[str, Callable[[], Carrier]] = {
+        "shm": lambda: SharedMemoryCarrier(identity, shm or SharedMemoryConfig()),
+        "tcp": lambda: TcpCarrier(identity, tcp or TcpConfig()),
+        "groups": lambda: DistributedCarrier(identity, replace(groups or DistributedConfig(), device=device)),
+    }
+    carriers = [makers[name]() for name in _CARRIERS[kind]]
     return SocketTransport(identity, carriers, host=host, advertised_host=advertised_host)

@@ -221,6 +221,10 @@ class SharedMemoryCarrier:
     def attributes(self) -> dict[str, str]:
         return {}
 
+    @property
+    def offers(self) -> list[str]:
+        return []
+
     def reaches(self, endpoint: Endpoint) -> bool:
         return supported() and endpoint.node_id == self._identity.node_id
 

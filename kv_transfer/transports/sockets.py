@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kv_transfer.meeting import Listener, Meeting, listening_socket
@@ -40,6 +41,11 @@ class Carrier(Protocol):
     @property
     def attributes(self) -> dict[str, str]:
         """What the dialers of its kind need to know of the listener."""
+        ...
+
+    @property
+    def offers(self) -> list[str]:
+        """What the endpoints of its listeners say, if its dialers look for anything there."""
         ...
 
     def reaches(self, endpoint: Endpoint) -> bool: ...
@@ -84,7 +90,8 @@ class SocketTransport:
             attributes={name: value for c in self._carriers.values() for name, value in c.attributes.items()},
             advertised_host=self._advertised_host,
         )
-        return self._listener.endpoint
+        offers = [offer for carrier in self._carriers.values() for offer in carrier.offers]
+        return replace(self._listener.endpoint, offers=offers)
 
     async def connect(self, endpoint: Endpoint, *, timeout_s: float) -> Link:
         link = await self._dial(endpoint, timeout_s)

@@ -48,7 +48,7 @@ class TcpLink:
 
     def __init__(self, peer: Hello, config: TcpConfig) -> None:
         """Use `open_link`."""
-        slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, _slab_bytes(peer)))
+        slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, peer_slab_bytes(peer)))
         self._peer = peer
         self._config = replace(config, slabs=slabs)
         self._loop = asyncio.get_running_loop()
@@ -163,6 +163,10 @@ class TcpCarrier:
     def attributes(self) -> dict[str, str]:
         return {"slab_bytes": str(self._config.slabs.slab_bytes)}
 
+    @property
+    def offers(self) -> list[str]:
+        return []
+
     def reaches(self, endpoint: Endpoint) -> bool:
         return True
 
@@ -183,7 +187,7 @@ class TcpCarrier:
     async def accept(self, meeting: Meeting) -> TcpLink | None:
         try:
             link_id, number, total = _place_in_link(meeting)
-            _slab_bytes(meeting.peer)
+            peer_slab_bytes(meeting.peer)
         except PeerRefusedError:
             meeting.sock.close()
             raise
@@ -236,7 +240,8 @@ def _close_all(meetings: Iterable[Meeting]) -> None:
         meeting.sock.close()
 
 
-def _slab_bytes(peer: Hello) -> int:
+def peer_slab_bytes(peer: Hello) -> int:
+    """Raises PeerRefusedError where it says none."""
     return _number(peer, "slab_bytes", 1, 2**40)
 
 

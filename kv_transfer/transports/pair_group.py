@@ -1,0 +1,113 @@
+"""Groups of two processes, made with `torch.distributed`: one end sends tensors, the other receives them, in order.
+
+NCCL between GPUs, gloo between CPUs. Knows how each is joined, moves bytes, and lets go of whoever waits in it. Does
+not know what is moved, nor how the two ends find each other: that is the store's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, Store  # where they have types
+
+from kv_transfer.device_streams import CudaStream
+
+Rank = Literal[0, 1]
+SENDER: Final[Rank] = 0
+RECEIVER: Final[Rank] = 1
+
+_TAG: Final = 0
+_NEVER_SENT: Final = 1  # the tag of what nobody sends
+_AT_ONCE: Final = timedelta(milliseconds=1)
+
+# Without its watchdog, which ends the process when something fails, and with errors told by `wait` alone.
+_NCCL_SETTINGS: Final = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class PairGroup(Protocol):
+    """One end. Whatever fails raises RuntimeError, and the group is of no use after that."""
+
+    def move(self, slab: Tensor) -> None:
+        """Send or receive all of `slab [num_bytes]`, whichever this end does; its memory is free again on return."""
+        ...
+
+    def abort(self) -> None:
+        """From any thread: who waits in `move`, here or there, fails soon. May block for a while."""
+        ...
+
+
+class GlooGroup:
+    """Memory of the host over TCP; `host` is the address that the other end reaches this one at."""
+
+    def __init__(self, store: Store, rank: Rank, *, host: str, timeout_s: float) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub gives it another name
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1  # of those for collectives, which are not used
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        self._backend: Any = ProcessGroupGloo(store, rank, 2, options)  # the stub knows none of its methods
+        self._start, self._peer = _direction(self._backend, rank)
+
+    def move(self, slab: Tensor) -> None:
+        self._start([slab], self._peer, _TAG).wait()
+
+    def abort(self) -> None:
+        """Gloo's own `abort` does nothing; but when one wait of a group comes to its deadline, all of it is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._backend.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NEVER_SENT).wait(_AT_ONCE)
+
+
+class NcclGroup:
+    """Memory of GPUs. A communicator of its own, since of one communicator the two directions would wait in turns."""
+
+    def __init__(self, store: Store, rank: Rank, *, device: torch.device, timeout_s: float) -> None:
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+
+        for name, value in _NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        self._backend = ProcessGroupNCCL(store, rank, 2, options)
+        self._start, self._peer = _direction(self._backend, rank)
+        self._stream = CudaStream(device)
+        self._aborted = threading.Event()
+
+    def move(self, slab: Tensor) -> None:
+        """Waits by an event, which does not keep a core busy, and asks only then how it went."""
+        works: list[Any] = []
+
+        def start() -> None:
+            works.append(self._start([slab], self._peer, _TAG))
+            works[0].synchronize()  # this stream is to wait, not this thread
+
+        self._stream.queue(start)
+        self._stream.record().wait()
+        self._stream.queue(lambda: works[0].wait())
+        if self._aborted.is_set():
+            raise RuntimeError("the group of the two GPUs was aborted")
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._backend.abort()
+
+
+def _direction(backend: Any, rank: Rank) -> tuple[Callable[[list[Tensor], int, int], Any], int]:
+    """What this end does, and the rank that it does it with."""
+    return (backend.send, RECEIVER) if rank == SENDER else (backend.recv, SENDER)
+
+
+def join_group(store: Store, rank: Rank, *, device: torch.device, host: str, timeout_s: float) -> PairGroup:
+    """Returns when both ends have joined and a first byte has been moved. Raises RuntimeError."""
+    group: PairGroup
+    if device.type == "cuda":
+        group = NcclGroup(store, rank, device=device, timeout_s=timeout_s)
+    else:
+        group = GlooGroup(store, rank, host=host, timeout_s=timeout_s)
+    group.move(torch.zeros(1, dtype=torch.uint8, device=device))
+    return group
