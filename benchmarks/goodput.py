@@ -6,11 +6,11 @@ for the longest prompt of its class of lengths, if that is more (`--stretch 0`: 
 near those of the traces (`benchmarks.goodput_setting.WORKLOADS` states which).
 
 Each router has the layout that serves most on a slice which is not reported: how many workers compute prompts;
-colocated, how long a step is; Legato, where the largest step misses the TPOT, both. Clusters of a multiple of 8 workers take
-over the shares that suit 8. Loads are found to within 5 %, of those that cannot be the best of the others to within
-22 %. All predicting routers are given the true cost model. `legato-fair` does not favour short prompts under overload,
-`legato-split` has to have prefill workers. Overload (up to 8 workers): clients of Legato whom it turns away come back,
-up to three times.
+colocated, how long a step is; Legato, where the largest step misses the TPOT, both. Clusters of a multiple of 8 workers
+take over the shares that suit 8. Loads are found to within 5 %, of those that cannot be the best of the others to
+within 22 %. All predicting routers are given the true cost model. `legato-fair` does not favour short prompts under
+overload, `legato-split` has to have prefill workers. Overload (up to 8 workers): clients of Legato whom it turns away
+come back, up to three times.
 
 All of it, in hours; what was found is kept in the file, and a run that was stopped goes on from there:
 
