@@ -13,9 +13,18 @@ from torch.nn import functional
 
 from kernels.cpu_attention import plan_attention
 from kernels.interface import Activation, KVSlots, Linear
+from kernels.quantised_weight import QuantisedWeight
 from kernels.reference import PlainLinear
 
-__all__ = ["add_rms_norm", "gated_activation", "pack_linear", "plan_attention", "rms_norm", "rotate_and_store"]
+__all__ = [
+    "add_rms_norm",
+    "gated_activation",
+    "pack_linear",
+    "pack_quantised",
+    "plan_attention",
+    "rms_norm",
+    "rotate_and_store",
+]
 
 # The number of rows for which oneDNN chooses the layout. The layouts it chooses for 1, 32 and 256 are equally fast.
 _PACKED_FOR_ROWS = 32
@@ -42,6 +51,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
         return PlainLinear(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
     return PackedLinear(packed, bias)
+
+
+def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    # torch's own kernels know no groups (8 bits) or round the scales (4 bits), and are slower from 8 rows on.
+    return pack_linear(weight.dequantise(dtype), bias)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

@@ -26,6 +26,7 @@ from kernels.interface import (
     StandingLimits,
 )
 from kernels.matmul import InvariantLinear
+from kernels.quantised_weight import QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ class GpuKernels:
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         weight = weight.contiguous()
         return InvariantLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
+
+    def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        return self.pack_linear(weight.dequantise(dtype).to(self.device), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm.rms_norm(x, weight, eps)

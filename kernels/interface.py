@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.quantised_weight import QuantisedWeight
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -85,6 +87,10 @@ class Kernels(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """From `weight [out, in]`, `bias [out]`. The caller should drop its reference to `weight`."""
+        ...
+
+    def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """Of activations of `dtype`. Where a device has no kernel for such weights, their values in that type."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import cpu, native_attention, native_elementwise, native_linear
+from kernels import cpu, native_attention, native_elementwise, native_linear, native_quantised
 from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
 from kernels.native_elementwise import NativeElementwise
+from kernels.quantised_weight import QuantisedWeight
 
 
 class NativeCpuKernels:
@@ -21,11 +22,17 @@ class NativeCpuKernels:
         self._elementwise = NativeElementwise(library)
         native_linear.declare(library)
         native_attention.declare(library)
+        native_quantised.declare(library)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if native_linear.can_pack(weight):
             return native_linear.pack_linear(self._library, weight, bias)
         return cpu.pack_linear(weight, bias)
+
+    def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        if native_quantised.can_pack(weight, dtype):
+            return native_quantised.pack_quantised(self._library, weight, bias)
+        return self.pack_linear(weight.dequantise(dtype), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if native_elementwise.takes(x, weight):

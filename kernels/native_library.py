@@ -28,15 +28,12 @@ SWITCH = "LEGATO_NATIVE"
 """Environment variable: 0 leaves the kernels to torch."""
 
 # Every processor that has these runs the same code; none beyond them is used.
-_FLAGS = (
-    *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "avx512vbmi"),
-    *("fma", "f16c"),
-)
+_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma", "f16c")
 # Contracting a product and a sum is left to the source: done here and not there, it would make a row's result depend on
 # which of two loops computed it.
 _OPTIONS = (
-    *("-std=c++17", "-O3", "-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
-    *("-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-w"),
+    *("-std=c++17", "-O3", "-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-ffp-contract=off"),
+    *("-fopenmp", "-fPIC", "-shared", "-w"),
 )
 _COMPILE_DEADLINE_S = 120.0
 

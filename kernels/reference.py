@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.host_digest import GAMMA, MIX_1, MIX_2, ROW_WORDS, SHIFT
 from kernels.interface import Activation, CacheGeometry, KVSlots, Segment
+from kernels.quantised_weight import QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class PlainLinear:
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
     return PlainLinear(weight, bias)
+
+
+def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> PlainLinear:
+    return PlainLinear(weight.dequantise(dtype), bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,121 @@
+"""Weights of 4 or 8 bits: codes, and a scale and perhaps a minimum for each group of inputs.
+
+Knows how codes stand for values; not where they come from, nor how a device lays them out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOWEST = {4: (-8, 0), 8: (-128,)}
+"""What the lowest code of so many bits may stand for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedWeight:
+    """`[out, in]`: input i of an output is `scale * code + minimum`, in float32, with those of i's group."""
+
+    codes: Tensor  # [out, in] int8
+    scales: Tensor  # [out, groups] float32
+    minimums: Tensor | None  # [out, groups] float32; None: 0
+    bits: int  # 4 or 8
+    lowest: int  # codes lie in [lowest, lowest + 2 ** bits)
+
+    def __post_init__(self) -> None:
+        assert self.lowest in LOWEST[self.bits]
+        assert self.codes.dtype == torch.int8 and self.scales.dtype == torch.float32
+        assert self.codes.shape[0] == self.scales.shape[0] and self.codes.shape[1] % self.scales.shape[1] == 0
+        assert self.minimums is None or self.minimums.shape == self.scales.shape
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_outputs, num_inputs = self.codes.shape
+        return num_outputs, num_inputs
+
+    @property
+    def group_size(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """As it is kept for computing: packed codes, factors in 16 bits."""
+        factors = self.scales.numel() * (1 if self.minimums is None else 2)
+        return self.codes.numel() * self.bits // 8 + factors * 2
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The values, rounded once where `dtype` is narrower than float32."""
+        grouped = self.codes.view(*self.scales.shape, -1)
+        values = grouped * self.scales.unsqueeze(-1)
+        if self.minimums is not None:
+            values += self.minimums.unsqueeze(-1)
+        return values.view(self.shape).to(dtype)
+
+    def rows(self, wanted: Tensor) -> QuantisedWeight:
+        """The outputs of these indices, in this order."""
+        return QuantisedWeight(
+            codes=self.codes[wanted],
+            scales=self.scales[wanted],
+            minimums=None if self.minimums is None else self.minimums[wanted],
+            bits=self.bits,
+            lowest=self.lowest,
+        )
+
+    def as_form(self, form: Form) -> QuantisedWeight:
+        """The same values in a form that has room for them."""
+        assert self.group_size % form.group_size == 0 and self.bits <= form.bits
+        repeats = self.group_size // form.group_size
+        minimums = self.minimums
+        if form.has_minimums and minimums is None:
+            minimums = torch.zeros_like(self.scales)
+        return QuantisedWeight(
+            codes=self.codes,
+            scales=self.scales.repeat_interleave(repeats, dim=1),
+            minimums=None if minimums is None else minimums.repeat_interleave(repeats, dim=1),
+            bits=form.bits,
+            lowest=form.lowest,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What weights must share to lie side by side."""
+
+    bits: int
+    lowest: int
+    group_size: int
+    has_minimums: bool
+
+    @classmethod
+    def of(cls, weights: Sequence[QuantisedWeight], largest_group: int | None = None) -> Form:
+        """The narrowest that has room for all of them."""
+        groups = [weight.group_size for weight in weights]
+        group_size = math.gcd(*groups)
+        if largest_group is not None and group_size > largest_group:
+            group_size = max(size for size in range(1, largest_group + 1) if group_size % size == 0)
+        lowest = {weight.lowest for weight in weights}
+        narrow = len(lowest) == 1
+        return cls(
+            bits=weights[0].bits if narrow else 8,
+            lowest=lowest.pop() if narrow else -128,
+            group_size=group_size,
+            has_minimums=any(weight.minimums is not None for weight in weights),
+        )
+
+
+def side_by_side(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
+    """All outputs of weights of the same inputs, in one."""
+    form = Form.of(weights)
+    parts = [weight.as_form(form) for weight in weights]
+    minimums = [part.minimums for part in parts if part.minimums is not None]
+    return QuantisedWeight(
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        minimums=torch.cat(minimums) if minimums else None,
+        bits=form.bits,
+        lowest=form.lowest,
+    )

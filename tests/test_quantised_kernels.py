@@ -1,0 +1,153 @@
+"""Projections by weights of 4 and 8 bits: their values, and rows that do not depend on one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import cpu, reference
+from kernels.interface import Kernels
+from kernels.native_cpu import NativeCpuKernels
+from kernels.native_library import native_library
+from kernels.native_quantised import QuantisedLinear
+from kernels.quantised_weight import Form, QuantisedWeight, side_by_side
+
+FORMS = [(4, -8), (4, 0), (8, -128)]
+
+
+def _cpu_kernels() -> dict[str, Kernels]:
+    library = native_library()
+    return {"torch": cpu} if library is None else {"torch": cpu, "native": NativeCpuKernels(library)}
+
+
+CPU_KERNELS = _cpu_kernels()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_weight(
+    num_outputs: int, num_inputs: int, group: int, bits: int, lowest: int, *, minimums: bool, halves: bool = True
+) -> QuantisedWeight:
+    """Every code occurs."""
+    codes = torch.randint(lowest, lowest + 2**bits, (num_outputs, num_inputs)).to(torch.int8)
+    factors = torch.randn(2, num_outputs, num_inputs // group) / 2**bits
+    factors = factors.half().float() if halves else factors
+    return QuantisedWeight(
+        codes=codes, scales=factors[0], minimums=factors[1] if minimums else None, bits=bits, lowest=lowest
+    )
+
+
+def test_a_value_is_scale_times_code_plus_minimum() -> None:
+    weight = QuantisedWeight(
+        codes=torch.tensor([[1, -2, 3, -128]], dtype=torch.int8),
+        scales=torch.tensor([[0.5, 2.0]]),
+        minimums=torch.tensor([[10.0, -1.0]]),
+        bits=8,
+        lowest=-128,
+    )
+    assert weight.dequantise(torch.float32).tolist() == [[10.5, 9.0, 5.0, -257.0]]
+    assert (weight.shape, weight.group_size, weight.nbytes) == ((1, 4), 2, 4 + 4 * 2)
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS.values(), ids=CPU_KERNELS.keys())
+@pytest.mark.parametrize(("bits", "lowest"), FORMS)
+@pytest.mark.parametrize("minimums", [True, False])
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize(("group", "num_inputs"), [(16, 48), (64, 192), (192, 192), (512, 512), (10, 60)])
+def test_like_the_twin(
+    kernels: Kernels, bits: int, lowest: int, minimums: bool, halves: bool, group: int, num_inputs: int
+) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(70, num_inputs, group, bits, lowest, minimums=minimums, halves=halves)
+    bias = torch.randn(70)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, residual = torch.randn(7, num_inputs).to(dtype), torch.randn(7, 70).to(dtype)
+        twin = reference.pack_quantised(weight, bias.to(dtype).float(), torch.float32)  # bfloat16 would round weights
+        packed = kernels.pack_quantised(weight, bias.to(dtype), dtype)
+        tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+        pairs = (packed(x), twin(x.float())), (packed.add_to(residual, x), twin.add_to(residual.float(), x.float()))
+        for actual, expected in pairs:
+            assert actual.dtype == dtype
+            torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance * 4)
+
+
+def native() -> NativeCpuKernels | None:
+    kernels = CPU_KERNELS.get("native")
+    return kernels if isinstance(kernels, NativeCpuKernels) else None
+
+
+def exact_products(x: Tensor, weight: QuantisedWeight) -> Tensor:
+    return x.double() @ weight.dequantise(torch.float32).double().T
+
+
+@pytest.mark.parametrize(("bits", "lowest"), FORMS)
+def test_nothing_is_lost_but_the_rounding_of_the_answer(bits: int, lowest: int) -> None:
+    """Activations of very different sizes, in fixed point, do as well as in bfloat16: 8 bits of an answer are right."""
+    kernels = native()
+    if kernels is None:
+        return  # torch's kernels round the values of weights
+    torch.manual_seed(1)
+    weight = random_weight(64, 256, 32, bits, lowest, minimums=True)
+    sizes = torch.logspace(-6, 4, 40).unsqueeze(1) * torch.rand(40, 256).pow(8)
+    x = (torch.randn(40, 256) * sizes).bfloat16()
+    x[3, 64:128] = 0
+    exact = exact_products(x, weight)
+    # An input is off by 2^-15 of the largest one of its group at most.
+    largest = x.double().abs().view(40, -1, 32).amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1)
+    scale = largest @ weight.dequantise(torch.float32).double().abs().T
+    actual = kernels.pack_quantised(weight, None, torch.bfloat16)(x).double()
+    assert bool(((actual - exact).abs() <= exact.abs() * 2**-8 + scale * 2**-15).all())
+
+
+def test_zeros_and_the_largest_numbers() -> None:
+    kernels = native()
+    if kernels is None:
+        return
+    torch.manual_seed(0)
+    weight = random_weight(32, 64, 32, 8, -128, minimums=True)
+    linear = kernels.pack_quantised(weight, None, torch.bfloat16)
+    assert linear(torch.zeros(3, 64).bfloat16()).abs().max() == 0
+    large = (torch.randn(3, 64) * 1e36).bfloat16()
+    torch.testing.assert_close(linear(large).double(), exact_products(large, weight), rtol=2e-2, atol=1e35)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("bits", "lowest"), FORMS)
+def test_a_rows_projection_does_not_depend_on_the_others(num_threads: int, bits: int, lowest: int) -> None:
+    kernels = native()
+    if kernels is None:
+        return  # torch's kernels promise no such thing
+    torch.manual_seed(0)
+    linear = kernels.pack_quantised(
+        random_weight(131, 192, 32, bits, lowest, minimums=True), torch.randn(131).bfloat16(), torch.bfloat16
+    )
+    assert isinstance(linear, QuantisedLinear)
+    x, residual = torch.randn(50, 192).bfloat16(), torch.randn(50, 131).bfloat16()
+    alone = torch.cat([linear.add_to(residual[row : row + 1], x[row : row + 1]) for row in range(50)])
+    torch.set_num_threads(num_threads)
+    for count in range(1, 51):
+        assert torch.equal(linear.add_to(residual[:count], x[:count]), alone[:count])
+
+
+def test_weights_of_different_forms_lie_side_by_side_unchanged() -> None:
+    torch.manual_seed(0)
+    weights = [
+        random_weight(6, 96, 32, 4, -8, minimums=False),
+        random_weight(3, 96, 48, 4, 0, minimums=True),
+        random_weight(5, 96, 16, 8, -128, minimums=False),
+    ]
+    joined = side_by_side(weights)
+    assert Form.of([joined]) == Form(bits=8, lowest=-128, group_size=16, has_minimums=True)
+    expected = torch.cat([weight.dequantise(torch.float32) for weight in weights])
+    assert torch.equal(joined.dequantise(torch.float32), expected)
+    alike = side_by_side(weights[:1] * 2)
+    assert Form.of([alike]) == Form(bits=4, lowest=-8, group_size=32, has_minimums=False)
