@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.placement.ledger import Ledger
+from cluster.placement.neighbours import fit_probability, log_probability
 from cluster.placement.prediction import (
     DecodeForecast,
     PromptForecast,
-    fit_probability,
     forecast_decode,
     forecast_prompt,
-    log_probability,
 )
 from tests.placement_world import COST, book, decoding, ledger_of, query_of
 from tests.worker_reports import worker_info, worker_snapshot
@@ -158,9 +157,8 @@ def test_where_there_is_no_room_it_comes_when_others_leave() -> None:
 def test_harm_is_what_the_others_chances_lose() -> None:
     ledger = ledger_of("p1", "d1")
     decoding(ledger, "a", tpot_s=0.013)
-    before = log_probability(np.array([0.012]), 0.013, np.array([0.1]))
-    after = log_probability(np.array([0.012 + 0.00205]), 0.013, np.array([0.1]))
-    assert _decode(ledger).harm[0] == pytest.approx((before - after)[0], rel=0.05)
+    before, after = log_probability(0.012, 0.013, 0.1), log_probability(0.012 + 0.00205, 0.013, 0.1)
+    assert _decode(ledger).harm[0] == pytest.approx(before - after, rel=0.05)
     assert _decode(ledger, "d1", added_s=1.0).harm[0] > 1.0
     relaxed = ledger_of("p1", "d1")
     decoding(relaxed, "a", tpot_s=0.1)
@@ -174,11 +172,11 @@ def test_harm_is_what_the_others_chances_lose() -> None:
 
 
 def test_a_prediction_at_the_target_is_met_half_the_time() -> None:
-    error = np.array([0.1, 0.1, 0.1])
-    chances = np.exp(log_probability(np.array([0.9, 1.0, 1.1]), 1.0, error))
+    chances = [math.exp(log_probability(predicted_s, 1.0, 0.1)) for predicted_s in (0.9, 1.0, 1.1)]
     assert chances == pytest.approx([0.846, 0.5, 0.154], abs=0.002)
-    assert np.exp(log_probability(np.array([1e9]), math.inf, np.array([0.1])))[0] == 1.0
-    assert fit_probability(np.array([0.0, 0.9, 1.0, 1.5])) == pytest.approx([1.0, 0.966, 0.5, 0.0], abs=1e-3)
+    assert log_probability(1e9, math.inf, 0.1) == 0.0
+    fits = [fit_probability(kv_share) for kv_share in (0.0, 0.9, 1.0, 1.5)]
+    assert fits == pytest.approx([1.0, 0.966, 0.5, 0.0], abs=1e-3)
 
 
 # --- decode workers that compute prompts themselves ---

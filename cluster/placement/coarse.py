@@ -148,3 +148,16 @@ def shortlist_kind(
         computing[pair], decode[pair] = soonest[pair // len(emptiest)], emptiest[pair % len(emptiest)]
     computing[num_pairs:], decode[num_pairs:] = alone, alone
     return computing, decode
+
+
+@compiled("f8[:, ::1](f8[:, ::1], i8, i8, f8[::1], f8)")
+def mean_queues(rows: Floats, num_prefills: int, num_workers: int, later_s: Floats, now: float) -> Floats:
+    """Seconds of prompts that a worker has to compute, in the mean of either pool `[2, moments]`."""
+    found = np.zeros((2, len(later_s)))
+    for worker in range(num_workers):
+        queue_s = rows[Row.DRAINED_AT, worker] - now
+        for moment in range(len(later_s)):
+            found[int(worker >= num_prefills), moment] += max(queue_s - later_s[moment], 0.0)
+    found[0] /= max(1, num_prefills)
+    found[1] /= max(1, num_workers - num_prefills)
+    return found

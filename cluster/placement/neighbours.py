@@ -18,8 +18,9 @@ import numpy as np
 from cluster.placement.compiled import compiled, part
 from cluster.placement.worker_table import RESIDUAL_STEP, Floats, Row, Rows, Slot
 
-MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
-LOGISTIC: Final = 1.702  # makes the logistic function close to the normal distribution's
+_MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
+_KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
+_LOGISTIC: Final = 1.702  # makes the logistic function close to the normal distribution's
 
 
 class Neighbours(NamedTuple):
@@ -89,11 +90,30 @@ def _own_s(facts: Floats, num_tokens: float, num_output: float) -> float:
 
 
 @part
+def _log1p_exp(exponent: float) -> float:
+    return max(exponent, 0.0) + math.log1p(math.exp(-abs(exponent)))
+
+
+@part
+def log_probability(predicted_s: float, target_s: float, relative_error: float) -> float:
+    """Of meeting the target, with an error of the prediction around the target. 0 without a target (inf)."""
+    if target_s == np.inf:
+        return 0.0
+    doubt = _LOGISTIC / max(relative_error, _MIN_RELATIVE_ERROR)  # how steeply it falls around the target
+    return -_log1p_exp(doubt * (predicted_s / target_s - 1.0))
+
+
+@part
+def fit_probability(kv_share: float) -> float:
+    """Of the memory sufficing up to the end."""
+    return math.exp(-_log1p_exp((kv_share - 1.0) / _KV_SPREAD))
+
+
+@part
 def _harm(facts: Floats, slots: Floats, near: Neighbours, before_s: float, own_s: float, added_s: float) -> float:
     """The loss in log-probability, not in probability: it does not vanish where everyone is late already, so that a
     worker in trouble never looks like the place for more; each weighed by how good its chance was once."""
-    step_s, doubt = max(facts[Row.STEP_S], before_s), LOGISTIC / max(facts[Row.RELATIVE_ERROR], MIN_RELATIVE_ERROR)
-    harm = 0.0
+    step_s, error, harm = max(facts[Row.STEP_S], before_s), facts[Row.RELATIVE_ERROR], 0.0
     for i in range(slots.shape[1]):
         left, target_s = near.left[i], slots[Slot.TPOT_TARGET_S, i]
         if target_s == np.inf:
@@ -101,14 +121,9 @@ def _harm(facts: Floats, slots: Floats, near: Neighbours, before_s: float, own_s
         total = max(near.emitted[i] + left, 1.0)
         tpot_s = (near.spent_s[i] + left * step_s) / total
         delay_s = near.shared[i] * own_s + (added_s if near.offset[i] == 0.0 and left > 0.0 else 0.0)
-        late = _log1p_exp(doubt * ((tpot_s + delay_s / total) / target_s - 1.0))
-        harm += (late - _log1p_exp(doubt * (tpot_s / target_s - 1.0))) * slots[Slot.WEIGHT, i]
+        after = log_probability(tpot_s + delay_s / total, target_s, error)
+        harm += (log_probability(tpot_s, target_s, error) - after) * slots[Slot.WEIGHT, i]
     return harm
-
-
-@part
-def _log1p_exp(exponent: float) -> float:
-    return max(exponent, 0.0) + math.log1p(math.exp(-abs(exponent)))
 
 
 @part
@@ -145,6 +160,31 @@ def _room_s(facts: Floats, near: Neighbours, num_tokens: float) -> float:
     return float(np.inf)
 
 
+@part
+def _forecast(
+    facts: Floats,
+    slots: Floats,
+    residuals: Floats,
+    num_tokens: float,
+    num_output: float,
+    lead_s: Floats,
+    added_s: float,
+    now: float,
+    found: Floats,
+) -> float:
+    """TPOT, share of memory and harm `found[3, moments]` on one worker; returns the seconds until there is room."""
+    near, own_s = _as_now(facts, slots, residuals, now), _own_s(facts, num_tokens, num_output)
+    for moment in range(len(lead_s)):
+        _meet(facts, slots, near, num_output, lead_s[moment], now)
+        before_s = _step_s(facts, near, num_output)
+        # Prompts that the worker has still to compute when the newcomer joins make it wait between its tokens.
+        prompts_s = 0.0 if added_s > 0.0 else max(facts[Row.DRAINED_AT] - now - lead_s[moment], 0.0)
+        found[0, moment] = before_s + own_s + prompts_s / num_output
+        found[1, moment] = _kv_share(facts, near, num_tokens, num_output)
+        found[2, moment] = _harm(facts, slots, near, before_s, own_s, added_s)
+    return _room_s(facts, near, num_tokens + 1.0)
+
+
 @compiled("Tuple((f8[:, :, ::1], f8[::1]))(f8[:, ::1], f8[:, :, ::1], f8[::1], i8[::1], f8, f8, f8[::1], f8[::1], f8)")
 def forecast_workers(
     rows: Floats,
@@ -157,20 +197,42 @@ def forecast_workers(
     added_s: Floats,
     now: float,
 ) -> tuple[Floats, Floats]:
-    """TPOT, share of memory and harm `[3, moments, workers]`, and seconds until there is room `[workers]`."""
+    """TPOT, share of memory and harm `[3, moments, candidates]`, and seconds until there is room `[candidates]`.
+
+    `workers`, `added_s`, by candidate: as in `forecast_decode`. What a decode worker will be like does not depend on
+    which prefill worker computes the prompt: those who are alike are forecast once."""
     found, room_s = np.empty((3, len(lead_s), len(workers))), np.empty(len(workers))
     for index in range(len(workers)):
+        like = 0
+        while workers[like] != workers[index] or added_s[like] != added_s[index]:
+            like += 1
+        if like < index:
+            found[:, :, index], room_s[index] = found[:, :, like], room_s[like]
+            continue
         facts = rows[:, workers[index]].copy()
         slots = all_slots[:, workers[index], : int(facts[Row.BOOKED])]
-        near = _as_now(facts, slots, residuals, now)
-        room_s[index] = _room_s(facts, near, num_tokens + 1.0)
-        for moment in range(len(lead_s)):
-            _meet(facts, slots, near, num_output, lead_s[moment], now)
-            before_s = _step_s(facts, near, num_output)
-            own_s = _own_s(facts, num_tokens, num_output)
-            # Prompts that the worker has still to compute when the newcomer joins make it wait between its tokens.
-            prompts_s = 0.0 if added_s[index] > 0.0 else max(facts[Row.DRAINED_AT] - now - lead_s[moment], 0.0)
-            found[0, moment, index] = before_s + own_s + prompts_s / num_output
-            found[1, moment, index] = _kv_share(facts, near, num_tokens, num_output)
-            found[2, moment, index] = _harm(facts, slots, near, before_s, own_s, added_s[index])
+        of_worker, added = found[:, :, index], added_s[index]
+        room_s[index] = _forecast(facts, slots, residuals, num_tokens, num_output, lead_s, added, now, of_worker)
     return found, room_s
+
+
+@compiled("f8[:, ::1](f8[:, ::1], i8[::1], i8[::1], f8[:, ::1], f8[:, ::1], f8[:, ::1], f8, f8)")
+def chances(
+    rows: Floats,
+    computing: Rows,
+    decode: Rows,
+    ttft_s: Floats,
+    tpot_s: Floats,
+    kv_share: Floats,
+    ttft_target_s: float,
+    tpot_target_s: float,
+) -> Floats:
+    """Of meeting both targets, and of the memory sufficing: by moment and candidate, as what is predicted."""
+    found = np.empty((len(ttft_s), len(decode)))
+    for moment in range(len(ttft_s)):
+        for index in range(len(decode)):
+            error, other = rows[Row.RELATIVE_ERROR, computing[index]], rows[Row.RELATIVE_ERROR, decode[index]]
+            in_time = log_probability(ttft_s[moment, index], ttft_target_s, error)
+            in_time += log_probability(tpot_s[moment, index], tpot_target_s, other)
+            found[moment, index] = math.exp(in_time) * fit_probability(kv_share[moment, index])
+    return found

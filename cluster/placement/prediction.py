@@ -6,17 +6,14 @@ Vectorised over candidates; reads the `WorkerTable`, changes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.placement.coarse import forecast_prompts
-from cluster.placement.neighbours import LOGISTIC, MIN_RELATIVE_ERROR, forecast_workers
+from cluster.placement.neighbours import forecast_workers
 from cluster.placement.query import Query
 from cluster.placement.worker_table import Floats, Rows, WorkerTable
-
-_KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +46,6 @@ class DecodeForecast:
     kv_share: Floats
     harm: Floats
 
-    def at(self, index: list[int]) -> DecodeForecast:
-        return DecodeForecast(self.tpot_s[:, index], self.room_s[index], self.kv_share[:, index], self.harm[:, index])
-
 
 def forecast_prompt(
     table: WorkerTable, num_tokens: int, reach: Floats, tier_token_s: tuple[float, float], now: float
@@ -70,20 +64,3 @@ def forecast_decode(
         table.rows, table.slots, table.residuals, rows, query.num_tokens, num_output, lead_s, added_s, now
     )
     return DecodeForecast(found[0], room_s, found[1], found[2])
-
-
-def log_probability(predicted_s: Floats, target_s: float, relative_error: Floats) -> Floats:
-    """Of meeting the target, with an error of the prediction around the target. 0 without a target (inf)."""
-    if target_s == np.inf:
-        return np.zeros_like(predicted_s)
-    return -np.logaddexp(0.0, _doubt(relative_error) * (predicted_s / target_s - 1.0))
-
-
-def fit_probability(kv_share: Floats) -> Floats:
-    """Of the memory sufficing up to the end."""
-    return np.exp(-np.logaddexp(0.0, (kv_share - 1.0) / _KV_SPREAD))
-
-
-def _doubt(relative_error: Floats) -> Floats:
-    """How steeply the probability of being in time falls around the target."""
-    return LOGISTIC / np.maximum(relative_error, MIN_RELATIVE_ERROR)

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.placement.coarse import mean_queues
 from cluster.placement.ledger import Ledger
+from cluster.placement.moments import join_times, start_times
+from cluster.placement.neighbours import chances
 from cluster.placement.policy import DecisionPolicy
-from cluster.placement.prediction import (
-    DecodeForecast,
-    PromptForecast,
-    fit_probability,
-    forecast_decode,
-    log_probability,
-)
+from cluster.placement.prediction import DecodeForecast, PromptForecast, forecast_decode
 from cluster.placement.query import Query
 from cluster.placement.worker_table import PROMPTS_OVER_S, Floats, Row, Rows, WorkerTable
 
@@ -64,20 +61,10 @@ def foresee(
     """As if it were placed at each of these moments, `later_s` from now. `prompt`: by candidate."""
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
     work_s, alone = prompt.load_s + prompt.prefill_s, computing == decode
-    # The same moment for all: were it each one's own, a longer queue would make a crowded decode worker look better.
-    ready_s = prompt.wait_s + work_s
-    soonest = (ready_s if alone.all() else np.where(alone, np.inf, ready_s)).argmin()
-    lead_s = np.maximum(later_s, prompt.wait_s[soonest]) + work_s[soonest]
-    firsts, same = _distinct(2 * decode + alone)
-    added_s = (prompt.added_s * alone)[firsts]
-    after = forecast_decode(ledger.table, decode[firsts], query, num_output, lead_s, added_s, now).at(same)
-    # The prompt is computed where it decodes, or queues only when the decode worker has room for it.
-    later_s = later_s[:, None]
-    queues_s = np.where(alone, 0.0, np.maximum(prompt.wait_s - later_s, 0.0))
-    start_s = np.where(
-        after.room_s > later_s, after.room_s + queues_s, np.maximum(np.maximum(later_s, prompt.wait_s), after.room_s)
-    )
-    return Prospects(later_s[:, 0], computing, decode, alone, prompt, work_s, start_s, after)
+    lead_s = join_times(prompt.wait_s, work_s, alone, later_s)
+    after = forecast_decode(ledger.table, decode, query, num_output, lead_s, prompt.added_s * alone, now)
+    start_s = start_times(prompt.wait_s, after.room_s, alone, later_s)
+    return Prospects(later_s, computing, decode, alone, prompt, work_s, start_s, after)
 
 
 def judge(
@@ -86,7 +73,8 @@ def judge(
     """`waited_s`: how long the client has waited by now, or will have by each moment's now."""
     work_s, later_s, after = seen.work_s, seen.later_s, seen.after
     ttft_s = waited_s + seen.start_s + work_s + ledger.overhead.seconds
-    chance = _chance(ledger.table, query, seen, ttft_s) * fit_probability(after.kv_share)
+    predicted, targets = (ttft_s, after.tpot_s, after.kv_share), (query.ttft_s, query.tpot_s)
+    chance = chances(ledger.table.rows, seen.computing, seen.decode, *predicted, *targets)
     harm, crowding = after.harm, _crowding(ledger, policy, query, seen, now)
     # Who has no room yet is bound to nobody yet.
     early = after.room_s > later_s[:, None] + policy.max_room_s
@@ -104,8 +92,7 @@ def _crowding(ledger: Ledger, policy: DecisionPolicy, query: Query, seen: Prospe
     demand, table = ledger.demand, ledger.table
     if query.ttft_s == np.inf or demand.ttft_s <= 0.0:
         return np.zeros((1, 1))
-    queue_s = np.maximum((table.rows[Row.DRAINED_AT, : len(table)] - now) - seen.later_s[:, None], 0.0)
-    there, here = (queue_s[:, pool].sum(axis=1)[:, None] / _size(pool) for pool in table.pools())
+    there, here = mean_queues(table.rows, table.num_prefills, len(table), seen.later_s, now)[:, :, None]
     used = np.minimum(np.where(seen.alone, here, there) / demand.ttft_s, 0.99)
     crowding: Floats = policy.crowding_cost * used / (1.0 - used) * seen.work_s / max(demand.prompt_s, 1e-9)
     return crowding
@@ -130,23 +117,6 @@ def _idle_share(table: WorkerTable, seen: Prospects, now: float) -> Floats:
     )
     share: Floats = np.where(seen.alone, here, there)
     return share
-
-
-def _distinct(keys: Rows) -> tuple[list[int], list[int]]:
-    """What decode workers will be like does not depend on which prefill worker computes the prompt: the candidates that
-    differ there, and for each candidate which of those it is like."""
-    firsts: dict[int, int] = {}
-    for index, key in enumerate(keys.tolist()):
-        firsts.setdefault(key, index)
-    number = {key: position for position, key in enumerate(firsts)}
-    return list(firsts.values()), [number[key] for key in keys.tolist()]
-
-
-def _chance(table: WorkerTable, query: Query, seen: Prospects, ttft_s: Floats) -> Floats:
-    error = table.rows[Row.RELATIVE_ERROR]
-    in_time = log_probability(ttft_s, query.ttft_s, error[seen.computing])
-    chance: Floats = np.exp(in_time + log_probability(seen.after.tpot_s, query.tpot_s, error[seen.decode]))
-    return chance
 
 
 def _size(pool: slice) -> int:
