@@ -2,7 +2,8 @@
 
 First the HTTP application alone, over a generator that is never the bottleneck: with the client on the other core this
 is also the most tokens per second that one core streams. Then the whole gateway, its orchestrator fed by a scripted
-worker over the connections that real workers use, at a steady beat.
+worker over the connections that real workers use: at a steady beat, at full speed, and with answers of one token that
+is there at once, whose times are what the gateway adds to a first token.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from benchmarks.gateway_server import ServerOrder
 from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE
 from benchmarks.part import note, run_part
 from benchmarks.provenance import ROOT
-from benchmarks.scripted_worker import ScriptedWorker, keep_beat
+from benchmarks.scripted_worker import ScriptedWorker, keep_beat, keep_pace
 from benchmarks.sse_client import AnswerError, stream_wave
-from benchmarks.summary import Json, spread
-from benchmarks.workload import MODEL, Load
+from benchmarks.stream_sinks import Sink, completion_request, open_sink
+from benchmarks.summary import Json, percentiles, spread
+from benchmarks.timing import MS
+from benchmarks.workload import MODEL, Load, draw_prompts
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.scheduler_server import SchedulerServer
 from kv_transfer.messages import Endpoint
@@ -40,6 +43,9 @@ TOKENS_AT_FULL_SPEED = 60_000
 # Streams and the time between a stream's tokens: what a gateway should carry with ease.
 BEATS = ((1, 0.004), (32, 0.020), (256, 0.100))
 BEAT_SECONDS = 4.0
+TOKENS_IN_FLOOD = 200_000
+FLOODS = (1, 32, 256, 1_024)
+FIRST_TOKENS = 300
 START_TIMEOUT_S = 30.0
 
 
@@ -58,7 +64,8 @@ def measure() -> Json:
     os.sched_setaffinity(0, {cpus[-1]})
     with _server(ServerOrder(scheduler_port=None, cpu=cpus[0])) as server:
         app = [uvloop.run(_full_speed(server, streams)) for streams, _ in BEATS]
-    return {"app_alone": app, "whole_gateway": uvloop.run(_whole(cpus[0]))}
+    whole: Json = uvloop.run(_whole(cpus[0]))
+    return {"app_alone": app, **whole}
 
 
 async def _full_speed(server: _Server, streams: int) -> Json:
@@ -82,7 +89,7 @@ async def _full_speed(server: _Server, streams: int) -> Json:
     return row
 
 
-async def _whole(cpu: int) -> list[Json]:
+async def _whole(cpu: int) -> Json:
     """The scheduler and the scripted worker run here, beside the client."""
     secret = secrets.token_bytes(32)
     scheduler = SchedulerServer(SchedulerPolicy(), _identity("scheduler", secret), broadcast_period_s=0.2)
@@ -97,7 +104,11 @@ async def _whole(cpu: int) -> list[Json]:
     try:
         with _server(order, secret) as server:
             await _until_served(server, worker)
-            return [await _at_beat(server, worker, streams, period_s) for streams, period_s in BEATS]
+            return {
+                "whole_gateway": [await _at_beat(server, worker, streams, period_s) for streams, period_s in BEATS],
+                "flood": [await _flooded(server, worker, streams) for streams in FLOODS],
+                "first_token": [await _first_tokens(server, worker, beside) for beside in (0, 32)],
+            }
     finally:
         await worker.stop()
         await scheduler.stop()
@@ -138,6 +149,68 @@ async def _at_beat(server: _Server, worker: ScriptedWorker, streams: int, period
         "cpu_us_per_token": spread(costs),
         "tpot_ms": spread([tpot * 1e3 for tpot in tpots]),
     }
+
+
+async def _flooded(server: _Server, worker: ScriptedWorker, streams: int) -> Json:
+    """The worker emits as fast as the gateway reads."""
+    num_tokens = min(8_000, TOKENS_IN_FLOOD // streams)
+    rates: list[float] = []
+    costs: list[float] = []
+    num_events = 0
+    for _ in range(REPEATS):
+        sinks = await _started(server, worker, streams, num_tokens)
+        started_s, cpu_s = time.perf_counter(), server.cpu_s()
+        await keep_pace(worker)
+        await asyncio.gather(*(sink.ended for sink in sinks))
+        rates.append(streams * num_tokens / (time.perf_counter() - started_s))
+        costs.append((server.cpu_s() - cpu_s) / (streams * num_tokens) * 1e6)
+        for sink in sinks:
+            sink.require_tokens(num_tokens)
+            num_events += sink.num_events
+    note(f"flooded, {streams} streams: {max(rates):.0f} tokens/s, {min(costs):.1f} us of CPU per token")
+    return {
+        "streams": streams,
+        "tokens_per_s": spread(rates),
+        "cpu_us_per_token": spread(costs),
+        "tokens_per_event": round(REPEATS * streams * num_tokens / num_events, 2),
+    }
+
+
+async def _started(server: _Server, worker: ScriptedWorker, streams: int, num_tokens: int) -> list[Sink]:
+    """So many streams, all of which the worker has."""
+    requests = [completion_request(prompt, num_tokens) for prompt in draw_prompts(streams, 16)]
+    sinks = [await open_sink(server.port, request) for request in requests]
+    async with asyncio.timeout(START_TIMEOUT_S):
+        await worker.until_active(streams)
+    return sinks
+
+
+async def _first_tokens(server: _Server, worker: ScriptedWorker, beside: int) -> Json:
+    """One request after the other, each answered by one token at once; `beside` others stream at 20 ms a token."""
+    beating = None
+    if beside:
+        others = await _started(server, worker, beside, 8_000)
+        beating = asyncio.create_task(keep_beat(worker, 0.020))
+    delays_s = [await _first_token(server, worker, beside) for _ in range(FIRST_TOKENS)]
+    if beating is not None:
+        beating.cancel()
+        await keep_pace(worker)
+        await asyncio.gather(*(sink.ended for sink in others))
+    row: Json = {"beside": beside, "ttft_ms": percentiles(delays_s, MS)}
+    note(f"first token beside {beside} streams: {row['ttft_ms']} ms")
+    return row
+
+
+async def _first_token(server: _Server, worker: ScriptedWorker, beside: int) -> float:
+    [prompt] = draw_prompts(1, 256)
+    sink = await open_sink(server.port, completion_request(prompt, 1))
+    async with asyncio.timeout(START_TIMEOUT_S):
+        await worker.until_active(beside + 1)
+        worker.beat()
+        await sink.ended
+    sink.require_tokens(1)
+    assert sink.first_s is not None
+    return sink.first_s - sink.sent_s
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE
 from benchmarks.workload import MODEL
 from cluster.api import Api, InFlight
 from cluster.errors import NotFoundError
-from cluster.generation import Generator, ServingLimits
+from cluster.generation import Arrival, Arrivals, Generator, ServingLimits
+from cluster.heap import settle_heap
 from cluster.http import create_app
 from cluster.journey import Journey
 from cluster.metrics import Metrics
@@ -63,16 +65,17 @@ class _FullSpeed:
 
     async def generate(
         self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> AsyncGenerator[TokenEvent, None]:
+    ) -> AsyncGenerator[Arrivals, None]:
         for index in range(request.params.max_tokens):
             await asyncio.sleep(0)
-            yield TokenEvent(
+            token = TokenEvent(
                 request_id=request.request_id,
                 attempt=request.attempt,
                 index=index,
                 token_id=1_000 + index * 31 % 997,
                 finish_reason="length" if index + 1 == request.params.max_tokens else None,
             )
+            yield [Arrival(time.monotonic(), token)]
 
 
 async def _serve(order: ServerOrder) -> None:
@@ -93,7 +96,7 @@ async def _serve(order: ServerOrder) -> None:
 
 
 async def _serve_http(generator: Generator) -> None:
-    settings = GatewaySettings()
+    settings = GatewaySettings(max_concurrent=2_048)
     api = Api(
         generator=generator,
         tokenizer=Tokenizer(resolve_model(MODEL)),
@@ -104,6 +107,7 @@ async def _serve_http(generator: Generator) -> None:
         tenants=Tenants(b""),
         in_flight=InFlight(settings.max_concurrent),
     )
+    settle_heap()
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", lifespan="off", access_log=False))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -18,6 +18,7 @@ from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE, WorkerOrder
 from benchmarks.provenance import ROOT
 from benchmarks.workload import greedy
 from cluster.errors import UnavailableError
+from cluster.generation import one_by_one
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler_server import SchedulerServer
@@ -49,7 +50,7 @@ class HandoffCluster:
 
     async def generate(self, request_id: str, prompt: list[int], *, num_tokens: int) -> None:
         spec = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=greedy(num_tokens))
-        async with contextlib.aclosing(self._orchestrator.generate(spec)) as events:
+        async with contextlib.aclosing(one_by_one(self._orchestrator.generate(spec))) as events:
             async for _ in events:
                 pass
 

@@ -21,6 +21,7 @@ from benchmarks.part import GateError, note, run_part
 from benchmarks.summary import Json, spread
 from benchmarks.workload import MODEL, draw_prompts, greedy
 from cluster.errors import UnavailableError
+from cluster.generation import one_by_one
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler_server import SchedulerServer
@@ -134,7 +135,7 @@ async def _stream(
     spec = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=params, cache_salt=request_id)
     tokens: list[int] = []
     times: list[float] = []
-    async with contextlib.aclosing(gateway.generate(spec)) as events:
+    async with contextlib.aclosing(one_by_one(gateway.generate(spec))) as events:
         async for event in events:
             tokens.append(event.token_id)
             times.append(time.perf_counter())

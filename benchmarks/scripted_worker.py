@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
+from kv_transfer.connection import Connection, Server, serve
 from kv_transfer.messages import (
     Cancel,
     Endpoint,
-    Message,
+    Ping,
     RequestSpec,
     Start,
+    StepFrame,
     TokenEvent,
     WorkerInfo,
     WorkerSnapshot,
 )
 from kv_transfer.transports.base import Identity
-from kv_transfer.worker_port import GatewayId, GatewayPort, Registration
+from kv_transfer.worker_port import Registration
 
 MAX_MODEL_LEN = 8_192
 # Words and pieces of words, so that detokenising costs what it does on text.
@@ -33,17 +36,16 @@ class ScriptedWorker:
     def __init__(self, identity: Identity, locate_scheduler: Callable[[], Awaitable[Endpoint]]) -> None:
         self._identity = identity
         self._locate_scheduler = locate_scheduler
-        self._active: dict[str, tuple[GatewayId, RequestSpec, int]] = {}
+        self._active: dict[str, tuple[Connection, RequestSpec, int]] = {}
         self._num_snapshots = 0
         self._started = asyncio.Event()
-        self._port = GatewayPort(identity, on_message=self._on_message, on_lost=self._on_lost)
 
     async def start(self) -> None:
-        endpoint = await self._port.start("127.0.0.1")
+        self._server: Server = await serve("127.0.0.1", self._identity, self._serve_gateway)
         info = WorkerInfo(
             worker_id=self._identity.worker_id,
             role="decode",
-            endpoint=endpoint,
+            endpoint=self._server.endpoint,
             pid=os.getpid(),
             model="scripted",
             compatibility="scripted",
@@ -59,7 +61,11 @@ class ScriptedWorker:
 
     async def stop(self) -> None:
         await self._registration.stop()
-        await self._port.close("the benchmark is over")
+        await self._server.close("the benchmark is over")
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
 
     async def until_active(self, num_requests: int) -> None:
         """Until so many requests are here."""
@@ -67,8 +73,14 @@ class ScriptedWorker:
             self._started.clear()
             await self._started.wait()
 
+    async def taken(self) -> None:
+        """Until the kernel has what was emitted: gateways that are slower keep the worker waiting."""
+        for gateway in {gateway for gateway, _, _ in self._active.values()}:
+            await gateway.send(Ping())
+
     def beat(self) -> None:
-        """One step."""
+        """One step: a frame for each gateway."""
+        tokens: defaultdict[Connection, list[TokenEvent]] = defaultdict(list)
         for request_id, (gateway, request, index) in list(self._active.items()):
             finished = index + 1 == request.params.max_tokens
             event = TokenEvent(
@@ -79,23 +91,25 @@ class ScriptedWorker:
                 finish_reason="length" if finished else None,
                 num_cached_tokens=0 if index == 0 else None,
             )
-            self._port.emit(gateway, event)
+            tokens[gateway].append(event)
             if finished:
                 del self._active[request_id]
             else:
                 self._active[request_id] = (gateway, request, index + 1)
-        self._port.flush()
+        for gateway, events in tokens.items():
+            gateway.post(StepFrame(tokens=events))
 
-    def _on_message(self, gateway: GatewayId, message: Message) -> None:
-        match message:
-            case Start(request=request):
-                self._active[request.request_id] = (gateway, request, 0)
-                self._started.set()
-            case Cancel(request_id=request_id):
-                self._active.pop(request_id, None)
-
-    def _on_lost(self, gateway: GatewayId) -> None:
-        self._active = {name: entry for name, entry in self._active.items() if entry[0] != gateway}
+    async def _serve_gateway(self, gateway: Connection) -> None:
+        try:
+            async for message, _ in gateway:
+                match message:
+                    case Start(request=request):
+                        self._active[request.request_id] = (gateway, request, 0)
+                        self._started.set()
+                    case Cancel(request_id=request_id):
+                        self._active.pop(request_id, None)
+        finally:
+            self._active = {name: entry for name, entry in self._active.items() if entry[0] is not gateway}
 
     def _snapshot(self) -> WorkerSnapshot:
         self._num_snapshots += 1
@@ -121,3 +135,10 @@ async def keep_beat(worker: ScriptedWorker, period_s: float) -> None:
         at_s = max(at_s + period_s, loop.time())
         await asyncio.sleep(at_s - loop.time())
         worker.beat()
+
+
+async def keep_pace(worker: ScriptedWorker) -> None:
+    """Beats as fast as gateways take what comes, until nothing is left to do."""
+    while worker.num_active:
+        worker.beat()
+        await worker.taken()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import secrets
@@ -21,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.api import Api, InFlight
 from cluster.autoscaling import autoscaling_config
 from cluster.config import load_config
+from cluster.heap import settle_heap
 from cluster.http import create_app
 from cluster.metrics import Metrics
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
@@ -135,9 +135,7 @@ class Scheduler:
         self, config: LegatoConfig, secret: bytes, host: str
     ) -> None:
         logging.basicConfig(level=config.log_level)
-        # A collection that looks through all libraries is a pause of a tenth of a second between two decisions.
-        gc.collect()
-        gc.freeze()
+        settle_heap()
         decision_log = config.scheduler.decision_log
         self._server = SchedulerServer(
             scheduler_policy(config),
@@ -211,7 +209,9 @@ class Gateway:
             tenants=self._tenants,
             in_flight=InFlight(config.gateway.max_concurrent),
         )
-        return create_app(api)
+        app = create_app(api)
+        settle_heap()
+        return app
 
     async def __del__(self) -> None:
         await self._slo.stop()

@@ -6,9 +6,10 @@ HTTP, placement or workers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cluster.journey import Journey
 from cluster.request_terms import RequestTerms
@@ -24,12 +25,23 @@ class ServingLimits:
     reason: str = ""  # a sentence, where not ready
 
 
+class Arrival(NamedTuple):
+    """A token, and when it reached this process: seconds of the monotonic clock."""
+
+    at: float
+    token: TokenEvent
+
+
+Arrivals = list[Arrival]
+"""What has come since the last time, in order: at least one."""
+
+
 class TokenStream(Protocol):
-    """The tokens of one sequence. Any async generator of TokenEvents is one."""
+    """The tokens of one sequence, as many at a time as are there. Any async generator of Arrivals is one."""
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
+    def __aiter__(self) -> AsyncIterator[Arrivals]: ...
 
-    def __anext__(self) -> Coroutine[Any, Any, TokenEvent]: ...
+    def __anext__(self) -> Coroutine[Any, Any, Arrivals]: ...
 
     def aclose(self) -> Coroutine[Any, Any, None]:
         """Cancel the sequence on every worker and free what it holds. Idempotent; nothing to do after the end."""
@@ -76,3 +88,11 @@ class Generator(Protocol):
     def limits(self) -> ServingLimits | None:
         """None while no worker has registered yet, so that nothing is known."""
         ...
+
+
+async def one_by_one(stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
+    """The tokens of a stream; closes it."""
+    async with aclosing(stream):
+        async for arrivals in stream:
+            for arrival in arrivals:
+                yield arrival.token

@@ -56,9 +56,12 @@ class CompletionShape:
         return self._frame.chunk(index, b'"text":' + dumps(echo), logprobs.as_json(), None)
 
     def chunk(self, index: int, delta: Delta) -> bytes:
-        logprobs = CompletionLogprobs(self._tokenizer)
-        logprobs.add(delta.entries, len(self._prompt(index).echo))
-        return self._frame.chunk(index, b'"text":' + dumps(delta.text), logprobs.as_json(), delta)
+        logprobs = None
+        if delta.entries:
+            known = CompletionLogprobs(self._tokenizer)
+            known.add(delta.entries, len(self._prompt(index).echo))
+            logprobs = known.as_json()
+        return self._frame.chunk(index, b'"text":' + dumps(delta.text), logprobs, delta)
 
     def closing(self, usage: dict[str, object] | None) -> bytes:
         return self._frame.closing(usage)

@@ -7,7 +7,6 @@ Knows nothing of HTTP, and no block ever crosses it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -15,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 
 from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError
-from cluster.generation import ServingLimits
+from cluster.generation import Arrivals, ServingLimits
 from cluster.journey import Journey
 from cluster.placer import Placer, sleep_within
 from cluster.request_run import AttemptFailedError, FromWorker, RequestRun, RequestState, WorkerLost
@@ -132,7 +131,7 @@ class Orchestrator:
 
     async def generate(
         self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> AsyncGenerator[TokenEvent, None]:
+    ) -> AsyncGenerator[Arrivals, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""
         run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, terms, journey)
         assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
@@ -140,10 +139,12 @@ class Orchestrator:
         try:
             while not run.ended:
                 try:
-                    async with contextlib.aclosing(self._attempt(run)) as events:
-                        async for event in events:
-                            yield event
+                    async with contextlib.aclosing(self._attempt(run)) as arriving:
+                        async for arrivals in arriving:
+                            yield arrivals
                 except AttemptFailedError as failure:
+                    if ready := run.take_ready():  # the next attempt goes on behind them
+                        yield ready
                     await self._prepare_retry(run, failure)
         except (DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError):
             run.end(RequestState.FAILED)
@@ -154,7 +155,7 @@ class Orchestrator:
 
     # --- one attempt ---
 
-    async def _attempt(self, run: RequestRun) -> AsyncGenerator[TokenEvent, None]:
+    async def _attempt(self, run: RequestRun) -> AsyncGenerator[Arrivals, None]:
         placement = await self._placer.place(run)
         spec = run.spec()
         if placement.prefill is None:
@@ -166,29 +167,24 @@ class Orchestrator:
             self._post(placement.prefill, Start(request=spec, ticket=reserved.ticket))
         run.state = RequestState.PREFILLING
         run.journey.started()
-        while not run.ended:
-            source, event = await self._next(run)
-            if isinstance(event, TokenEvent):
-                was_prefilling = run.state is RequestState.PREFILLING
-                ready = run.merge(source, event)
-                if ready:
-                    run.came(time.monotonic())
-                if was_prefilling and ready:
-                    self._scheduler.first_token(run.request_id)
-                for token in ready:
-                    yield token
+        while True:
+            while ready := run.take_ready():
+                yield ready
+                if ready[-1].token.finish_reason is not None:
+                    return
+            while run.inbox:
+                self._read_news(run)
+            await self._arrival(run)
 
     async def _await_reservation(self, run: RequestRun) -> Reserved:
-        while True:
-            _, event = await self._next(run)
-            if isinstance(event, Reserved) and event.attempt == run.attempt:
-                return event
+        while (reserved := self._read_news(run)) is None:
+            await self._arrival(run)
+        return reserved
 
-    async def _next(self, run: RequestRun) -> tuple[str, TokenEvent | Reserved]:
-        """The next event that is good news. Raises what bad news means for the attempt or the request."""
-        while True:
-            event = await self._receive(run)
-            match event:
+    def _read_news(self, run: RequestRun) -> Reserved | None:
+        """Up to the first good news, if there is any. Raises what bad news means for the attempt or the request."""
+        while run.inbox:
+            match run.inbox.popleft():
                 case WorkerLost(worker_id) if run.concerns(worker_id):
                     raise AttemptFailedError("the worker is gone", worker_id)
                 case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
@@ -198,17 +194,19 @@ class Orchestrator:
                         raise AttemptFailedError(failure.reason, worker_id)
                 case FromWorker(worker_id, Refused() as refused) if refused.attempt == run.attempt:
                     self._refused(run, worker_id, refused)
-                case FromWorker(worker_id, TokenEvent() | Reserved() as good):
-                    return worker_id, good
+                case FromWorker(_, Reserved() as reserved) if reserved.attempt == run.attempt:
+                    return reserved
                 case _:
                     pass  # of an attempt or a worker that is of the past
+        return None
 
-    async def _receive(self, run: RequestRun) -> WorkerLost | FromWorker:
+    async def _arrival(self, run: RequestRun) -> None:
+        """Wait for tokens or news."""
         limit = run.deadline
         if run.state is RequestState.DECODING:
             limit = min(limit, time.monotonic() + self._config.stall_s)
         try:
-            return await asyncio.wait_for(run.inbox.get(), limit - time.monotonic())
+            await run.bell.wait(limit)
         except TimeoutError:
             if time.monotonic() >= run.deadline:
                 raise DeadlineError(
@@ -247,6 +245,7 @@ class Orchestrator:
 
     def _forget(self, run: RequestRun) -> None:
         del self._runs[run.request_id]
+        run.bell.close()
         self._scheduler.ended(run.request_id, run.num_output_tokens)
         self._on_ended(run)
         finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
@@ -267,8 +266,9 @@ class Orchestrator:
     def _on_message(self, worker_id: str, message: Message) -> None:
         match message:
             case StepFrame(tokens=tokens, failures=failures):
+                now = time.monotonic()
                 for token in tokens:
-                    self._deliver(token.request_id, FromWorker(worker_id, token))
+                    self._deliver_token(worker_id, token, now)
                 for failure in failures:
                     self._deliver(failure.request_id, FromWorker(worker_id, failure))
             case Reserved(ticket=ticket):
@@ -278,13 +278,21 @@ class Orchestrator:
             case _:
                 logger.warning("worker %s sent %s to a gateway", worker_id, type(message).__name__)
 
+    def _deliver_token(self, worker_id: str, token: TokenEvent, now: float) -> None:
+        run = self._runs.get(token.request_id)
+        if run is None:
+            return
+        was_prefilling = run.state is RequestState.PREFILLING
+        if run.take(worker_id, token, now) and was_prefilling:
+            self._scheduler.first_token(run.request_id)
+
     def _deliver(self, request_id: str, event: FromWorker) -> None:
         run = self._runs.get(request_id)
         if run is not None:
-            run.inbox.put_nowait(event)
+            run.tell(event)
 
     def _on_worker_lost(self, worker_id: str) -> None:
         self._scheduler.worker_lost(worker_id)
         for run in self._runs.values():
             if run.concerns(worker_id):
-                run.inbox.put_nowait(WorkerLost(worker_id))
+                run.tell(WorkerLost(worker_id))

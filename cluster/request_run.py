@@ -1,16 +1,18 @@
 """What a gateway remembers of one request: its state, what was emitted, which workers are on it.
 
 Pure bookkeeping: merges the events of prefill, decode and their successors into one stream in which every index appears
-once and in order. Does no I/O.
+once and in order. Waits for nothing and does no I/O.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from cluster.doorbell import Doorbell
+from cluster.generation import Arrival, Arrivals
 from cluster.journey import Journey
 from cluster.request_terms import RequestTerms
 from kv_transfer.messages import (
@@ -48,7 +50,7 @@ class FromWorker:
     """An event and who it came from."""
 
     worker_id: str
-    event: TokenEvent | FailureEvent | Reserved | Refused
+    event: FailureEvent | Reserved | Refused
 
 
 RunEvent = WorkerLost | FromWorker
@@ -79,7 +81,10 @@ class RequestRun:
         self.state = RequestState.PLACING
         self.attempt = request.attempt
         self.emitted: list[int] = list(request.output_token_ids)
-        self.inbox: asyncio.Queue[RunEvent] = asyncio.Queue()
+        self.ended = False
+        self.ready: Arrivals = []  # merged, and not yet given on
+        self.inbox: deque[RunEvent] = deque()  # what else came
+        self.bell = Doorbell()  # rung when either grows
         self.placement: Placement | None = None
         self.touched: set[str] = set()  # workers that may hold something for it
         self.decode_took_over = False  # decode has emitted in this attempt: prefill's fate matters no more
@@ -95,9 +100,24 @@ class RequestRun:
     def request_id(self) -> str:
         return self.request.request_id
 
-    @property
-    def ended(self) -> bool:
-        return self.state in TERMINAL
+    def tell(self, event: RunEvent) -> None:
+        """Anything but a token has come."""
+        self.inbox.append(event)
+        self.bell.ring()
+
+    def take(self, worker_id: str, event: TokenEvent, now: float) -> bool:
+        """A token has come; whether it made any ready to go out."""
+        ready = self.merge(worker_id, event)
+        if not ready:
+            return False
+        self.came(now)
+        self.ready.extend(Arrival(now, token) for token in ready)
+        self.bell.ring()
+        return True
+
+    def take_ready(self) -> Arrivals:
+        ready, self.ready = self.ready, []
+        return ready
 
     def came(self, now: float) -> None:
         """Tokens were ready to go out."""
@@ -112,8 +132,9 @@ class RequestRun:
 
     def end(self, state: RequestState) -> None:
         """Enter a terminal state; only the first one counts."""
+        assert state in TERMINAL
         if not self.ended:
-            self.state = state
+            self.state, self.ended = state, True
 
     def spec(self) -> RequestSpec:
         """The request as this attempt should run it: going on from what was emitted."""

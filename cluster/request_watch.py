@@ -7,7 +7,7 @@
     TPOT         the mean gap of the request's slowest sequence
     end          when the last byte has been handed to the connection, or however else it ends
 
-A token costs two readings of a clock and an entry in a list; all else is done once for many. Knows no HTTP.
+A token costs an entry in a list; all else is done once for many. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ class SequenceWatch:
         self._decode: str | None = None  # whose gaps these are
         self.journey = Journey()
 
-    def token(self) -> None:
-        """A token has just come."""
-        now = time.monotonic()
+    def token(self, at: float) -> None:
+        """A token has come, at that time of the monotonic clock."""
         if self._num_tokens == 0:
-            self._first_at = now
+            self._first_at = at
             self._decode = self.journey.decode
         else:
             if self.journey.decode is not self._decode or len(self._gaps_s) >= GAPS_AT_ONCE:
                 self.flush()
-            self._gaps_s.append(now - self._last_at)
-        self._last_at = now
+            self._gaps_s.append(at - self._last_at)
+        self._last_at = at
         self._num_tokens += 1
 
     def flush(self) -> None:

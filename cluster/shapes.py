@@ -37,9 +37,13 @@ class Shape(Protocol):
         ...
 
 
+# Made once: `json.dumps` with settings of its own makes an encoder for each call.
+_encode: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
 def dumps(value: object) -> bytes:
     """Compact JSON, ASCII only."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _encode(value).encode()
 
 
 def token_ids_member(job: Job, delta: Delta) -> dict[str, Any]:

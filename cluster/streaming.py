@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 
 from cluster.api import Api
 from cluster.choice import Choice, Delta
-from cluster.fanout import Fanout
+from cluster.fanout import fanout
 from cluster.metrics import RequestTimeline
 from cluster.prepare import Job
 from cluster.request_terms import RequestTerms
@@ -41,10 +41,11 @@ class Generation:
             self._api.generator.generate(spec, self.terms, watch.journey)
             for spec, watch in zip(self.job.specs, watches, strict=True)
         ]
-        async with Fanout(streams, [watch.token for watch in watches]) as fanout:
+        async with fanout(streams) as reader:
             while remaining:
                 batch: dict[int, Delta] = {}
-                for index, event in await fanout.next():
+                for index, (at, event) in await reader.next():
+                    watches[index].token(at)
                     choice = self.choices[index]
                     if choice.finish_reason is not None:
                         continue  # arrived together with, but after, the end of a stop string
@@ -53,7 +54,7 @@ class Generation:
                     if delta.finish_reason is not None:
                         remaining -= 1
                         if event.finish_reason is None:
-                            fanout.close(index)
+                            reader.close(index)
                 self._timeline.token()
                 yield batch
 

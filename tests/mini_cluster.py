@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cluster.generation import one_by_one
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.pool_watch import PoolsPlan
@@ -152,8 +153,8 @@ class MiniCluster:
         """The tokens of one request as they come; closing cancels it."""
         request = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=params)
         events = self.orchestrator.generate(replace(request, **spec))  # type: ignore[arg-type]
-        async with contextlib.aclosing(events):
-            async for event in events:
+        async with contextlib.aclosing(one_by_one(events)) as tokens:
+            async for event in tokens:
                 yield event
 
     async def idle(self, timeout_s: float = 20.0) -> None:

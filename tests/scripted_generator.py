@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Final
 
 from cluster.errors import GenerationError
-from cluster.generation import ServingLimits
+from cluster.generation import Arrival, Arrivals, ServingLimits
 from cluster.journey import Journey
 from cluster.request_terms import RequestTerms
 from engine.tokenizer import Tokenizer
@@ -83,7 +84,7 @@ class ScriptedGenerator:
 
     async def generate(
         self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> AsyncGenerator[TokenEvent, None]:
+    ) -> AsyncGenerator[Arrivals, None]:
         self.requests.append(request)
         self.terms.append(terms)
         if journey is not None:
@@ -92,16 +93,22 @@ class ScriptedGenerator:
         self.num_open += 1
         finished = False
         try:
+            arrivals: Arrivals = []
             for index, token_id in enumerate(self._token_ids(request)):
-                if self.script.fail_after == index:
+                fails = self.script.fail_after == index
+                if arrivals and (fails or index % self.script.burst == 0):
+                    yield arrivals
+                    arrivals = []
+                if fails:
                     if self.script.error is None:
                         return
                     raise self.script.error
                 if index % self.script.burst == 0:
                     await asyncio.sleep(self.script.delay_s)
                 event = self._event(request, index, token_id)
-                yield event
+                arrivals.append(Arrival(time.monotonic(), event))
                 if event.finish_reason is not None:
+                    yield arrivals
                     await asyncio.sleep(self.script.tail_s)
                     finished = True
                     return

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import OverloadedError, UnavailableError
+from cluster.generation import one_by_one
 from cluster.global_scheduler import Answer, GlobalScheduler, SchedulerPolicy
 from cluster.line_log import LineLog
 from cluster.placement.worker_table import Row
@@ -85,7 +86,7 @@ def terms(ttft_s: float | None, tpot_s: float | None = None) -> RequestTerms:
 
 async def run(cluster: MiniCluster, name: str, given: RequestTerms | None, num_tokens: int = 8) -> list[int]:
     request = RequestSpec(request_id=name, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens))
-    return [event.token_id async for event in cluster.orchestrator.generate(request, given)]
+    return [event.token_id async for event in one_by_one(cluster.orchestrator.generate(request, given))]
 
 
 # --- overload ---
@@ -126,7 +127,7 @@ async def crowd(cluster: MiniCluster) -> AsyncIterator[Callable[[], Awaitable[No
         streams = []
         for number in range(3):
             request = RequestSpec(request_id=f"close-{number}", attempt=0, prompt_token_ids=PROMPT, params=greedy(16))
-            events = cluster.orchestrator.generate(request, CLOSE)
+            events = one_by_one(cluster.orchestrator.generate(request, CLOSE))
             streams.append(await stack.enter_async_context(aclosing(events)))
             await anext(events)
 

@@ -172,3 +172,20 @@ def test_a_decode_that_fails_on_its_own_casts_no_doubt_on_prefill() -> None:
     run.merge("decode", _event(1))
     run.next_attempt("decode")
     assert run.place_query(prefer_decode=None).exclude == ["decode"]
+
+
+def test_tokens_that_nobody_has_asked_for_yet_are_given_on_together_each_with_its_time() -> None:
+    run = _run()
+    assert run.take("decode", _event(0), 1.0)
+    assert not run.take("decode", _event(2), 2.0), "its turn has not come"
+    assert run.take("decode", _event(1), 3.0)
+    assert [(at, token.index) for at, token in run.take_ready()] == [(1.0, 0), (3.0, 1), (3.0, 2)]
+    assert run.take_ready() == []
+
+
+def test_the_last_token_ends_the_run_when_it_comes_and_waits_to_be_given_on() -> None:
+    run = _run()
+    assert run.take("decode", _event(0, finish="stop"), 1.0)
+    assert run.ended and run.num_output_tokens == 1
+    assert not run.concerns("decode"), "nobody's death can undo what has come"
+    assert [token.finish_reason for _, token in run.take_ready()] == ["stop"]

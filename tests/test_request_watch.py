@@ -44,10 +44,10 @@ def test_a_gap_belongs_to_the_worker_that_ended_it() -> None:
     (sequence,) = world.watch.sequences
     place(sequence, "p0", "d0")
     for _ in range(4):
-        sequence.token()
+        sequence.token(time.monotonic())
     place(sequence, "p1", "d1")
     for _ in range(2):
-        sequence.token()
+        sequence.token(time.monotonic())
     world.watch.first_byte()
     world.watch.ended(Outcome.FINISHED, 6)
     assert (world.count(Metric.GAP, "d0"), world.count(Metric.GAP, "d1"), world.count(Metric.GAP)) == (3, 2, 5)
@@ -60,7 +60,7 @@ def test_gaps_are_told_while_a_request_goes_on() -> None:
     (sequence,) = world.watch.sequences
     place(sequence, None, "d0")
     for _ in range(2 * GAPS_AT_ONCE):
-        sequence.token()
+        sequence.token(time.monotonic())
     assert world.count(Metric.GAP, "d0") == GAPS_AT_ONCE
     sequence.flush()
     assert world.count(Metric.GAP, "d0") == 2 * GAPS_AT_ONCE - 1
@@ -71,10 +71,10 @@ def test_the_slowest_sequence_stands_for_the_request() -> None:
     fast, slow, short = world.watch.sequences
     for sequence, decode in ((fast, "d0"), (slow, "d1"), (short, "d2")):
         place(sequence, "p0", decode)
-        sequence.token()
-    fast.token()
+        sequence.token(time.monotonic())
+    fast.token(time.monotonic())
     time.sleep(0.05)
-    slow.token()
+    slow.token(time.monotonic())
     world.watch.first_byte()
     world.watch.ended(Outcome.FINISHED, 5)
     told = world.told(Metric.TPOT, "d1")
@@ -88,9 +88,9 @@ def test_the_first_byte_is_the_first_sequences_and_counts_once() -> None:
     place(first, "p0", "d0")
     place(second, "p1", "d1")
     second.journey.worker_wait_s = 3.0
-    second.token()
+    second.token(time.monotonic())
     world.watch.first_byte()
-    first.token()
+    first.token(time.monotonic())
     world.watch.first_byte()
     assert (world.count(Metric.TTFT, "p1"), world.count(Metric.TTFT, "p0"), world.count(Metric.TTFT)) == (1, 0, 1)
     told = world.told(Metric.QUEUE)
@@ -99,7 +99,7 @@ def test_the_first_byte_is_the_first_sequences_and_counts_once() -> None:
 
 def test_where_the_start_is_not_known_no_queue_is_told() -> None:
     world = World()
-    world.watch.sequences[0].token()
+    world.watch.sequences[0].token(time.monotonic())
     world.watch.first_byte()
     assert (world.count(Metric.TTFT), world.count(Metric.QUEUE)) == (1, 0)
 

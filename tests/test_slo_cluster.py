@@ -44,8 +44,9 @@ class Gateway:
         request = RequestSpec(
             request_id=request_id, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens), cache_salt=request_id
         )
-        async for _ in self.orchestrator.generate(request, terms, sequence.journey):
-            sequence.token()
+        async for arrivals in self.orchestrator.generate(request, terms, sequence.journey):
+            for arrival in arrivals:
+                sequence.token(arrival.at)
             watch.first_byte()
         watch.ended(Outcome.FINISHED, num_tokens)
         return sequence.journey
