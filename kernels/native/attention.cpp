@@ -6,198 +6,14 @@
 
 #include <omp.h>
 
-#include <algorithm>
-#include <cstdlib>
-#include <memory>
-#include <vector>
-
-#include "attention_rows.h"
+#include "attention_buffers.h"
 
 namespace {
 
 using namespace legato;
 
-constexpr int64_t kSplitTokens = 256;
-constexpr int64_t kItemRows = 96;  // whose sums stay in the cache while tiles of keys pass by
-constexpr int64_t kItemsPerThread = 8;
-
-struct Segment {
-  int64_t first_row, num_queries, context_len;
-  int64_t first_column;  // in the tables: where the sequence's column 0 is, or would be
-};
-
-// What is the same in all layers of a step.
-struct Plan {
-  const Segment* segments;
-  const int32_t* tables;  // [layer groups, num_columns]
-  int64_t num_segments, num_columns, block_size, block_stride, num_kv_heads, head_dim;
-  int64_t window;  // tokens that a query sees at most
-};
-
-template <typename T>
-struct Layer {
-  const Plan& plan;
-  const int32_t* table;
-  const T* cache;
-  const T* queries;  // [rows, num_heads, head_dim], rows `row_stride` numbers apart
-  int64_t row_stride, num_heads;
-  Exponents exponents;
-  T* out;
-
-  int64_t heads_per_key_head() const { return num_heads / plan.num_kv_heads; }
-  int64_t words() const { return plan.head_dim / Words<T>::kNumbers; }
-  int64_t width() const { return (plan.head_dim + 15) / 16 * 16; }
-  int64_t token_stride() const { return plan.num_kv_heads * plan.head_dim; }
-  int64_t sums_stride() const { return sums_size(width()); }
-  int64_t first_seen(int64_t position) const { return std::max<int64_t>(0, position + 1 - plan.window); }
-};
-
-// Queries of one segment over its splits [first_split, stop_split).
-struct Item {
-  const Segment* segment;
-  int64_t first_query, num_queries, first_split, stop_split;
-  int64_t partial;  // where its sums go, in queries; negative: its results are final
-  int64_t cost;     // of each key head
-
-  int64_t position(int64_t query) const { return segment->context_len - segment->num_queries + first_query + query; }
-};
-
-struct Work {
-  std::vector<Item> items;
-  std::vector<Item> cut;  // those of which each split is an item: their partial sums lie one after the other
-  int64_t num_partial = 0;
-};
-
-// Memory of a thread, which it keeps.
-class Scratch {
- public:
-  // At a multiple of 64 bytes, and valid until the next call.
-  char* reserve(size_t bytes) {
-    if (bytes > size_) {
-      memory_.reset(static_cast<char*>(std::aligned_alloc(64, size_ = (bytes + 4095) / 4096 * 4096)));
-      if (!memory_) std::abort();
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(char* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<char, Free> memory_;
-  size_t size_ = 0;
-};
-
-template <typename T>
-struct Buffers {
-  std::vector<Row> rows;
-  const T* tokens[kTileKeys];
-  const T* nothing;  // a token of zeros
-  int32_t* keys;
-  int32_t* values;
-  float* split_sums;
-  float* sums;
-
-  Buffers(const Layer<T>& layer, int64_t num_rows) : rows(num_rows) {
-    static thread_local Scratch scratch;
-    const int64_t key_words = (layer.words() + 15) / 16 * 16 * kTileKeys;
-    const int64_t value_words = kTileKeys * layer.width(), row_words = num_rows * layer.sums_stride();
-    const int64_t token_words = layer.width();
-    auto* memory = reinterpret_cast<int32_t*>(
-        scratch.reserve(sizeof(int32_t) * (key_words + value_words + 2 * row_words + token_words)));
-    keys = memory;
-    values = keys + key_words;
-    split_sums = reinterpret_cast<float*>(values + value_words);
-    sums = split_sums + row_words;
-    std::fill_n(sums + row_words, token_words, 0.0f);
-    nothing = reinterpret_cast<const T*>(sums + row_words);
-  }
-};
-
 inline Sums& sums_at(float* memory, int64_t index, int64_t stride) {
   return *reinterpret_cast<Sums*>(memory + index * stride);
-}
-
-template <typename T>
-Item tile_of_queries(const Layer<T>& layer, const Segment& segment, int64_t first_query, int64_t num_queries) {
-  Item item{&segment, first_query, num_queries, 0, 0, -1, 0};
-  const int64_t first = layer.first_seen(item.position(0)), last = item.position(num_queries - 1);
-  item.first_split = first / kSplitTokens;
-  item.stop_split = last / kSplitTokens + 1;
-  item.cost = (kTileKeys / 4 + num_queries * layer.heads_per_key_head()) * (last + 1 - first);
-  return item;
-}
-
-void cut_into_splits(Work& work, Item item) {
-  item.partial = work.num_partial;
-  work.num_partial += item.num_queries * (item.stop_split - item.first_split);
-  work.cut.push_back(item);
-  Item part = item;
-  part.cost /= item.stop_split - item.first_split;
-  for (int64_t split = item.first_split; split < item.stop_split; ++split) {
-    part.first_split = split;
-    part.stop_split = split + 1;
-    work.items.push_back(part);
-    part.partial += item.num_queries;
-  }
-}
-
-// Longest first. What would keep one thread at work while the others have finished is cut.
-template <typename T>
-Work divide(const Layer<T>& layer, int num_threads) {
-  std::vector<Item> tiles;
-  const int64_t queries_per_tile = std::max<int64_t>(1, kItemRows / layer.heads_per_key_head());
-  int64_t cost = 0;
-  for (int64_t s = 0; s < layer.plan.num_segments; ++s) {
-    const Segment& segment = layer.plan.segments[s];
-    for (int64_t query = 0; query < segment.num_queries; query += queries_per_tile) {
-      const int64_t count = std::min(queries_per_tile, segment.num_queries - query);
-      tiles.push_back(tile_of_queries(layer, segment, query, count));
-      cost += tiles.back().cost * layer.plan.num_kv_heads;
-    }
-  }
-  Work work;
-  for (const Item& tile : tiles) {
-    const bool too_long = num_threads > 1 && tile.cost * kItemsPerThread * num_threads > cost;
-    if (too_long && tile.stop_split > tile.first_split + 1) {
-      cut_into_splits(work, tile);
-    } else {
-      work.items.push_back(tile);
-    }
-  }
-  std::sort(work.items.begin(), work.items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
-  return work;
-}
-
-// Tokens [first, stop) of a tile that begins with token `tile`; the others become `nothing`.
-template <typename T>
-void locate(const Layer<T>& layer, const Segment& segment, int64_t kv_head, int64_t tile, int64_t first, int64_t stop,
-            Buffers<T>& buffers) {
-  const Plan& plan = layer.plan;
-  std::fill_n(buffers.tokens, first, buffers.nothing);
-  std::fill(buffers.tokens + stop, buffers.tokens + kTileKeys, buffers.nothing);
-  int64_t column = (tile + first) / plan.block_size, slot = (tile + first) % plan.block_size;
-  for (int64_t at = first; at < stop; ++column, slot = 0) {
-    const int64_t block = layer.table[segment.first_column + column];
-    const T* token = layer.cache + (block * plan.block_stride * plan.block_size + slot) * layer.token_stride() +
-                     kv_head * plan.head_dim;
-    const int64_t block_stop = std::min(stop, at + plan.block_size - slot);
-    for (; at < block_stop; ++at, token += layer.token_stride()) buffers.tokens[at] = token;
-  }
-}
-
-// Copies what any row sees of a tile.
-template <typename T>
-Tile pack(const Layer<T>& layer, const Segment& segment, int64_t kv_head, int64_t tile, Buffers<T>& buffers) {
-  const int64_t first = std::max<int64_t>(0, buffers.rows.front().first - tile);
-  const int64_t stop = std::min(kTileKeys, buffers.rows.back().stop - tile);
-  locate(layer, segment, kv_head, tile, first, stop, buffers);
-  pack_keys(reinterpret_cast<const int32_t* const*>(buffers.tokens), first, stop, layer.words(), buffers.keys);
-  const int64_t to_values = layer.plan.block_size * layer.token_stride();
-  for (int64_t at = first; at < stop; ++at) buffers.tokens[at] += to_values;
-  const int64_t steps = (stop + Words<T>::kNumbers - 1) / Words<T>::kNumbers;
-  pack_values(buffers.tokens, steps, layer.plan.head_dim, layer.width(), buffers.values);
-  return {tile, layer.words(), layer.width(), steps, buffers.keys, buffers.values};
 }
 
 // The item's rows of one key head: query by query, head by head.
@@ -216,14 +32,35 @@ void list_rows(const Layer<T>& layer, const Item& item, int64_t kv_head, std::ve
   }
 }
 
+// The tile of the item that holds a token, or the first one that any of its rows sees.
+template <typename T>
+int64_t tile_from(const Buffers<T>& buffers, int64_t token) {
+  return std::max(token, buffers.rows.front().first) / kTileKeys * kTileKeys;
+}
+
+// Looks up the tile after this one: of the same head or of the next one, which is probably computed next.
+template <typename T>
+void look_ahead(const Layer<T>& layer, const Item& item, int64_t kv_head, int64_t tile, Buffers<T>& buffers) {
+  const int64_t stop = std::min(item.stop_split * kSplitTokens, buffers.rows.back().stop);
+  int64_t next = tile + kTileKeys;
+  if (next >= stop) {
+    next = tile_from(buffers, item.first_split * kSplitTokens);
+    kv_head = std::min(kv_head + 1, layer.plan.num_kv_heads - 1);
+  }
+  buffers.next = locate(layer, *item.segment, kv_head, next, buffers);
+}
+
 template <typename T>
 void sum_split(const Layer<T>& layer, const Item& item, int64_t kv_head, int64_t split, Buffers<T>& buffers) {
   for (const Row& row : buffers.rows) start(*row.sums, layer.width());
-  const int64_t begin = std::max(split * kSplitTokens, buffers.rows.front().first / kTileKeys * kTileKeys);
   const int64_t stop = std::min((split + 1) * kSplitTokens, buffers.rows.back().stop);
-  for (int64_t first = begin; first < stop; first += kTileKeys) {
-    const Tile tile = pack(layer, *item.segment, kv_head, first, buffers);
+  int64_t first = tile_from(buffers, split * kSplitTokens);
+  Tokens<T> tokens = locate(layer, *item.segment, kv_head, first, buffers);
+  for (; first < stop; first += kTileKeys) {
+    look_ahead(layer, item, kv_head, first, buffers);
+    const Tile tile = pack(layer, first, tokens, buffers);
     attend_tile<T>(tile, buffers.rows.data(), static_cast<int64_t>(buffers.rows.size()), layer.exponents);
+    tokens = buffers.next;
   }
 }
 
@@ -296,11 +133,12 @@ void attend(const Layer<T>& layer) {
       scratch.reserve(sizeof(float) * work.num_partial * layer.num_heads * layer.sums_stride()));
   const int64_t heads = layer.heads_per_key_head(), kv_heads = layer.plan.num_kv_heads;
   const int64_t num_items = static_cast<int64_t>(work.items.size()) * kv_heads;
+  const int64_t heads_together = num_items >= kItemsPerThread * kv_heads * omp_get_max_threads() ? kv_heads : 1;
   const int64_t num_cut = static_cast<int64_t>(work.cut.size()) * kv_heads;
 #pragma omp parallel if (num_items > 1)
   {
     Buffers<T> buffers(layer, std::max(kItemRows, heads));
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, heads_together)
     for (int64_t i = 0; i < num_items; ++i) {
       compute_item(layer, work.items[i / kv_heads], i % kv_heads, buffers, partials);
     }

@@ -63,9 +63,17 @@ inline void transpose(const int32_t* const* from, int64_t word, __mmask16 lanes,
   }
 }
 
+// Asks for what is copied next while this is copied: blocks lie anywhere, so that no processor foresees it. Into the
+// second cache: two tiles of keys and values and their copies are more than the first one holds.
+inline void prefetch(const void* row, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(static_cast<const char*>(row) + at, _MM_HINT_T1);
+}
+
 // `into [words rounded up to 16, kTileKeys]`, of tokens [first, stop) and what shares a register with them.
-inline void pack_keys(const int32_t* const* tokens, int64_t first, int64_t stop, int64_t words, int32_t* into) {
+inline void pack_keys(const int32_t* const* tokens, const int32_t* const* next, int64_t first, int64_t stop,
+                      int64_t words, int32_t* into) {
   for (int64_t token = first / 16 * 16; token < stop; token += 16) {
+    for (int64_t i = 0; i < 16; ++i) prefetch(next[token + i], words * 4);
     for (int64_t word = 0; word < words; word += 16) {
       transpose(tokens + token, word, first_lanes(words - word), into + word * kTileKeys + token, kTileKeys);
     }
@@ -73,8 +81,10 @@ inline void pack_keys(const int32_t* const* tokens, int64_t first, int64_t stop,
 }
 
 // `into [steps, width]`: word i of step s is number i of the tokens that step s multiplies.
-inline void pack_values(const float* const* tokens, int64_t steps, int64_t head_dim, int64_t width, int32_t* into) {
+inline void pack_values(const float* const* tokens, const float* const* next, int64_t steps, int64_t head_dim,
+                        int64_t width, int32_t* into) {
   for (int64_t step = 0; step < steps; ++step) {
+    prefetch(next[step], head_dim * 4);
     for (int64_t at = 0; at < head_dim; at += 16) {
       const __m512 value = load(tokens[step] + at, first_lanes(head_dim - at));
       _mm512_storeu_ps(into + step * width + at, value);
@@ -91,9 +101,12 @@ inline __m512i interleaved(int first) {
   return _mm512_load_si512(picked);
 }
 
-inline void pack_values(const bf16* const* tokens, int64_t steps, int64_t head_dim, int64_t width, int32_t* into) {
+inline void pack_values(const bf16* const* tokens, const bf16* const* next, int64_t steps, int64_t head_dim,
+                        int64_t width, int32_t* into) {
   const __m512i low = interleaved(0), high = interleaved(16);
   for (int64_t step = 0; step < steps; ++step) {
+    prefetch(next[2 * step], head_dim * 2);
+    prefetch(next[2 * step + 1], head_dim * 2);
     for (int64_t at = 0; at < head_dim; at += 32) {
       const int64_t count = head_dim - at;
       const __mmask32 lanes = count >= 32 ? ~0u : (1u << count) - 1u;
