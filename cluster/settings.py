@@ -9,7 +9,6 @@ file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
@@ -17,44 +16,11 @@ from pydantic import Field, SecretStr, model_validator
 from cluster.autoscaling_settings import AutoscalingSettings
 from cluster.config_fields import Settings, SizeBytes
 from cluster.kv_settings import KvSettings
+from cluster.model_settings import ModelSettings
 from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_settings import SloSettings
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
-
-
-class ModelSettings(Settings):
-    ref: str = Field(
-        "smollm2-135m-instruct",
-        min_length=1,
-        description="Built-in model name, local Hugging Face folder, or hub id.",
-    )
-    served_name: str | None = Field(
-        None,
-        min_length=1,
-        description="Name that clients use; empty: `ref`, or the last part of it where it is a path.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights, activations and KV; `auto`: the checkpoint's own."
-    )
-    batch_invariant: bool = Field(
-        False,
-        description="A sequence's logits are the same to the bit in any batch, in any chunking and after a recovery; on"
-        " a CPU with AVX-512 and bfloat16 they always are, and `yes` refuses other machines. Slower on GPUs.",
-    )
-    max_model_len: int | None = Field(
-        None,
-        ge=2,
-        description="Longest prompt plus output in tokens; empty: what the model was made for and the KV memory holds.",
-    )
-
-    @property
-    def name(self) -> str:
-        """What clients write into `model`."""
-        if self.served_name is not None:
-            return self.served_name
-        is_path = self.ref.startswith((".", "/", "~"))
-        return PurePath(self.ref).name if is_path else self.ref
 
 
 class PoolSettings(Settings):
@@ -277,6 +243,11 @@ class LegatoConfig(Settings):
     def _check_groups(self) -> Self:
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
             if pool.tensor_parallel > 1 and pool.num_gpus:
+            if pool.tensor_parallel > 1 and self.model.quantization is not None:
+                raise ValueError(
+                    f"{name}.tensor_parallel is {pool.tensor_parallel} with model.quantization, but a quantised model"
+                    f" cannot be divided yet; set {name}.tensor_parallel: 1 or leave model.quantization out"
+                )
                 raise ValueError(
                     f"{name}.tensor_parallel is {pool.tensor_parallel} with GPUs; a model is divided among processes of"
                     f" the CPU only, so set {name}.tensor_parallel: 1"

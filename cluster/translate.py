@@ -131,6 +131,7 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings, *, may
         tensor_parallel=pool.tensor_parallel,
         prefix_caching=config.kv.prefix_cache,
         batch_invariant=config.model.batch_invariant,
+        quantisation=config.model.quantisation,
         decode_graphs=may_decode and config.decode.cuda_graphs == "auto",
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
     )

@@ -14,6 +14,7 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache, KVLayout
 from engine.memory_profile import StepSize
 from engine.model_store import resolve_model
+from engine.quantisation import Quantisation
 from engine.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.runner import ModelRunner
 from engine.runner_loading import HostMemory, load_runner
@@ -57,6 +58,7 @@ class EngineConfig:
     tensor_parallel: int = 1  # processes that have a part of the model each
     batch_invariant: bool = False  # logits do not depend on the batch, to the bit, or nothing is loaded
     decode_graphs: bool = False  # on a GPU: decode steps are recorded at the start and replayed
+    quantisation: Quantisation | None = None  # of the projections' weights, when they are loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +126,11 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         tensor_parallel=config.tensor_parallel,
         batch_invariant=config.batch_invariant,
         decode_graphs=config.decode_graphs,
+        quantisation=config.quantisation,
     )
     return LoadedModel(
         name=config.model_name,
-        fingerprint=model_fingerprint(folder),
+        fingerprint=model_fingerprint(folder, config.quantisation),
         runner=runner,
         block_pool=BlockPool(runner.num_pool_blocks),
         host_pool=None if runner.host_cache is None else BlockPool(runner.host_cache.num_blocks),
@@ -137,13 +140,15 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
     )
 
 
-def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over the model's configuration and samples of its weights: equal for equal checkpoints.
+def model_fingerprint(folder: Path, quantisation: Quantisation | None) -> str:
+    """SHA-256 over the model's configuration and samples of its weights: equal for equal checkpoints, loaded alike.
 
     Samples, because hashing all of a large checkpoint would take longer than loading it.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    if quantisation is not None:
+        digest.update(f"{quantisation.name} {quantisation.group_size}".encode())
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.gguf"))):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as weights:

@@ -20,9 +20,11 @@ from engine.batch import Batch
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig
 from engine.parallel.shards import Shard
+from engine.projections import pack_projections
 from engine.rope import RopeConfig, RotaryEmbedding
-from engine.weights import Weights
+from engine.weights import AnyWeights
 from kernels.interface import Kernels, Linear, PagedAttention
+from kernels.quantised_weight import QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +104,16 @@ class Model:
     the same calls.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: ModelConfig, weights: AnyWeights, kernels: Kernels, ranks: Ranks | None = None) -> None:
         self.config = config if ranks is None else ranks.shard.config(config)
         config = self.config
         self._kernels = kernels
         self._ranks = ranks
-        self._embedding = weights.pop("model.embed_tokens.weight")
+        self._embedding = _tensor(weights, "model.embed_tokens.weight")
         self.dtype = self._embedding.dtype
         self.device = self._embedding.device
         self._final_norm = self._norm(weights, "model.norm")
-        self._head = kernels.pack_linear(self._head_weight(weights), None)
+        self._head = pack_projections(kernels, [self._head_weight(weights)], None, self.dtype)
         self._layers = [self._layer(weights, f"model.layers.{index}.") for index in range(config.num_layers)]
         assert not weights, f"no layer took {sorted(weights)[:5]}"
         ropes = {layer.rope for layer in config.layers}
@@ -227,7 +229,7 @@ class Model:
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, weight, self.config.rms_norm_eps)
 
-    def _layer(self, weights: Weights, prefix: str) -> Layer:
+    def _layer(self, weights: AnyWeights, prefix: str) -> Layer:
         sandwich = self.config.sandwich_norms
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
         return Layer(
@@ -242,9 +244,9 @@ class Model:
             mlp_output_norm=self._norm(weights, prefix + "post_feedforward_layernorm") if sandwich else None,
         )
 
-    def _head_weight(self, weights: Weights) -> Tensor:
+    def _head_weight(self, weights: AnyWeights) -> Tensor | QuantisedWeight:
         """`[V, E]`, or a rank's rows of it."""
-        if not self.config.tied_embeddings:
+        if "lm_head.weight" in weights:
             return weights.pop("lm_head.weight")
         if self._ranks is None:
             return self._embedding
@@ -253,18 +255,24 @@ class Model:
     def _summed(self, linear: Linear) -> Linear:
         return linear if self._ranks is None else _Summed(linear, self._ranks)
 
-    def _linear(self, weights: Weights, *names: str) -> Linear:
+    def _linear(self, weights: AnyWeights, *names: str) -> Linear:
         """The projections of one input as one, their outputs side by side."""
-        weight = torch.cat([weights.pop(f"{name}.weight") for name in names])
-        biases = [weights.pop(f"{name}.bias") for name in names if f"{name}.bias" in weights]
-        return self._kernels.pack_linear(weight, torch.cat(biases) if biases else None)
+        parts = [weights.pop(f"{name}.weight") for name in names]
+        biases = [_tensor(weights, f"{name}.bias") for name in names if f"{name}.bias" in weights]
+        return pack_projections(self._kernels, parts, torch.cat(biases) if biases else None, self.dtype)
 
-    def _norm(self, weights: Weights, name: str) -> Tensor:
-        weight = weights.pop(f"{name}.weight")
+    def _norm(self, weights: AnyWeights, name: str) -> Tensor:
+        weight = _tensor(weights, f"{name}.weight")
         offset = self.config.norm_weight_offset
         return weight if offset == 0.0 else weight.float() + offset  # 1 + w would lose bits of w in bfloat16
 
-    def _qk_norm(self, weights: Weights, prefix: str) -> Tensor:
+    def _qk_norm(self, weights: AnyWeights, prefix: str) -> Tensor:
         """The queries' weight for each query head, then the keys' for each key head."""
         q_norm, k_norm = (self._norm(weights, f"{prefix}self_attn.{name}_norm") for name in "qk")
         return torch.cat((q_norm.expand(self.config.num_heads, -1), k_norm.expand(self.config.num_kv_heads, -1)))
+
+
+def _tensor(weights: AnyWeights, name: str) -> Tensor:
+    weight = weights.pop(name)
+    assert isinstance(weight, Tensor), f"{name} is no projection"
+    return weight

@@ -26,7 +26,7 @@ from engine.prepared_step import PreparedStep
 from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
 from engine.sequence_kv import SequenceKV
 from engine.staging import Staging, StoredLayers, TransferStats
-from engine.weights import Weights
+from engine.weights import AnyWeights
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
 
@@ -62,7 +62,7 @@ class ModelRunner:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights,
+        weights: AnyWeights,
         kv_cache: KVCache,
         *,
         sampler: TokenSampler,
@@ -74,7 +74,7 @@ class ModelRunner:
         self.config = config
         self.kv_cache = kv_cache
         self.host_cache = host_cache
-        self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+        self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self._sampler = sampler
         self._sampled = torch.empty(0, dtype=torch.int64)  # by the step that ran last, in its batch's order
         with torch.inference_mode():

@@ -19,10 +19,11 @@ from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.memory_profile import StepSize, kv_bytes_left, recording_bytes
 from engine.model_config import ModelConfig
 from engine.parallel.leader import GroupLeader
-from engine.parallel.shards import WHOLE
+from engine.quantisation import Quantisation
+from engine.quantised_weights import load_mixed_weights, require_whole
 from engine.runner import ModelRunner
 from engine.sampler import sampler_for
-from engine.weights import load_weights
+from engine.weights import AnyWeights, load_weights
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
 
@@ -51,6 +52,7 @@ def load_runner(
     tensor_parallel: int = 1,
     batch_invariant: bool = False,
     decode_graphs: bool = False,
+    quantisation: Quantisation | None = None,
 ) -> ModelRunner:
     """A runner for the model in a folder, on a device; what it took is logged.
 
@@ -59,13 +61,14 @@ def load_runner(
     share of the device's memory beside the model and a step of `largest_step`. `host_memory` None: private memory.
     `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. `batch_invariant`:
     see `kernels_for`. `decode_graphs`: where the device can, decode steps of as many sequences as `largest_step` has,
-    or fewer, are recorded now and replayed later. Raises ValueError for models or sizes that cannot be run, GroupError
-    if a group does not come up.
+    or fewer, are recorded now and replayed later. `quantisation`: of projections, as they are loaded. Raises
+    ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
     """
     where = require_device(device)
     kernels = kernels_for(where, batch_invariant=batch_invariant)
     if tensor_parallel > 1:
         _require_cpu(where)
+        require_whole(Path(model_folder), quantisation)
     config = ModelConfig.from_folder(model_folder)
     layout = _layout(config, dtype, block_size, layers_per_group, tiered=host_bytes > 0)
     memory = KVMemory(
@@ -79,7 +82,7 @@ def load_runner(
         _require_alone(tensor_parallel, num_blocks, kv_bytes)
     _set_threads(num_threads, tensor_parallel)
     keep_freed_memory()
-    loading = _Loading(Path(model_folder), config, layout, where, kernels, host_memory)
+    loading = _Loading(Path(model_folder), config, layout, where, kernels, host_memory, quantisation)
     sizes = size_tiers(layout, memory) if kv_share is None else _before_measuring(layout, largest_step)
     runner = loading.runner(sizes) if tensor_parallel == 1 else loading.group_runner(sizes, tensor_parallel)
     record = _decode_recording(runner, kernels, largest_step) if decode_graphs and tensor_parallel == 1 else None
@@ -104,6 +107,7 @@ class _Loading:
     device: torch.device
     kernels: Kernels
     host_memory: HostMemory | None
+    quantisation: Quantisation | None
 
     def runner(self, sizes: KVSizes) -> ModelRunner:
         """Of one process."""
@@ -132,10 +136,9 @@ class _Loading:
         runner.keep_kv_in(KVCache(self.layout, sizes.device_blocks, self.device), host_cache, sizes.ring)
 
     def _runner(self, sizes: KVSizes, kv_cache: KVCache, group: GroupLeader | None) -> ModelRunner:
-        shard = WHOLE if group is None else group.ranks.shard
         return ModelRunner(
             self.config,
-            load_weights(self.folder, self.config, dtype=self.layout.dtype, shard=shard, device=self.device),
+            self._weights(group),
             kv_cache,
             sampler=sampler_for(self.device, self.config.vocab_size, self.config.eos_token_ids),
             host_cache=self._host_cache(sizes.host_blocks),
@@ -143,6 +146,12 @@ class _Loading:
             group=group,
             kernels=self.kernels,
         )
+
+    def _weights(self, group: GroupLeader | None) -> AnyWeights:
+        dtype = self.layout.dtype
+        if group is not None:
+            return load_weights(self.folder, self.config, dtype=dtype, shard=group.ranks.shard, device=self.device)
+        return load_mixed_weights(self.folder, self.config, self.quantisation, dtype=dtype, device=self.device)
 
     def _host_cache(self, num_blocks: int) -> KVCache | None:
         if not num_blocks:

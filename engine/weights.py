@@ -18,9 +18,15 @@ from torch import Tensor
 from engine.devices import CPU
 from engine.model_config import ModelConfig
 from engine.parallel.shards import WHOLE, Part, Shard
+from kernels.quantised_weight import QuantisedWeight
 
 Weights = dict[str, Tensor]
 """By their names in the checkpoint. Who builds a model takes the tensors out, so that none is held twice."""
+
+MixedWeights = dict[str, Tensor | QuantisedWeight]
+"""The same where projections may be quantised. A quantised `lm_head.weight` is there even if it is the embedding."""
+
+AnyWeights = Weights | MixedWeights
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,27 +46,37 @@ def load_weights(
     They go to `device` one by one, straight from the file: host memory never holds more than one of them beside those
     that belong there. Raises ValueError if one lacks, has a wrong shape, or is unknown.
     """
-    folder = Path(folder)
+    require_loadable(dtype)
+    tensors = stored_tensors(Path(folder), config, shard=shard, device=device)
+    return {name: tensor.to(dtype).contiguous() for name, tensor in tensors}  # some columns are not, as they are read
+
+
+def require_loadable(dtype: torch.dtype) -> None:
+    """Raises ValueError."""
     if dtype not in LOADABLE_DTYPES:
         raise ValueError(f"weights can be loaded as float32, bfloat16 or float16, not as {dtype}")
+
+
+def stored_tensors(
+    folder: Path, config: ModelConfig, *, shard: Shard = WHOLE, device: torch.device = CPU
+) -> Iterator[tuple[str, Tensor]]:
+    """What a shard has of every tensor of the model, as it is stored, one by one. Raises ValueError: see above."""
     expected = expected_shapes(config)
     optional = {"lm_head.weight"} if config.tied_embeddings else set()
-    weights: Weights = {}
     found: set[str] = set()
     unknown: list[str] = []
-    for path in _files(folder):
+    for path in weight_files(folder):
         for name, tensor in _tensors(path, device):
             if name in expected:
                 found.add(name)
                 tensor.require(expected[name])
                 part = shard.part(name, config)
                 if part is not None:
-                    weights[name] = tensor.read(part).to(dtype).contiguous()  # some columns are not, as they are read
+                    yield name, tensor.read(part)
             elif name not in optional and not name.endswith(_DERIVED):
                 unknown.append(name)
-    _complain(folder, "lacks", sorted(expected.keys() - found))
-    _complain(folder, "has unknown", unknown)
-    return weights
+    complain(folder, "lacks", sorted(expected.keys() - found))
+    complain(folder, "has unknown", unknown)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -104,7 +120,7 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "self_attn.k_norm.weight", (config.head_dim,)
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"
@@ -155,7 +171,8 @@ def _tensors(path: Path, device: torch.device) -> Iterator[tuple[str, _StoredTen
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
 
 
-def _complain(folder: Path, what: str, names: list[str]) -> None:
+def complain(folder: Path, what: str, names: list[str]) -> None:
+    """Raises ValueError if there are any."""
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise ValueError(

@@ -132,7 +132,7 @@ class WorkerTiers:
         """All that must be equal for a block of one process to be of use to another, as text."""
         facts = {
             "format": FORMAT_VERSION,
-            "model": model_fingerprint(resolve_model(self._engine.model_ref)),
+            "model": model_fingerprint(resolve_model(self._engine.model_ref), self._engine.quantisation),
             "layout": [layout.num_layers, layout.layers_per_group, layout.num_kv_heads, layout.head_dim],
             "block_size": layout.block_size,
             "dtype": str(layout.dtype),
