@@ -34,7 +34,7 @@ PARTS = {
     "prefix": 300,
     "layerkv": 1800,
     "simulator_honesty": 1200,
-    "decisions": 120,
+    "decisions": 600,
     "goodput": 7200,
 }
 STOP_TIMEOUT_S = 60.0

@@ -3,17 +3,28 @@
 Each decision is timed alone on one core, in time of the processor and on the wall: `placed` with the prefixes looked up
 and the booking, `turned away` with the outlook, too. Three prompts of ten share a long prefix with others, one of them
 with a hundred workers.
+
+Then Mooncake's conversations on as many workers, simulated from the first request to the last with the same scheduler:
+its seconds of CPU time and its memory. `--mooncake` (or LEGATO_MOONCAKE_TRACE) names the published trace; without it as
+many requests are drawn, with lengths near those of the trace.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
+import os
 import random
+import resource
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Final
 
+from benchmarks.goodput import PUBLISHED
+from benchmarks.goodput_setting import Layout, Setting, play
 from benchmarks.part import note, run_part
 from benchmarks.summary import Json, percentiles
 from cluster.block_index import BlockIndex
@@ -128,7 +139,33 @@ def timed_decisions(
     return taken
 
 
+def simulated(path: Path | None, num_workers: int, num_requests: int) -> Json:
+    """What it takes to simulate them; the process's memory, so it should have done nothing else before."""
+    setting = Setting(trace="mooncake", path=path, num_workers=num_workers, num_requests=num_requests)
+    layout = Layout(num_prefill=num_workers // 2, num_decode=num_workers - num_workers // 2)
+    began = time.process_time()
+    overall = play(setting, "legato", layout, 1.0, 0).summary.overall
+    cpu_s = time.process_time() - began
+    return {
+        "requests": path.name if path is not None else "drawn",
+        "num_requests": num_requests,
+        "workers": str(layout),
+        "cpu_s": round(cpu_s, 1),
+        "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "in_time": round(overall.attainment, 4),
+    }
+
+
 def measure(arguments: argparse.Namespace) -> Json:
+    report = measure_decisions(arguments)
+    # In a process of its own, for its memory.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        whole = pool.submit(simulated, arguments.mooncake, arguments.workers, arguments.requests).result()
+    note(f"{whole['num_requests']} requests ({whole['requests']}) simulated: {whole['cpu_s']} s of CPU time")
+    return {**report, "simulated": whole}
+
+
+def measure_decisions(arguments: argparse.Namespace) -> Json:
     gc.collect()
     gc.freeze()  # as the scheduler's process does when it starts
     taken = timed_decisions(arguments.workers, arguments.blocks, arguments.decisions)
@@ -143,7 +180,12 @@ def measure(arguments: argparse.Namespace) -> Json:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decisions", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decisions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = os.environ.get("LEGATO_MOONCAKE_TRACE")
+    parser.add_argument("--mooncake", type=Path, default=default and Path(default), help="the trace's file")
+    parser.add_argument("--requests", type=int, default=PUBLISHED["mooncake"], help="simulated; default: %(default)s")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--decisions", type=int, default=2000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from benchmarks.decisions import build, timed_decisions
+from benchmarks.decisions import build, simulated, timed_decisions
 from cluster.placement.admission import Outcome
 
 
@@ -23,3 +23,9 @@ def test_the_blocks_are_spread_over_the_workers_and_a_prefix_is_common() -> None
     assert sum(index.num_columns(info.worker_id) or 0 for info, _ in ledger.workers()) == 2000
     common = b"".join((0).to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(100))
     assert len(index.longest_prefix(common)) == 20
+
+
+def test_as_many_requests_as_asked_for_are_simulated() -> None:
+    report = simulated(None, 8, 40)
+    assert (report["requests"], report["num_requests"]) == ("drawn", 40)
+    assert report["in_time"] == 1.0
