@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,7 @@ def declare(library: ctypes.CDLL) -> None:
 class NativeAttention:
     """A row's result is the same to the bit in any batch, in any chunk of a prompt, and with any number of threads."""
 
-    library: ctypes.CDLL
+    function: Callable[..., None]
     plan: _Plan
     dtype: torch.dtype
     segments: npt.NDArray[np.int64]  # these two are what the plan points to
@@ -66,14 +66,15 @@ class NativeAttention:
         self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
     ) -> Tensor:
         assert q.dtype == cache_rows.dtype == self.dtype
-        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+        num_heads, head_dim = q.shape[1:]
+        if q.stride()[1:] != (head_dim, 1):
             q = q.contiguous()
-        out = q.new_empty(q.shape)
-        getattr(self.library, _FUNCTIONS[self.dtype])(
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.function(
             ctypes.addressof(self.plan),
             q.data_ptr(),
             q.stride(0),
-            q.shape[1],
+            num_heads,
             cache_rows.data_ptr(),
             group,
             scale,
@@ -108,7 +109,7 @@ def plan_attention(
         head_dim=geometry.head_dim,
         window=_NO_WINDOW if window is None else window,
     )
-    return NativeAttention(library, plan, dtype, records, tables)
+    return NativeAttention(getattr(library, _FUNCTIONS[dtype]), plan, dtype, records, tables)
 
 
 def _pack(

@@ -87,7 +87,7 @@ CASES = {
     "heads of 80, no groups": Case(segments=((1, 600), (30, 400)), num_heads=3, num_kv_heads=3, head_dim=80),
     "heads of 256, groups of 7": Case(segments=((1, 300), (30, 270)), num_heads=7, num_kv_heads=1, head_dim=256),
     "more heads of a key head than an item has rows": Case(
-        segments=((1, 300), (5, 270)), num_heads=100, num_kv_heads=1, head_dim=16
+        segments=((1, 300), (5, 270)), num_heads=200, num_kv_heads=1, head_dim=16
     ),
 }
 

@@ -10,7 +10,7 @@
 namespace legato {
 
 constexpr int64_t kSplitTokens = 256;
-constexpr int64_t kItemRows = 96;  // whose sums stay in the cache while tiles of keys pass by
+constexpr int64_t kItemRows = 192;  // whose sums stay in the cache while tiles of keys pass by
 constexpr int64_t kItemsPerThread = 8;
 
 struct Segment {
