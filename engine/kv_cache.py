@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels import huge_pages
 from kernels.interface import CacheGeometry, KVSlots
 
 GroupRow = npt.NDArray[np.int32]
@@ -91,7 +92,9 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.layers_per_group, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        if memory is None:
+        if memory is None and torch.device(device).type == "cpu":
+            self.tensor = huge_pages.zeros(shape, layout.dtype)
+        elif memory is None:
             self.tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
         else:
             flat = torch.frombuffer(memory, dtype=layout.dtype, count=math.prod(shape))

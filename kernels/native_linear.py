@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import huge_pages
+
 Function = Any  # of ctypes, which has no name for them
 
 _Pointer = ctypes.c_void_p
@@ -75,6 +77,6 @@ def pack_linear(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> Na
     pack, compute = _functions(library, _TYPES[weight.dtype])
     num_outputs, num_inputs = weight.shape
     weight = weight.contiguous()
-    packed = torch.empty(library.linear_packed_size(num_inputs, num_outputs), dtype=weight.dtype)
+    packed = huge_pages.zeros([library.linear_packed_size(num_inputs, num_outputs)], weight.dtype)
     pack(weight.data_ptr(), num_inputs, num_outputs, packed.data_ptr())
     return NativeLinear(compute, packed, num_inputs, num_outputs, None if bias is None else bias.contiguous())
