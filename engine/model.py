@@ -23,23 +23,9 @@ from engine.parallel.shards import Shard
 from engine.projections import pack_projections
 from engine.rope import RopeConfig, RotaryEmbedding
 from engine.weights import AnyWeights
+from kernels.fused_layers import FusedLayers, FusingKernels, Layer, LayersForm, LayersStep
 from kernels.interface import Kernels, Linear, PagedAttention
 from kernels.quantised_weight import QuantisedWeight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One layer's weights, fused and packed. Norms that a family does not have are None."""
-
-    attention_norm: Tensor  # [E]
-    qkv: Linear  # E -> (Q + 2H) * D
-    qk_norm: Tensor | None  # [Q + H, D]
-    output: Linear  # Q * D -> E
-    attention_output_norm: Tensor | None  # [E]
-    mlp_norm: Tensor  # [E]
-    gate_up: Linear  # E -> 2 * intermediate
-    down: Linear  # intermediate -> E
-    mlp_output_norm: Tensor | None  # [E]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +102,10 @@ class Model:
         self._head = pack_projections(kernels, [self._head_weight(weights)], None, self.dtype)
         self._layers = [self._layer(weights, f"model.layers.{index}.") for index in range(config.num_layers)]
         assert not weights, f"no layer took {sorted(weights)[:5]}"
-        ropes = {layer.rope for layer in config.layers}
+        ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._rotary = {rope: RotaryEmbedding(rope, config.head_dim, self.device) for rope in ropes}
         self.windows = frozenset(layer.window for layer in config.layers)
+        self._fused = self._fuse()
         # As a tensor of the model's type, so that it is rounded like the weights.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=self.dtype, device=self.device)
@@ -143,7 +130,8 @@ class Model:
             x *= self._embedding_scale
         last = self.config.num_layers - 1
         normed = self._rms_norm(x, self._layers[0].attention_norm)
-        for index, layer in enumerate(self._layers):
+        first = 0 if hooks is not None else self._run_fused(x, normed, step)
+        for index, layer in enumerate(self._layers[first:], first):
             qk, v = self._project(normed, layer)
             if hooks is not None:
                 hooks.before_store(index)
@@ -169,6 +157,18 @@ class Model:
         logits = logits.float()
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _run_fused(self, x: Tensor, normed: Tensor, step: _Step) -> int:
+        """As many of the first layers as one call takes, and how many these are: `x`, `normed` become theirs."""
+        attentions = [step.attentions[window] for window in self.windows]
+        if self._fused is None or not self._fused.takes(attentions):
+            return 0
+        rotations = [step.rotations[rope] for rope in self._rotary]
+        inputs = LayersStep(
+            cache=step.kv_cache.tensor, slots=step.batch.slot_mapping, rotations=rotations, attentions=attentions
+        )
+        self._fused.run(x, normed, inputs)
+        return self.config.num_layers - 1
 
     def _plan_attentions(self, batch: Batch, kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:
         geometry = kv_cache.layout.geometry
@@ -228,6 +228,23 @@ class Model:
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, weight, self.config.rms_norm_eps)
+
+    def _fuse(self) -> FusedLayers | None:
+        if not isinstance(self._kernels, FusingKernels):
+            return None
+        config, ropes, windows = self.config, list(self._rotary), list(self.windows)
+        form = LayersForm(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            activation=config.activation,
+            rotations=[ropes.index(layer.rope) for layer in config.layers],
+            attentions=[windows.index(layer.window) for layer in config.layers],
+        )
+        return self._kernels.fuse_layers(self._layers, form)
 
     def _layer(self, weights: AnyWeights, prefix: str) -> Layer:
         sandwich = self.config.sandwich_norms

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import cpu, native_attention, native_elementwise, native_linear, native_quantised
+from kernels import cpu, native_attention, native_elementwise, native_layers, native_linear, native_quantised
+from kernels.fused_layers import FusedLayers, Layer, LayersForm
 from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
 from kernels.native_elementwise import NativeElementwise
 from kernels.quantised_weight import QuantisedWeight
@@ -62,3 +63,6 @@ class NativeCpuKernels:
         if native_attention.can_attend(geometry, dtype):
             return native_attention.plan_attention(self._library, segments, geometry, window=window, dtype=dtype)
         return cpu.plan_attention(segments, geometry, window=window, dtype=dtype)
+
+    def fuse_layers(self, layers: Sequence[Layer], form: LayersForm) -> FusedLayers | None:
+        return native_layers.fuse_layers(self._library, layers, form)

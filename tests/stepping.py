@@ -18,6 +18,7 @@ from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import BlockTable, SampledToken, ScheduledSequence, Sequence, StepPlan, TokenLogprobs
 from engine.weights import load_weights
+from kernels.interface import Kernels
 
 GREEDY = SamplingParams(max_tokens=64, seed=0, temperature=0.0)
 GREEDY_WITH_ECHO = SamplingParams(max_tokens=64, seed=0, temperature=0.0, prompt_logprobs=0)
@@ -49,6 +50,7 @@ def recording_runner(
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     num_blocks: int = 600,
+    kernels: Kernels | None = None,
 ) -> tuple[ModelRunner, RecordingSampler]:
     """A runner whose KV cache is full of NaN: whatever is read that nobody wrote shows in the output."""
     config = ModelConfig.from_folder(folder)
@@ -64,7 +66,7 @@ def recording_runner(
     kv_cache.tensor.fill_(torch.nan)
     sampler = RecordingSampler()
     weights = load_weights(folder, config, dtype=dtype)
-    return ModelRunner(config, weights, kv_cache, sampler=sampler), sampler
+    return ModelRunner(config, weights, kv_cache, sampler=sampler, kernels=kernels), sampler
 
 
 class Stepper:

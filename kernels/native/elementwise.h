@@ -1,79 +1,85 @@
-// What is done to a row of activations between projections and attention. A row is computed by one thread, in float32,
-// and rounded once.
+// Norms, rotary embeddings and gated activations over the rows of a batch, by as many threads as are worth it.
 
 #pragma once
 
-#include <cmath>
+#include <cstring>
 
-#include "bf16.h"
-#include "sigmoid.h"
+#include "elementwise_rows.h"
 
 namespace legato {
 
 // Below so many numbers, waking the other threads takes longer than they save.
 constexpr int64_t kWorthThreads = 1 << 15;
 
-template <typename X>
-float sum_of_squares(const X* x, int64_t width) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t i = 0; i < width; i += 16) {
-    const __m512 value = load(x + i, first_lanes(width - i));
-    sum = _mm512_fmadd_ps(value, value, sum);
-  }
-  return _mm512_reduce_add_ps(sum);
-}
+constexpr int64_t kGateColumns = 1024;  // of one piece of work: a single row may be wide enough for all threads
 
-// `out` may be `x`.
+// `x [rows, heads, width]`, rows `row_stride` apart; `weight [heads, width]`; `out` contiguous, and may be `x`.
 template <typename X, typename W>
-void rms_norm_row(const X* x, const W* weight, int64_t width, float eps, X* out) {
-  const float mean = sum_of_squares(x, width) / static_cast<float>(width);
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
-  for (int64_t i = 0; i < width; i += 16) {
-    const __mmask16 lanes = first_lanes(width - i);
-    store(out + i, lanes, _mm512_mul_ps(_mm512_mul_ps(load(x + i, lanes), scale), load(weight + i, lanes)));
+void rms_norm(const X* x, int64_t rows, int64_t row_stride, int64_t heads, int64_t width, const W* weight, float eps,
+              X* out) {
+#pragma omp parallel for if (rows * heads * width >= kWorthThreads)
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t at = head * width;
+      rms_norm_row(x + row * row_stride + at, weight + at, width, eps, out + row * heads * width + at);
+    }
+  }
+}
+
+// All `[rows, width]`; the norm is that of the rounded sum. `total` may be `residual`.
+template <typename X, typename W>
+void add_rms_norm(const X* residual, const X* y, int64_t rows, int64_t width, const W* weight, float eps, X* normed,
+                  X* total) {
+#pragma omp parallel for if (rows * width >= kWorthThreads)
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t at = row * width;
+    add_row(residual + at, y + at, width, total + at);
+    rms_norm_row(total + at, weight, width, eps, normed + at);
   }
 }
 
 template <typename X>
-void add_row(const X* left, const X* right, int64_t width, X* out) {
-  for (int64_t i = 0; i < width; i += 16) {
-    const __mmask16 lanes = first_lanes(width - i);
-    store(out + i, lanes, _mm512_add_ps(load(left + i, lanes), load(right + i, lanes)));
+struct Rotation {
+  const X *qk, *v, *cos, *signed_sin;  // [T, Q + H, D], [T, H, D], [T, D], [T, D]
+  int64_t qk_stride, v_stride;         // from token to token
+  int64_t num_heads, num_kv_heads, head_dim;
+  const int64_t* slots;  // [T]
+  X *q, *k;              // [T, Q, D], [T, H, D]
+  X *keys, *values;      // [slots, H, D]
+
+  void rotate(int64_t token, int64_t head, X* out) const {
+    const int64_t at = token * head_dim;
+    rotate_head(qk + token * qk_stride + head * head_dim, cos + at, signed_sin + at, head_dim, out);
   }
-}
 
-// A half of a head turns with the other one; all point to `half` numbers.
-template <typename X>
-void rotate_half(const X* x, const X* other, const X* cos, const X* signed_sin, int64_t half, X* out) {
-  for (int64_t i = 0; i < half; i += 16) {
-    const __mmask16 lanes = first_lanes(half - i);
-    const __m512 turned = _mm512_mul_ps(load(other + i, lanes), load(signed_sin + i, lanes));
-    store(out + i, lanes, _mm512_fmadd_ps(load(x + i, lanes), load(cos + i, lanes), turned));
+  void take(int64_t token) const {
+    for (int64_t head = 0; head < num_heads; ++head) rotate(token, head, q + (token * num_heads + head) * head_dim);
+    const int64_t kv_width = num_kv_heads * head_dim;
+    X* own = k + token * kv_width;
+    for (int64_t head = 0; head < num_kv_heads; ++head) rotate(token, num_heads + head, own + head * head_dim);
+    if (slots[token] < 0) return;  // nobody's row
+    std::memcpy(keys + slots[token] * kv_width, own, kv_width * sizeof(X));
+    std::memcpy(values + slots[token] * kv_width, v + token * v_stride, kv_width * sizeof(X));
   }
-}
+};
 
-// All point to `head_dim` numbers; `out` is not `x`.
 template <typename X>
-void rotate_head(const X* x, const X* cos, const X* signed_sin, int64_t head_dim, X* out) {
-  const int64_t half = head_dim / 2;
-  rotate_half(x, x + half, cos, signed_sin, half, out);
-  rotate_half(x + half, x, cos + half, signed_sin + half, half, out + half);
+void rotate_and_store(const Rotation<X>& rotation, int64_t tokens) {
+  const int64_t width = (rotation.num_heads + 2 * rotation.num_kv_heads) * rotation.head_dim;
+#pragma omp parallel for if (tokens * width >= kWorthThreads)
+  for (int64_t token = 0; token < tokens; ++token) rotation.take(token);
 }
 
-inline __m512 silu(__m512 x) { return _mm512_mul_ps(x, sigmoid(x)); }
-
-// 0.5 (1 + tanh(u)) is sigmoid(2u), with u = sqrt(2 / pi) (x + 0.044715 x³) (arXiv:1606.08415).
-inline __m512 gelu_tanh(__m512 x) {
-  const __m512 square = _mm512_mul_ps(x, x);
-  const __m512 cubic = _mm512_fmadd_ps(square, _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f));
-  return _mm512_mul_ps(x, sigmoid(_mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f), _mm512_mul_ps(x, cubic))));
-}
-
+// `gate_up [rows, 2 * width]`, `out [rows, width]`.
 template <__m512 (*kActivation)(__m512), typename X>
-void gate_row(const X* gate, const X* up, int64_t width, X* out) {
-  for (int64_t i = 0; i < width; i += 16) {
-    const __mmask16 lanes = first_lanes(width - i);
-    store(out + i, lanes, _mm512_mul_ps(kActivation(load(gate + i, lanes)), load(up + i, lanes)));
+void gated_activation(const X* gate_up, int64_t rows, int64_t width, X* out) {
+#pragma omp parallel for collapse(2) if (rows * width >= kWorthThreads)
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t column = 0; column < width; column += kGateColumns) {
+      const X* gate = gate_up + row * width * 2 + column;
+      const int64_t count = width - column < kGateColumns ? width - column : kGateColumns;
+      gate_row<kActivation>(gate, gate + width, count, out + row * width + column);
+    }
   }
 }
 

@@ -1,0 +1,184 @@
+"""All but the last layer of a model in one call of the C++ kernels: see `native/layers.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.fused_layers import Layer, LayersForm, LayersStep
+from kernels.interface import Linear, PagedAttention
+from kernels.native_attention import NativeAttention
+from kernels.native_linear import NativeLinear
+from kernels.native_quantised import QuantisedLinear
+
+_Pointer = ctypes.c_void_p
+_Size = ctypes.c_int64
+_NAMES = {
+    (torch.bfloat16, torch.bfloat16): "bf16_by_bf16",
+    (torch.bfloat16, torch.float32): "bf16_by_f32",
+    (torch.float32, torch.float32): "f32_by_f32",
+}
+_NORMS = ("attention_norm", "qk_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
+_PROJECTIONS = ("qkv", "output", "gate_up", "down")
+
+
+class _Projection(ctypes.Structure):
+    """This and the following: those of `native/layers.cpp`, field by field."""
+
+    _fields_ = (
+        ("weight", _Pointer),
+        ("bias", _Pointer),
+        ("inputs", _Size),
+        ("outputs", _Size),
+        ("bits", _Size),
+        ("group", _Size),
+        ("lowest", _Size),
+        ("wide_factors", ctypes.c_bool),
+        ("has_minimums", ctypes.c_bool),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in _NORMS),
+        *((name, _Projection) for name in _PROJECTIONS),
+        ("rotation", _Size),
+        ("attention", _Size),
+    )
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        ("num_heads", _Size),
+        ("num_kv_heads", _Size),
+        ("head_dim", _Size),
+        ("layers_per_group", _Size),
+        ("layer_numbers", _Size),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("gelu_tanh", ctypes.c_bool),
+    )
+
+
+class _Rotary(ctypes.Structure):
+    _fields_ = (("cos", _Pointer), ("signed_sin", _Pointer))
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("rows", _Size),
+        ("rotations", ctypes.POINTER(_Rotary)),
+        ("attention_plans", ctypes.POINTER(_Pointer)),
+        ("slots", _Pointer),
+        ("cache", _Pointer),
+        ("x", _Pointer),
+        ("normed", _Pointer),
+        ("scratch", _Pointer),
+    )
+
+
+def fuse_layers(library: ctypes.CDLL, layers: Sequence[Layer], form: LayersForm) -> NativeLayers | None:
+    """None where a weight is none of the C++ kernels'."""
+    linears = [getattr(layer, name) for layer in layers for name in _PROJECTIONS]
+    if not all(isinstance(linear, NativeLinear | QuantisedLinear) for linear in linears):
+        return None
+    norms = [norm for layer in layers for name in _NORMS if (norm := getattr(layer, name)) is not None]
+    types = {(_type(linear), norm.dtype) for norm in norms for linear in linears}
+    if len(types) > 1 or not types <= _NAMES.keys() or form.head_dim % 2:
+        return None
+    assert all(norm.is_contiguous() for norm in norms)
+    return NativeLayers(library, _NAMES[types.pop()], layers, form)
+
+
+class NativeLayers:
+    """See `kernels.fused_layers.FusedLayers`."""
+
+    def __init__(self, library: ctypes.CDLL, types: str, layers: Sequence[Layer], form: LayersForm) -> None:
+        self._weights = layers  # what the records point to
+        records = map(_layer, layers, form.rotations, form.attentions)
+        self._layers = (_Layer * len(layers))(*records)
+        self._shape = _Shape(
+            num_heads=form.num_heads,
+            num_kv_heads=form.num_kv_heads,
+            head_dim=form.head_dim,
+            eps=form.eps,
+            scale=form.scale,
+            softcap=form.softcap or 0.0,
+            gelu_tanh=form.activation == "gelu_tanh",
+        )
+        self._run = library[f"layers_run_{types}"]
+        self._run.argtypes, self._run.restype = [_Pointer, _Pointer, _Pointer, _Size, _Size], None
+        self._row_numbers = _scratch_numbers(library, self._shape, self._layers)
+        self._scratch = torch.empty(0)  # for the largest step so far
+
+    def takes(self, attentions: Sequence[PagedAttention]) -> bool:
+        return all(isinstance(attention, NativeAttention) for attention in attentions)
+
+    def run(self, x: Tensor, normed: Tensor, step: LayersStep) -> None:
+        assert x.is_contiguous() and normed.is_contiguous() and step.cache.is_contiguous()
+        assert step.slots.is_contiguous() and all(turns.is_contiguous() for pair in step.rotations for turns in pair)
+        _, layers_per_group, *rest = step.cache.shape
+        self._shape.layers_per_group = layers_per_group
+        self._shape.layer_numbers = torch.Size(rest).numel()
+        rotations = [_Rotary(cos.data_ptr(), sin.data_ptr()) for cos, sin in step.rotations]
+        plans = [_plan_address(attention) for attention in step.attentions]
+        record = _Step(
+            rows=len(x),
+            rotations=(_Rotary * len(rotations))(*rotations),
+            attention_plans=(_Pointer * len(plans))(*plans),
+            slots=step.slots.data_ptr(),
+            cache=step.cache.data_ptr(),
+            x=x.data_ptr(),
+            normed=normed.data_ptr(),
+            scratch=self._reserve(len(x), x.dtype),
+        )
+        self._run(ctypes.byref(self._shape), ctypes.byref(record), self._layers, 0, len(self._layers) - 1)
+
+    def _reserve(self, num_rows: int, dtype: torch.dtype) -> int:
+        """Where as much memory lies as a step of so many rows takes."""
+        if self._scratch.dtype != dtype or len(self._scratch) < num_rows * self._row_numbers:
+            self._scratch = torch.empty(num_rows * self._row_numbers, dtype=dtype)
+        return self._scratch.data_ptr()
+
+
+def _layer(layer: Layer, rotation: int, attention: int) -> _Layer:
+    norms = {name: _address(getattr(layer, name)) for name in _NORMS}
+    projections = {name: _projection(getattr(layer, name)) for name in _PROJECTIONS}
+    return _Layer(**norms, **projections, rotation=rotation, attention=attention)
+
+
+def _type(linear: NativeLinear | QuantisedLinear) -> torch.dtype:
+    """Of its inputs."""
+    return torch.bfloat16 if isinstance(linear, QuantisedLinear) else linear.packed.dtype
+
+
+def _projection(linear: Linear) -> _Projection:
+    assert isinstance(linear, NativeLinear | QuantisedLinear)
+    projection = _Projection(
+        _address(linear.packed), _address(linear.bias), linear.num_inputs, linear.num_outputs, bits=0
+    )
+    if isinstance(linear, QuantisedLinear):
+        projection.bits, projection.group = linear.form.bits, linear.form.group_size
+        projection.lowest, projection.wide_factors = linear.form.lowest, linear.wide_factors
+        projection.has_minimums = linear.form.has_minimums
+    return projection
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _plan_address(attention: PagedAttention) -> int:
+    assert isinstance(attention, NativeAttention)
+    return ctypes.addressof(attention.plan)
+
+
+def _scratch_numbers(library: ctypes.CDLL, shape: _Shape, layers: Any) -> int:
+    """For each row of a step; layers may differ."""
+    library.layers_scratch.argtypes, library.layers_scratch.restype = [_Pointer, _Pointer], _Size
+    return max(int(library.layers_scratch(ctypes.byref(shape), ctypes.byref(layer))) for layer in layers)
