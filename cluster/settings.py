@@ -91,10 +91,11 @@ class DecodeSettings(PoolSettings):
 
 
 class TransferSettings(Settings):
-    transport: Literal["auto", "nccl", "gloo", "shm", "tcp"] = Field(
+    transport: Literal["auto", "cuda_ipc", "nccl", "gloo", "shm", "tcp"] = Field(
         "auto",
-        description="How KV moves; `auto`: shared memory on one node, TCP between nodes. `nccl` (GPUs) and `gloo`"
-        " (CPUs): process groups of `torch.distributed`, or TCP where none can be made.",
+        description="How KV moves; `auto`: shared memory on one node, TCP between nodes. `cuda_ipc`: within a GPU that"
+        " both ends use, else like `auto`. `nccl` (GPUs) and `gloo` (CPUs): process groups of `torch.distributed`, or"
+        " TCP where none can be made.",
     )
     slab_bytes: SizeBytes = Field(8 * 2**20, description="Size of one slab: the most KV that is sent as one piece.")
     num_slabs: int = Field(8, ge=2, description="Slabs of each link; two is the least that lets copying overlap.")
@@ -223,7 +224,7 @@ class LegatoConfig(Settings):
     def _check_transport(self) -> Self:
         transport = self.transfer.transport
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
-            if pool.replicas and transport == ("gloo" if pool.num_gpus else "nccl"):
+            if pool.replicas and transport in (("gloo",) if pool.num_gpus else ("cuda_ipc", "nccl")):
                 raise ValueError(
                     f"transfer.transport is {transport!r}, which does not move KV of {name} workers with"
                     f" {name}.num_gpus: {pool.num_gpus:g}; leave it at 'auto'"
@@ -242,12 +243,12 @@ class LegatoConfig(Settings):
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
-            if pool.tensor_parallel > 1 and pool.num_gpus:
             if pool.tensor_parallel > 1 and self.model.quantization is not None:
                 raise ValueError(
                     f"{name}.tensor_parallel is {pool.tensor_parallel} with model.quantization, but a quantised model"
                     f" cannot be divided yet; set {name}.tensor_parallel: 1 or leave model.quantization out"
                 )
+            if pool.tensor_parallel > 1 and pool.num_gpus:
                 raise ValueError(
                     f"{name}.tensor_parallel is {pool.tensor_parallel} with GPUs; a model is divided among processes of"
                     f" the CPU only, so set {name}.tensor_parallel: 1"

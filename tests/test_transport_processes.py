@@ -1,4 +1,7 @@
-"""Transports between real processes, and what is left when one of them is killed."""
+"""Transports between real processes, and what is left when one of them is killed.
+
+Each other process has links of all kinds, since starting one takes longer than all that it does.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,12 +26,11 @@ from kv_transfer.messages import Ended, Endpoint
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Delivery, Link, LinkClosedError, Transport
 from tests.loops import num_open_files, run_on
-from tests.slab_content import send
+from tests.slab_content import content, send
 from tests.transport_child import MIB, digest, make_transport
 from tests.waiting import HANGS_S
 
-KINDS = ["shm", "tcp", "gloo"]
-LOOPS_AND_KINDS = [*(("uvloop", kind) for kind in KINDS), ("asyncio", "shm"), ("asyncio", "tcp")]
+KINDS = ["shm", "tcp", "gloo", "device"]
 # At once, however busy the machine: a silent peer would be given up after this time.
 NOT_BY_SILENCE_S = 0.8 * ConnectionConfig().idle_timeout_s
 
@@ -46,10 +49,11 @@ def child(*args: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def receiving_child(kind: str) -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
-    with child("receive", kind) as process:
+def receiving_child() -> Iterator[tuple[subprocess.Popen[str], dict[str, Endpoint]]]:
+    with child("receive", ",".join(KINDS)) as process:
         assert process.stdout is not None
-        yield process, Endpoint(**json.loads(process.stdout.readline()))
+        endpoints = [Endpoint(**endpoint) for endpoint in json.loads(process.stdout.readline())]
+        yield process, dict(zip(KINDS, endpoints, strict=True))
 
 
 @asynccontextmanager
@@ -86,13 +90,12 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("kind", KINDS)
-def test_slabs_arrive_to_the_bit(kind: str) -> None:
+def test_slabs_arrive_to_the_bit() -> None:
     rng = random.Random(3)
     payloads = {str(size): rng.randbytes(size) for size in (1, 4097, 65_536, 999_999, 16 * MIB)}
     payloads |= {str(64 * MIB): rng.randbytes(MIB) * 64}
 
-    async def scenario(endpoint: Endpoint) -> None:
+    async def scenario(kind: str, endpoint: Endpoint) -> None:
         async with transport(kind) as own:
             link = await own.connect(endpoint, timeout_s=HANGS_S)
             sending = asyncio.gather(*(send(link, name, payload) for name, payload in payloads.items()))
@@ -100,58 +103,67 @@ def test_slabs_arrive_to_the_bit(kind: str) -> None:
                 answer = (await link.receive()).message
                 assert isinstance(answer, Ended)
                 name, received = answer.request_id.split()
-                assert received == digest(payloads[name])
+                assert received == digest(payloads[name]), kind
             await sending
 
-    with receiving_child(kind) as (_, endpoint):
-        run_on("uvloop", scenario(endpoint))
+    with receiving_child() as (_, endpoints):
+        for kind in KINDS:
+            run_on("uvloop", scenario(kind, endpoints[kind]))
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize(("loop_kind", "kind"), LOOPS_AND_KINDS)
-def test_a_sender_notices_at_once_that_its_receiver_was_killed(kind: str, loop_kind: str) -> None:
+@pytest.mark.parametrize("loop_kind", ["uvloop", "asyncio"])
+def test_a_sender_notices_at_once_that_its_receiver_was_killed(loop_kind: str) -> None:
     async def stream(link: Link) -> None:
         for number in range(1_000_000):
             await send(link, str(number), bytes(MIB))
 
-    async def scenario(process: subprocess.Popen[str], endpoint: Endpoint) -> None:
+    async def scenario(kind: str, endpoint: Endpoint, all_stream: asyncio.Barrier, kill: Callable[[], None]) -> None:
         async with transport(kind, SlabConfig(slab_bytes=MIB, num_slabs=4)) as own:
             link = await own.connect(endpoint, timeout_s=HANGS_S)
             streaming = asyncio.create_task(stream(link))
             for _ in range(5):
                 await link.receive()
-            process.send_signal(signal.SIGKILL)
+            await all_stream.wait()
+            kill()
             with pytest.raises(LinkClosedError, match=r"child.*lost"):
                 await asyncio.wait_for(streaming, NOT_BY_SILENCE_S)
             with pytest.raises(LinkClosedError):
                 while True:
                     await link.receive()
 
-    with receiving_child(kind) as (process, endpoint):
-        run_on(loop_kind, scenario(process, endpoint))
+    async def all_kinds(process: subprocess.Popen[str], endpoints: dict[str, Endpoint]) -> None:
+        barrier, kill = asyncio.Barrier(len(KINDS)), partial(process.send_signal, signal.SIGKILL)
+        await asyncio.gather(*(scenario(kind, endpoints[kind], barrier, kill) for kind in KINDS))
+
+    with receiving_child() as (process, endpoints):
+        run_on(loop_kind, all_kinds(process, endpoints))
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize(("loop_kind", "kind"), LOOPS_AND_KINDS)
-def test_a_receiver_notices_at_once_that_its_sender_was_killed(kind: str, loop_kind: str) -> None:
+@pytest.mark.parametrize("loop_kind", ["uvloop", "asyncio"])
+def test_a_receiver_notices_at_once_that_its_sender_was_killed(loop_kind: str) -> None:
     async def scenario() -> None:
-        killed, noticed = asyncio.Event(), asyncio.Event()
+        all_hold, noticed = asyncio.Barrier(len(KINDS) + 1), asyncio.Barrier(len(KINDS) + 1)
 
         async def serve(link: Link) -> None:
             held = [await link.receive() for _ in range(2)]
-            process.send_signal(signal.SIGKILL)
-            killed.set()
+            await all_hold.wait()
             with contextlib.suppress(LinkClosedError):
                 while True:
                     check(await link.receive())
             for delivery in held:  # what was handed over stays whole without its sender
                 check(delivery)
-            noticed.set()
+            await noticed.wait()
 
-        async with transport(kind, SlabConfig(slab_bytes=MIB, num_slabs=4)) as own:
-            endpoint = await own.listen(serve)
-            with child("send", kind, json.dumps(asdict(endpoint))) as process:
-                await killed.wait()
+        async with contextlib.AsyncExitStack() as stack:
+            few = SlabConfig(slab_bytes=MIB, num_slabs=4)
+            transports = [await stack.enter_async_context(transport(kind, few)) for kind in KINDS]
+            endpoints = [await own.listen(serve) for own in transports]
+            told = json.dumps([asdict(endpoint) for endpoint in endpoints])
+            with child("send", ",".join(KINDS), told) as process:
+                await all_hold.wait()
+                process.send_signal(signal.SIGKILL)
                 await asyncio.wait_for(noticed.wait(), NOT_BY_SILENCE_S)
 
     run_on(loop_kind, scenario())
@@ -159,8 +171,7 @@ def test_a_receiver_notices_at_once_that_its_sender_was_killed(kind: str, loop_k
 
 def check(delivery: Delivery) -> None:
     assert isinstance(delivery.message, Ended)
-    assert delivery.payload is not None
-    assert delivery.payload == bytes([int(delivery.message.request_id) % 251]) * MIB
+    assert content(delivery) == bytes([int(delivery.message.request_id) % 251]) * MIB
     delivery.release()
 
 

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.transports.device import DeviceTransport
 from kv_transfer.transports.distributed import DistributedTransport
 from kv_transfer.transports.group_ends import DistributedConfig
 from kv_transfer.transports.inproc import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryTransport
 from kv_transfer.transports.tcp import TcpConfig, TcpTransport
+from tests.device_memory import device_memory
 from tests.transport_conformance import SMALL, MakeTransport, TransportConformance
 
 
@@ -30,6 +33,29 @@ class TestTcp(TransportConformance):
             return TcpTransport(identity, TcpConfig(slabs=slabs))
 
         return make
+
+
+class TestDeviceMemory(TransportConformance):
+    """Of the GPU, where there is one."""
+
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return DeviceTransport(identity, device_memory(), SharedMemoryConfig(slabs=slabs))
+
+        return make
+
+
+if torch.cuda.device_count() > 1:
+
+    class TestNccl(TransportConformance):
+        @pytest.fixture
+        def make(self) -> MakeTransport:
+            def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+                device = torch.device("cuda", 0 if identity.worker_id.startswith("prefill") else 1)
+                return DistributedTransport(identity, DistributedConfig(slabs=slabs, device=device))
+
+            return make
 
 
 class TestGloo(TransportConformance):

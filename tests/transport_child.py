@@ -1,7 +1,7 @@
-"""The other process of the transport tests: `python -m tests.transport_child receive|send KIND [ENDPOINT]`.
+"""The other process of the transport tests: `python -m tests.transport_child receive|send KIND,... [ENDPOINTS]`.
 
-`receive` listens, prints its endpoint, and answers each slab with its name and digest. `send` connects and sends slabs
-without end.
+`receive` listens by each kind, prints the endpoints, and answers each slab with its name and digest. `send` connects to
+each and sends slabs without end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import cast
 
@@ -20,9 +21,11 @@ from kv_transfer.messages import Ended, Endpoint
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choosing import TransportKind, open_transport
+from kv_transfer.transports.device import DeviceTransport
 from kv_transfer.transports.group_ends import DistributedConfig
 from kv_transfer.transports.shm import SharedMemoryConfig
 from kv_transfer.transports.tcp import TcpConfig
+from tests.device_memory import device_memory
 from tests.slab_content import content
 from tests.slab_content import send as send_slab
 
@@ -31,9 +34,12 @@ SLABS = SlabConfig(slab_bytes=64 * MIB, num_slabs=3)
 
 
 def make_transport(kind: str, worker_id: str, slabs: SlabConfig = SLABS) -> Transport:
+    identity = Identity(worker_id=worker_id, node_id="a", secret=b"secret", compatibility={"model": "x"})
+    if kind == "device":
+        return DeviceTransport(identity, device_memory(), SharedMemoryConfig(slabs=slabs))
     return open_transport(
         cast(TransportKind, kind),
-        Identity(worker_id=worker_id, node_id="a", secret=b"secret", compatibility={"model": "x"}),
+        identity,
         host="127.0.0.1",
         shm=SharedMemoryConfig(slabs=slabs),
         tcp=TcpConfig(slabs=slabs),
@@ -54,9 +60,9 @@ async def answer_with_digests(link: Link) -> None:
         await link.send(Ended(request_id=answer))
 
 
-async def receive(kind: str) -> None:
-    endpoint = await make_transport(kind, "child").listen(answer_with_digests)
-    print(json.dumps(asdict(endpoint)), flush=True)
+async def receive(kinds: Sequence[str]) -> None:
+    endpoints = [await make_transport(kind, "child").listen(answer_with_digests) for kind in kinds]
+    print(json.dumps([asdict(endpoint) for endpoint in endpoints]), flush=True)
     await asyncio.Event().wait()
 
 
@@ -66,6 +72,13 @@ async def send(kind: str, endpoint: Endpoint) -> None:
         await send_slab(link, str(number), bytes([number % 251]) * MIB)
 
 
+async def send_all(kinds: Sequence[str], endpoints: Sequence[Endpoint]) -> None:
+    await asyncio.gather(*(send(kind, endpoint) for kind, endpoint in zip(kinds, endpoints, strict=True)))
+
+
 if __name__ == "__main__":
-    role, kind = sys.argv[1:3]
-    uvloop.run(receive(kind) if role == "receive" else send(kind, Endpoint(**json.loads(sys.argv[3]))))
+    role, kinds = sys.argv[1], sys.argv[2].split(",")
+    if role == "receive":
+        uvloop.run(receive(kinds))
+    else:
+        uvloop.run(send_all(kinds, [Endpoint(**endpoint) for endpoint in json.loads(sys.argv[3])]))

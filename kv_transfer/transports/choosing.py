@@ -10,23 +10,25 @@ import torch
 
 from engine.devices import CPU
 from kv_transfer.transports.base import Identity
+from kv_transfer.transports.device import DeviceCarrier
 from kv_transfer.transports.distributed import DistributedCarrier
 from kv_transfer.transports.group_ends import DistributedConfig
 from kv_transfer.transports.shm import SharedMemoryCarrier, SharedMemoryConfig
 from kv_transfer.transports.sockets import Carrier, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpConfig
 
-TransportKind = Literal["auto", "nccl", "gloo", "shm", "tcp"]
+TransportKind = Literal["auto", "cuda_ipc", "nccl", "gloo", "shm", "tcp"]
 
 # The carriers of each kind, in the order in which they are tried.
 _CARRIERS: Final[Mapping[TransportKind, tuple[str, ...]]] = {
     "auto": ("shm", "tcp"),
+    "cuda_ipc": ("device", "shm", "tcp"),
     "nccl": ("groups", "tcp"),
     "gloo": ("groups", "tcp"),
     "shm": ("shm",),
     "tcp": ("tcp",),
 }
-_DEVICE_OF: Final = {"nccl": "cuda", "gloo": "cpu"}
+_DEVICE_OF: Final = {"cuda_ipc": "cuda", "nccl": "cuda", "gloo": "cpu"}
 
 
 def open_transport(
@@ -42,8 +44,8 @@ def open_transport(
 ) -> SocketTransport:
     """A transport whose one listener serves every kind it can dial, for KV on `device`.
 
-    `auto` dials shared memory where the peer's endpoint is on our node and lets us map it, TCP otherwise. `nccl` and
-    `gloo` dial TCP where no process group can be made.
+    `auto` dials shared memory where the peer's endpoint is on our node and lets us map it, TCP otherwise. `cuda_ipc`
+    does so where the two ends do not use one GPU; `nccl` and `gloo` dial TCP where no process group can be made.
     """
     if kind not in _CARRIERS:
         raise ValueError(f"There is no transport {kind!r}: it must be {', '.join(get_args(TransportKind))}.")
@@ -51,9 +53,16 @@ def open_transport(
     if device.type != wanted:
         raise ValueError(f"The transport {kind!r} is for KV on a {wanted} device, and this worker's is on {device}.")
     makers: dict[str, Callable[[], Carrier]] = {
+        "device": lambda: _on_gpu(identity, device, shm or SharedMemoryConfig()),
         "shm": lambda: SharedMemoryCarrier(identity, shm or SharedMemoryConfig()),
         "tcp": lambda: TcpCarrier(identity, tcp or TcpConfig()),
         "groups": lambda: DistributedCarrier(identity, replace(groups or DistributedConfig(), device=device)),
     }
     carriers = [makers[name]() for name in _CARRIERS[kind]]
     return SocketTransport(identity, carriers, host=host, advertised_host=advertised_host)
+
+
+def _on_gpu(identity: Identity, device: torch.device, config: SharedMemoryConfig) -> DeviceCarrier:
+    from kv_transfer.transports.cuda_memory import CudaMemory
+
+    return DeviceCarrier(identity, CudaMemory(device), config)

@@ -133,6 +133,8 @@ class Outgoing:
 
     def close(self, reason: str) -> None:
         self.pool.close(reason)
+        while self._announced:
+            self._announced.popitem()[1].discard()
         self._store.close(reason)
         self.on_joined(reason)
         self._lane.abort()

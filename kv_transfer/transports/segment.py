@@ -12,12 +12,14 @@ import fcntl
 import mmap
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from engine.devices import Pin
 from kv_transfer.mappings import map_memory
 from kv_transfer.messages import SegmentOffer
+from kv_transfer.transports.base import SlabBytes
 
 # linux/fcntl.h, since 5.1; this Python does not name it.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
@@ -27,12 +29,54 @@ class SegmentError(Exception):
     """The segment cannot be made or mapped; a sentence says why."""
 
 
+class Segment(Protocol):
+    """Memory of this process. `view` is writable; the memory is freed with the last mapping of it, here or there."""
+
+    @property
+    def view(self) -> SlabBytes: ...
+
+    def offer(self) -> SegmentOffer:
+        """What a peer needs to map it. Raises SegmentError."""
+        ...
+
+    def close_file(self) -> None:
+        """The peer has mapped it, or will not; idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Unmap, as soon as no slab of it is in use."""
+        ...
+
+
+class Segments(Protocol):
+    """How segments of one kind are made and mapped. Both raise SegmentError."""
+
+    def make(self, num_bytes: int) -> Segment: ...
+
+    def map(self, offer: SegmentOffer) -> SlabBytes:
+        """The peer's segment; unmapped with the last view of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcSegments:
+    """Memory files, which peers open through /proc."""
+
+    pin: Pin | None = None
+
+    def make(self, num_bytes: int) -> OwnSegment:
+        return OwnSegment(num_bytes, self.pin)
+
+    def map(self, offer: SegmentOffer) -> memoryview:
+        return map_segment(offer, self.pin)
+
+
 def supported() -> bool:
     return hasattr(os, "memfd_create")
 
 
 class OwnSegment:
-    """A segment of this process. `view` is writable; the memory is freed with the last mapping of it, here or there."""
+    """A `Segment` in a memory file."""
 
     def __init__(self, num_bytes: int, pin: Pin | None = None) -> None:
         self._name = f"legato-{secrets.token_hex(8)}"
@@ -50,17 +94,24 @@ class OwnSegment:
             os.close(self._fd)
             raise self._failure(error) from error
 
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def file(self) -> int:
+        """Its descriptor, until `close_file`."""
+        return self._fd
+
     def offer(self) -> SegmentOffer:
         return SegmentOffer(pid=os.getpid(), fd=self._fd, name=self._name, num_bytes=self._num_bytes)
 
     def close_file(self) -> None:
-        """Once the peer has mapped it, the mappings keep the memory."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def close(self) -> None:
-        """Unmap, as soon as no slab of it is in use."""
         self.close_file()
         self.view = memoryview(b"")
 
@@ -82,12 +133,18 @@ def map_segment(offer: SegmentOffer, pin: Pin | None = None) -> memoryview:
             "machine, as the same user and in the same process namespace."
         ) from error
     try:
+        return map_file(fd, offer, pin)
+    finally:
+        os.close(fd)
+
+
+def map_file(fd: int, offer: SegmentOffer, pin: Pin | None = None) -> memoryview:
+    """What a descriptor of ours that is said to be the peer's segment shows, read-only. The descriptor stays ours."""
+    try:
         _check_segment(fd, offer)
         return map_memory(fd, offer.num_bytes, pin, prot=mmap.PROT_READ)
     except (OSError, ValueError, OverflowError) as error:
         raise SegmentError(f"The peer's shared memory cannot be mapped: {error}.") from error
-    finally:
-        os.close(fd)
 
 
 def _check_segment(fd: int, offer: SegmentOffer) -> None:

@@ -1,7 +1,8 @@
 """KV between processes of one node: slabs lie in memory that both map, and only announcements travel.
 
-Each end owns the segment that it sends from; the other end maps it read-only. A slab is free again when the receiver
-says so. Announcements go over a connection, whose end is the link's end: the segments go with it.
+Each end owns the segment that it sends from; the other end maps it to read. What kind of memory that is, and how it is
+mapped, is the business of `Segments`: this transport's are memory files. A slab is free again when the receiver says
+so. Announcements go over a connection, whose end is the link's end: the segments go with it.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from engine.devices import Pin
 from kv_transfer.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.frames import FrameLimits
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.meeting import Meeting, dial
 from kv_transfer.messages import Endpoint, Message, SegmentAnswer, SegmentOffer, SlabsFreed
 from kv_transfer.slabs import PooledSlab, SlabConfig, SlabPool
-from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, Slab
+from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, Slab, SlabBytes
 from kv_transfer.transports.delivering import deliver, delivery_of
-from kv_transfer.transports.segment import OwnSegment, SegmentError, map_segment, supported
+from kv_transfer.transports.segment import ProcSegments, SegmentError, Segments, supported
 from kv_transfer.transports.sockets import CarrierUnavailableError, SocketTransport
 
 PURPOSE: Final = "kv-shm"
@@ -39,13 +39,17 @@ class SharedMemoryConfig:
 class _Outgoing:
     """Our segment: its slabs, and which of them the peer still reads."""
 
-    def __init__(self, config: SlabConfig, post: Callable[[Message], None]) -> None:
+    def __init__(self, config: SlabConfig, segments: Segments, post: Callable[[Message], None]) -> None:
         self._config = config
-        self._segment = OwnSegment(config.arena_bytes, config.pin)
+        self._segment = segments.make(config.arena_bytes)
         self.pool = SlabPool(self._segment.view, config)
-        self._announced: dict[int, PooledSlab[memoryview]] = {}
+        self._announced: dict[int, PooledSlab[SlabBytes]] = {}
         self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        post(self._segment.offer())
+        try:
+            post(self._segment.offer())
+        except SegmentError:
+            self._segment.close()
+            raise
 
     async def mapped(self) -> None:
         """Wait for the peer to map it. Raises CarrierUnavailableError with its words if it cannot."""
@@ -59,7 +63,7 @@ class _Outgoing:
         if not self._answer.done():
             self._answer.set_result(refusal)
 
-    def announce(self, slab: PooledSlab[memoryview]) -> bytes:
+    def announce(self, slab: PooledSlab[SlabBytes]) -> bytes:
         self._announced[slab.index] = slab
         return _PLACE.pack(slab.index, slab.index * self._config.stride_bytes, len(slab.view))
 
@@ -74,6 +78,8 @@ class _Outgoing:
 
     def close(self, reason: str) -> None:
         self.pool.close(reason)
+        while self._announced:
+            self._announced.popitem()[1].discard()
         self.on_answer(reason)
         self._segment.close()
 
@@ -81,10 +87,10 @@ class _Outgoing:
 class _Incoming:
     """The peer's segment as mapped here, and the slabs of it that we are done with."""
 
-    def __init__(self, post: Callable[[Message], None], pin: Pin | None) -> None:
+    def __init__(self, segments: Segments, post: Callable[[Message], None]) -> None:
         self._post = post
-        self._pin = pin
-        self._segment: memoryview | None = None
+        self._segments = segments
+        self._segment: SlabBytes | None = None
         self._loop = asyncio.get_running_loop()
         self._home = HomeLoop()
         self._freed: list[int] = []
@@ -92,7 +98,7 @@ class _Incoming:
     def on_offer(self, offer: SegmentOffer) -> None:
         refusal = None
         try:
-            self._segment = map_segment(offer, self._pin)
+            self._segment = self._segments.map(offer)
         except SegmentError as error:
             refusal = str(error)
         self._post(SegmentAnswer(refusal=refusal))
@@ -106,6 +112,10 @@ class _Incoming:
             return None
         payload = self._segment[offset : offset + length]
         return delivery_of(message, payload, partial(self._home.run, self._free, slab))
+
+    def close(self) -> None:
+        """Unmap it, as soon as no delivery needs it: memory of a GPU should not wait for the garbage collector."""
+        self._segment = None
 
     def _free(self, slab: int) -> None:
         """Frees of one turn of the loop go in one message."""
@@ -121,16 +131,17 @@ class _Incoming:
 class SharedMemoryLink:
     """One end of a link."""
 
-    def __init__(self, meeting: Meeting, config: SharedMemoryConfig) -> None:
+    def __init__(self, meeting: Meeting, config: SharedMemoryConfig, segments: Segments) -> None:
         """Use `open_link`."""
         self._slabs = config.slabs
+        self._segments = segments
         self._peer_id = meeting.peer.worker_id
         self._connection = Connection(
             meeting,
             replace(config.connection, limits=FrameLimits(payload_bytes=_PLACE.size)),
             Hooks(intercept=self._on_message, on_closed=self._on_closed),
         )
-        self._incoming = _Incoming(self._connection.post, config.slabs.pin)
+        self._incoming = _Incoming(segments, self._connection.post)
         self._outgoing: _Outgoing | None = None
 
     async def open(self) -> None:
@@ -144,18 +155,18 @@ class SharedMemoryLink:
     def closed(self) -> str | None:
         return self._connection.closed
 
-    async def offer_segment(self) -> SlabPool[memoryview]:
+    async def offer_segment(self) -> SlabPool[SlabBytes]:
         """Our slabs, once the peer has mapped them. The first call makes them."""
         self._check_open()
         if self._outgoing is None:
             try:
-                self._outgoing = _Outgoing(self._slabs, self._connection.post)
+                self._outgoing = _Outgoing(self._slabs, self._segments, self._connection.post)
             except SegmentError as error:
                 raise CarrierUnavailableError(str(error)) from error
         await self._outgoing.mapped()
         return self._outgoing.pool
 
-    async def acquire(self, num_bytes: int) -> PooledSlab[memoryview]:
+    async def acquire(self, num_bytes: int) -> PooledSlab[SlabBytes]:
         return await (await self.offer_segment()).acquire(num_bytes)
 
     async def send(self, message: Message, slab: Slab | None = None) -> None:
@@ -183,6 +194,7 @@ class SharedMemoryLink:
 
     async def close(self, reason: str) -> None:
         self._connection.close(reason)
+        self._incoming.close()
         await self._connection.wait_closed()
 
     def _check_open(self) -> None:
@@ -230,21 +242,12 @@ class SharedMemoryCarrier:
 
     async def dial(self, endpoint: Endpoint, timeout_s: float) -> SharedMemoryLink:
         meeting = await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s)
-        link = await open_link(meeting, self._config)
-        try:
-            # Whoever dials will send; and only now is there another carrier to fall back on.
-            async with asyncio.timeout(timeout_s):
-                await link.offer_segment()
-        except TimeoutError as error:
-            await link.close("the answer to an offer of shared memory came too late")
-            raise TimeoutError(f"{link.peer_id} did not map shared memory within {timeout_s:g} s.") from error
-        except BaseException as error:
-            await link.close(f"shared memory cannot be used: {error}")
-            raise
+        link = await self.accept(meeting)
+        await offer_in_time(link, timeout_s)
         return link
 
     async def accept(self, meeting: Meeting) -> SharedMemoryLink:
-        return await open_link(meeting, self._config)
+        return await open_link(meeting, self._config, ProcSegments(self._config.slabs.pin))
 
     def close(self) -> None:
         pass
@@ -259,7 +262,20 @@ class SharedMemoryTransport(SocketTransport):
         super().__init__(identity, [SharedMemoryCarrier(identity, config or SharedMemoryConfig())], host=host)
 
 
-async def open_link(meeting: Meeting, config: SharedMemoryConfig) -> SharedMemoryLink:
-    link = SharedMemoryLink(meeting, config)
+async def open_link(meeting: Meeting, config: SharedMemoryConfig, segments: Segments) -> SharedMemoryLink:
+    link = SharedMemoryLink(meeting, config, segments)
     await link.open()
     return link
+
+
+async def offer_in_time(link: SharedMemoryLink, timeout_s: float) -> None:
+    """Whoever dials will send; and only when it dials is there another carrier to fall back on."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await link.offer_segment()
+    except TimeoutError as error:
+        await link.close("the answer to an offer of shared memory came too late")
+        raise TimeoutError(f"{link.peer_id} did not map shared memory within {timeout_s:g} s.") from error
+    except BaseException as error:
+        await link.close(f"shared memory cannot be used: {error}")
+        raise
