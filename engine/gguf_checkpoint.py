@@ -1,14 +1,14 @@
-"""A GGUF file becomes a Hugging Face checkpoint folder in bfloat16.
+"""A GGUF file becomes a Hugging Face checkpoint folder: in bfloat16, or with its blocks left where they are.
 
 Knows how two architectures lie in a GGUF file (Llama and Gemma 3) and undoes what llama.cpp's converter did to them:
 quantised blocks, permuted query and key rows, norm weights with one added. Knows nothing of downloads and caches; it
-reads one file and writes one folder. Tokenizers are in `engine.gguf_tokenizer`.
+reads one file and writes one folder. Tokenizers are in `engine.gguf_tokenizer`, blocks in `engine.gguf_blocks`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from engine.gguf_blocks import quantised_weight
 from engine.gguf_tokenizer import write_tokenizer
+from kernels.quantised_weight import QuantisedWeight
 
 Array = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.int64]
 Metadata = dict[str, Any]
 
 _TENSOR_NAMES = {
@@ -46,11 +49,15 @@ _PROGRESS_STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What is particular to one architecture: its config, its norms' names, and how to restore a tensor's values."""
+    """What is particular to one architecture: its config, its norms' names, and how tensors were changed.
+
+    `row_order`: from which row of a tensor in the file each row comes; None: they are as they were.
+    """
 
     config: Callable[[Metadata], dict[str, Any]]
     norm_names: dict[str, str]
-    restore: Callable[[str, Array, Metadata], Array]
+    row_order: Callable[[str, int, Metadata], Rows | None]
+    norm_offset: float  # added to norm weights
 
 
 def convert_gguf(gguf_file: Path, folder: Path, *, progress: Callable[[str], None]) -> None:
@@ -59,29 +66,73 @@ def convert_gguf(gguf_file: Path, folder: Path, *, progress: Callable[[str], Non
     Raises ValueError for an architecture other than Llama and Gemma 3.
     """
     reader = gguf.GGUFReader(gguf_file)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    name = metadata["general.architecture"]
-    architecture = _ARCHITECTURES.get(name)
-    if architecture is None:
-        raise ValueError(f"{gguf_file.name} holds a model of architecture {name!r}; known are {list(_ARCHITECTURES)}")
+    metadata = _metadata(reader)
+    architecture = _architecture(metadata, gguf_file)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(_tensors(reader, architecture, metadata, progress))
+    tensors = dict(_converted(reader, architecture, metadata, progress))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_configs(folder, architecture, metadata, tied="lm_head.weight" not in tensors)
     write_tokenizer(metadata, folder)
 
 
-def _tensors(
+def describe_gguf(gguf_file: Path, folder: Path) -> None:
+    """Write all that `convert_gguf` writes but the weights into `folder`, which exists. Raises the same."""
+    reader = gguf.GGUFReader(gguf_file)
+    metadata = _metadata(reader)
+    architecture = _architecture(metadata, gguf_file)
+    names = {hugging_face_name(tensor.name, architecture.norm_names) for tensor in reader.tensors}
+    _write_configs(folder, architecture, metadata, tied="lm_head.weight" not in names)
+    write_tokenizer(metadata, folder)
+
+
+def stored_gguf_tensors(gguf_file: Path) -> Iterator[tuple[str, torch.Tensor | QuantisedWeight]]:
+    """Each tensor by its name in a checkpoint, as the converter found it: blocks where `gguf_blocks` knows their kind,
+    else float32. Raises ValueError for an architecture or a tensor that is not known."""
+    reader = gguf.GGUFReader(gguf_file)
+    metadata = _metadata(reader, {"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"})
+    architecture = _architecture(metadata, gguf_file)
+    for tensor in reader.tensors:
+        name = hugging_face_name(tensor.name, architecture.norm_names)
+        weight = None if tensor.name.endswith("norm.weight") else quantised_weight(tensor.data, tensor.tensor_type)
+        if weight is None:
+            yield name, torch.from_numpy(_restored(tensor, architecture, metadata))
+            continue
+        order = architecture.row_order(tensor.name, weight.shape[0], metadata)
+        yield name, weight if order is None else weight.rows(torch.from_numpy(order))
+
+
+def _metadata(reader: Any, without: Set[str] = frozenset()) -> Metadata:
+    return {name: field.contents() for name, field in reader.fields.items() if name not in without}
+
+
+def _architecture(metadata: Metadata, gguf_file: Path) -> Architecture:
+    """Raises ValueError."""
+    name = metadata["general.architecture"]
+    if name not in _ARCHITECTURES:
+        raise ValueError(f"{gguf_file.name} holds a model of architecture {name!r}; known are {list(_ARCHITECTURES)}")
+    return _ARCHITECTURES[name]
+
+
+def _converted(
     reader: Any, architecture: Architecture, metadata: Metadata, progress: Callable[[str], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     num_tensors = len(reader.tensors)
     step = max(1, num_tensors // _PROGRESS_STEPS)
     for index, tensor in enumerate(reader.tensors, start=1):
-        values = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        restored = np.require(architecture.restore(tensor.name, values, metadata), requirements=["C", "W"])
+        restored = _restored(tensor, architecture, metadata)
         yield hugging_face_name(tensor.name, architecture.norm_names), torch.from_numpy(restored).to(torch.bfloat16)
         if index % step == 0:
             progress(f"  {index} of {num_tensors} tensors converted")
+
+
+def _restored(tensor: Any, architecture: Architecture, metadata: Metadata) -> Array:
+    values = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+    order = architecture.row_order(tensor.name, len(values), metadata)
+    if order is not None:
+        values = values[order]
+    if tensor.name.endswith("norm.weight"):
+        values = values + architecture.norm_offset
+    return np.require(values, requirements=["C", "W"])
 
 
 def hugging_face_name(name: str, norm_names: dict[str, str]) -> str:
@@ -137,17 +188,13 @@ def _llama_config(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _restore_llama(name: str, values: Array, metadata: Metadata) -> Array:
-    """llama.cpp rotates neighbouring rows of a head, Hugging Face the two halves; so query and key rows are permuted.
-
-    values: [heads * head_dim, hidden]
-    """
+def _llama_row_order(name: str, num_rows: int, metadata: Metadata) -> Rows | None:
+    """llama.cpp rotates neighbouring rows of a head, Hugging Face the two halves: query and key rows are permuted."""
     heads_key = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(name.split(".")[-2])
     if heads_key is None:
-        return values
+        return None
     num_heads = metadata[f"llama.attention.{heads_key}"]
-    rows, columns = values.shape
-    return values.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
@@ -170,14 +217,12 @@ def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _restore_gemma3(name: str, values: Array, metadata: Metadata) -> Array:
-    """Gemma scales by `1 + weight`; llama.cpp stores the sum."""
-    return values - 1 if name.endswith("norm.weight") else values
-
-
 _ARCHITECTURES = {
     "llama": Architecture(
-        config=_llama_config, norm_names={"ffn_norm": "post_attention_layernorm"}, restore=_restore_llama
+        config=_llama_config,
+        norm_names={"ffn_norm": "post_attention_layernorm"},
+        row_order=_llama_row_order,
+        norm_offset=0.0,
     ),
     "gemma3": Architecture(
         config=_gemma3_config,
@@ -186,6 +231,7 @@ _ARCHITECTURES = {
             "ffn_norm": "pre_feedforward_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
-        restore=_restore_gemma3,
+        row_order=lambda name, num_rows, metadata: None,
+        norm_offset=-1.0,  # Gemma scales by `1 + weight`; llama.cpp stores the sum
     ),
 }

@@ -1,8 +1,9 @@
 """Where a model's files are: a name becomes a local folder that holds everything the engine reads.
 
 The folder holds config.json, *.safetensors, the tokenizer, and where the model has them generation_config.json and a
-chat template. Built-in models are converted once into the cache folder; local folders are used as they are; anything
-like `owner/name` is fetched from the Hugging Face hub, without a single file that could carry code.
+chat template. Built-in models are converted once into the cache folder; local folders are used as they are; a GGUF file
+gets a folder in the cache that points to it; anything like `owner/name` is fetched from the Hugging Face hub, without a
+single file that could carry code.
 
     python -m engine.model_store smollm2-135m-instruct      # prints the folder
 """
@@ -29,6 +30,8 @@ from engine.builtin_models import (
     build_checkpoint,
 )
 from engine.checkpoint_manifest import find_fault
+from engine.gguf_store import gguf_folder, gguf_in
+from engine.weights import GGUF_NAME
 from kernels.cache_folder import default_cache_dir
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -63,7 +66,8 @@ def resolve_model(
     progress: Callable[[str], None] = print_progress,
     verify: bool = False,
 ) -> Path:
-    """The local folder of a model: a built-in name, a Hugging Face checkpoint folder, or a hub id `owner/name`.
+    """The local folder of a model: a built-in name, a Hugging Face checkpoint folder, a GGUF file or the folder of one,
+    or a hub id `owner/name`.
 
     `verify` compares the checksums of a built-in model's files, not only their sizes; a faulty folder is replaced.
     Raises ValueError for a reference that names nothing usable, ModelUnavailableError when fetching it failed.
@@ -71,13 +75,16 @@ def resolve_model(
     if ref in BUILTIN_MODELS:
         return _resolve_builtin(BUILTIN_MODELS[ref], cache_dir or default_cache_dir(), progress, verify)
     folder = Path(ref).expanduser()
+    gguf_file = gguf_in(folder) if ref else None
+    if gguf_file is not None:
+        return gguf_folder(gguf_file, cache_dir or default_cache_dir())
     if ref and folder.is_dir():
         return _require_checkpoint(folder)
     if _HUB_ID.fullmatch(ref):
         return _require_checkpoint(_fetch_from_hub(ref, cache_dir, progress))
     raise ValueError(
         f"model {ref!r} is not known: give a built-in name ({', '.join(BUILTIN_MODELS)}), the path of an existing "
-        "folder with a Hugging Face checkpoint, or a hub id such as Qwen/Qwen3-0.6B"
+        "folder with a Hugging Face checkpoint, of a GGUF file, or a hub id such as Qwen/Qwen3-0.6B"
     )
 
 
@@ -132,7 +139,7 @@ def _install(model: BuiltinModel, folder: Path, progress: Callable[[str], None])
 def _require_checkpoint(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no Hugging Face checkpoint: config.json is missing")
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")) and not (folder / GGUF_NAME).exists():
         raise ValueError(f"{folder} has no *.safetensors file; weights of other kinds can carry code and are not read")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json must be there")

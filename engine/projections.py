@@ -18,10 +18,9 @@ def pack_projections(
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
     if len(quantised) == len(weights):
         return kernels.pack_quantised(side_by_side(quantised), bias, dtype)
-    tensors = [_tensor(weight, dtype) for weight in weights]
+    device = next((weight.device for weight in weights if isinstance(weight, Tensor)), None)
+    tensors = [
+        weight.dequantise(dtype).to(device) if isinstance(weight, QuantisedWeight) else weight for weight in weights
+    ]
     # An output layer may lie where the embedding lies: no copy of a single one.
     return kernels.pack_linear(tensors[0] if len(tensors) == 1 else torch.cat(tensors), bias)
-
-
-def _tensor(weight: Tensor | QuantisedWeight, dtype: torch.dtype) -> Tensor:
-    return weight.dequantise(dtype) if isinstance(weight, QuantisedWeight) else weight

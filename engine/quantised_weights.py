@@ -5,14 +5,29 @@ Knows which tensors are projections, and which kinds of checkpoints there are; n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.devices import CPU
 from engine.model_config import ModelConfig
 from engine.quantisation import Quantisation
-from engine.weights import AnyWeights, MixedWeights, load_weights, require_loadable, stored_tensors
+from engine.weights import (
+    GGUF_NAME,
+    AnyWeights,
+    MixedWeights,
+    complain,
+    expected_shapes,
+    load_weights,
+    require_loadable,
+    stored_tensors,
+)
+from kernels.quantised_weight import QuantisedWeight
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 
 
 def load_mixed_weights(
@@ -24,18 +39,61 @@ def load_mixed_weights(
     device: torch.device = CPU,
 ) -> AnyWeights:
     """Every tensor of the model. Raises ValueError: see `load_weights` and `Quantisation.quantise`."""
-    if quantisation is None:
+    stored = _stored(folder, config, quantisation)
+    if stored is None:
         return load_weights(folder, config, dtype=dtype, device=device)
     require_loadable(dtype)
     weights: MixedWeights = {}
-    for name, tensor in stored_tensors(folder, config, device=CPU):
-        if is_projection(name):
-            weights[name] = quantisation.quantise(tensor)
-        else:
-            weights[name] = tensor.to(device, dtype).contiguous()
-        if config.tied_embeddings and name == "model.embed_tokens.weight":
-            weights["lm_head.weight"] = quantisation.quantise(tensor)
+    for name, weight in stored:
+        if name == _EMBEDDING and config.tied_embeddings and isinstance(weight, QuantisedWeight):
+            weights[_HEAD] = weight
+        if isinstance(weight, QuantisedWeight) and not is_projection(name):
+            weight = weight.dequantise(dtype)
+        weights[name] = weight.to(device, dtype).contiguous() if isinstance(weight, Tensor) else weight
     return weights
+
+
+def _stored(
+    folder: Path, config: ModelConfig, quantisation: Quantisation | None
+) -> Iterator[tuple[str, Tensor | QuantisedWeight]] | None:
+    """Every tensor as it is, or is to be, quantised. None: none is."""
+    if (folder / GGUF_NAME).exists():
+        _require_unrounded(folder, quantisation)
+        return checked_gguf_tensors(folder / GGUF_NAME, config)
+    return None if quantisation is None else _rounded(folder, config, quantisation)
+
+
+def _rounded(
+    folder: Path, config: ModelConfig, quantisation: Quantisation
+) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
+    for name, tensor in stored_tensors(folder, config):
+        yield name, quantisation.quantise(tensor) if is_projection(name) else tensor
+        if name == _EMBEDDING and config.tied_embeddings:
+            yield _HEAD, quantisation.quantise(tensor)
+
+
+def checked_gguf_tensors(gguf_file: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
+    """Raises ValueError if one lacks, has a wrong shape, or is unknown."""
+    from engine.gguf_checkpoint import stored_gguf_tensors  # takes seconds to import: only who reads such a file pays
+
+    expected = expected_shapes(config)
+    for name, weight in stored_gguf_tensors(gguf_file):
+        if tuple(weight.shape) != expected.pop(name, None):
+            raise ValueError(
+                f"{name} in {gguf_file.resolve()} has the shape {tuple(weight.shape)}, which is not that of the model"
+                " that the file describes; fetch it again"
+            )
+        yield name, weight
+    complain(gguf_file.resolve(), "lacks", sorted(expected))
+
+
+def _require_unrounded(folder: Path, quantisation: Quantisation | None) -> None:
+    """Raises ValueError."""
+    if quantisation is not None:
+        raise ValueError(
+            f"the model in {folder} is quantised already, so model.quantization: {quantisation.name} would round it"
+            " twice; leave it out"
+        )
 
 
 def is_projection(name: str) -> bool:
@@ -49,4 +107,9 @@ def require_whole(folder: Path, quantisation: Quantisation | None) -> None:
         raise ValueError(
             f"a model in {quantisation.name} cannot be divided among processes yet: set tensor_parallel to 1, or leave"
             " model.quantization out"
+        )
+    if (folder / GGUF_NAME).exists():
+        raise ValueError(
+            f"the model in {folder} is quantised, and such a model cannot be divided among processes yet: set"
+            " tensor_parallel to 1"
         )
