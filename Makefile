@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.legato-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: setup serve test test-long check bench gpu-check clean
+.PHONY: setup serve test test-long check bench bench-peers gpu-check clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,13 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# Legato beside llama.cpp, OpenVINO, vLLM and transformers, which the first run installs under ~/.cache/legato/peers
+# (benchmarks/peers/README.md). PEERS="llama.cpp legato" WORK="one_stream" ROUNDS=1 runs a part; CONFIRM=guidellm adds the main
+# rows to the last run as that load generator sees them.
+bench-peers: ROUNDS = 3
+bench-peers: setup
+	$(BIN)/python -m benchmarks.peers --peers "$(PEERS)" --work "$(WORK)" --rounds $(ROUNDS) $(if $(CONFIRM),--confirm)
 
 # On a machine with an NVIDIA GPU: all that waits for one (docs/gpu.md). With that machine's own Python, which has a torch
 # for its driver: nothing is installed. STEPS="kernels speed" runs some of it.

@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import uvloop
@@ -57,22 +58,28 @@ def _body(model: str, prompt: list[int], num_tokens: int) -> bytes:
     return json.dumps(fields).encode()
 
 
-async def _stream(port: int, body: bytes, num_tokens: int) -> RequestTiming:
-    """The last event but one of a stream carries its last text; then come usage and the end mark."""
-    sent_s = time.perf_counter()
+async def stream_chunks(port: int, body: bytes) -> AsyncGenerator[bytes, None]:
+    """The pieces of the answer as they come. Raises AnswerError where there is none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(_head(len(body)) + body)
         await _require_ok(reader)
-        arrivals: list[float] = []
-        head = tail = b""
         while chunk := await _chunk(reader):
-            head = head or chunk
-            if b'"text"' in chunk:
-                arrivals.append(time.perf_counter())
-            tail = (tail + chunk)[-2000:]
+            yield chunk
     finally:
         writer.close()
+
+
+async def _stream(port: int, body: bytes, num_tokens: int) -> RequestTiming:
+    """The last event but one of a stream carries its last text; then come usage and the end mark."""
+    sent_s = time.perf_counter()
+    arrivals: list[float] = []
+    head = tail = b""
+    async for chunk in stream_chunks(port, body):
+        head = head or chunk
+        if b'"text"' in chunk:
+            arrivals.append(time.perf_counter())
+        tail = (tail + chunk)[-2000:]
     _require_usage(tail, num_tokens)
     return RequestTiming(
         sent_s=sent_s,

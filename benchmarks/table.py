@@ -15,6 +15,7 @@ from benchmarks.cells import tail as _tail
 from benchmarks.goodput_table import GOODPUT, decisions_table, goodput_headline, goodput_tables
 from benchmarks.honesty_table import honesty_headline, honesty_tables
 from benchmarks.offload_table import offload_headline, offload_tables
+from benchmarks.peers_table import peers_headline, peers_tables
 from benchmarks.plots import plot_layerkv
 from benchmarks.provenance import ROOT
 from benchmarks.summary import Json
@@ -267,6 +268,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "simulator_honesty": honesty_tables,
     **dict.fromkeys(GOODPUT, goodput_tables),
     "decisions": decisions_table,
+    "peers": peers_tables,
 }
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "engine": lambda results: {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]},
@@ -283,5 +285,6 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "simulator_honesty": honesty_headline,
     **dict.fromkeys(GOODPUT, goodput_headline),
     "decisions": lambda results: {"p99_ms": results["placed"]["p99"]},
+    "peers": peers_headline,
     "transports": lambda results: {"largest_slab": results["rows"][-1]},
 }

