@@ -40,13 +40,13 @@ struct Tile {
   const int32_t* values;  // see `pack_values`
 };
 
-// What becomes of a product of a query and a key: an exponent of two.
+// What becomes of a product of a query and a key: a score, of which `scale` times, which is positive, is an exponent of
+// two.
 struct Exponents {
-  float inner, outer;
+  float inner, scale;
   bool capped;
-  __m512 of(__m512 product) const {
-    if (capped) product = tanh(_mm512_mul_ps(product, _mm512_set1_ps(inner)));
-    return _mm512_mul_ps(product, _mm512_set1_ps(outer));
+  __m512 score(__m512 product) const {
+    return capped ? tanh(_mm512_mul_ps(product, _mm512_set1_ps(inner))) : product;
   }
 };
 
@@ -99,18 +99,20 @@ inline void store_weights(bf16* into, const __m512 (&weights)[kKeyVectors]) {
 template <typename T>
 inline __attribute__((always_inline)) __m512 weigh(const Tile& tile, const Row& row, const Exponents& exponents,
                                                    const __m512 (&products)[kKeyVectors], T* weights) {
-  __m512 exponent[kKeyVectors], weight[kKeyVectors];
+  __m512 score[kKeyVectors], weight[kKeyVectors];
   const uint64_t seen = tokens_seen(row, tile.first);
   for (int64_t v = 0; v < kKeyVectors; ++v) {
-    exponent[v] = exponents.of(products[v]);
+    score[v] = exponents.score(products[v]);
     if (seen != ~0ull) {
       const __mmask16 lanes = static_cast<__mmask16>(seen >> (16 * v));
-      exponent[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes, exponent[v]);
+      score[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes, score[v]);
     }
   }
-  const __m512 larger = _mm512_max_ps(_mm512_max_ps(exponent[0], exponent[1]), _mm512_max_ps(exponent[2], exponent[3]));
-  const float before = row.sums->largest, largest = std::max(before, _mm512_reduce_max_ps(larger));
-  for (int64_t v = 0; v < kKeyVectors; ++v) weight[v] = exp2(_mm512_sub_ps(exponent[v], _mm512_set1_ps(largest)));
+  const __m512 larger = _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]));
+  const float before = row.sums->largest, largest = std::max(before, _mm512_reduce_max_ps(larger) * exponents.scale);
+  for (int64_t v = 0; v < kKeyVectors; ++v) {
+    weight[v] = exp2(_mm512_fmsub_ps(score[v], _mm512_set1_ps(exponents.scale), _mm512_set1_ps(largest)));
+  }
   store_weights(weights, weight);
   const __m512 factor = largest == before ? _mm512_set1_ps(1.0f) : exp2(_mm512_set1_ps(before - largest));
   const __m512 added = _mm512_add_ps(_mm512_add_ps(weight[0], weight[1]), _mm512_add_ps(weight[2], weight[3]));
@@ -176,8 +178,11 @@ template <typename T>
 void attend_tile(const Tile& tile, const Row* rows, int64_t num_rows, const Exponents& exponents) {
   for (int64_t row = 0; row < num_rows; row += kBlockRows) {
     const int64_t count = std::min<int64_t>(kBlockRows, num_rows - row);
-    const bool seen = rows[row + count - 1].stop > tile.first && rows[row].first < tile.first + kTileKeys;
-    if (seen) attend_rest<T, kBlockRows>(tile, rows + row, exponents, count);
+    const int64_t num_seen = rows[row + count - 1].stop - tile.first;
+    if (num_seen <= 0 || rows[row].first >= tile.first + kTileKeys) continue;
+    Tile seen = tile;
+    seen.steps = std::min(tile.steps, (num_seen + Words<T>::kNumbers - 1) / Words<T>::kNumbers);
+    attend_rest<T, kBlockRows>(seen, rows + row, exponents, count);
   }
 }
 
