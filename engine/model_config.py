@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.rope import ROPE_KINDS, RopeConfig, yarn_magnitude
+from engine.weight_packing import WeightPacking
 from kernels.interface import Activation
 
 SUPPORTED_ARCHITECTURES = (
@@ -64,6 +65,7 @@ class ModelConfig:
     embedding_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    packing: WeightPacking | None = None  # of the projections' weights in the checkpoint
 
     @property
     def num_layers(self) -> int:
@@ -75,9 +77,9 @@ class ModelConfig:
         folder = Path(folder)
         architecture = _architecture(_read_json(folder / "config.json"), folder)
         hf = _load_hf_config(folder)
-        if getattr(hf, "quantization_config", None):
-            raise ValueError(f"the model in {folder} is quantised; use a checkpoint in bfloat16, float16 or float32")
-        return _translate(hf, architecture, _eos_token_ids(hf, folder), folder)
+        quantization = getattr(hf, "quantization_config", None)
+        config = _translate(hf, architecture, _eos_token_ids(hf, folder), folder)
+        return replace(config, packing=WeightPacking.from_config(quantization, folder)) if quantization else config
 
 
 def _architecture(raw: Mapping[str, Any], folder: Path) -> str:

@@ -6,14 +6,17 @@ Knows which tensors are projections, and which kinds of checkpoints there are; n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.devices import CPU
 from engine.model_config import ModelConfig
 from engine.quantisation import Quantisation
+from engine.weight_packing import WeightPacking
 from engine.weights import (
     GGUF_NAME,
     AnyWeights,
@@ -23,11 +26,13 @@ from engine.weights import (
     load_weights,
     require_loadable,
     stored_tensors,
+    weight_files,
 )
 from kernels.quantised_weight import QuantisedWeight
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def load_mixed_weights(
@@ -60,6 +65,9 @@ def _stored(
     if (folder / GGUF_NAME).exists():
         _require_unrounded(folder, quantisation)
         return checked_gguf_tensors(folder / GGUF_NAME, config)
+    if config.packing is not None:
+        _require_unrounded(folder, quantisation)
+        return checked_packed_tensors(folder, config, config.packing)
     return None if quantisation is None else _rounded(folder, config, quantisation)
 
 
@@ -76,15 +84,47 @@ def checked_gguf_tensors(gguf_file: Path, config: ModelConfig) -> Iterator[tuple
     """Raises ValueError if one lacks, has a wrong shape, or is unknown."""
     from engine.gguf_checkpoint import stored_gguf_tensors  # takes seconds to import: only who reads such a file pays
 
+    return _checked(gguf_file.resolve(), config, stored_gguf_tensors(gguf_file))
+
+
+def checked_packed_tensors(
+    folder: Path, config: ModelConfig, packing: WeightPacking
+) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
+    """Raises ValueError: see above."""
+    return _checked(folder, config, _unpacked(weight_files(folder), packing))
+
+
+def _checked(
+    where: Path, config: ModelConfig, stored: Iterator[tuple[str, Tensor | QuantisedWeight]]
+) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
     expected = expected_shapes(config)
-    for name, weight in stored_gguf_tensors(gguf_file):
+    optional = {_HEAD} if config.tied_embeddings else set()
+    for name, weight in stored:
+        if name in optional:
+            continue
         if tuple(weight.shape) != expected.pop(name, None):
             raise ValueError(
-                f"{name} in {gguf_file.resolve()} has the shape {tuple(weight.shape)}, which is not that of the model"
-                " that the file describes; fetch it again"
+                f"{name} in {where} has the shape {tuple(weight.shape)}, which is not what the model's config asks for;"
+                " fetch it again"
             )
         yield name, weight
-    complain(gguf_file.resolve(), "lacks", sorted(expected))
+    complain(where, "lacks", sorted(expected))
+
+
+def _unpacked(files: list[Path], packing: WeightPacking) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
+    """The parts of a projection become one; they may lie in different files."""
+    with ExitStack() as opened:
+        handles = [opened.enter_context(safe_open(path, framework="pt")) for path in files]
+        parts = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - not a dict
+        for name, handle in parts.items():
+            stem, _, kind = name.rpartition(".")
+            if kind == "qweight":
+                mine = {part: parts[f"{stem}.{part}"] for part in _PARTS if f"{stem}.{part}" in parts}
+                complain(files[0].parent, "lacks", [f"{stem}.{part}" for part in _PARTS[:3] if part not in mine])
+                tensors = {part: source.get_tensor(f"{stem}.{part}") for part, source in mine.items()}
+                yield f"{stem}.weight", packing.unpack(tensors, f"{stem} in {files[0].parent}")
+            elif kind not in _PARTS:
+                yield name, handle.get_tensor(name)
 
 
 def _require_unrounded(folder: Path, quantisation: Quantisation | None) -> None:
@@ -101,14 +141,14 @@ def is_projection(name: str) -> bool:
     return name.endswith("_proj.weight") or name == "lm_head.weight"
 
 
-def require_whole(folder: Path, quantisation: Quantisation | None) -> None:
+def require_whole(folder: Path, config: ModelConfig, quantisation: Quantisation | None) -> None:
     """Raises ValueError where the model is quantised, for who would divide it."""
     if quantisation is not None:
         raise ValueError(
             f"a model in {quantisation.name} cannot be divided among processes yet: set tensor_parallel to 1, or leave"
             " model.quantization out"
         )
-    if (folder / GGUF_NAME).exists():
+    if (folder / GGUF_NAME).exists() or config.packing is not None:
         raise ValueError(
             f"the model in {folder} is quantised, and such a model cannot be divided among processes yet: set"
             " tensor_parallel to 1"

@@ -68,8 +68,9 @@ def load_runner(
     kernels = kernels_for(where, batch_invariant=batch_invariant)
     if tensor_parallel > 1:
         _require_cpu(where)
-        require_whole(Path(model_folder), quantisation)
     config = ModelConfig.from_folder(model_folder)
+    if tensor_parallel > 1:
+        require_whole(Path(model_folder), config, quantisation)
     layout = _layout(config, dtype, block_size, layers_per_group, tiered=host_bytes > 0)
     memory = KVMemory(
         kv_blocks=num_blocks,

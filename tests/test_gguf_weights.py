@@ -194,7 +194,7 @@ def test_what_cannot_be_done_with_it_is_said(gguf_file: Path, tmp_path: Path) ->
     with pytest.raises(ValueError, match="quantised already"):
         load_mixed_weights(folder, config, Quantisation(name="int8", group_size=32), dtype=torch.float32)
     with pytest.raises(ValueError, match="set tensor_parallel to 1"):
-        require_whole(folder, None)
+        require_whole(folder, config, None)
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF but no more")
     with pytest.raises(ValueError, match=r"damaged\.gguf cannot be used as the GGUF file"):

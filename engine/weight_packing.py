@@ -1,0 +1,111 @@
+"""Checkpoints of AWQ and GPTQ: small integers packed into larger ones, taken apart.
+
+Knows how both pack a projection's codes, zero points and scales, and what of their configs says so; no models.
+
+Shape legend: I inputs, O outputs, G groups of inputs, P codes in a word of 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kernels.quantised_weight import QuantisedWeight
+
+# Which of eight consecutive outputs AWQ ("gemm") puts into a word's nibbles, the lowest first.
+_AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPacking:
+    """How the projections of a checkpoint are packed. A value is `(code - zero) * scale`, the last two of its group."""
+
+    method: Literal["awq", "gptq"]
+    bits: int
+    zero_offset: int  # what is to be added to stored zero points
+
+    @classmethod
+    def from_config(cls, quantization: Mapping[str, Any], folder: Path) -> WeightPacking:
+        """From `quantization_config` of config.json. Raises ValueError for what cannot be taken apart."""
+        method, bits = quantization.get("quant_method"), quantization.get("bits", 4)
+        if method == "awq":
+            version = quantization.get("version", "gemm")
+            if (bits, version) != (4, "gemm"):
+                raise ValueError(
+                    f"the model in {folder} is quantised by AWQ with {bits} bits in the version {version!r}; supported"
+                    " are 4 bits in 'gemm'"
+                )
+            return cls(method="awq", bits=4, zero_offset=0)
+        if method == "gptq":
+            if bits not in (4, 8):
+                raise ValueError(f"the model in {folder} is quantised by GPTQ with {bits} bits; supported are 4 and 8")
+            # The first version of the format stores zero points less one.
+            return cls(
+                method="gptq", bits=bits, zero_offset=0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
+            )
+        raise ValueError(
+            f"the model in {folder} is quantised by {method!r}; supported are awq, gptq and GGUF files, or use a"
+            " checkpoint in bfloat16, float16 or float32"
+        )
+
+    def unpack(self, parts: Mapping[str, Tensor], where: str) -> QuantisedWeight:
+        """From `qweight`, `qzeros`, `scales` and perhaps `g_idx` of a projection. Raises ValueError.
+
+        `qweight` is `[I, O / P]` for AWQ and `[I / P, O]` for GPTQ, `qzeros [G, O / P]`, `scales [G, O]`.
+        """
+        scales = parts["scales"].float().t().contiguous()
+        if self.method == "awq":
+            codes = _in_order(_words(parts["qweight"], 4).flatten(1)).t()
+            zeros = _in_order(_words(parts["qzeros"], 4).flatten(1)).t()
+        else:
+            codes = _words(parts["qweight"], self.bits).transpose(1, 2).flatten(0, 1).t()
+            zeros = _words(parts["qzeros"], self.bits).flatten(1).t()
+        self._check(codes, zeros, scales, parts.get("g_idx"), where)
+        return self._weight(codes, zeros + self.zero_offset, scales)
+
+    def _check(self, codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, where: str) -> None:
+        """`codes [O, I]`, `zeros` and `scales [O, G]`, `groups [I]`."""
+        num_inputs, num_groups = codes.shape[1], scales.shape[1]
+        if zeros.shape != scales.shape or len(codes) != len(scales) or num_inputs % num_groups:
+            raise ValueError(
+                f"{where} has codes, zero points and scales that do not fit together: {list(codes.shape)},"
+                f" {list(zeros.shape)}, {list(scales.shape)}; fetch it again"
+            )
+        if groups is not None and not torch.equal(
+            groups.long(), torch.arange(num_inputs) // (num_inputs // num_groups)
+        ):
+            raise ValueError(
+                f"{where} has groups of inputs that are not side by side (desc_act), which is not supported; use a"
+                " checkpoint that was made with desc_act: false"
+            )
+
+    def _weight(self, codes: Tensor, zeros: Tensor, scales: Tensor) -> QuantisedWeight:
+        """As `scale * code + minimum`, which is exact: products of a scale of 11 bits and a code are below 24 bits."""
+        middle = 2 ** (self.bits - 1)
+        symmetric = bool((zeros == middle).all())
+        lowest = -middle if symmetric or self.bits == 8 else 0
+        return QuantisedWeight(
+            codes=(codes + lowest).to(torch.int8).contiguous(),
+            scales=scales,
+            minimums=None if symmetric else -(zeros + lowest) * scales,
+            bits=self.bits,
+            lowest=lowest,
+        )
+
+
+def _words(packed: Tensor, bits: int) -> Tensor:
+    """`[.., N]` int32 to `[.., N, P]` int32 codes, those of the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return torch.bitwise_right_shift(packed.unsqueeze(-1), shifts).bitwise_and(2**bits - 1)
+
+
+def _in_order(codes: Tensor) -> Tensor:
+    """`[.., O]` as AWQ's words give them, by their outputs."""
+    order = torch.empty(8, dtype=torch.int64)
+    order[list(_AWQ_OUTPUTS)] = torch.arange(8)
+    return codes.view(*codes.shape[:-1], -1, 8)[..., order].flatten(-2)
