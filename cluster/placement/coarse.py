@@ -62,17 +62,19 @@ def eligible(
     one decode worker that is wanted, leaving or not, since it holds a reservation; -1: none. Where no other is left,
     excluded ones are no longer."""
     fits, wanted = np.empty(num_workers, np.bool_), np.empty(num_workers, np.bool_)
+    staying, num_decodes = np.empty(num_workers, np.bool_), 0
     for worker in range(num_workers):
         needed = num_tokens if worker < num_prefills else num_tokens + max_new_tokens
         fits[worker] = rows[Row.MAX_MODEL_LEN, worker] >= needed
-        wanted[worker] = fits[worker] and rows[Row.DRAINING, worker] == 0.0
-    staying = wanted[num_prefills:].copy()
-    wanted[excluded] = False
-    if preferred >= num_prefills and fits[preferred]:
-        wanted[num_prefills:] = False
-        wanted[preferred] = True
-    if not wanted[num_prefills:].any():
-        wanted[num_prefills:] = staying
+        staying[worker] = wanted[worker] = fits[worker] and rows[Row.DRAINING, worker] == 0.0
+    for worker in excluded:
+        wanted[worker] = False
+    is_bound = preferred >= num_prefills and fits[preferred]
+    for worker in range(num_prefills, num_workers):
+        wanted[worker] = worker == preferred if is_bound else wanted[worker]
+        num_decodes += wanted[worker]
+    for worker in range(num_prefills, num_workers):
+        wanted[worker] = staying[worker] if num_decodes == 0 else wanted[worker]
     return wanted
 
 
@@ -112,20 +114,37 @@ def _coarse_step_s(rows: Floats, worker: int, num_tokens: float) -> float:
 
 
 @part
-def _first(score: Floats, start: int, count: int) -> Rows:
-    """Whose score is lowest, where it is finite, best first. Of equals the first: they come in the order of the
-    workers' names. `start`: the number of the first one."""
-    best, scores, num = np.empty(count, np.intp), np.full(count, np.inf), 0
-    for index in range(len(score)):
-        if not score[index] < scores[count - 1]:
-            continue
-        place = min(num, count - 1)
-        while place > 0 and score[index] < scores[place - 1]:
-            best[place], scores[place] = best[place - 1], scores[place - 1]
-            place -= 1
-        best[place], scores[place] = start + index, score[index]
-        num = min(num + 1, count)
+def _first(score: Floats, start: int, end: int, count: int) -> Rows:
+    """Between `start` and `end`, whose score is lowest, where it is finite, best first. Of equals the first: they come
+    in the order of the workers' names."""
+    best, num = np.empty(count, np.intp), 0
+    for worker in range(start, end):
+        if score[worker] < (np.inf if num < count else score[best[count - 1]]):
+            place = num if num < count else count - 1
+            num = place + 1
+            while place > 0 and score[worker] < score[best[place - 1]]:
+                best[place] = best[place - 1]
+                place -= 1
+            best[place] = worker
     return best[:num]
+
+
+@part
+def _union(some: Rows, others: Rows) -> Rows:
+    """In order, each once."""
+    both, num = np.empty(len(some) + len(others), np.intp), 0
+    for index in range(len(both)):
+        worker = some[index] if index < len(some) else others[index - len(some)]
+        place = num
+        while place > 0 and both[place - 1] > worker:
+            place -= 1
+        if place > 0 and both[place - 1] == worker:
+            continue
+        for later in range(num, place, -1):
+            both[later] = both[later - 1]
+        both[place] = worker
+        num += 1
+    return both[:num]
 
 
 @compiled("Tuple((i8[::1], i8[::1]))(f8[:, ::1], i8, f8[::1], f8, f8, i8)")
@@ -134,30 +153,35 @@ def shortlist_kind(
 ) -> tuple[Rows, Rows]:
     """Who computes and who decodes, by candidate, among those of one kind: the best few of either pool with each other;
     and for decode alone those few, and the two who would have the prompt computed first."""
-    of_kind = np.where(rows[Row.COMPATIBILITY, : len(ready_s)] == kind, ready_s, np.inf)
-    step_s = np.full(len(ready_s) - num_prefills, np.inf)
-    for index in range(len(step_s)):
-        if of_kind[num_prefills + index] < np.inf:
-            step_s[index] = _coarse_step_s(rows, num_prefills + index, num_tokens)
-    emptiest = _first(step_s, num_prefills, num_exact)
-    soonest = _first(of_kind[:num_prefills], 0, num_exact)
-    alone = np.unique(np.concatenate((emptiest, _first(of_kind[num_prefills:], num_prefills, 2))))
+    of_kind, step_s, end = np.full(len(ready_s), np.inf), np.full(len(ready_s), np.inf), len(ready_s)
+    for worker in range(end):
+        if rows[Row.COMPATIBILITY, worker] == kind and ready_s[worker] < np.inf:
+            of_kind[worker], step_s[worker] = ready_s[worker], _coarse_step_s(rows, worker, num_tokens)
+    emptiest = _first(step_s, num_prefills, end, num_exact)
+    soonest = _first(of_kind, 0, num_prefills, num_exact)
+    alone = _union(emptiest, _first(of_kind, num_prefills, end, 2))
     num_pairs = len(soonest) * len(emptiest)
     computing, decode = np.empty(num_pairs + len(alone), np.intp), np.empty(num_pairs + len(alone), np.intp)
-    for pair in range(num_pairs):
-        computing[pair], decode[pair] = soonest[pair // len(emptiest)], emptiest[pair % len(emptiest)]
-    computing[num_pairs:], decode[num_pairs:] = alone, alone
+    for index in range(len(decode)):
+        if index < num_pairs:
+            computing[index], decode[index] = soonest[index // len(emptiest)], emptiest[index % len(emptiest)]
+        else:
+            computing[index] = decode[index] = alone[index - num_pairs]
     return computing, decode
 
 
 @compiled("f8[:, ::1](f8[:, ::1], i8, i8, f8[::1], f8)")
 def mean_queues(rows: Floats, num_prefills: int, num_workers: int, later_s: Floats, now: float) -> Floats:
     """Seconds of prompts that a worker has to compute, in the mean of either pool `[2, moments]`."""
-    found = np.zeros((2, len(later_s)))
-    for worker in range(num_workers):
-        queue_s = rows[Row.DRAINED_AT, worker] - now
-        for moment in range(len(later_s)):
-            found[int(worker >= num_prefills), moment] += max(queue_s - later_s[moment], 0.0)
-    found[0] /= max(1, num_prefills)
-    found[1] /= max(1, num_workers - num_prefills)
+    found = np.empty((2, len(later_s)))
+    for moment in range(len(later_s)):
+        there_s = here_s = 0.0
+        for worker in range(num_workers):
+            queue_s = max(rows[Row.DRAINED_AT, worker] - now - later_s[moment], 0.0)
+            if worker < num_prefills:
+                there_s += queue_s
+            else:
+                here_s += queue_s
+        found[0, moment] = there_s / max(1, num_prefills)
+        found[1, moment] = here_s / max(1, num_workers - num_prefills)
     return found

@@ -143,21 +143,35 @@ def _kv_share(facts: Floats, near: Neighbours, num_tokens: float, num_output: fl
 
 
 @part
+def _is_freed(near: Neighbours, block: float, num_steps: float, lacking: float, too_many: float) -> bool:
+    """Whether those who will have left after so many steps are enough."""
+    freed, gone = 0.0, 0
+    for i in range(len(near.left)):
+        if near.left[i] <= num_steps:
+            freed, gone = freed + (math.ceil(near.held[i] / block) + 1.0) * block, gone + 1
+    return freed >= lacking and gone >= too_many
+
+
+@part
 def _room_s(facts: Floats, near: Neighbours, num_tokens: float) -> float:
     """Until enough of those who decode have left, for its tokens and for itself; inf where not even an empty worker has
     the room. Whole blocks, and for each one more, which a worker keeps for its growth."""
     block = max(facts[Row.BLOCK_SIZE], 1.0)
-    held = (np.ceil(near.held / block) + 1.0) * block
-    lacking = held.sum() + facts[Row.EXTRA_CONTEXT] + math.ceil(num_tokens / block) * block - facts[Row.KV_TOKENS]
+    lacking = facts[Row.EXTRA_CONTEXT] + math.ceil(num_tokens / block) * block - facts[Row.KV_TOKENS]
+    for held in near.held:
+        lacking += (math.ceil(held / block) + 1.0) * block
     too_many = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES] + 1.0 - facts[Row.MAX_SEQUENCES]
     if lacking <= 0.0 and too_many <= 0.0:
         return 0.0
-    freed, left = 0.0, 0
-    for i in np.argsort(near.left, kind="mergesort"):
-        freed, left = freed + held[i], left + 1
-        if freed >= lacking and left >= too_many:
-            return float(near.left[i] * facts[Row.STEP_S])
-    return float(np.inf)
+    # The fewest tokens after which enough will have left: bounds that come closer, at those that lie between them.
+    too_few, enough = -1.0, np.inf
+    for pivot in near.left:
+        if too_few < pivot < enough:
+            if _is_freed(near, block, pivot, lacking, too_many):
+                enough = pivot
+            else:
+                too_few = pivot
+    return float(enough * facts[Row.STEP_S] if enough < np.inf else np.inf)
 
 
 @part
@@ -207,7 +221,10 @@ def forecast_workers(
         while workers[like] != workers[index] or added_s[like] != added_s[index]:
             like += 1
         if like < index:
-            found[:, :, index], room_s[index] = found[:, :, like], room_s[like]
+            room_s[index] = room_s[like]
+            for moment in range(len(lead_s)):
+                for number in range(3):
+                    found[number, moment, index] = found[number, moment, like]
             continue
         facts = rows[:, workers[index]].copy()
         slots = all_slots[:, workers[index], : int(facts[Row.BOOKED])]
