@@ -26,7 +26,6 @@ from cluster.metrics import Metrics
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.request_recorder import RequestRecorder
 from cluster.request_run import RequestRun
-from cluster.scheduler_server import SchedulerServer
 from cluster.settings import LegatoConfig, PoolSettings
 from cluster.slo_account import SloAccount
 from cluster.slo_metrics import SloMetrics
@@ -34,10 +33,8 @@ from cluster.tenants import Tenants
 from cluster.translate import (
     decode_engine,
     decode_tiers,
-    pools_plan,
     prefill_engine,
     prefill_tiers,
-    scheduler_policy,
     transfer_config,
     worker_roles,
 )
@@ -134,16 +131,11 @@ class Scheduler:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: LegatoConfig, secret: bytes, host: str
     ) -> None:
+        from cluster.scheduler_setup import scheduler_server  # gateways, which import this module, too, do without
+
         logging.basicConfig(level=config.log_level)
         settle_heap()
-        decision_log = config.scheduler.decision_log
-        self._server = SchedulerServer(
-            scheduler_policy(config),
-            control_identity("scheduler", secret),
-            slo_classes=config.slo_classes,
-            pools=pools_plan(config),
-            decision_log=None if decision_log is None else Path(decision_log),
-        )
+        self._server = scheduler_server(config, control_identity("scheduler", secret))
         await self._server.start(resolve_host(host))
 
     async def endpoint(self) -> Endpoint:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from cluster.global_scheduler import SchedulerPolicy
 from cluster.kv_settings import KvPoolSettings
-from cluster.placement.admission import AdmissionPolicy
-from cluster.pool_sizing import FlipRules, PoolRules
-from cluster.pool_watch import PoolsPlan
-from cluster.settings import DecodeSettings, LegatoConfig, PoolSettings, PrefillSettings
+from cluster.settings import LegatoConfig, PoolSettings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
@@ -21,8 +15,6 @@ from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.worker_parts import WorkerRole
 from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorkerConfig
-
-_MANY: Final = 1_000_000  # as many as flips bring about
 
 
 def prefill_engine(config: LegatoConfig) -> EngineConfig:
@@ -77,39 +69,6 @@ def transfer_config(config: LegatoConfig) -> TransferConfig:
         num_slabs=config.transfer.num_slabs,
         num_connections=config.transfer.num_connections,
         digest=config.transfer.digest,
-    )
-
-
-def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
-    settings = config.scheduler
-    return SchedulerPolicy(
-        max_queued_tokens=settings.max_queued_tokens,
-        local_prefill_below=settings.local_prefill_below_tokens,
-        stale_after_s=settings.stale_after_s,
-        admission=AdmissionPolicy(max_wait_s=settings.max_wait_s),
-    )
-
-
-def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
-    """For the scheduler. None: both pools stay as they are, or follow their own load."""
-    rules = [_pool_rules(config, pool) for pool in (config.prefill, config.decode)]
-    if not config.scheduler.role_flips and not any(rule.scales for rule in rules):
-        return None
-    return PoolsPlan(prefill=rules[0], decode=rules[1], flips=FlipRules(enabled=config.scheduler.role_flips))
-
-
-def _pool_rules(config: LegatoConfig, pool: PrefillSettings | DecodeSettings) -> PoolRules:
-    scaling = pool.autoscaling
-    if scaling is None or scaling.policy != "slo":
-        most = 0 if config.colocated and pool is config.prefill else _MANY
-        return PoolRules(min_workers=0, initial=min(pool.replicas, most), max_workers=most, scales=False)
-    return PoolRules(
-        min_workers=scaling.min_replicas,
-        initial=pool.replicas,
-        max_workers=scaling.max_replicas,
-        target=scaling.target_utilisation,
-        hold_s=scaling.downscale_delay_s,
-        start_s=scaling.start_s,
     )
 
 

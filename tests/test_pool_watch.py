@@ -15,11 +15,11 @@ from cluster.placement.query import Query
 from cluster.pool_keeper import PoolKeeper
 from cluster.pool_sizing import FlipRules, PoolRules
 from cluster.pool_watch import Burning, PoolsPlan, PoolWatch
+from cluster.scheduler_setup import pools_plan
 from cluster.slo import SloClass, SloConfig
 from cluster.slo_report import Outcome as Ending
 from cluster.slo_report import RequestEnd, Served, SloRecorder
 from cluster.slo_tracker import SloTracker
-from cluster.translate import pools_plan
 from kv_transfer.messages import ChangeRole, PoolTarget, Role
 from tests.placement_world import COST, ledger_of, query_of
 from tests.worker_reports import worker_info, worker_snapshot
