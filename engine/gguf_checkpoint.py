@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig
 
 from engine.gguf_blocks import quantised_weight
 from engine.gguf_tokenizer import write_tokenizer
@@ -153,6 +152,8 @@ def _write_configs(folder: Path, architecture: Architecture, metadata: Metadata,
         f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id")
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
+    from transformers import AutoConfig  # takes seconds to import, and only a conversion needs it
+
     config = AutoConfig.for_model(
         **architecture.config(metadata), **special, tie_word_embeddings=tied, dtype="bfloat16", use_cache=True
     )

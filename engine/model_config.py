@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from engine.checkpoint_cache import remembered
 from engine.rope import ROPE_KINDS, RopeConfig, yarn_magnitude
 from engine.weight_packing import WeightPacking
 from kernels.interface import Activation
@@ -22,6 +25,9 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Gemma3ForCausalLM",
 )
+
+# All of what decides how a config is read.
+_CODE = [Path(__file__).with_name(name) for name in ("model_config.py", "rope.py", "weight_packing.py")]
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -75,6 +81,12 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read config.json and generation_config.json. Raises ValueError for what this engine cannot run."""
         folder = Path(folder)
+        named = [folder / "config.json", folder / "generation_config.json"]
+        known = remembered("config", [*_CODE, *named], lambda: asdict(cls._read(folder)))
+        return TypeAdapter(cls).validate_python(known)
+
+    @classmethod
+    def _read(cls, folder: Path) -> ModelConfig:
         architecture = _architecture(_read_json(folder / "config.json"), folder)
         hf = _load_hf_config(folder)
         quantization = getattr(hf, "quantization_config", None)
@@ -104,7 +116,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _load_hf_config(folder: Path) -> Any:
     """The family's own defaults applied, names of older config versions translated."""
-    from transformers import AutoConfig  # takes seconds to import: only who reads a folder pays for it
+    from transformers import AutoConfig  # takes seconds to import: only a checkpoint's first start pays for it
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

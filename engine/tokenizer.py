@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
+from engine.chat_template import ChatTemplate, Message
+from engine.checkpoint_cache import Json, remembered
 from engine.token_spelling import read_spelling
-
-Message = dict[str, Any]
 
 _MAX_CHARACTER_BYTES = 4  # of one character in UTF-8
 
@@ -31,22 +31,19 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError where the folder has no tokenizer of a supported kind."""
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if not self._tokenizer.is_fast:
-            raise ValueError(f"{folder} has no tokenizer.json, nor anything that one can be made from")
-        self._backend = self._tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        known = remembered("tokenizer", _files(folder), lambda: _read(folder))
+        self._backend = tokenizers.Tokenizer.from_str(known["backend"])
+        self._chat = ChatTemplate(known["chat_templates"], known["special_tokens"])
         self._spell, self.strips_leading_space = read_spelling(json.loads(self._backend.to_str())["decoder"])
         self._bytes: dict[int, bytes] = {}  # filled as tokens come: spelling all of a large vocabulary takes a while
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = len(self._tokenizer)
-        self.eos_token_ids = _eos_token_ids(folder, self._tokenizer.eos_token_id)
+        self.vocab_size: int = known["vocab_size"]
+        self.eos_token_ids = _eos_token_ids(folder, known["eos_token_id"])
 
     @property
     def has_chat_template(self) -> bool:
-        return self._tokenizer.chat_template is not None
+        return self._chat.exists
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ValueError for text that is no Unicode: half of a surrogate pair."""
@@ -91,9 +88,8 @@ class Tokenizer:
                 "this model has no chat template: it is a base model, made to continue text; use /v1/completions"
             )
         try:
-            prompt = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
+            prompt = self._chat.render(
+                messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **variables,
@@ -102,6 +98,32 @@ class Tokenizer:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         # The template spells out the special tokens, the first one included.
         return self.encode(prompt, add_special_tokens=False)
+
+
+def _files(folder: Path) -> list[Path]:
+    """All that a tokenizer is made from, and this code."""
+    named = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja", ".txt", ".model")]
+    return [Path(__file__), *sorted(named), *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+
+
+def _read(folder: Path) -> Json:
+    """What transformers makes of a folder."""
+    from transformers import AutoTokenizer  # takes seconds to import: only a checkpoint's first start pays for it
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        raise ValueError(f"{folder} has no tokenizer.json, nor anything that one can be made from")
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    templates = tokenizer.chat_template
+    return {
+        "backend": backend.to_str(),
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "chat_templates": {"default": templates} if isinstance(templates, str) else templates or {},
+        "special_tokens": tokenizer.special_tokens_map,
+    }
 
 
 def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -12,6 +14,7 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from engine.chat_template import ChatTemplate
 from engine.token_spelling import read_spelling
 from engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 
@@ -140,11 +143,52 @@ def test_same_ids_and_text_as_hugging_face(tokenizer: Tokenizer, request: pytest
         assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+@cache
+def _theirs(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief.", "name": None},
+    {"role": "user", "content": "Who wrote «Été»?"},
+    {"role": "assistant", "content": "It was"},
+]
+
+
+@pytest.mark.parametrize(("begins", "continues"), [(True, False), (False, False), (False, True)])
+def test_a_chat_is_rendered_like_hugging_face_does(
+    smollm2: Tokenizer, smollm2_folder: Path, begins: bool, continues: bool
+) -> None:
+    theirs = _theirs(smollm2_folder).apply_chat_template(
+        CHAT, tokenize=False, add_generation_prompt=begins, continue_final_message=continues
+    )
+    ids = smollm2.apply_chat_template(CHAT, add_generation_prompt=begins, continue_final_message=continues)
+    assert ids == smollm2.encode(theirs, add_special_tokens=False)
+
+
+def test_chats_that_no_template_could_render_are_refused(smollm2: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="at least one message"):
+        smollm2.apply_chat_template([])
+    with pytest.raises(ValueError, match="leaves no room"):
+        smollm2.apply_chat_template(CHAT, add_generation_prompt=True, continue_final_message=True)
+
+
+def test_a_template_for_tools_is_taken_where_tools_are_given() -> None:
+    template = ChatTemplate(
+        {"default": "plain {{bos_token}}", "tool_use": "{{tools|length}} tools"}, {"bos_token": "<s>"}
+    )
+    chat = [{"role": "user", "content": "Hi"}]
+    assert template.render(chat, add_generation_prompt=True, continue_final_message=False) == "plain <s>"
+    assert template.render(chat, add_generation_prompt=True, continue_final_message=False, tools=[{}]) == "1 tools"
+
+
 @unhurried
 @given(data=st.data(), skip=st.booleans())
-def test_smollm2_decodes_any_ids_like_hugging_face(smollm2: Tokenizer, data: st.DataObject, skip: bool) -> None:
+def test_smollm2_decodes_any_ids_like_hugging_face(
+    smollm2: Tokenizer, smollm2_folder: Path, data: st.DataObject, skip: bool
+) -> None:
     ids = data.draw(st.lists(st.integers(0, smollm2.vocab_size - 1), max_size=40))
-    theirs = smollm2._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    theirs = _theirs(smollm2_folder).decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     assert smollm2.decode(ids, skip) == theirs
 
 
