@@ -61,6 +61,19 @@ def same_tokens(model_ref: str, device: str, vocab_size: int, lengths: tuple[int
     return actual == expected
 
 
+def each_way(*ways: str) -> bool:
+    """Two processes that hand over on one GPU, by each way for itself; all are tried."""
+    return all([python("-m", "benchmarks.handoff_exactness", way, "cuda:0") for way in ways])  # noqa: C419
+
+
+_TRANSPORT_TESTS = (
+    "tests/test_transports.py",
+    "tests/test_device_transport.py",
+    "tests/test_distributed_transport.py",
+    "tests/test_transport_processes.py",
+    "tests/test_copying.py",
+)
+
 STEPS: Mapping[str, Callable[[], bool]] = {
     "kernels": lambda: python("-m", "pytest", "-q", *TESTS),
     "attention": lambda: python("-m", "pytest", "-q", "tests", "-k", "attention"),
@@ -69,6 +82,8 @@ STEPS: Mapping[str, Callable[[], bool]] = {
     "engine": lambda: python(
         "-m", "pytest", "-q", "tests/test_models.py", "tests/test_runner.py", "tests/test_kernels.py"
     ),
+    "transports": lambda: python("-m", "pytest", "-q", *_TRANSPORT_TESTS),
+    "handoff": lambda: each_way("device", "shm", "tcp"),
     "speed": lambda: python("-m", "benchmarks.kernels"),
 }
 

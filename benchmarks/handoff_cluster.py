@@ -11,22 +11,22 @@ import secrets
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from dataclasses import asdict
-from typing import Literal
+from dataclasses import asdict, replace
 
-from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE, WorkerOrder
+from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE, Transporting, WorkerOrder
 from benchmarks.provenance import ROOT
-from benchmarks.workload import greedy
+from benchmarks.workload import MODEL, greedy
 from cluster.errors import UnavailableError
 from cluster.generation import one_by_one
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler_server import SchedulerServer
+from engine.loading import DtypeName
 from kv_transfer.messages import Endpoint, RequestSpec
 from kv_transfer.timeline import HandoffTimeline
 from kv_transfer.transports.base import Identity
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 HANDOFF_TIMEOUT_S = 60.0
 RETRY_S = 0.3
 
@@ -41,18 +41,22 @@ class HandoffCluster:
 
     async def hand_over(self, prompt: list[int]) -> HandoffTimeline:
         """Prefill the prompt, hand it over, decode one more token; how that went."""
+        _, timeline = await self.hand_over_and_decode(prompt, num_tokens=2)
+        return timeline
+
+    async def hand_over_and_decode(self, prompt: list[int], *, num_tokens: int) -> tuple[list[int], HandoffTimeline]:
+        """The greedy tokens, and how the hand-off went."""
         request_id = f"handoff-{next(self._numbers)}"
-        await self.generate(request_id, prompt, num_tokens=2)
+        tokens = await self.generate(request_id, prompt, num_tokens=num_tokens)
         async with asyncio.timeout(HANDOFF_TIMEOUT_S):
             while (timeline := await self._timeline()).request_id != request_id:
                 pass
-        return timeline
+        return tokens, timeline
 
-    async def generate(self, request_id: str, prompt: list[int], *, num_tokens: int) -> None:
+    async def generate(self, request_id: str, prompt: list[int], *, num_tokens: int) -> list[int]:
         spec = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=greedy(num_tokens))
         async with contextlib.aclosing(one_by_one(self._orchestrator.generate(spec))) as events:
-            async for _ in events:
-                pass
+            return [event.token_id async for event in events]
 
     async def wait_until_served(self) -> None:
         """Until a request went through both workers."""
@@ -74,18 +78,25 @@ class HandoffCluster:
 
 
 @contextlib.asynccontextmanager
-async def running_handoffs(transport: Literal["shm", "tcp"]) -> AsyncIterator[HandoffCluster]:
+async def running_handoffs(
+    transport: Transporting, *, model_ref: str = MODEL, dtype: DtypeName = "bfloat16", device: str = "cpu"
+) -> AsyncIterator[HandoffCluster]:
     """The scheduler and a gateway's orchestrator here, the workers elsewhere."""
     secret = secrets.token_bytes(32)
     scheduler = SchedulerServer(SchedulerPolicy(), _control("scheduler", secret), broadcast_period_s=0.2)
     endpoint = await scheduler.start("127.0.0.1")
     cpus = sorted(os.sched_getaffinity(0))
-    prefill = await _start(
-        WorkerOrder(role="prefill", transport=transport, scheduler_port=endpoint.port, cpu=cpus[0]), secret
+    order = WorkerOrder(
+        role="prefill",
+        transport=transport,
+        scheduler_port=endpoint.port,
+        cpu=cpus[0],
+        model_ref=model_ref,
+        dtype=dtype,
+        device=device,
     )
-    decode = await _start(
-        WorkerOrder(role="decode", transport=transport, scheduler_port=endpoint.port, cpu=cpus[-1]), secret
-    )
+    prefill = await _start(order, secret)
+    decode = await _start(replace(order, role="decode", cpu=cpus[-1]), secret)
 
     async def locate_scheduler() -> Endpoint:
         return endpoint

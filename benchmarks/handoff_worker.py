@@ -12,13 +12,18 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+import torch
 import uvloop
 
 from benchmarks.local import load_default_model
+from benchmarks.workload import MODEL
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.loading import DtypeName
 from kv_transfer.messages import Endpoint
 from kv_transfer.timeline import HandoffTimeline
 from kv_transfer.transfer_config import TransferConfig
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.transports.device import DeviceTransport, SealedMemory
 from kv_transfer.worker_parts import WorkerParts
 from kv_transfer.worker_port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
@@ -29,10 +34,16 @@ class WorkerOrder:
     """What a worker is told on its command line; the secret comes by the environment."""
 
     role: Literal["prefill", "decode"]
-    transport: Literal["shm", "tcp"]
+    transport: Transporting
     scheduler_port: int
     cpu: int
+    model_ref: str = MODEL
+    dtype: DtypeName = "bfloat16"
+    device: str = "cpu"
 
+
+Transporting = Literal["shm", "tcp", "gloo", "nccl", "device"]
+"""`device`: within the memory of the device and by no other way; on a CPU, within memory that stands for it."""
 
 SECRET_VARIABLE = "LEGATO_BENCHMARK_SECRET"
 NODE_ID = "node"
@@ -48,10 +59,10 @@ async def _serve(order: WorkerOrder) -> None:
     async def locate_scheduler() -> Endpoint:
         return Endpoint(host="127.0.0.1", port=order.scheduler_port, node_id=NODE_ID)
 
-    model = load_default_model("bfloat16", num_threads=1)
+    model = load_default_model(order.dtype, num_threads=1, model_ref=order.model_ref, device=order.device)
     secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
     identity = worker_identity(model, worker_id=order.role, node_id=NODE_ID, secret=secret)
-    transport = TransferConfig(transport=order.transport).open(identity, "127.0.0.1", model.kv_cache.tensor.device)
+    transport = _open_transport(order, identity, model.kv_cache.tensor.device)
     parts = WorkerParts(
         model=model,
         identity=identity,
@@ -67,6 +78,16 @@ async def _serve(order: WorkerOrder) -> None:
     await asyncio.to_thread(sys.stdin.read)
     await worker.stop()
     await asyncio.to_thread(model.runner.close)
+
+
+def _open_transport(order: WorkerOrder, identity: Identity, device: torch.device) -> Transport:
+    if order.transport != "device":
+        return TransferConfig(transport=order.transport).open(identity, "127.0.0.1", device)
+    if device.type == "cpu":
+        return DeviceTransport(identity, SealedMemory())
+    from kv_transfer.transports.cuda_memory import CudaMemory
+
+    return DeviceTransport(identity, CudaMemory(device))
 
 
 def _print_timeline(timeline: HandoffTimeline) -> None:

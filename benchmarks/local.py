@@ -14,11 +14,14 @@ CHUNK_TOKENS = 512
 KV_BYTES = 512 * 2**20
 
 
-def load_default_model(dtype: DtypeName, *, num_threads: int, kv_blocks: int | None = None) -> LoadedModel:
+def load_default_model(
+    dtype: DtypeName, *, num_threads: int, kv_blocks: int | None = None, model_ref: str = MODEL, device: str = "cpu"
+) -> LoadedModel:
     """The default model with as much KV memory as `ray_configs/quickstart.yaml` gives, unless said otherwise."""
     config = EngineConfig(
-        model_ref=MODEL,
+        model_ref=model_ref,
         model_name=MODEL,
+        device=device,
         dtype=dtype,
         kv_bytes=KV_BYTES if kv_blocks is None else None,
         kv_blocks=kv_blocks,

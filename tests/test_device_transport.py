@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.devices import CPU
 from kv_transfer.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.meeting import dial
 from kv_transfer.messages import Endpoint, SegmentAnswer, SegmentOffer
 from kv_transfer.slabs import SlabConfig
+from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity, Link, PeerRefusedError, SlabBytes
 from kv_transfer.transports.choosing import open_transport
 from kv_transfer.transports.cuda_memory import Access, Properties
@@ -29,7 +31,9 @@ from kv_transfer.transports.sockets import Carrier, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpConfig, TcpLink
 from tests.device_memory import device_memory
 from tests.loops import num_open_files
+from tests.mini_cluster import cluster_of
 from tests.slab_content import send
+from tests.small_models import SmallModel, greedy, random_prompts
 from tests.transport_conformance import DECODE, MIB, PREFILL, take
 from tests.waiting import HANGS_S
 
@@ -197,6 +201,22 @@ async def test_a_transport_leaves_no_file_behind() -> None:
         await carries(near, links, endpoint)
         await near.close()
     assert num_open_files() <= files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithinDevice(TransferConfig):
+    """Hands over by memory of the device and by no other way."""
+
+    def open(self, identity: Identity, host: str, device: torch.device = CPU) -> DeviceTransport:
+        return DeviceTransport(identity, device_memory(), SHM, host=host)
+
+
+async def test_tokens_survive_a_hand_off_within_a_device(tmp_path: Path) -> None:
+    model = SmallModel("llama", tmp_path)
+    async with cluster_of(model, decode_engine={"block_size": 8}, transfer=WithinDevice()) as cluster:
+        for number, prompt in enumerate(random_prompts((5, 70, 140))):
+            events = await cluster.generate(f"r{number}", prompt, greedy())
+            assert [event.token_id for event in events] == model.local(prompt, greedy()).tokens
 
 
 def test_a_gpu_is_asked_for_where_there_is_none() -> None:

@@ -15,7 +15,7 @@ from kv_transfer.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.meeting import Meeting, dial
 from kv_transfer.messages import Ended, Endpoint, Message, Ping, SegmentOffer, SlabsFreed
 from kv_transfer.slabs import SlabConfig
-from kv_transfer.transports import shm
+from kv_transfer.transports import segment, shm
 from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 from kv_transfer.transports.choosing import TransportKind, open_transport
 from kv_transfer.transports.inproc import InProcessNetwork, InProcessTransport
@@ -80,7 +80,7 @@ async def test_auto_falls_back_to_tcp_where_memory_cannot_be_shared(
     def refuse(offer: SegmentOffer, pin: object) -> memoryview:
         raise SegmentError("The peer's shared memory cannot be opened: another process namespace.")
 
-    monkeypatch.setattr(shm, "map_segment", refuse)
+    monkeypatch.setattr(segment, "map_segment", refuse)
     async with listening("auto") as (far, endpoint):
         auto, only = make("auto", PREFILL), make("shm", PREFILL)
         link = await auto.connect(endpoint, timeout_s=HANGS_S)
