@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ ROUNDS = 3
 
 def main() -> int:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
     known = {peer.name: peer for peer in peers()}
     chosen = [known[name] for name in _choice("peers", arguments.peers, list(known))]
     groups = _choice("work", arguments.work, list(GROUPS))

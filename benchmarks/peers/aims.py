@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from benchmarks.summary import Json, percentile
 
 BF16 = ("llama.cpp", "openvino", "vllm", "transformers")
+ONE = "one stream 128 -> 128"
 LEGATOS = ("legato", "legato-1p1d", "legato-in-process")
 
 
@@ -68,10 +69,25 @@ def _concurrent(num: int, least: float) -> list[Aim]:
     return _rates(work, "output_tokens_per_s", least) + tails
 
 
+def _quantised(ours: str) -> list[Aim]:
+    """INT8 beside OpenVINO's, which rounds activations too; one stream beside llama.cpp."""
+    rates = {
+        **{f"prefill {num}": "tokens_per_s" for num in (512, 2048, 8000)},
+        **{f"{num} concurrent 256 -> 128": "output_tokens_per_s" for num in (8, 32)},
+    }
+    one = Aim(work=ONE, figure="decode_tokens_per_s", ours=ours, others=("llama.cpp-q8_0",), least=1.0)
+    return [one] + [
+        Aim(work=work, figure=figure, ours=ours, others=("openvino-int8",), least=1.0) for work, figure in rates.items()
+    ]
+
+
 AIMS = (
+    *(Aim(work=ONE, figure="decode_tokens_per_s", ours=ours, others=("llama.cpp",), least=1.0) for ours in LEGATOS),
+    *_quantised("legato-int8"),
+    *_quantised("legato-int8-in-process"),
     *(
-        Aim(work="one stream 128 -> 128", figure="decode_tokens_per_s", ours=ours, others=("llama.cpp",), least=1.0)
-        for ours in LEGATOS
+        Aim(work=ONE, figure="decode_tokens_per_s", ours=ours, others=("llama.cpp-q4_0",), least=1.0)
+        for ours in ("legato-int4", "legato-int4-in-process")
     ),
     *_rates("prefill 512", "tokens_per_s", 1.1),
     *_rates("prefill 2048", "tokens_per_s", 1.1),

@@ -1,6 +1,6 @@
 """The child of `child_asker`: an engine that answers waves of requests until its input ends.
 
-python -m benchmarks.peers.in_process legato|transformers DTYPE
+python -m benchmarks.peers.in_process legato|transformers DTYPE|int8|int4
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from benchmarks.peers.peer import THREADS, Answer, Request
 from benchmarks.workload import MODEL
+from engine.quantisation import Quantisation, QuantisationName
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -23,20 +24,30 @@ Wave = Callable[[list[Request]], list[Answer]]
 
 
 def main() -> None:
-    engine, dtype = sys.argv[1:]
+    engine, weights = sys.argv[1:]
     torch.set_num_threads(THREADS)
-    wave = {"legato": legato, "transformers": transformers}[engine](dtype)
+    wave = {"legato": legato, "transformers": transformers}[engine](weights)
     print("ready", flush=True)
     for line in sys.stdin:
         answers = wave([Request(**fields) for fields in json.loads(line)])
         print(json.dumps([dataclasses.asdict(answer) for answer in answers]), flush=True)
 
 
-def legato(dtype: Any) -> Wave:
-    """`LocalEngine` with the limits of a decode worker."""
-    from benchmarks.local import load_default_model, local_engine
+def legato(weights: Any) -> Wave:
+    """`LocalEngine` with the limits of a decode worker; `weights`: a dtype, or int8 or int4 beside bfloat16."""
+    from benchmarks.local import KV_BYTES, local_engine
+    from engine.loading import EngineConfig, load_model
 
-    engine = local_engine(load_default_model(dtype, num_threads=THREADS))
+    quantised = weights in get_args(QuantisationName)
+    config = EngineConfig(
+        model_ref=MODEL,
+        model_name=MODEL,
+        dtype="bfloat16" if quantised else weights,
+        kv_bytes=KV_BYTES,
+        num_threads=THREADS,
+        quantisation=Quantisation.of(weights, None) if quantised else None,
+    )
+    engine = local_engine(load_model(config))
 
     def wave(requests: list[Request]) -> list[Answer]:
         sent_s = time.perf_counter()

@@ -21,6 +21,10 @@ COLOCATED: Json = {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": 
 APART: Json = {"prefill": {"threads": 1}, "decode": {**_DECODE, "threads": 1}}
 
 
+def quantised(kind: str) -> Json:
+    return {**COLOCATED, "model": {"quantization": kind}}
+
+
 def legato(name: str, told: str, settings: Json, works: tuple[str, ...]) -> Peer:
     return Peer(
         name=name,
@@ -31,14 +35,14 @@ def legato(name: str, told: str, settings: Json, works: tuple[str, ...]) -> Peer
     )
 
 
-def in_process(name: str, engine: str, told: str, works: tuple[str, ...]) -> Peer:
-    """`engine`: legato or transformers."""
+def in_process(name: str, engine: str, told: str, works: tuple[str, ...], weights: str = "bfloat16") -> Peer:
+    """`engine`: legato or transformers; `weights`: a dtype, or int8 or int4 for Legato."""
     return Peer(
         name=name,
         told=f"{told}, in a process of its own without a server",
         works=works,
         prepare=_prepare,
-        start=functools.partial(child_engine, engine, "bfloat16"),
+        start=functools.partial(child_engine, engine, weights),
     )
 
 

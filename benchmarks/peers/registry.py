@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.legato import APART, COLOCATED, in_process, legato
+from benchmarks.peers.legato import APART, COLOCATED, in_process, legato, quantised
 from benchmarks.peers.llama_cpp import llama_cpp
 from benchmarks.peers.openvino_genai import openvino
 from benchmarks.peers.peer import Peer
@@ -24,6 +24,10 @@ def peers() -> tuple[Peer, ...]:
         openvino("openvino", "fp16", SERVED),
         vllm("vllm", SERVED),
         in_process("transformers", "transformers", "transformers `generate`, bf16", PLAIN),
+        legato("legato-int8", "one worker for both, over HTTP, int8", quantised("int8"), SPEED),
+        legato("legato-int4", "one worker for both, over HTTP, int4", quantised("int4"), LIGHT),
+        in_process("legato-int8-in-process", "legato", "Legato's engine, int8", SPEED, "int8"),
+        in_process("legato-int4-in-process", "legato", "Legato's engine, int4", LIGHT, "int4"),
         llama_cpp("llama.cpp-q8_0", "Q8_0", LIGHT),
         llama_cpp("llama.cpp-q4_0", "Q4_0", LIGHT),
         openvino("openvino-int8", "int8", SPEED),
