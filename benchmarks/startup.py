@@ -1,0 +1,93 @@
+"""From `python -m cluster serve` to the first token, in phases, with everything warm: model, caches, compiled kernels.
+
+A phase ends when the command says so. Beside the seconds stands the CPU time that the whole machine spent until the
+first token: where others use it, too, neither is Legato's alone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Final
+
+import psutil
+
+from benchmarks.part import note, run_part
+from benchmarks.provenance import ROOT
+from benchmarks.summary import Json, spread
+from cluster.serving import FIRST_QUESTION
+
+REPEATS = 3
+END_TIMEOUT_S = 60.0
+CONFIG = "ray_configs/quickstart.yaml"
+# What is said at the end of each phase; the first token is what follows the question.
+PHASES: Final = {"command": b"Starting Ray", "ray": b"Starting Legato", "deploy": FIRST_QUESTION.encode()}
+
+
+def measure() -> Json:
+    runs = [_start() for _ in range(REPEATS + 1)][1:]  # the first one fills the caches
+    return {
+        "config": CONFIG,
+        "cpus": len(os.sched_getaffinity(0)),
+        "seconds": {name: spread([run[name] for run in runs]) for name in runs[0]},
+    }
+
+
+def _start() -> dict[str, float]:
+    """Seconds of each phase and of all, and the CPU's."""
+    command = [sys.executable, "-m", "cluster", "serve", CONFIG, "--exit", "--port", "8397"]
+    began_s, busy_s = time.perf_counter(), _busy_s()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    output = _Output(process.stdout.fileno())
+    phases: dict[str, float] = {}
+    try:
+        for name, words in PHASES.items():
+            output.read_past(words)
+            phases[name] = time.perf_counter() - began_s - sum(phases.values())
+        output.read_more()
+        total_s = time.perf_counter() - began_s
+        phases["first_token"] = total_s - sum(phases.values())
+        busy_s = _busy_s() - busy_s
+        process.communicate(timeout=END_TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
+    note(f"first token after {total_s:.1f} s: " + ", ".join(f"{name} {s:.1f}" for name, s in phases.items()))
+    return {**phases, "total": total_s, "machine_cpu": busy_s}
+
+
+class _Output:
+    """What a process says, as it says it."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._said = b""
+
+    def read_past(self, words: bytes) -> None:
+        while words not in self._said:
+            self._read()
+        self._said = self._said.partition(words)[2]
+
+    def read_more(self) -> None:
+        """Until there is something but blanks."""
+        while not self._said.strip():
+            self._read()
+
+    def _read(self) -> None:
+        piece = os.read(self._file, 65_536)
+        if not piece:
+            raise RuntimeError(f"Legato ended before its first token; the last that it said: {self._said[-500:]!r}")
+        self._said += piece
+
+
+def _busy_s() -> float:
+    """CPU seconds of the whole machine so far."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+if __name__ == "__main__":
+    run_part("startup", measure)
