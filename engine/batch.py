@@ -44,6 +44,11 @@ class Batch:
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
 
+    @property
+    def everyone_samples(self) -> bool:
+        """Whether the output rows are all rows, in their order."""
+        return len(self.sampling_items) == self.num_tokens and not self.prompt_spans
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:

@@ -84,8 +84,7 @@ class DecodeGraphs:
         for attention in self._attentions.values():
             attention.fill(batch.segments)
         hidden = self._replays[size]()
-        everyone_samples = len(batch.sampling_items) == num_rows and not batch.prompt_spans
-        return hidden[:num_rows] if everyone_samples else hidden[batch.output_rows]
+        return hidden[:num_rows] if batch.everyone_samples else hidden[batch.output_rows]
 
     def _standing_attention(self, kernels: GraphKernels, window: int | None) -> StandingAttention:
         layout, config = self._kv_cache.layout, self._model.config

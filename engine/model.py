@@ -131,6 +131,8 @@ class Model:
         last = self.config.num_layers - 1
         normed = self._rms_norm(x, self._layers[0].attention_norm)
         first = 0 if hooks is not None else self._run_fused(x, normed, step)
+        if first > last:
+            return normed
         for index, layer in enumerate(self._layers[first:], first):
             qk, v = self._project(normed, layer)
             if hooks is not None:
@@ -167,8 +169,9 @@ class Model:
         inputs = LayersStep(
             cache=step.kv_cache.tensor, slots=step.batch.slot_mapping, rotations=rotations, attentions=attentions
         )
-        self._fused.run(x, normed, inputs)
-        return self.config.num_layers - 1
+        num_layers = self.config.num_layers - (0 if step.batch.everyone_samples else 1)
+        self._fused.run(x, normed, inputs, num_layers)
+        return num_layers
 
     def _plan_attentions(self, batch: Batch, kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:
         geometry = kv_cache.layout.geometry
@@ -244,7 +247,7 @@ class Model:
             rotations=[ropes.index(layer.rope) for layer in config.layers],
             attentions=[windows.index(layer.window) for layer in config.layers],
         )
-        return self._kernels.fuse_layers(self._layers, form)
+        return self._kernels.fuse_layers(self._layers, self._final_norm, form)
 
     def _layer(self, weights: AnyWeights, prefix: str) -> Layer:
         sandwich = self.config.sandwich_norms

@@ -14,6 +14,7 @@ from torch import Tensor
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
+_FEWEST_KNOWN = 2048  # positions; 0.5 MB of a head of 64 in bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +79,27 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 class RotaryEmbedding:
-    """Cosines and sines for positions, `[T, 1, head_dim]` each, in the form that `Kernels.rotate` takes."""
+    """Cosines and sines for positions, `[T, 1, head_dim]` each, in the form that `Kernels.rotate_and_store` takes.
+
+    On a CPU they are looked up: for a few positions that takes a quarter of the time.
+    """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._magnitude = rope.magnitude
+        self._known = (torch.empty(0), torch.empty(0))  # those of the positions from 0 to the highest one so far
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if positions.device.type != "cpu":
+            return self._compute(positions, dtype)
+        num_positions = int(positions.max()) + 1
+        if num_positions > len(self._known[0]) or self._known[0].dtype != dtype:
+            rounded = max(_FEWEST_KNOWN, 1 << (num_positions - 1).bit_length())
+            self._known = self._compute(torch.arange(rounded), dtype)
+        cos, signed_sin = self._known
+        return cos.index_select(0, positions), signed_sin.index_select(0, positions)
+
+    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.unsqueeze(1) * self._frequencies
         cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
         cos, signed_sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -21,7 +21,7 @@ from engine.kv_cache import KVCache, KVLayout
 from engine.model import LayerHooks, Model
 from engine.model_config import ModelConfig
 from engine.parallel.leader import GroupLeader, GroupModel
-from engine.pending_output import PendingOutput, SampledTokens
+from engine.pending_output import KnownTokens, PendingOutput, SampledTokens
 from engine.prepared_step import PreparedStep
 from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
 from engine.sequence_kv import SequenceKV
@@ -76,7 +76,7 @@ class ModelRunner:
         self.host_cache = host_cache
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self._sampler = sampler
-        self._sampled = torch.empty(0, dtype=torch.int64)  # by the step that ran last, in its batch's order
+        self._sampled: SampledTokens = KnownTokens([])  # by the step that ran last, in its batch's order
         with torch.inference_mode():
             kernels = kernels or kernels_for(kv_cache.device)
             model = Model(config, weights, kernels, None if group is None else group.ranks)
@@ -186,7 +186,8 @@ class ModelRunner:
             if step.batch is None:
                 return PendingOutput(prompt_logprobs=[])
             if len(step.batch.awaited_rows):
-                awaited = self._sampled[step.batch.awaited_from].clamp_(min=0)  # -1: its step fails, and so will this
+                sampled = self._sampled.token_ids.to(self.kv_cache.device)
+                awaited = sampled[step.batch.awaited_from].clamp_(min=0)  # -1: its step fails, and so will this
                 step.batch.token_ids[step.batch.awaited_rows] = awaited
             hidden = self._forward(step.batch, hooks)
             self._before_sampling(before_sampling)
@@ -221,7 +222,7 @@ class ModelRunner:
             return PendingOutput(prompt_logprobs=judged)
         rows = [plan.items[index].seq for index in batch.sampling_items]
         tokens = self._sampler.begin(self._model.logits(hidden[:num_samples]), rows)
-        self._sampled = tokens.token_ids.to(hidden.device)
+        self._sampled = tokens
         return PendingOutput(prompt_logprobs=judged, sampling_items=batch.sampling_items, tokens=tokens)
 
     def _judge_prompts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[list[TokenLogprobs] | None]:

@@ -13,7 +13,7 @@ Knows nothing of models, schedulers or KV. This one works on the CPU; logits on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -65,7 +65,7 @@ class Sampler:
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         logits = logits.detach()
         best_ids, best_values = _best(logits)
-        _require_distributions(best_values, [f"request {seq.request_id}" for seq in rows])
+        _require_distributions(best_values, lambda index: f"request {rows[index].request_id}")
         return [
             self._sample_row(logits_V, best, seq)
             for logits_V, best, seq in zip(logits, best_ids.tolist(), rows, strict=True)
@@ -79,7 +79,7 @@ class Sampler:
         assert logits.shape == (len(next_token_ids), self.vocab_size), f"{tuple(logits.shape)} logits"
         rows = _host(logits.detach())
         best_values = rows.max(axis=-1)
-        _require_distributions(best_values, [f"prompt position {index}" for index in range(len(rows))])
+        _require_distributions(best_values, lambda index: f"prompt position {index}")
         return [token_logprobs(row, token_id, num_top) for row, token_id in zip(rows, next_token_ids, strict=True)]
 
     def _sample_row(self, logits_V: torch.Tensor, best: int, seq: Sequence) -> SampledToken:
@@ -148,7 +148,8 @@ def _host(logits: torch.Tensor) -> npt.NDArray[np.float32]:
     return array
 
 
-def _require_distributions(best_values: Row, names: list[str]) -> None:
-    invalid: list[int] = np.flatnonzero(~np.isfinite(best_values)).tolist()
-    if invalid:
-        raise InvalidLogitsError(invalid, [names[index] for index in invalid])
+def _require_distributions(best_values: Row, name: Callable[[int], str]) -> None:
+    finite = np.isfinite(best_values)
+    if not finite.all():
+        invalid: list[int] = np.flatnonzero(~finite).tolist()
+        raise InvalidLogitsError(invalid, [name(index) for index in invalid])

@@ -61,11 +61,11 @@ class FusedLayers(Protocol):
         """Whether steps with such attention can be run."""
         ...
 
-    def run(self, x: Tensor, normed: Tensor, step: LayersStep) -> None:
-        """All layers but the last, whose results are the same to the bit as those of separate calls.
+    def run(self, x: Tensor, normed: Tensor, step: LayersStep, num_layers: int) -> None:
+        """The first `num_layers`, with results that are the same to the bit as those of separate calls.
 
         `x [T, E]`, the residual stream, and `normed [T, E]`, its norm by the first layer's weight, become those after
-        these layers, the norm being by the last one's weight.
+        these layers, the norm being by the weight of what follows them.
         """
         ...
 
@@ -74,6 +74,9 @@ class FusedLayers(Protocol):
 class FusingKernels(Kernels, Protocol):
     """The operators of a device where what lies between calls takes time of its own."""
 
-    def fuse_layers(self, layers: Sequence[Layer], form: LayersForm) -> FusedLayers | None:
-        """None where these layers hold something that can only be called separately."""
+    def fuse_layers(self, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm) -> FusedLayers | None:
+        """All layers of a model, after which comes the `final_norm [E]`.
+
+        None where these layers hold something that can only be called separately.
+        """
         ...

@@ -64,5 +64,5 @@ class NativeCpuKernels:
             return native_attention.plan_attention(self._library, segments, geometry, window=window, dtype=dtype)
         return cpu.plan_attention(segments, geometry, window=window, dtype=dtype)
 
-    def fuse_layers(self, layers: Sequence[Layer], form: LayersForm) -> FusedLayers | None:
-        return native_layers.fuse_layers(self._library, layers, form)
+    def fuse_layers(self, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm) -> FusedLayers | None:
+        return native_layers.fuse_layers(self._library, layers, final_norm, form)

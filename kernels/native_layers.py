@@ -1,10 +1,9 @@
-"""All but the last layer of a model in one call of the C++ kernels: see `native/layers.cpp`."""
+"""The layers of a model in one call of the C++ kernels: see `native/layers.cpp`."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,26 +81,31 @@ class _Step(ctypes.Structure):
     )
 
 
-def fuse_layers(library: ctypes.CDLL, layers: Sequence[Layer], form: LayersForm) -> NativeLayers | None:
+def fuse_layers(
+    library: ctypes.CDLL, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm
+) -> NativeLayers | None:
     """None where a weight is none of the C++ kernels'."""
     linears = [getattr(layer, name) for layer in layers for name in _PROJECTIONS]
     if not all(isinstance(linear, NativeLinear | QuantisedLinear) for linear in linears):
         return None
-    norms = [norm for layer in layers for name in _NORMS if (norm := getattr(layer, name)) is not None]
+    norms = [final_norm, *(norm for layer in layers for name in _NORMS if (norm := getattr(layer, name)) is not None)]
     types = {(_type(linear), norm.dtype) for norm in norms for linear in linears}
     if len(types) > 1 or not types <= _NAMES.keys() or form.head_dim % 2:
         return None
     assert all(norm.is_contiguous() for norm in norms)
-    return NativeLayers(library, _NAMES[types.pop()], layers, form)
+    return NativeLayers(library, _NAMES[types.pop()], layers, final_norm, form)
 
 
 class NativeLayers:
     """See `kernels.fused_layers.FusedLayers`."""
 
-    def __init__(self, library: ctypes.CDLL, types: str, layers: Sequence[Layer], form: LayersForm) -> None:
-        self._weights = layers  # what the records point to
-        records = map(_layer, layers, form.rotations, form.attentions)
-        self._layers = (_Layer * len(layers))(*records)
+    def __init__(
+        self, library: ctypes.CDLL, types: str, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm
+    ) -> None:
+        self._weights = layers, final_norm  # what the records point to
+        records = list(map(_layer, layers, form.rotations, form.attentions))
+        end = _Layer(attention_norm=final_norm.data_ptr())
+        self._layers = (_Layer * (len(layers) + 1))(*records, end)
         self._shape = _Shape(
             num_heads=form.num_heads,
             num_kv_heads=form.num_kv_heads,
@@ -113,13 +117,13 @@ class NativeLayers:
         )
         self._run = library[f"layers_run_{types}"]
         self._run.argtypes, self._run.restype = [_Pointer, _Pointer, _Pointer, _Size, _Size], None
-        self._row_numbers = _scratch_numbers(library, self._shape, self._layers)
+        self._row_numbers = _scratch_numbers(library, self._shape, records)
         self._scratch = torch.empty(0)  # for the largest step so far
 
     def takes(self, attentions: Sequence[PagedAttention]) -> bool:
         return all(isinstance(attention, NativeAttention) for attention in attentions)
 
-    def run(self, x: Tensor, normed: Tensor, step: LayersStep) -> None:
+    def run(self, x: Tensor, normed: Tensor, step: LayersStep, num_layers: int) -> None:
         assert x.is_contiguous() and normed.is_contiguous() and step.cache.is_contiguous()
         assert step.slots.is_contiguous() and all(turns.is_contiguous() for pair in step.rotations for turns in pair)
         _, layers_per_group, *rest = step.cache.shape
@@ -137,7 +141,7 @@ class NativeLayers:
             normed=normed.data_ptr(),
             scratch=self._reserve(len(x), x.dtype),
         )
-        self._run(ctypes.byref(self._shape), ctypes.byref(record), self._layers, 0, len(self._layers) - 1)
+        self._run(ctypes.byref(self._shape), ctypes.byref(record), self._layers, 0, num_layers)
 
     def _reserve(self, num_rows: int, dtype: torch.dtype) -> int:
         """Where as much memory lies as a step of so many rows takes."""
@@ -178,7 +182,7 @@ def _plan_address(attention: PagedAttention) -> int:
     return ctypes.addressof(attention.plan)
 
 
-def _scratch_numbers(library: ctypes.CDLL, shape: _Shape, layers: Any) -> int:
+def _scratch_numbers(library: ctypes.CDLL, shape: _Shape, layers: list[_Layer]) -> int:
     """For each row of a step; layers may differ."""
     library.layers_scratch.argtypes, library.layers_scratch.restype = [_Pointer, _Pointer], _Size
     return max(int(library.layers_scratch(ctypes.byref(shape), ctypes.byref(layer))) for layer in layers)

@@ -199,7 +199,7 @@ extern "C" {
 // Numbers of scratch memory that a layer takes for each row of a step.
 int64_t layers_scratch(const Shape* shape, const Layer* layer) { return Widths(*shape, *layer).sum(); }
 
-// Layers [first, stop) of `layers`, which has at least one more.
+// Layers [first, stop) of `layers`, which has one more: what follows the last has a norm, too.
 void layers_run_bf16_by_bf16(const Shape* shape, const Step* step, const Layer* layers, int64_t first, int64_t stop) {
   run<bf16, bf16>(*shape, *step, layers, first, stop);
 }
