@@ -32,13 +32,14 @@ from kv_transfer.messages import Ended, Endpoint
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choosing import open_transport
+from kv_transfer.transports.group_ends import DistributedConfig
 from kv_transfer.transports.shm import SharedMemoryConfig
 from kv_transfer.transports.tcp import TcpConfig
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 SIZES: Final = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
-Kind = Literal["shm", "tcp"]
+Kind = Literal["shm", "tcp", "gloo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def make_transport(kind: Kind, name: str, size: int) -> Transport:
         host="127.0.0.1",
         shm=SharedMemoryConfig(slabs=slabs),
         tcp=TcpConfig(slabs=slabs),
+        groups=DistributedConfig(slabs=slabs),
     )
 
 
@@ -204,6 +206,7 @@ COLUMNS: Final[dict[str, Callable[[int], float]]] = {
     "shm": lambda size: measure_stream(Stream("shm", size, False, slab_count(size, 20.0))),
     "shm_copy": lambda size: measure_stream(Stream("shm", size, True, slab_count(size, 2.0))),
     "tcp": lambda size: measure_stream(Stream("tcp", size, False, slab_count(size, 2.0))),
+    "gloo": lambda size: measure_stream(Stream("gloo", size, False, slab_count(size, 2.0))),
     "socket": measure_socket,
 }
 
@@ -221,12 +224,12 @@ def measure_rows(repeats: int, iperf3: Iperf3 | None) -> list[dict[str, float]]:
 
 def print_table(table: list[dict[str, float]]) -> None:
     print("GB/s, one way, between two processes (medians)\n")
-    print("    slab   memcpy       shm  shm+copy  of memcpy      tcp   socket   iperf3  of iperf3")
+    print("    slab   memcpy       shm  shm+copy  of memcpy      tcp     gloo   socket   iperf3  of iperf3")
     for row in table:
         iperf3 = row.get("iperf3")
         print(
             f"{row['slab_bytes'] / MIB:6g} M {row['memcpy']:8.2f} {row['shm']:9.2f} {row['shm_copy']:9.2f}"
-            f" {row['shm_copy'] / row['memcpy']:10.0%} {row['tcp']:8.2f} {row['socket']:8.2f}"
+            f" {row['shm_copy'] / row['memcpy']:10.0%} {row['tcp']:8.2f} {row['gloo']:8.2f} {row['socket']:8.2f}"
             + (f" {iperf3:8.2f} {row['tcp'] / iperf3:10.0%}" if iperf3 else "  iperf3 is not installed")
         )
     print()
