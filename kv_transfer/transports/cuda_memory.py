@@ -105,8 +105,8 @@ class CudaMemory:
         with torch.cuda.device(self._index):
             _call(self._driver.cuMemCreate, byref(handle), c_size_t(size), byref(self._properties))
             try:
-                _call(self._driver.cuMemExportToShareableHandle, byref(file), handle, c_int(_DESCRIPTOR))
                 view = self._mapped(handle, size, _READ_WRITE)[:num_bytes]
+                _call(self._driver.cuMemExportToShareableHandle, byref(file), handle, c_int(_DESCRIPTOR))
             finally:
                 self._driver.cuMemRelease(handle)  # mapping and descriptor keep the memory
         return CudaAllocation(view, file.value)
