@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from cluster.config_fields import Settings
-from engine.quantisation import Quantisation
+
+if TYPE_CHECKING:
+    from engine.quantisation import Quantisation
 
 
 class ModelSettings(Settings):
@@ -54,6 +56,8 @@ class ModelSettings(Settings):
 
     @property
     def quantisation(self) -> Quantisation | None:
+        from engine.quantisation import Quantisation  # brings torch, for which reading a configuration need not wait
+
         return Quantisation.of(self.quantization, self.quantization_group)
 
     @model_validator(mode="after")

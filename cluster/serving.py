@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
 
     _fetch_model(config)
     print("Starting Ray ...", flush=True)
+    # Ray's processes take seconds to come up, in which this one would only wait.
+    threading.Thread(target=import_module, args=("cluster.app",), daemon=True).start()
     try:
         needed = needed_resources(config)
         start_ray(num_cpus=max(MIN_CPUS, os.cpu_count() or 0, math.ceil(needed["CPU"])))

@@ -115,6 +115,13 @@ def test_loading_a_tokenizer_loads_no_model_code(smollm2_folder: Path) -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
+def test_the_command_that_starts_a_cluster_waits_for_no_torch() -> None:
+    """Ray is started first, and torch is loaded beside it."""
+    program = "import sys, cluster.serving; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert result.stdout.strip() == "set()", result.stderr
+
+
 def pyproject() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
