@@ -5,7 +5,8 @@ Symmetric, by groups of inputs, with scales that float16 holds exactly. Knows nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,7 @@ from kernels.quantised_weight import QuantisedWeight
 QuantisationName = Literal["int8", "int4"]
 GroupSize = Literal[32, 64, 128]
 
-_CHUNK_VALUES = 2**18  # that are rounded at once: they stay in a core's cache
+_CHUNK_VALUES = 2**17  # that are rounded at once: they stay in a core's cache
 _LEAST_SCALE = 2.0**-24  # of float16
 # With which the largest value of a group meets its code, from -7 to -9; the lowest code is -8.
 _LARGEST_CODES = tuple(-7.0 - step / 4 for step in range(8))
@@ -49,11 +50,23 @@ class Quantisation:
         codes = torch.empty(num_outputs, num_inputs, dtype=torch.int8)
         scales = torch.empty(num_outputs, num_inputs // self.group_size)
         step = max(1, _CHUNK_VALUES // num_inputs)
-        for first in range(0, num_outputs, step):
-            rows = slice(first, first + step)
-            _round(weight[rows].float(), rounded, codes[rows], scales[rows])
+        with _one_thread():
+            for first in range(0, num_outputs, step):
+                rows = slice(first, first + step)
+                _round(weight[rows].float(), rounded, codes[rows], scales[rows])
         bits = {"int8": 8, "int4": 4}[self.name]
         return QuantisedWeight(codes=codes, scales=scales, minimums=None, bits=bits, lowest=-(2 ** (bits - 1)))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads would meet after each operator on a chunk, and wait for the one that others keep from its core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _round(values: Tensor, rounded: Callable[[Tensor], tuple[Tensor, Tensor]], codes: Tensor, scales: Tensor) -> None:
