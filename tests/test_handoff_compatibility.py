@@ -9,6 +9,7 @@ import torch
 
 from engine.kv_cache import KVLayout
 from kv_transfer.compatibility import describe, fingerprint, mismatch
+from kv_transfer.messages import PROTOCOL_VERSION
 
 LAYOUT = KVLayout(num_layers=30, layers_per_group=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=torch.bfloat16)
 OURS = describe("f00d", LAYOUT)
@@ -30,7 +31,7 @@ def test_blocks_are_each_ends_own_affair() -> None:
         (describe("f00d", replace(LAYOUT, dtype=torch.float32)), "KV dtype is bfloat16 here and float32 there"),
         (describe("f00d", replace(LAYOUT, num_kv_heads=9)), "KV heads is 3 here and 9 there"),
         (describe("f00d", replace(LAYOUT, head_dim=128)), "head size is 64 here and 128 there"),
-        (describe("f00d", LAYOUT, protocol_version=99), "protocol version is 2 here and 99 there"),
+        (describe("f00d", LAYOUT, protocol_version=99), f"protocol version is {PROTOCOL_VERSION} here and 99 there"),
         (describe("f00d", LAYOUT, digest_kinds=["crc32"]), "digests is row_sum_64, xxh3_64 here and crc32 there"),
     ],
 )
