@@ -12,6 +12,7 @@ from benchmarks.cells import Report
 from benchmarks.cells import spread as _spread
 from benchmarks.cells import table as _table
 from benchmarks.cells import tail as _tail
+from benchmarks.gateway_table import gateway_headline, gateway_tables, startup_headline, startup_table
 from benchmarks.goodput_table import GOODPUT, decisions_table, goodput_headline, goodput_tables
 from benchmarks.honesty_table import honesty_headline, honesty_tables
 from benchmarks.offload_table import offload_headline, offload_tables
@@ -158,22 +159,6 @@ def _handoff(results: Report) -> str:
     return f"{table}\nDigest ({digest['name']}): {cost}.\n"
 
 
-def _gateway(results: Report) -> str:
-    alone: list[list[object]] = [
-        [row["streams"], _spread(row["tokens_per_s"]), _spread(row["cpu_us_per_token"]), row["tokens_per_read"]]
-        for row in results["app_alone"]
-    ]
-    whole: list[list[object]] = [
-        [row["streams"], f"{row['beat_ms']:g}", _spread(row["cpu_us_per_token"]), _spread(row["tpot_ms"])]
-        for row in results["whole_gateway"]
-    ]
-    return (
-        _table(["HTTP app alone: streams", "tokens/s on one core", "CPU us per token", "tokens per read"], alone)
-        + "\n"
-        + _table(["whole gateway: streams", "beat, ms", "CPU us per token", "TPOT at the client, ms"], whole)
-    )
-
-
 def _sampling(results: Report) -> str:
     rows: list[list[object]] = [
         [
@@ -258,7 +243,8 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "engine": _engine,
     "cluster": _cluster,
     "handoff": _handoff,
-    "gateway": _gateway,
+    "gateway": gateway_tables,
+    "startup": startup_table,
     "sampling": _sampling,
     "transports": _transports,
     "eviction": _eviction,
@@ -274,7 +260,8 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "engine": lambda results: {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]},
     "cluster": _cluster_headline,
     "handoff": _handoff_headline,
-    "gateway": lambda results: {"cpu_us_per_token": results["whole_gateway"][1]["cpu_us_per_token"]["median"]},
+    "gateway": gateway_headline,
+    "startup": startup_headline,
     "sampling": lambda results: {"bf16_same_alone_and_batched": results["bfloat16"][0]["identical"]},
     "eviction": lambda results: {"hit_rates at an eighth": results["rows"][3]},
     "layerkv": lambda results: {
