@@ -34,6 +34,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Harmless = None
+    continuous_usage_stats: Harmless = None  # vLLM's, which load generators send: usage comes with the last event only
 
 
 class GenerationBody(Body):

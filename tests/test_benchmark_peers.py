@@ -207,6 +207,16 @@ def test_a_real_server_is_asked(tokenizer: Tokenizer) -> None:
         wait_until(lambda: generator.num_cancelled == 2, what="the streams were not broken off")
 
 
+@pytest.mark.model
+def test_the_requests_of_a_known_load_generator_are_answered(tokenizer: Tokenizer) -> None:
+    """GuideLLM asks for usage in every event, as vLLM can; it reads the last one."""
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 5, "ignore_eos": True, "stop": None, "stream": True}
+    with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
+        answer = target.http.post("/v1/completions", json={**body, "stream_options": usage})
+    assert answer.status_code == 200 and '"completion_tokens":5' in answer.text
+
+
 def recorded() -> list[dict[str, Any]]:
     def wave(rate: float, tpot_ms: float) -> dict[str, Any]:
         return {"output_tokens_per_s": rate, "all_ttft_ms": [900.0, 1000.0], "all_tpot_ms": [tpot_ms, tpot_ms + 1]}
