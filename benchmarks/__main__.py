@@ -29,6 +29,7 @@ PARTS = {
     "handoff": 300,
     "sampling": 300,
     "engine": 600,
+    "quantisation": 900,
     "cluster": 600,
     "eviction": 180,
     "offload": 420,

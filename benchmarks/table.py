@@ -19,6 +19,7 @@ from benchmarks.offload_table import offload_headline, offload_tables
 from benchmarks.peers_table import peers_headline, peers_tables
 from benchmarks.plots import plot_layerkv
 from benchmarks.provenance import ROOT
+from benchmarks.quantisation_table import quantisation_headline, quantisation_table
 from benchmarks.summary import Json
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -241,6 +242,7 @@ def _handoff_headline(results: Report) -> Json:
 
 _TABLES: dict[str, Callable[[Report], str]] = {
     "engine": _engine,
+    "quantisation": quantisation_table,
     "cluster": _cluster,
     "handoff": _handoff,
     "gateway": gateway_tables,
@@ -258,6 +260,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
 }
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "engine": lambda results: {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]},
+    "quantisation": quantisation_headline,
     "cluster": _cluster_headline,
     "handoff": _handoff_headline,
     "gateway": gateway_headline,
