@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.peers.installation import foreign_environment, last_lines
 from benchmarks.peers.peer import PeerUnavailableError
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 
 
