@@ -20,7 +20,7 @@ GOODPUT: Final = (
     "goodput_30ms",
     "goodput_split",
 )
-_SIZES = ("workers", "blocks")
+_OUTCOMES = ("placed", "waiting", "rejected")
 
 
 def goodput_tables(results: Report) -> str:
@@ -34,10 +34,20 @@ def goodput_headline(results: Report) -> Json:
 
 def decisions_table(results: Report) -> str:
     rows: list[list[object]] = [
-        [name, tail(cell), tail(cell["wall"]), cell["samples"]] for name, cell in results.items() if name not in _SIZES
+        [name, tail(results[name]), tail(results[name]["wall"]), results[name]["samples"]]
+        for name in _OUTCOMES
+        if name in results
     ]
     sizes = f"{results['workers']} workers, {results['blocks']} blocks"
-    return table([sizes, "P50 / P99 of processor time, ms", "on the wall", "decisions"], rows)
+    decisions = table([sizes, "P50 / P99 of processor time, ms", "on the wall", "decisions"], rows)
+    return decisions + _whole_trace(results["simulated"])
+
+
+def _whole_trace(simulated: Report) -> str:
+    return (
+        f"\n{simulated['num_requests']} requests ({simulated['requests']}) on {simulated['workers']}: simulated in"
+        f" {simulated['cpu_s']:g} s of CPU time and {simulated['memory_mib']:g} MiB.\n"
+    )
 
 
 def _name(line: Report) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from itertools import count
 
 from benchmarks.decisions import build, simulated, timed_decisions
+from benchmarks.goodput_table import decisions_table
+from benchmarks.table import RESULTS
 from cluster.placement.admission import Outcome
 
 
@@ -29,3 +32,10 @@ def test_as_many_requests_as_asked_for_are_simulated() -> None:
     report = simulated(None, 8, 40)
     assert (report["requests"], report["num_requests"]) == ("drawn", 40)
     assert report["in_time"] == 1.0
+
+
+def test_what_is_stored_can_be_read_as_a_table() -> None:
+    stored = json.loads((RESULTS / "decisions.json").read_text(encoding="utf-8"))["results"]
+    written = decisions_table(stored)
+    assert all(f"| {outcome} |" in written for outcome in ("placed", "waiting", "rejected"))
+    assert f"{stored['simulated']['cpu_s']:g} s of CPU time" in written
