@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,51 +12,33 @@ import torch
 from torch import Tensor
 
 from kernels.interface import CacheGeometry, Segment
+from kernels.native_library import TYPE_NAMES, Float, Function, Pointer, Size, declare
 
-_Pointer = ctypes.c_void_p
-_Size = ctypes.c_int64
 _NO_WINDOW = 1 << 48
-_FUNCTIONS = {torch.bfloat16: "attention_bf16", torch.float32: "attention_f32"}
+_PARAMETERS = [*(Pointer, Pointer, Size, Size, Pointer, Size), *(Float, Float, Pointer)]
 
 
 class _Plan(ctypes.Structure):
     """`Plan` of `native/attention.cpp`, field by field."""
 
     _fields_ = (
-        ("segments", _Pointer),
-        ("tables", _Pointer),
-        ("num_segments", _Size),
-        ("num_columns", _Size),
-        ("block_size", _Size),
-        ("block_stride", _Size),
-        ("num_kv_heads", _Size),
-        ("head_dim", _Size),
-        ("window", _Size),
+        ("segments", Pointer),
+        ("tables", Pointer),
+        ("num_segments", Size),
+        ("num_columns", Size),
+        ("block_size", Size),
+        ("block_stride", Size),
+        ("num_kv_heads", Size),
+        ("head_dim", Size),
+        ("window", Size),
     )
-
-
-def declare(library: ctypes.CDLL) -> None:
-    for name in _FUNCTIONS.values():
-        function = getattr(library, name)
-        function.argtypes = [
-            _Pointer,
-            _Pointer,
-            _Size,
-            _Size,
-            _Pointer,
-            _Size,
-            ctypes.c_float,
-            ctypes.c_float,
-            _Pointer,
-        ]
-        function.restype = None
 
 
 @dataclass(frozen=True, slots=True)
 class NativeAttention:
     """A row's result is the same to the bit in any batch, in any chunk of a prompt, and with any number of threads."""
 
-    function: Callable[..., None]
+    function: Function
     plan: _Plan
     dtype: torch.dtype
     segments: npt.NDArray[np.int64]  # these two are what the plan points to
@@ -109,7 +91,8 @@ def plan_attention(
         head_dim=geometry.head_dim,
         window=_NO_WINDOW if window is None else window,
     )
-    return NativeAttention(getattr(library, _FUNCTIONS[dtype]), plan, dtype, records, tables)
+    function = declare(library, f"attention_{TYPE_NAMES[dtype]}", _PARAMETERS)
+    return NativeAttention(function, plan, dtype, records, tables)
 
 
 def _pack(

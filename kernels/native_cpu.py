@@ -21,9 +21,6 @@ class NativeCpuKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._elementwise = NativeElementwise(library)
-        native_linear.declare(library)
-        native_attention.declare(library)
-        native_quantised.declare(library)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if native_linear.can_pack(weight):

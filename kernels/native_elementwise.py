@@ -6,29 +6,26 @@ Each takes the types that it is declared for; `takes` says whether it does.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.interface import Activation, KVSlots
+from kernels.native_library import TYPE_NAMES, Float, Pointer, Size, declare
 
-_Pointer = ctypes.c_void_p
-_Size = ctypes.c_int64
-_Float = ctypes.c_float
-
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_PARAMETERS: dict[str, list[type[ctypes._SimpleCData[Any]]]] = {
-    "rms_norm": [_Pointer, _Size, _Size, _Size, _Size, _Pointer, _Float, _Pointer],
-    "add_rms_norm": [_Pointer, _Pointer, _Size, _Size, _Pointer, _Float, _Pointer, _Pointer],
-    "rotate_and_store": [_Pointer, _Size, _Pointer, _Size, _Pointer, _Pointer, *[_Size] * 4, *[_Pointer] * 5],
-    "gated_silu": [_Pointer, _Size, _Size, _Pointer],
-    "gated_gelu_tanh": [_Pointer, _Size, _Size, _Pointer],
+_PARAMETERS: dict[str, list[Any]] = {
+    "rms_norm": [Pointer, Size, Size, Size, Size, Pointer, Float, Pointer],
+    "add_rms_norm": [Pointer, Pointer, Size, Size, Pointer, Float, Pointer, Pointer],
+    "rotate_and_store": [Pointer, Size, Pointer, Size, Pointer, Pointer, *[Size] * 4, *[Pointer] * 5],
+    "gated_silu": [Pointer, Size, Size, Pointer],
+    "gated_gelu_tanh": [Pointer, Size, Size, Pointer],
 }
 
 
 def takes(*tensors: Tensor) -> bool:
-    return all(tensor.dtype in _NAMES for tensor in tensors)
+    return all(tensor.dtype in TYPE_NAMES for tensor in tensors)
 
 
 class NativeElementwise:
@@ -36,9 +33,9 @@ class NativeElementwise:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = {
-            (kind, *types): _declared(library, kind, types)
-            for kind in _PARAMETERS
-            for types in ([(x, w) for x in _NAMES for w in _NAMES] if "norm" in kind else [(x,) for x in _NAMES])
+            (kind, *types): declare(library, _name(kind, types), parameters)
+            for kind, parameters in _PARAMETERS.items()
+            for types in itertools.product(TYPE_NAMES, repeat=2 if "norm" in kind else 1)
         }
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,10 +97,8 @@ class NativeElementwise:
         return out
 
 
-def _declared(library: ctypes.CDLL, kind: str, types: tuple[torch.dtype, ...]) -> ctypes._NamedFuncPointer:
-    function = library[f"{kind}_{'_by_'.join(_NAMES[dtype] for dtype in types)}"]
-    function.argtypes, function.restype = _PARAMETERS[kind], None
-    return function
+def _name(kind: str, types: tuple[torch.dtype, ...]) -> str:
+    return f"{kind}_{'_by_'.join(TYPE_NAMES[dtype] for dtype in types)}"
 
 
 def _norm_layout(x: Tensor, weight: Tensor) -> tuple[int, int, int]:

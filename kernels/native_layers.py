@@ -11,11 +11,10 @@ from torch import Tensor
 from kernels.fused_layers import Layer, LayersForm, LayersStep
 from kernels.interface import Linear, PagedAttention
 from kernels.native_attention import NativeAttention
+from kernels.native_library import Flag, Float, Pointer, Size, declare
 from kernels.native_linear import NativeLinear
 from kernels.native_quantised import QuantisedLinear
 
-_Pointer = ctypes.c_void_p
-_Size = ctypes.c_int64
 _NAMES = {
     (torch.bfloat16, torch.bfloat16): "bf16_by_bf16",
     (torch.bfloat16, torch.float32): "bf16_by_f32",
@@ -29,55 +28,55 @@ class _Projection(ctypes.Structure):
     """This and the following: those of `native/layers.cpp`, field by field."""
 
     _fields_ = (
-        ("weight", _Pointer),
-        ("bias", _Pointer),
-        ("inputs", _Size),
-        ("outputs", _Size),
-        ("bits", _Size),
-        ("group", _Size),
-        ("lowest", _Size),
-        ("wide_factors", ctypes.c_bool),
-        ("has_minimums", ctypes.c_bool),
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("inputs", Size),
+        ("outputs", Size),
+        ("bits", Size),
+        ("group", Size),
+        ("lowest", Size),
+        ("wide_factors", Flag),
+        ("has_minimums", Flag),
     )
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _Pointer) for name in _NORMS),
+        *((name, Pointer) for name in _NORMS),
         *((name, _Projection) for name in _PROJECTIONS),
-        ("rotation", _Size),
-        ("attention", _Size),
+        ("rotation", Size),
+        ("attention", Size),
     )
 
 
 class _Shape(ctypes.Structure):
     _fields_ = (
-        ("num_heads", _Size),
-        ("num_kv_heads", _Size),
-        ("head_dim", _Size),
-        ("layers_per_group", _Size),
-        ("layer_numbers", _Size),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("gelu_tanh", ctypes.c_bool),
+        ("num_heads", Size),
+        ("num_kv_heads", Size),
+        ("head_dim", Size),
+        ("layers_per_group", Size),
+        ("layer_numbers", Size),
+        ("eps", Float),
+        ("scale", Float),
+        ("softcap", Float),
+        ("gelu_tanh", Flag),
     )
 
 
 class _Rotary(ctypes.Structure):
-    _fields_ = (("cos", _Pointer), ("signed_sin", _Pointer))
+    _fields_ = (("cos", Pointer), ("signed_sin", Pointer))
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        ("rows", _Size),
+        ("rows", Size),
         ("rotations", ctypes.POINTER(_Rotary)),
-        ("attention_plans", ctypes.POINTER(_Pointer)),
-        ("slots", _Pointer),
-        ("cache", _Pointer),
-        ("x", _Pointer),
-        ("normed", _Pointer),
-        ("scratch", _Pointer),
+        ("attention_plans", ctypes.POINTER(Pointer)),
+        ("slots", Pointer),
+        ("cache", Pointer),
+        ("x", Pointer),
+        ("normed", Pointer),
+        ("scratch", Pointer),
     )
 
 
@@ -86,10 +85,10 @@ def fuse_layers(
 ) -> NativeLayers | None:
     """None where a weight is none of the C++ kernels'."""
     linears = [getattr(layer, name) for layer in layers for name in _PROJECTIONS]
-    if not all(isinstance(linear, NativeLinear | QuantisedLinear) for linear in linears):
+    if not all(isinstance(linear, NativeLinear) for linear in linears):
         return None
     norms = [final_norm, *(norm for layer in layers for name in _NORMS if (norm := getattr(layer, name)) is not None)]
-    types = {(_type(linear), norm.dtype) for norm in norms for linear in linears}
+    types = {(linear.dtype, norm.dtype) for norm in norms for linear in linears}
     if len(types) > 1 or not types <= _NAMES.keys() or form.head_dim % 2:
         return None
     assert all(norm.is_contiguous() for norm in norms)
@@ -115,8 +114,7 @@ class NativeLayers:
             softcap=form.softcap or 0.0,
             gelu_tanh=form.activation == "gelu_tanh",
         )
-        self._run = library[f"layers_run_{types}"]
-        self._run.argtypes, self._run.restype = [_Pointer, _Pointer, _Pointer, _Size, _Size], None
+        self._run = declare(library, f"layers_run_{types}", [Pointer, Pointer, Pointer, Size, Size])
         self._row_numbers = _scratch_numbers(library, self._shape, records)
         self._scratch = torch.empty(0)  # for the largest step so far
 
@@ -134,7 +132,7 @@ class NativeLayers:
         record = _Step(
             rows=len(x),
             rotations=(_Rotary * len(rotations))(*rotations),
-            attention_plans=(_Pointer * len(plans))(*plans),
+            attention_plans=(Pointer * len(plans))(*plans),
             slots=step.slots.data_ptr(),
             cache=step.cache.data_ptr(),
             x=x.data_ptr(),
@@ -156,13 +154,8 @@ def _layer(layer: Layer, rotation: int, attention: int) -> _Layer:
     return _Layer(**norms, **projections, rotation=rotation, attention=attention)
 
 
-def _type(linear: NativeLinear | QuantisedLinear) -> torch.dtype:
-    """Of its inputs."""
-    return torch.bfloat16 if isinstance(linear, QuantisedLinear) else linear.packed.dtype
-
-
 def _projection(linear: Linear) -> _Projection:
-    assert isinstance(linear, NativeLinear | QuantisedLinear)
+    assert isinstance(linear, NativeLinear)
     projection = _Projection(
         _address(linear.packed), _address(linear.bias), linear.num_inputs, linear.num_outputs, bits=0
     )
@@ -184,5 +177,5 @@ def _plan_address(attention: PagedAttention) -> int:
 
 def _scratch_numbers(library: ctypes.CDLL, shape: _Shape, layers: list[_Layer]) -> int:
     """For each row of a step; layers may differ."""
-    library.layers_scratch.argtypes, library.layers_scratch.restype = [_Pointer, _Pointer], _Size
-    return max(int(library.layers_scratch(ctypes.byref(shape), ctypes.byref(layer))) for layer in layers)
+    scratch = declare(library, "layers_scratch", [Pointer, Pointer], Size)
+    return max(int(scratch(ctypes.byref(shape), ctypes.byref(layer))) for layer in layers)

@@ -1,6 +1,6 @@
 """Compiles the C++ kernels of `kernels/native` once for a machine and loads them; without a compiler there are none.
 
-Knows compilers and processors, not what the functions do: who calls one declares its types.
+Knows compilers and processors, not what the functions do: who calls one declares its parameters.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -22,6 +23,11 @@ from filelock import FileLock, Timeout
 from kernels.cache_folder import default_cache_dir
 
 logger = logging.getLogger(__name__)
+
+Pointer, Size, Float, Flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
+Function = Any  # of ctypes, which has no name for them
+TYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""What the functions' names end in."""
 
 SOURCE_FOLDER = Path(__file__).parent / "native"
 SWITCH = "LEGATO_NATIVE"
@@ -40,6 +46,12 @@ _COMPILE_DEADLINE_S = 120.0
 
 class NativeUnavailableError(Exception):
     """A sentence: why this machine runs without the C++ kernels."""
+
+
+def declare(library: ctypes.CDLL, name: str, parameters: list[Any], result: Any = None) -> Function:
+    function = library[name]
+    function.argtypes, function.restype = parameters, result
+    return function
 
 
 @functools.cache
@@ -75,12 +87,12 @@ def _require_processor() -> None:
     """Raises NativeUnavailableError."""
     if platform.system() != "Linux":
         raise NativeUnavailableError(f"they are compiled on Linux only, and this is {platform.system()}")
-    lacking = [flag for flag in _FLAGS if flag not in _processor_flags()]
+    present = _processor_flags()
+    lacking = [flag for flag in _FLAGS if flag not in present]
     if lacking:
         raise NativeUnavailableError(f"this processor lacks {', '.join(lacking)}")
 
 
-@functools.cache
 def _processor_flags() -> frozenset[str]:
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("flags"):

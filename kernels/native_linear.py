@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import huge_pages
-
-Function = Any  # of ctypes, which has no name for them
-
-_Pointer = ctypes.c_void_p
-_Size = ctypes.c_int64
+from kernels.native_library import TYPE_NAMES, Function, Pointer, Size, declare
 
 
-_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-
-
-def declare(library: ctypes.CDLL) -> None:
-    library.linear_packed_size.argtypes = [_Size, _Size]
-    library.linear_packed_size.restype = _Size
-    for name in _TYPES.values():
-        pack, compute = _functions(library, name)
-        pack.argtypes = [_Pointer, _Size, _Size, _Pointer]
-        pack.restype = None
-        compute.argtypes = [_Pointer, _Size, _Size, _Pointer, _Size, _Pointer, _Pointer, _Pointer]
-        compute.restype = None
-
-
-def _functions(library: ctypes.CDLL, name: str) -> tuple[Function, Function]:
-    return getattr(library, f"linear_pack_{name}"), getattr(library, f"linear_{name}")
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLinear:
     """A row's result is the same to the bit whatever the other rows are."""
 
     compute: Function
     packed: Tensor  # panels of 32 outputs
+    dtype: torch.dtype  # of what comes in and goes out
     num_inputs: int
     num_outputs: int
     bias: Tensor | None
@@ -53,7 +31,7 @@ class NativeLinear:
 
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor:
         x = x.contiguous()
-        assert x.dtype == self.packed.dtype and x.shape[-1] == self.num_inputs
+        assert x.dtype == self.dtype and x.shape[-1] == self.num_inputs
         out = x.new_empty((*x.shape[:-1], self.num_outputs))
         self.compute(
             x.data_ptr(),
@@ -61,22 +39,37 @@ class NativeLinear:
             self.num_inputs,
             self.packed.data_ptr(),
             self.num_outputs,
+            *self._layout(),
             None if self.bias is None else self.bias.data_ptr(),
             None if residual is None else residual.data_ptr(),
             out.data_ptr(),
         )
         return out
 
+    def _layout(self) -> tuple[int, ...]:
+        """Parameters that say how weights are packed."""
+        return ()
+
 
 def can_pack(weight: Tensor) -> bool:
     """bfloat16 is multiplied in pairs of inputs."""
-    return weight.dtype in _TYPES and (weight.dtype.itemsize == 4 or weight.shape[1] % 2 == 0)
+    return weight.dtype in TYPE_NAMES and (weight.dtype.itemsize == 4 or weight.shape[1] % 2 == 0)
 
 
 def pack_linear(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> NativeLinear:
-    pack, compute = _functions(library, _TYPES[weight.dtype])
+    name = TYPE_NAMES[weight.dtype]
+    packed_size = declare(library, "linear_packed_size", [Size, Size], Size)
+    pack = declare(library, f"linear_pack_{name}", [Pointer, Size, Size, Pointer])
+    parameters = [Pointer, Size, Size, Pointer, Size, Pointer, Pointer, Pointer]
     num_outputs, num_inputs = weight.shape
     weight = weight.contiguous()
-    packed = huge_pages.zeros([library.linear_packed_size(num_inputs, num_outputs)], weight.dtype)
+    packed = huge_pages.zeros([packed_size(num_inputs, num_outputs)], weight.dtype)
     pack(weight.data_ptr(), num_inputs, num_outputs, packed.data_ptr())
-    return NativeLinear(compute, packed, num_inputs, num_outputs, None if bias is None else bias.contiguous())
+    return NativeLinear(
+        compute=declare(library, f"linear_{name}", parameters),
+        packed=packed,
+        dtype=weight.dtype,
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+        bias=None if bias is None else bias.contiguous(),
+    )

@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include "attention_buffers.h"
+#include "calls.h"
 
 namespace {
 
@@ -168,7 +169,6 @@ void attend(const Plan* plan, const T* queries, int64_t row_stride, int64_t num_
 
 extern "C" {
 
-// `softcap` is 0 where there is none; `out [rows, num_heads, head_dim]`, contiguous. In bfloat16 head_dim is even.
 void attention_bf16(const Plan* plan, const bf16* queries, int64_t row_stride, int64_t num_heads, const bf16* cache,
                     int64_t group, float scale, float softcap, bf16* out) {
   attend(plan, queries, row_stride, num_heads, cache, group, scale, softcap, out);

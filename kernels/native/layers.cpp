@@ -6,26 +6,10 @@
 
 #include <algorithm>
 
+#include "calls.h"
 #include "elementwise.h"
 
 using legato::bf16;
-
-extern "C" {
-
-// Of linear.cpp, quantised.cpp and attention.cpp.
-void linear_bf16(const bf16* x, int64_t rows, int64_t inputs, const bf16* weight, int64_t outputs, const bf16* bias,
-                 const bf16* residual, bf16* out);
-void linear_fp32(const float* x, int64_t rows, int64_t inputs, const float* weight, int64_t outputs, const float* bias,
-                 const float* residual, float* out);
-void quantised_linear(const bf16* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs, int64_t group,
-                      int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums, const bf16* bias,
-                      const bf16* residual, bf16* out);
-void attention_bf16(const void* plan, const bf16* queries, int64_t row_stride, int64_t num_heads, const bf16* cache,
-                    int64_t group, float scale, float softcap, bf16* out);
-void attention_f32(const void* plan, const float* queries, int64_t row_stride, int64_t num_heads, const float* cache,
-                   int64_t group, float scale, float softcap, float* out);
-
-}  // extern "C"
 
 namespace {
 
@@ -58,7 +42,7 @@ struct Rotary {
 struct Step {
   int64_t rows;
   const Rotary* rotations;
-  const void* const* attention_plans;
+  const legato::Plan* const* attention_plans;
   const int64_t* slots;  // [layer groups, T]
   void* cache;
   void *x, *normed;  // [T, E]: the residual stream, and its norm by the first layer's weight or the following one's
@@ -77,16 +61,16 @@ void project(const Projection& projection, const bf16* x, int64_t rows, const bf
 }
 
 void project(const Projection& projection, const float* x, int64_t rows, const float* residual, float* out) {
-  linear_fp32(x, rows, projection.inputs, static_cast<const float*>(projection.weight), projection.outputs,
+  linear_f32(x, rows, projection.inputs, static_cast<const float*>(projection.weight), projection.outputs,
               static_cast<const float*>(projection.bias), residual, out);
 }
 
-void attend(const void* plan, const bf16* q, const bf16* cache, int64_t group, const Shape& shape, bf16* out) {
+void attend(const legato::Plan* plan, const bf16* q, const bf16* cache, int64_t group, const Shape& shape, bf16* out) {
   attention_bf16(plan, q, shape.num_heads * shape.head_dim, shape.num_heads, cache, group, shape.scale, shape.softcap,
                  out);
 }
 
-void attend(const void* plan, const float* q, const float* cache, int64_t group, const Shape& shape, float* out) {
+void attend(const legato::Plan* plan, const float* q, const float* cache, int64_t group, const Shape& shape, float* out) {
   attention_f32(plan, q, shape.num_heads * shape.head_dim, shape.num_heads, cache, group, shape.scale, shape.softcap,
                 out);
 }

@@ -3,15 +3,13 @@
 // Every output is one sum in float32 over the inputs in rising order, whatever the number of rows and of threads: a
 // row's result is the same to the bit alone, in any batch and in any chunk of a prompt.
 
-#include <algorithm>
-
-#include "bf16.h"
+#include "calls.h"
+#include "panels.h"
 
 namespace {
 
-using legato::bf16;
+using namespace legato;
 
-constexpr int64_t kPanel = 32;  // outputs of a panel: two registers of sums
 constexpr int kTile = 12;       // rows of a tile: 24 registers of sums, of 32
 
 // One input of 16 outputs, or, in bfloat16, two: the instruction multiplies and adds pairs.
@@ -42,25 +40,11 @@ struct Inputs<bf16> {
 
 template <typename T>
 struct Linear {
-  const T* x;         // [rows, inputs]
-  const T* weight;    // [panels, inputs / kTogether, kPanel, kTogether]: what `pack` made
-  const T* bias;      // [outputs] or null
-  const T* residual;  // [rows, outputs] or null
-  T* out;             // [rows, outputs]
-  int64_t rows, inputs, outputs;
+  const T* x;       // [rows, inputs]
+  const T* weight;  // [panels, inputs / kTogether, kPanel, kTogether]: what `pack` made
+  int64_t rows, inputs;
+  Outputs<T> to;
 };
-
-int64_t num_panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
-
-template <typename T>
-void finish(const Linear<T>& job, int64_t row, int64_t output, __m512 sum) {
-  if (output >= job.outputs) return;
-  const __mmask16 lanes = legato::first_lanes(job.outputs - output);
-  if (job.bias) sum = _mm512_add_ps(sum, legato::load(job.bias + output, lanes));
-  const int64_t at = row * job.outputs + output;
-  if (job.residual) sum = _mm512_add_ps(sum, legato::load(job.residual + at, lanes));
-  legato::store(job.out + at, lanes, sum);
-}
 
 template <typename T, int kRows>
 void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel) {
@@ -80,8 +64,8 @@ void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel) {
     }
   }
   for (int row = 0; row < kRows; ++row) {
-    finish(job, first_row + row, panel * kPanel, left[row]);
-    finish(job, first_row + row, panel * kPanel + kPanel / 2, right[row]);
+    finish(job.to, first_row + row, panel * kPanel, left[row]);
+    finish(job.to, first_row + row, panel * kPanel + kPanel / 2, right[row]);
   }
 }
 
@@ -100,9 +84,8 @@ void compute_panel(const Linear<T>& job, int64_t panel) {
 
 template <typename T>
 void compute(const Linear<T>& job) {
-  const int64_t panels = num_panels(job.outputs);
-  const int64_t at_once = job.rows > kTile ? 1 : std::max<int64_t>(1, panels / 16);
-#pragma omp parallel for schedule(dynamic, at_once)
+  const int64_t panels = num_panels(job.to.outputs);
+#pragma omp parallel for schedule(dynamic, panels_at_once(panels, job.rows <= kTile))
   for (int64_t panel = 0; panel < panels; ++panel) compute_panel(job, panel);
 }
 
@@ -129,24 +112,23 @@ extern "C" {
 // How many numbers packing writes: outputs are filled up to whole panels.
 int64_t linear_packed_size(int64_t inputs, int64_t outputs) { return num_panels(outputs) * kPanel * inputs; }
 
-// From `weight [outputs, inputs]`. In bfloat16, `inputs` is even, here and below.
+// From `weight [outputs, inputs]`. In bfloat16, `inputs` is even.
 void linear_pack_bf16(const bf16* weight, int64_t inputs, int64_t outputs, bf16* packed) {
   pack(weight, inputs, outputs, packed);
 }
 
-void linear_pack_fp32(const float* weight, int64_t inputs, int64_t outputs, float* packed) {
+void linear_pack_f32(const float* weight, int64_t inputs, int64_t outputs, float* packed) {
   pack(weight, inputs, outputs, packed);
 }
 
-// `out` may be `residual`.
 void linear_bf16(const bf16* x, int64_t rows, int64_t inputs, const bf16* weight, int64_t outputs, const bf16* bias,
                  const bf16* residual, bf16* out) {
-  compute(Linear<bf16>{x, weight, bias, residual, out, rows, inputs, outputs});
+  compute(Linear<bf16>{x, weight, rows, inputs, {bias, residual, out, outputs}});
 }
 
-void linear_fp32(const float* x, int64_t rows, int64_t inputs, const float* weight, int64_t outputs, const float* bias,
-                 const float* residual, float* out) {
-  compute(Linear<float>{x, weight, bias, residual, out, rows, inputs, outputs});
+void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weight, int64_t outputs, const float* bias,
+                const float* residual, float* out) {
+  compute(Linear<float>{x, weight, rows, inputs, {bias, residual, out, outputs}});
 }
 
 }  // extern "C"

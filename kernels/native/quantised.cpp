@@ -5,16 +5,15 @@
 // as close as those are to what bfloat16 rounded them from. So a group's products are integers, and their sum is exact
 // in any order. Groups are added up in float32 in rising order, whatever the number of rows and of threads.
 
-#include <algorithm>
 #include <vector>
 
-#include "bf16.h"
+#include "calls.h"
+#include "panels.h"
 
 namespace {
 
-using legato::bf16;
+using namespace legato;
 
-constexpr int64_t kPanel = 32;  // columns of a panel: two registers of sums
 constexpr int64_t kQuad = 4;    // inputs that are decoded at once
 constexpr int kTile = 6;        // rows of a tile: sums of a group and of all groups in 24 registers, of 32
 
@@ -30,10 +29,8 @@ struct Job {
   const float* x_units;   // [rows, groups]
   const float* x_sums;    // [rows, groups]
   const uint8_t* packed;  // [panels, groups] blocks: what `quantised_pack` made
-  const bf16* bias;       // [outputs] or null
-  const bf16* residual;   // [rows, outputs] or null
-  bf16* out;              // [rows, outputs]
   int64_t rows;
+  Outputs<bf16> to;
 };
 
 // How weights lie: for each panel and group its codes, scales, and minimums.
@@ -44,7 +41,7 @@ struct Layout {
   bool has_minimums;
 
   int64_t groups() const { return inputs / group; }
-  int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
+  int64_t panels() const { return num_panels(outputs); }
   int64_t quad_bytes() const { return kQuad * kPanel * bits / 8; }
   int64_t code_bytes() const { return group * kPanel * bits / 8; }
   int64_t factor_bytes() const { return kPanel * (wide_factors ? 4 : 2); }
@@ -184,15 +181,6 @@ inline __attribute__((always_inline)) void add_minimums(const Layout& layout, co
   }
 }
 
-void finish(const Layout& layout, const Job& job, int64_t row, int64_t column, __m512 sum) {
-  if (column >= layout.outputs) return;
-  const __mmask16 lanes = legato::first_lanes(layout.outputs - column);
-  if (job.bias) sum = _mm512_add_ps(sum, legato::load(job.bias + column, lanes));
-  const int64_t at = row * layout.outputs + column;
-  if (job.residual) sum = _mm512_add_ps(sum, legato::load(job.residual + at, lanes));
-  legato::store(job.out + at, lanes, sum);
-}
-
 template <int kRows, class Codes>
 void compute_tile(const Layout& layout, const Job& job, const Codes& codes, int64_t panel, int64_t first_row) {
   Sums<kRows> totals;
@@ -207,8 +195,8 @@ void compute_tile(const Layout& layout, const Job& job, const Codes& codes, int6
     if (layout.has_minimums) add_minimums<kRows>(layout, factors + layout.factor_bytes(), job.x_sums + first, totals);
   }
   for (int row = 0; row < kRows; ++row) {
-    finish(layout, job, first_row + row, panel * kPanel, totals.left[row]);
-    finish(layout, job, first_row + row, panel * kPanel + kPanel / 2, totals.right[row]);
+    finish(job.to, first_row + row, panel * kPanel, totals.left[row]);
+    finish(job.to, first_row + row, panel * kPanel + kPanel / 2, totals.right[row]);
   }
 }
 
@@ -221,7 +209,7 @@ void compute_rest(const Layout& layout, const Job& job, const Codes& codes, int6
 template <class Codes>
 void compute(const Layout& layout, const Job& job) {
   const Codes codes(layout);
-#pragma omp parallel for schedule(dynamic, job.rows > kTile ? 1 : std::max<int64_t>(1, layout.panels() / 16))
+#pragma omp parallel for schedule(dynamic, panels_at_once(layout.panels(), job.rows <= kTile))
   for (int64_t panel = 0; panel < layout.panels(); ++panel) {
     int64_t row = 0;
     for (; row + kTile <= job.rows; row += kTile) compute_tile<kTile>(layout, job, codes, panel, row);
@@ -248,7 +236,7 @@ void fix_group(const bf16* x, int64_t group, int16_t* values, float* unit, float
   const __m512 per_unit = _mm512_set1_ps(*unit == 0 ? 0 : 1 / *unit);
   __m512i total = _mm512_setzero_si512();
   for (int64_t input = 0; input < group; input += 16) {
-    const __m512i fixed = _mm512_cvtps_epi32(_mm512_mul_ps(legato::load(x + input, 0xffff), per_unit));
+    const __m512i fixed = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + input, 0xffff), per_unit));
     total = _mm512_add_epi32(total, fixed);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + input), _mm512_cvtsepi32_epi16(fixed));
   }
@@ -312,13 +300,13 @@ void quantised_pack(const int8_t* codes, const float* scales, const float* minim
   }
 }
 
-// `out` may be `residual`.
 void quantised_linear(const bf16* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs, int64_t group,
                       int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums, const bf16* bias,
                       const bf16* residual, bf16* out) {
   const Layout layout{inputs, outputs, group, bits, lowest, wide_factors, has_minimums};
   const Activations& fixed_x = fixed(layout, x, rows);
-  const Job job{fixed_x.values.data(), fixed_x.units.data(), fixed_x.sums.data(), packed, bias, residual, out, rows};
+  const Job job{fixed_x.values.data(), fixed_x.units.data(), fixed_x.sums.data(), packed, rows,
+                {bias, residual, out, outputs}};
   if (bits == 4) return compute<FourBits>(layout, job);
   compute<EightBits>(layout, job);
 }

@@ -1,0 +1,39 @@
+// What projections have in common: weights lie in panels of outputs, and a sum in float32 becomes an output.
+
+#pragma once
+
+#include <algorithm>
+
+#include "bf16.h"
+
+namespace legato {
+
+constexpr int64_t kPanel = 32;  // outputs of a panel: two registers of sums
+
+inline int64_t num_panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
+
+// Panels that a thread takes at a time: with few rows each is short work.
+inline int64_t panels_at_once(int64_t panels, bool few_rows) {
+  return few_rows ? std::max<int64_t>(1, panels / 16) : 1;
+}
+
+template <typename T>
+struct Outputs {
+  const T* bias;      // [outputs] or null
+  const T* residual;  // [rows, outputs] or null
+  T* out;             // [rows, outputs]; may be `residual`
+  int64_t outputs;
+};
+
+// 16 sums of a row become outputs from `output` on.
+template <typename T>
+void finish(const Outputs<T>& to, int64_t row, int64_t output, __m512 sum) {
+  if (output >= to.outputs) return;
+  const __mmask16 lanes = first_lanes(to.outputs - output);
+  if (to.bias) sum = _mm512_add_ps(sum, load(to.bias + output, lanes));
+  const int64_t at = row * to.outputs + output;
+  if (to.residual) sum = _mm512_add_ps(sum, load(to.residual + at, lanes));
+  store(to.out + at, lanes, sum);
+}
+
+}  // namespace legato
