@@ -16,17 +16,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from benchmarks.kernels import TESTS
+from benchmarks.gpu.exactness import same_tokens
+from benchmarks.gpu.kernels import TESTS
 from benchmarks.provenance import ROOT
-from decode_workers.local_engine import LocalEngine
-from engine.loading import EngineConfig, load_model
-from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
 
 STEP_TIMEOUT_S = 1800.0
 _MODEL = "smollm2-135m-instruct"
-_PROMPT_LENGTHS = (1, 63, 1000)
-_NUM_TOKENS = 32
 
 
 def python(*arguments: str) -> bool:
@@ -39,31 +34,9 @@ def python(*arguments: str) -> bool:
         return False
 
 
-def generated(model_ref: str, device: str, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens in float32, all prompts together."""
-    config = EngineConfig(model_ref=model_ref, model_name="checked", dtype="float32", kv_blocks=256, device=device)
-    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0, ignore_eos=True)
-    seqs = [Sequence(request_id=str(i), attempt=0, params=params, prompt_token_ids=p) for i, p in enumerate(prompts)]
-    for _ in LocalEngine(load_model(config)).run(seqs):
-        pass
-    return [seq.output_token_ids for seq in seqs]
-
-
-def same_tokens(model_ref: str, device: str, vocab_size: int, lengths: tuple[int, ...] = _PROMPT_LENGTHS) -> bool:
-    """Whether a device's tokens are the CPU's, which are those of Hugging Face."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
-    expected, actual = generated(model_ref, "cpu", prompts), generated(model_ref, device, prompts)
-    for length, theirs, ours in zip(lengths, expected, actual, strict=True):
-        print(
-            f"  prompt of {length} tokens: {'equal' if ours == theirs else f'{ours} instead of {theirs}'}", flush=True
-        )
-    return actual == expected
-
-
 def each_way(*ways: str) -> bool:
     """Two processes that hand over on one GPU, by each way for itself; all are tried."""
-    return all([python("-m", "benchmarks.handoff_exactness", way, "cuda:0") for way in ways])  # noqa: C419
+    return all([python("-m", "benchmarks.gpu.handoff_exactness", way, "cuda:0") for way in ways])  # noqa: C419
 
 
 _TRANSPORT_TESTS = (
@@ -84,7 +57,7 @@ STEPS: Mapping[str, Callable[[], bool]] = {
     ),
     "transports": lambda: python("-m", "pytest", "-q", *_TRANSPORT_TESTS),
     "handoff": lambda: each_way("device", "shm", "tcp"),
-    "speed": lambda: python("-m", "benchmarks.kernels"),
+    "speed": lambda: python("-m", "benchmarks.gpu.kernels"),
 }
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import STEPS, same_tokens
-from benchmarks.kernel_cases import Case, Shape, cases
-from benchmarks.kernels import TESTS, Ceilings, Times, judged
+from benchmarks.gpu.exactness import same_tokens
+from benchmarks.gpu.kernel_cases import Case, Shape, cases
+from benchmarks.gpu.kernels import TESTS, Ceilings, Times, judged
+from benchmarks.gpu_check import STEPS
 from benchmarks.provenance import ROOT
 from benchmarks.table import RESULTS
 from tests.interpreted import device
@@ -76,7 +77,7 @@ def test_without_a_gpu_nothing_is_measured_and_nothing_written() -> None:
     before = path.read_bytes() if path.exists() else None
     program = (
         "import torch; torch.cuda.is_available = lambda: False\n"
-        "import sys; from benchmarks.kernels import main; sys.exit(main())"
+        "import sys; from benchmarks.gpu.kernels import main; sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

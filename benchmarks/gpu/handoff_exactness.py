@@ -1,6 +1,6 @@
 """Whether tokens are the same when prefill and decode are two processes.
 
-`python -m benchmarks.handoff_exactness WAY DEVICE` hands over by that way and no other. Tokens are compared with those
+`python -m benchmarks.gpu.handoff_exactness WAY DEVICE` hands over by that way and no other. Tokens are compared with those
 of one process on the CPU, which are Hugging Face's. What each hand-off left exposed is printed beside them, since it
 costs nothing.
 """
@@ -13,7 +13,7 @@ from typing import cast
 
 import uvloop
 
-from benchmarks.gpu_check import generated
+from benchmarks.gpu.exactness import generated
 from benchmarks.handoff_cluster import running_handoffs
 from benchmarks.handoff_worker import Transporting
 from benchmarks.workload import MODEL, draw_prompts

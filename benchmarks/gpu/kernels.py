@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kernels`: every kernel on the GPU beside the ceilings of that GPU, measured in the same run.
+"""`python -m benchmarks.gpu.kernels`: every kernel on the GPU beside the ceilings of that GPU, measured in the same run.
 
 Needs a CUDA device: without one it says so, exits with 2 and writes nothing. The kernels' tests run first, on that
 device; with a red one nothing is timed. Stores `benchmarks/results/kernels.json`.
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 from triton.testing import do_bench
 
-from benchmarks.kernel_cases import Case, Shape, cases
+from benchmarks.gpu.kernel_cases import Case, Shape, cases
 from benchmarks.part import GateError, note
 from benchmarks.provenance import ROOT, provenance
 from benchmarks.summary import Json
@@ -124,7 +124,9 @@ def measure(device: torch.device, shape: Shape) -> Json:
 
 def main() -> int:
     if not torch.cuda.is_available():
-        print("python -m benchmarks.kernels needs a CUDA device and sees none: nothing was measured", file=sys.stderr)
+        print(
+            "python -m benchmarks.gpu.kernels needs a CUDA device and sees none: nothing was measured", file=sys.stderr
+        )
         return 2
     device = torch.device("cuda")
     report: Json = {"part": "kernels", **provenance()}
