@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from kv_transfer.cancelling import to_the_end
-from kv_transfer.connection import Connection, Hooks
+from kv_transfer.connection import Hooks
 from kv_transfer.frames import FrameLimits
 from kv_transfer.inbox import Inbox
 from kv_transfer.meeting import Meeting, dial
@@ -27,7 +27,8 @@ from kv_transfer.messages import (
     SlabsWanted,
 )
 from kv_transfer.slabs import PooledSlab, SlabPool
-from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, PeerRefusedError, Slab, SlabBytes
+from kv_transfer.transports.base import Delivery, Identity, PeerRefusedError, SlabBytes
+from kv_transfer.transports.connected_link import ConnectedLink
 from kv_transfer.transports.delivering import deliver
 from kv_transfer.transports.group_ends import DistributedConfig, Incoming, Outgoing, Side
 from kv_transfer.transports.sockets import SocketTransport
@@ -37,15 +38,14 @@ from kv_transfer.transports.tcp import peer_slab_bytes
 _GRACE_S: Final = 0.5
 
 
-class DistributedLink:
+class DistributedLink(ConnectedLink):
     """One end of a link."""
 
     def __init__(self, meeting: Meeting, config: DistributedConfig) -> None:
-        """Use `open_link`."""
+        """Use `open_link`. Raises PeerRefusedError."""
         slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, peer_slab_bytes(meeting.peer)))
-        self._peer_id = meeting.peer.worker_id
         self._inbox = Inbox(config.connection.inbox_bytes, self._read_on)
-        self._connection = Connection(
+        super().__init__(
             meeting,
             replace(config.connection, limits=FrameLimits(payload_bytes=0)),
             Hooks(intercept=self._on_message, on_closed=self._on_closed, inbox=self._inbox),
@@ -56,37 +56,16 @@ class DistributedLink:
         self._outgoing: Outgoing | None = None
         self._incoming: Incoming | None = None
 
-    async def open(self) -> None:
-        await self._connection.start()
-
-    @property
-    def peer_id(self) -> str:
-        return self._peer_id
-
-    @property
-    def closed(self) -> str | None:
-        return self._connection.closed
-
-    async def offer_group(self) -> SlabPool[SlabBytes]:
-        """Our slabs, once the peer has joined our group. The first call makes both."""
+    async def offer(self) -> SlabPool[SlabBytes]:
+        """Of a group that the peer has joined."""
         self._check_open()
         if self._outgoing is None:
             self._outgoing = Outgoing(self._side)
         await self._outgoing.joined()
         return self._outgoing.pool
 
-    async def acquire(self, num_bytes: int) -> PooledSlab[SlabBytes]:
-        return await (await self.offer_group()).acquire(num_bytes)
-
-    async def send(self, message: Message, slab: Slab | None = None) -> None:
-        if slab is None:
-            await self._connection.send(message)
-            return
-        assert isinstance(slab, PooledSlab) and self._outgoing is not None
-        assert slab.belongs_to(self._outgoing.pool), "a slab goes out by the link it is of"
-        if self.closed is not None:
-            slab.discard()
-        self._check_open()
+    async def _send_slab(self, message: Message, slab: PooledSlab[SlabBytes]) -> None:
+        assert self._outgoing is not None and slab.belongs_to(self._outgoing.pool), "a slab goes out by its own link"
         await self._connection.send(self._outgoing.announce(message, slab))
 
     async def receive(self) -> Delivery:
@@ -98,10 +77,6 @@ class DistributedLink:
             self._outgoing.pool.close(self.closed or reason)
         self._inbox.close(self.closed or reason)
         await to_the_end(self._wait_closed())
-
-    def _check_open(self) -> None:
-        if self.closed is not None:
-            raise LinkClosedError(self.closed)
 
     def _read_on(self) -> None:
         self._connection.read_on()
@@ -182,7 +157,7 @@ class DistributedCarrier:
         link = await open_link(meeting, self._config)
         try:
             # Whoever dials will send; and only now is there another carrier to fall back on. Of bounded length.
-            await link.offer_group()
+            await link.offer()
         except BaseException as error:
             await link.close(f"no process group can be used: {error}")
             raise

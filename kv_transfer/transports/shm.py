@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from kv_transfer.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connection import ConnectionConfig, Hooks
 from kv_transfer.frames import FrameLimits
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.meeting import Meeting, dial
 from kv_transfer.messages import Endpoint, Message, SegmentAnswer, SegmentOffer, SlabsFreed
 from kv_transfer.slabs import PooledSlab, SlabConfig, SlabPool
-from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, Slab, SlabBytes
+from kv_transfer.transports.base import Delivery, Identity, SlabBytes
+from kv_transfer.transports.connected_link import ConnectedLink
 from kv_transfer.transports.delivering import deliver, delivery_of
 from kv_transfer.transports.segment import ProcSegments, SegmentError, Segments, supported
 from kv_transfer.transports.sockets import CarrierUnavailableError, SocketTransport
@@ -128,35 +129,23 @@ class _Incoming:
         self._post(SlabsFreed(slabs=freed))
 
 
-class SharedMemoryLink:
+class SharedMemoryLink(ConnectedLink):
     """One end of a link."""
 
     def __init__(self, meeting: Meeting, config: SharedMemoryConfig, segments: Segments) -> None:
         """Use `open_link`."""
-        self._slabs = config.slabs
-        self._segments = segments
-        self._peer_id = meeting.peer.worker_id
-        self._connection = Connection(
+        super().__init__(
             meeting,
             replace(config.connection, limits=FrameLimits(payload_bytes=_PLACE.size)),
             Hooks(intercept=self._on_message, on_closed=self._on_closed),
         )
+        self._slabs = config.slabs
+        self._segments = segments
         self._incoming = _Incoming(segments, self._connection.post)
         self._outgoing: _Outgoing | None = None
 
-    async def open(self) -> None:
-        await self._connection.start()
-
-    @property
-    def peer_id(self) -> str:
-        return self._peer_id
-
-    @property
-    def closed(self) -> str | None:
-        return self._connection.closed
-
-    async def offer_segment(self) -> SlabPool[SlabBytes]:
-        """Our slabs, once the peer has mapped them. The first call makes them."""
+    async def offer(self) -> SlabPool[SlabBytes]:
+        """Of a segment that the peer has mapped."""
         self._check_open()
         if self._outgoing is None:
             try:
@@ -166,18 +155,8 @@ class SharedMemoryLink:
         await self._outgoing.mapped()
         return self._outgoing.pool
 
-    async def acquire(self, num_bytes: int) -> PooledSlab[SlabBytes]:
-        return await (await self.offer_segment()).acquire(num_bytes)
-
-    async def send(self, message: Message, slab: Slab | None = None) -> None:
-        if slab is None:
-            await self._connection.send(message)
-            return
-        assert isinstance(slab, PooledSlab) and self._outgoing is not None
-        assert slab.belongs_to(self._outgoing.pool), "a slab goes out by the link it is of"
-        if self.closed is not None:
-            slab.discard()
-        self._check_open()
+    async def _send_slab(self, message: Message, slab: PooledSlab[SlabBytes]) -> None:
+        assert self._outgoing is not None and slab.belongs_to(self._outgoing.pool), "a slab goes out by its own link"
         await self._connection.send(message, [memoryview(self._outgoing.announce(slab))])
 
     async def receive(self) -> Delivery:
@@ -196,10 +175,6 @@ class SharedMemoryLink:
         self._connection.close(reason)
         self._incoming.close()
         await self._connection.wait_closed()
-
-    def _check_open(self) -> None:
-        if self.closed is not None:
-            raise LinkClosedError(self.closed)
 
     def _on_message(self, message: Message) -> bool:
         match message:
@@ -272,7 +247,7 @@ async def offer_in_time(link: SharedMemoryLink, timeout_s: float) -> None:
     """Whoever dials will send; and only when it dials is there another carrier to fall back on."""
     try:
         async with asyncio.timeout(timeout_s):
-            await link.offer_segment()
+            await link.offer()
     except TimeoutError as error:
         await link.close("the answer to an offer of shared memory came too late")
         raise TimeoutError(f"{link.peer_id} did not map shared memory within {timeout_s:g} s.") from error
