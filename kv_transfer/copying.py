@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.device_streams import Event
 from engine.kv_cache import KVCache
 from engine.sequence_kv import SequenceKV
-from kv_transfer.device_streams import Event
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.transports.base import SlabBytes
 

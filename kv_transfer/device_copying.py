@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device_streams import CudaStream, Event, Stream, queued_on
 from engine.kv_cache import GroupRow, KVCache
 from kernels.block_digest import as_digest
 from kernels.slabs import gather_slab, scatter_slab
-from kv_transfer.device_streams import CudaStream, Event, Stream, queued_on
 from kv_transfer.digest import DigestKind, slab_digest
 
 _KEPT_BUFFERS = 2  # per direction: one that copies at a time needs one of each size that is common

@@ -13,12 +13,12 @@ import logging
 import time
 from collections.abc import Callable
 
+from engine.device_streams import Event, MarkQueued, nothing_queued
 from engine.kv_cache import GroupRow, KVLayout
 from engine.sequence_kv import SequenceKV
 from kv_transfer.copying import land_slab
 from kv_transfer.copying_thread import CopyingThread
 from kv_transfer.deadline_timer import DeadlineTimer
-from kv_transfer.device_streams import Event, MarkQueued, nothing_queued
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.handoff_receiver import HandoffReceiver

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from engine.device_streams import Event
 from engine.sequence import Sequence, SequenceKey
 from engine.sequence_kv import SequenceKV
 from kv_transfer.copying import fill_slab
 from kv_transfer.copying_thread import CopyingThread
 from kv_transfer.deadline_timer import DeadlineTimer
-from kv_transfer.device_streams import Event
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff_sender import HandoffSender

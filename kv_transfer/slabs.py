@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, cast
 
 from engine.devices import Pin
+from engine.mappings import map_memory
 from kv_transfer.home_loop import HomeLoop
-from kv_transfer.mappings import map_memory
 from kv_transfer.transports.base import LinkClosedError, SlabBytes
 
 MIB: Final = 1 << 20

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from engine.device_streams import Event, MarkQueued, nothing_queued
 from engine.sequence import Sequence, SequenceKey, StepPlan
-from kv_transfer.device_streams import Event, MarkQueued, nothing_queued
 
 LayerReady = Callable[[SequenceKey, int, int, int, Event | None], None]
 """(sequence, layer, first token, number of tokens, when they stand; None: they do)"""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from engine.allocation import BlockAllocator
 from engine.calibration import calibrate
+from engine.device_streams import queued_on
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
 from engine.step_loop import StepLoop
 from engine.stopping import finish_reason
 from kv_transfer.cost_report import cost_report
-from kv_transfer.device_streams import queued_on
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import Cancel, Message, RequestSpec, Start, Ticket, WorkerSnapshot

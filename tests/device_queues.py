@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.device_streams import Event
 from kv_transfer.device_copying import DeviceCopies, copies_on
-from kv_transfer.device_streams import Event
 from tests.interpreted import device
 
 

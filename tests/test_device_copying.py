@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from engine.device_streams import Event
 from engine.devices import CPU
 from engine.kv_cache import KVCache
 from kernels import slabs
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.device_copying import DeviceCopies
-from kv_transfer.device_streams import Event
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, slab_digest
 from tests.device_queues import LazyStream
 from tests.interpreted import device

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from decode_workers import landings
+from engine.device_streams import MarkQueued, nothing_queued, queued_on
 from engine.sampling_params import SamplingParams
 from kv_transfer.copying_thread import CopyingThread
-from kv_transfer.device_streams import MarkQueued, nothing_queued, queued_on
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.choosing import TransportKind
 from prefill_workers import worker as prefill_worker

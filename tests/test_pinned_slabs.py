@@ -141,8 +141,8 @@ def test_what_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCaptureFixture
     slabs = SlabConfig(slab_bytes=10_000, num_slabs=2, pin=refuse)
     with caplog.at_level(logging.WARNING):
         pair = pair_of("shm", slabs)
-    assert "24576 bytes of writable slabs are not pinned" in caplog.text
-    assert "24576 bytes of read-only slabs are not pinned" in caplog.text
+    assert "24576 bytes of writable memory are not pinned" in caplog.text
+    assert "24576 bytes of read-only memory are not pinned" in caplog.text
     pair.send("a", b"x" * 100)
     delivery = pair.receive()
     assert delivery.payload is not None and bytes(delivery.payload) == b"x" * 100

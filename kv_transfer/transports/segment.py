@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from engine.devices import Pin
-from kv_transfer.mappings import map_memory
+from engine.mappings import map_memory
 from kv_transfer.messages import SegmentOffer
 from kv_transfer.transports.base import SlabBytes
 

@@ -1,4 +1,4 @@
-"""Memory that is mapped for slabs: pinned once where a GPU copies to or from it, and unpinned before it is unmapped.
+"""Memory that is mapped for KV: pinned once where a GPU copies to or from it, and unpinned before it is unmapped.
 
 Does not know what pins memory, nor what lies in it.
 """
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class _PinnedMapping(mmap.mmap):
     """A mapping whose last view's end unpins it: `mmap` unmaps after `__del__`, and only then.
 
-    No slab pool needs to know who still holds a slab: a copy that runs on holds a view, and with it the mapping.
+    Nobody needs to know who still holds a part of it: a copy that runs on holds a view, and with it the mapping.
     """
 
     unpin: Unpin | None = None
@@ -47,5 +47,5 @@ def map_memory(
         mapping.unpin = pin(view)
     except RuntimeError as error:
         kind = "read-only" if view.readonly else "writable"
-        logger.warning("%d bytes of %s slabs are not pinned, copies go through the driver: %s", num_bytes, kind, error)
+        logger.warning("%d bytes of %s memory are not pinned, copies go through the driver: %s", num_bytes, kind, error)
     return view
