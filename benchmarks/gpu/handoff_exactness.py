@@ -1,8 +1,8 @@
 """Whether tokens are the same when prefill and decode are two processes.
 
-`python -m benchmarks.gpu.handoff_exactness WAY DEVICE` hands over by that way and no other. Tokens are compared with those
-of one process on the CPU, which are Hugging Face's. What each hand-off left exposed is printed beside them, since it
-costs nothing.
+`python -m benchmarks.gpu.handoff_exactness WAY DEVICE` hands over by that way and no other. Tokens are compared with
+those of one process on the CPU, which are Hugging Face's. What each hand-off left exposed is printed beside them, since
+it costs nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.kernels`: every kernel on the GPU beside the ceilings of that GPU, measured in the same run.
+"""`python -m benchmarks.gpu.kernels`: every kernel on the GPU beside that GPU's ceilings, measured in the same run.
 
 Needs a CUDA device: without one it says so, exits with 2 and writes nothing. The kernels' tests run first, on that
 device; with a red one nothing is timed. Stores `benchmarks/results/kernels.json`.

@@ -1,0 +1,128 @@
+"""Arithmetic on a profiler's trace: when a device was busy, how long it waited, what ran beside what.
+
+Reads what `torch.profiler` exports as a Chrome trace. Times are microseconds on the trace's clock. Knows nothing of
+models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of what a GPU does."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """One thing that was done, on one stream of a device or in one thread of the host."""
+
+    name: str
+    category: str
+    began_us: float
+    ended_us: float
+    stream: int
+
+    @property
+    def interval(self) -> Interval:
+        return self.began_us, self.ended_us
+
+
+def read_trace(path: Path, categories: Collection[str] = DEVICE_WORK) -> list[Activity]:
+    """What a trace holds of these categories, by when it began."""
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    found = [
+        Activity(
+            name=event["name"],
+            category=event["cat"],
+            began_us=float(event["ts"]),
+            ended_us=float(event["ts"]) + float(event["dur"]),
+            stream=_number(event.get("tid")),
+        )
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in categories
+    ]
+    return sorted(found, key=lambda activity: activity.began_us)
+
+
+def _number(stream: object) -> int:
+    """Of a GPU's events it is the stream's; those that say `stream 7` are told apart as well."""
+    text = str(stream)
+    return int(text) if text.lstrip("-").isdigit() else hash(text)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time, in intervals that do not touch, in order."""
+    merged: list[Interval] = []
+    for began, ended in sorted(intervals):
+        if merged and began <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], ended)
+        else:
+            merged.append((began, ended))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Of intervals that do not overlap."""
+    return sum(ended - began for began, ended in intervals)
+
+
+def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """The time that is in both; each is a `union`."""
+    shared: list[Interval] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        began, ended = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if began < ended:
+            shared.append((began, ended))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def share_beside(some: Iterable[Activity], others: Iterable[Activity]) -> float:
+    """Of the time in which any of the first ran, the part in which any of the others ran too; 0 without any."""
+    mine, theirs = (union(activity.interval for activity in group) for group in (some, others))
+    return length(common(mine, theirs)) / length(mine) if mine else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """From one step's mark to the next one's: how long, and how long the device did nothing meanwhile.
+
+    `waited_us`: in pauses that are longer than those between two kernels which were launched together.
+    """
+
+    lasted_us: float
+    idle_us: float
+    waited_us: float
+
+
+def step_times(activities: Sequence[Activity], mark: str, *, longest_pause_us: float, spare: int) -> list[StepTime]:
+    """Of the steps between activities whose name contains `mark`, the first and last `spare` left out.
+
+    Marks are work themselves, tiny. Raises ValueError if too few are found.
+    """
+    marks = [activity.began_us for activity in activities if mark in activity.name]
+    bounds = list(pairwise(marks))[spare : max(len(marks) - 1 - spare, 0)]
+    if not bounds:
+        names = ", ".join(sorted({activity.name for activity in activities})[:5])
+        raise ValueError(f"the trace has {len(marks)} marks {mark!r}, too few; it has, among others: {names or 'none'}")
+    busy = union(activity.interval for activity in activities)
+    pauses = [(ended, began) for (_, ended), (began, _) in pairwise(busy)]
+    long = [pause for pause in pauses if pause[1] - pause[0] > longest_pause_us]
+    return [
+        StepTime(
+            lasted_us=until - since,
+            idle_us=length(common([(since, until)], pauses)),
+            waited_us=length(common([(since, until)], long)),
+        )
+        for since, until in bounds
+    ]
