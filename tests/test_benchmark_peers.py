@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from benchmarks.peers.plots import plot_peers
 from benchmarks.peers.registry import peers
 from benchmarks.peers.report import results
 from benchmarks.peers.rounds import run_rounds, turns
-from benchmarks.peers.started import started
+from benchmarks.peers.started import await_listening, started
 from benchmarks.peers.vllm_cpu import requirements_but_torch
 from benchmarks.peers.works import GROUPS, START, drawing, gaps
 from benchmarks.peers_table import peers_headline, peers_tables
@@ -147,6 +149,18 @@ def test_a_silent_process_is_given_up_and_ended(tmp_path: Path) -> None:
         started("mute", [sys.executable, "-c", WAITS], ready="serving", folder=tmp_path, timeout_s=0.2),
     ):
         pass
+
+
+def test_a_server_that_listens_a_little_later_is_awaited() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        with pytest.raises(PeerUnavailableError, match="late said it was ready, but does not listen"):
+            await_listening("late", port, timeout_s=0.05)
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(await_listening, "late", port)
+            server.listen()
+            waiting.result()
 
 
 @pytest.mark.model

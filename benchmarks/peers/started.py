@@ -6,8 +6,10 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from benchmarks.peers.peer import PeerUnavailableError
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+LISTEN_TIMEOUT_S = 30.0
+_LOOKS_EVERY_S = 0.02
 
 
 @contextlib.contextmanager
@@ -60,6 +64,20 @@ def _await_line(name: str, process: subprocess.Popen[str], ready: str, log: Path
         raise PeerUnavailableError(f"{name} was not ready within {timeout_s:.0f} s: {last_lines(log)}") from None
     if not came_up:
         raise PeerUnavailableError(f"{name} ended with {process.wait(STOP_TIMEOUT_S)} at start: {last_lines(log)}")
+
+
+def await_listening(name: str, port: int, timeout_s: float = LISTEN_TIMEOUT_S) -> None:
+    """For a server that says it is ready before it listens. Looks again and again: a stranger's port tells nobody."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout_s).close()
+        except ConnectionRefusedError as error:
+            if time.monotonic() > deadline_s:
+                raise PeerUnavailableError(f"{name} said it was ready, but does not listen: {error}") from None
+            time.sleep(_LOOKS_EVERY_S)
+        else:
+            return
 
 
 def _listen(process: subprocess.Popen[str], ready: str, log: Path, heard: queue.Queue[bool]) -> None:
