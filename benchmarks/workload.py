@@ -28,10 +28,11 @@ class Load:
         return self.num_requests * self.output_tokens
 
 
-def draw_prompts(num: int, num_tokens: int) -> list[list[int]]:
-    """New ones with each call, the same in each run: no prefix cache can know them."""
+def draw_prompts(num: int, num_tokens: int, *, below: int = TOKEN_IDS.stop) -> list[list[int]]:
+    """New ones with each call, the same in each run: no prefix cache can know them. Ids are `below` that."""
     source = random.Random(next(_seeds))
-    return [source.choices(TOKEN_IDS, k=num_tokens) for _ in range(num)]
+    token_ids = range(min(TOKEN_IDS.start, below // 2), below)
+    return [source.choices(token_ids, k=num_tokens) for _ in range(num)]
 
 
 def greedy(num_tokens: int) -> SamplingParams:

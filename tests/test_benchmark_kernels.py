@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
+from benchmarks.gpu.ceilings import Ceilings, Times
 from benchmarks.gpu.exactness import same_tokens
 from benchmarks.gpu.kernel_cases import Case, Shape, cases
-from benchmarks.gpu.kernels import TESTS, Ceilings, Times, judged
+from benchmarks.gpu.kernels import TESTS, judged
 from benchmarks.gpu_check import STEPS
 from benchmarks.provenance import ROOT
 from benchmarks.table import RESULTS

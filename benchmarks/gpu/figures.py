@@ -66,7 +66,7 @@ class Report:
     def __init__(self, step: str, device: torch.device, folder: Path = RESULTS) -> None:
         self.path = path_of(step, folder)
         self.figures: list[Figure] = []
-        self._content: Json = {"step": step, **gpu_provenance(device), "status": "unfinished"}
+        self.content: Json = {"step": step, **gpu_provenance(device), "status": "unfinished"}
 
     def tell(self, text: str) -> None:
         """A line for whoever watches."""
@@ -80,7 +80,7 @@ class Report:
 
     def note(self, **details: Any) -> None:
         """What else belongs to the figures: settings, versions, distributions."""
-        self._content |= details
+        self.content |= details
         self._store()
 
     def end(self, status: str, **details: Any) -> None:
@@ -89,7 +89,7 @@ class Report:
 
     def _store(self) -> None:
         figures = [{**asdict(figure), "reaches": figure.reaches} for figure in self.figures]
-        text = json.dumps({**self._content, "figures": figures}, indent=1, ensure_ascii=False)
+        text = json.dumps({**self.content, "figures": figures}, indent=1, ensure_ascii=False)
         part = self.path.with_suffix(".part")
         part.write_text(text + "\n", encoding="utf-8")
         part.replace(self.path)

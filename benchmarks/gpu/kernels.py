@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from triton.testing import do_bench
 
+from benchmarks.gpu.ceilings import Ceilings, Times, ceilings, timed
 from benchmarks.gpu.kernel_cases import Case, Shape, cases
 from benchmarks.part import GateError, note
 from benchmarks.provenance import ROOT, provenance
@@ -36,26 +35,6 @@ TESTS = (
     "tests/test_decode_graphs.py",
     "tests/test_batch_invariance.py",
 )
-_MATRIX = 8192
-_COPY_BYTES = 2 << 30
-_WARMUP_MS, _REPEAT_MS = 50, 300
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceilings:
-    """What this GPU reaches at a large square matmul and at a copy of its own memory."""
-
-    flops_per_s: float
-    bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Of many calls, in seconds."""
-
-    median: float
-    p10: float
-    p90: float
 
 
 def require_green() -> None:
@@ -63,21 +42,6 @@ def require_green() -> None:
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *TESTS], cwd=ROOT)
     if done.returncode:
         raise GateError(f"the kernels' tests are red (pytest ended with {done.returncode}): nothing is timed")
-
-
-def timed(run: Callable[[], object]) -> Times:
-    """By the device's clock, the L2 cache emptied before each call."""
-    quantiles = do_bench(run, warmup=_WARMUP_MS, rep=_REPEAT_MS, quantiles=[0.5, 0.1, 0.9])
-    return Times(*(milliseconds / 1e3 for milliseconds in quantiles))
-
-
-def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    a, b = (torch.randn(_MATRIX, _MATRIX, dtype=dtype, device=device) for _ in range(2))
-    matmul_s = timed(lambda: a @ b).median
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = timed(lambda: target.copy_(source)).median
-    return Ceilings(flops_per_s=2 * _MATRIX**3 / matmul_s, bytes_per_s=2 * _COPY_BYTES / copy_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +78,7 @@ def measure(device: torch.device, shape: Shape) -> Json:
     note(f"matmul {limits.flops_per_s / 1e12:.0f} TFLOP/s, copy {limits.bytes_per_s / 1e9:.0f} GB/s")
     rows: dict[str, Row] = {}
     for case in cases(shape, device):
-        row = rows[case.name] = judged(case, timed(case.run), limits, rows)
+        row = rows[case.name] = judged(case, timed(case.run, device), limits, rows)
         note(
             f"{case.name}: {row.times.median * 1e6:.1f} us, {row.of_copy_rate:.0%} of the copy rate,"
             f" {row.of_matmul_rate:.0%} of the matmul rate"
