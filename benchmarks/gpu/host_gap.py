@@ -1,0 +1,138 @@
+"""`python -m benchmarks.gpu.host_gap`: how long the GPU waits for the host between decode steps, by a profiler's trace.
+
+Each step begins with a mark that the trace shows. Between two marks, pauses longer than those between kernels that were
+launched together are the host's. With recorded steps and without, overlapped and one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.gpu.figures import Figure, Report, run_step
+from benchmarks.gpu.model_speed import Aims, Scale, loaded
+from benchmarks.gpu.stepping import Stepper
+from benchmarks.gpu.trace import DEVICE_WORK, StepTime, read_trace, step_times
+from benchmarks.workload import draw_prompts, greedy
+from engine.loading import LoadedModel
+
+AIM_US = 100.0
+LONGEST_PAUSE_US = 5.0  # between kernels of a graph it is 1 to 2
+SPARE_STEPS = 4  # at either end, where the profiler starts and stops
+
+SCALE = Scale(context_tokens=256, num_steps=48, prefills=(2048,), aims=Aims(decode={}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something that a step begins with and nothing else does, and how a trace calls it."""
+
+    make: Callable[[], None]
+    name: str
+    activities: Collection[ProfilerActivity]
+    categories: Collection[str]
+
+
+def mark_for(device: torch.device) -> Mark:
+    """On a GPU a number of a type that no model computes with is written; on a CPU the trace is told."""
+    if device.type == "cuda":
+        number = torch.zeros(1, dtype=torch.complex128, device=device)
+        return Mark(
+            make=lambda: _write(number),
+            name="complex<double>",
+            activities=[ProfilerActivity.CUDA],
+            categories=DEVICE_WORK,
+        )
+    return Mark(
+        make=_annotate,
+        name="step-mark",
+        activities=[ProfilerActivity.CPU],
+        categories=("cpu_op", "user_annotation"),
+    )
+
+
+def _write(number: torch.Tensor) -> None:
+    number.fill_(1j)
+
+
+def _annotate() -> None:
+    with record_function("step-mark"):
+        pass
+
+
+def measure(report: Report, device: torch.device, scale: Scale = SCALE) -> None:
+    report.note(model=scale.model.shape.name, context_tokens=scale.context_tokens, longest_pause_us=LONGEST_PAUSE_US)
+    model, mark = loaded(scale, device), mark_for(device)
+    for recorded in (True, False):
+        if not recorded:
+            model.runner.forget_recordings()
+        for overlap, num_seqs in itertools.product((True, False), scale.decodes):
+            steps = asyncio.run(_traced(model, mark, scale, num_seqs, overlap=overlap))
+            _judge(report, steps, f"{num_seqs} sequences, {_told(recorded, overlap)}", aimed=recorded and overlap)
+    model.runner.close()
+
+
+def _told(recorded: bool, overlap: bool) -> str:
+    return f"{'recorded' if recorded else 'launched anew'}, {'overlapped' if overlap else 'one after the other'}"
+
+
+async def _traced(model: LoadedModel, mark: Mark, scale: Scale, num_seqs: int, *, overlap: bool) -> list[StepTime]:
+    """Steps that decode so many sequences and nothing else."""
+    prompts = draw_prompts(num_seqs, scale.context_tokens, below=scale.model.shape.vocab_size)
+    limits = {"max_num_seqs": num_seqs, "token_budget": max(scale.prefills) + num_seqs}
+    async with Stepper(model, **limits, overlap=overlap, mark=mark.make) as stepper:
+        streams = stepper.add(prompts, greedy(2 * scale.num_steps))
+        await stepper.until(lambda: all(len(stream.arrivals_s) > 1 for stream in streams))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            with profiling(mark.activities, path):
+                first = len(stepper.ends)
+                await stepper.until(lambda: len(stepper.ends) >= first + scale.num_steps)
+            stepper.give_up(streams)
+            activities = await asyncio.to_thread(read_trace, path, mark.categories)
+    return step_times(activities, mark.name, longest_pause_us=LONGEST_PAUSE_US, spare=SPARE_STEPS)
+
+
+@contextlib.contextmanager
+def profiling(activities: Collection[ProfilerActivity], path: Path) -> Any:
+    """What happens within is in the trace at `path` afterwards."""
+    # A GPU's work is seen whoever starts it; the CPU's only in this thread, unless it is said otherwise.
+    on_cpu = ProfilerActivity.CPU in activities
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True) if on_cpu else None
+    profiler = cast(Any, profile)(activities=list(activities), experimental_config=every_thread)
+    with profiler:
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+
+
+def _judge(report: Report, steps: list[StepTime], what: str, *, aimed: bool) -> None:
+    waits = [step.waited_us for step in steps]
+    report.add(
+        Figure(
+            name=f"gap between decode steps, {what}",
+            value=statistics.median(waits),
+            unit="us",
+            at_most=AIM_US if aimed else None,
+        )
+    )
+    report.tell(
+        f"of {len(steps)} steps of {statistics.median(step.lasted_us for step in steps):.0f} us; longest gap"
+        f" {max(waits):.0f} us; idle in all {statistics.median(step.idle_us for step in steps):.0f} us a step"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_step("gap", measure))
