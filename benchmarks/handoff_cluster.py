@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 
 from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE, Transporting, WorkerOrder
+from benchmarks.local import CHUNK_TOKENS
 from benchmarks.provenance import ROOT
 from benchmarks.workload import MODEL, greedy
 from cluster.errors import UnavailableError
@@ -26,7 +27,7 @@ from kv_transfer.messages import Endpoint, RequestSpec
 from kv_transfer.timeline import HandoffTimeline
 from kv_transfer.transports.base import Identity
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0  # on a GPU kernels are compiled first
 HANDOFF_TIMEOUT_S = 60.0
 RETRY_S = 0.3
 
@@ -79,24 +80,32 @@ class HandoffCluster:
 
 @contextlib.asynccontextmanager
 async def running_handoffs(
-    transport: Transporting, *, model_ref: str = MODEL, dtype: DtypeName = "bfloat16", device: str = "cpu"
+    transport: Transporting,
+    *,
+    model_ref: str = MODEL,
+    dtype: DtypeName = "bfloat16",
+    device: str = "cpu",
+    kv_blocks: int | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> AsyncIterator[HandoffCluster]:
-    """The scheduler and a gateway's orchestrator here, the workers elsewhere."""
+    """The scheduler and a gateway's orchestrator here, the workers elsewhere: each on one core where that computes."""
     secret = secrets.token_bytes(32)
     scheduler = SchedulerServer(SchedulerPolicy(), _control("scheduler", secret), broadcast_period_s=0.2)
     endpoint = await scheduler.start("127.0.0.1")
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus, computes_here = sorted(os.sched_getaffinity(0)), device == "cpu"
     order = WorkerOrder(
         role="prefill",
         transport=transport,
         scheduler_port=endpoint.port,
-        cpu=cpus[0],
+        cpu=cpus[0] if computes_here else None,
         model_ref=model_ref,
         dtype=dtype,
         device=device,
+        kv_blocks=kv_blocks,
+        chunk_tokens=chunk_tokens,
     )
     prefill = await _start(order, secret)
-    decode = await _start(replace(order, role="decode", cpu=cpus[-1]), secret)
+    decode = await _start(replace(order, role="decode", cpu=cpus[-1] if computes_here else None), secret)
 
     async def locate_scheduler() -> Endpoint:
         return endpoint

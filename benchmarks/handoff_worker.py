@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import uvloop
 
-from benchmarks.local import load_default_model
+from benchmarks.local import CHUNK_TOKENS, load_default_model
 from benchmarks.workload import MODEL
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.loading import DtypeName
@@ -31,15 +31,20 @@ from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOrder:
-    """What a worker is told on its command line; the secret comes by the environment."""
+    """What a worker is told on its command line; the secret comes by the environment.
+
+    `cpu` None: any of them; `kv_blocks` None: as many as `benchmarks.local` gives.
+    """
 
     role: Literal["prefill", "decode"]
     transport: Transporting
     scheduler_port: int
-    cpu: int
+    cpu: int | None
     model_ref: str = MODEL
     dtype: DtypeName = "bfloat16"
     device: str = "cpu"
+    kv_blocks: int | None = None
+    chunk_tokens: int = CHUNK_TOKENS
 
 
 Transporting = Literal["shm", "tcp", "gloo", "nccl", "device"]
@@ -51,7 +56,8 @@ NODE_ID = "node"
 
 def main() -> None:
     order = WorkerOrder(**json.loads(sys.argv[1]))
-    os.sched_setaffinity(0, {order.cpu})
+    if order.cpu is not None:
+        os.sched_setaffinity(0, {order.cpu})
     uvloop.run(_serve(order))
 
 
@@ -59,7 +65,9 @@ async def _serve(order: WorkerOrder) -> None:
     async def locate_scheduler() -> Endpoint:
         return Endpoint(host="127.0.0.1", port=order.scheduler_port, node_id=NODE_ID)
 
-    model = load_default_model(order.dtype, num_threads=1, model_ref=order.model_ref, device=order.device)
+    model = load_default_model(
+        order.dtype, num_threads=1, kv_blocks=order.kv_blocks, model_ref=order.model_ref, device=order.device
+    )
     secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
     identity = worker_identity(model, worker_id=order.role, node_id=NODE_ID, secret=secret)
     transport = _open_transport(order, identity, model.kv_cache.tensor.device)
@@ -68,10 +76,11 @@ async def _serve(order: WorkerOrder) -> None:
         identity=identity,
         transport=transport,
         locate_scheduler=locate_scheduler,
+        digest_kind=TransferConfig().digest_kind(model.kv_cache.device),
     )
     worker: PrefillWorker | DecodeWorker
     if order.role == "prefill":
-        worker = PrefillWorker(parts, PrefillWorkerConfig(), _print_timeline)
+        worker = PrefillWorker(parts, PrefillWorkerConfig(chunk_tokens=order.chunk_tokens), _print_timeline)
     else:
         worker = DecodeWorker(parts, DecodeWorkerConfig())
     await worker.start()
