@@ -191,7 +191,7 @@ async def _first_tokens(server: _Server, worker: ScriptedWorker, beside: int) ->
     if beside:
         others = await _started(server, worker, beside, 8_000)
         beating = asyncio.create_task(keep_beat(worker, 0.020))
-    delays_s = [await _first_token(server, worker, beside) for _ in range(FIRST_TOKENS)]
+    delays_s = [await _first_token(server, worker) for _ in range(FIRST_TOKENS)]
     if beating is not None:
         beating.cancel()
         await keep_pace(worker)
@@ -201,11 +201,13 @@ async def _first_tokens(server: _Server, worker: ScriptedWorker, beside: int) ->
     return row
 
 
-async def _first_token(server: _Server, worker: ScriptedWorker, beside: int) -> float:
+async def _first_token(server: _Server, worker: ScriptedWorker) -> float:
+    """Those beside are at a beat of their own, which answers the request if it comes first."""
     [prompt] = draw_prompts(1, 256)
+    num_started = worker.num_started
     sink = await open_sink(server.port, completion_request(prompt, 1))
     async with asyncio.timeout(START_TIMEOUT_S):
-        await worker.until_active(beside + 1)
+        await worker.until_started(num_started + 1)
         worker.beat()
         await sink.ended
     sink.require_tokens(1)

@@ -37,6 +37,7 @@ class ScriptedWorker:
         self._identity = identity
         self._locate_scheduler = locate_scheduler
         self._active: dict[str, tuple[Connection, RequestSpec, int]] = {}
+        self.num_started = 0  # requests that ever came
         self._num_snapshots = 0
         self._started = asyncio.Event()
 
@@ -45,7 +46,7 @@ class ScriptedWorker:
         info = WorkerInfo(
             worker_id=self._identity.worker_id,
             role="decode",
-            endpoint=self._server.endpoint,
+            endpoint=self.endpoint,
             pid=os.getpid(),
             model="scripted",
             compatibility="scripted",
@@ -64,14 +65,26 @@ class ScriptedWorker:
         await self._server.close("the benchmark is over")
 
     @property
+    def endpoint(self) -> Endpoint:
+        return self._server.endpoint
+
+    @property
     def num_active(self) -> int:
         return len(self._active)
 
     async def until_active(self, num_requests: int) -> None:
-        """Until so many requests are here."""
+        """Until so many requests are here. While beats go on, ask for `until_started`: a beat may end a request."""
         while len(self._active) < num_requests:
-            self._started.clear()
-            await self._started.wait()
+            await self._next_start()
+
+    async def until_started(self, num_requests: int) -> None:
+        """Until so many requests have ever come."""
+        while self.num_started < num_requests:
+            await self._next_start()
+
+    async def _next_start(self) -> None:
+        self._started.clear()
+        await self._started.wait()
 
     async def taken(self) -> None:
         """Until the kernel has what was emitted: gateways that are slower keep the worker waiting."""
@@ -105,6 +118,7 @@ class ScriptedWorker:
                 match message:
                     case Start(request=request):
                         self._active[request.request_id] = (gateway, request, 0)
+                        self.num_started += 1
                         self._started.set()
                     case Cancel(request_id=request_id):
                         self._active.pop(request_id, None)
