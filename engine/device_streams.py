@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
@@ -19,6 +20,34 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """In the calling thread, until the device has come to it."""
+        ...
+
+
+class TimedEvent(Event, Protocol):
+    def seconds_since(self, earlier: TimedEvent) -> float:
+        """Of the device's time. Both must have been come to."""
+        ...
+
+
+class Queue(Protocol):
+    """A stream, whoever fills it."""
+
+    def follow(self, event: Event) -> None:
+        """Nothing queued from now on begins before the device has come to `event`, of any stream."""
+        ...
+
+    def record(self) -> TimedEvent: ...
+
+
+class CopyQueue(Queue, Protocol):
+    """A stream that copies beside compute."""
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Have the device do what `work` starts. It may be done later than this returns."""
+        ...
+
+    def is_current(self) -> AbstractContextManager[None]:
+        """For the calling thread: an event recorded in it is one of this stream's."""
         ...
 
 
@@ -52,33 +81,56 @@ def queued_on(device: torch.device) -> MarkQueued:
 
 
 class CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event: torch.cuda.Event = cast(Any, torch.cuda).Event(
-            blocking=True
-        )  # the waiting thread sleeps, and others may run
+    def __init__(self, stream: torch.cuda.Stream, *, timed: bool = False) -> None:
+        # Blocking: the waiting thread sleeps, and others may run.
+        self.event: torch.cuda.Event = cast(Any, torch.cuda).Event(blocking=True, enable_timing=timed)
         self.event.record(stream)
 
     def wait(self) -> None:
         self.event.synchronize()
 
+    def seconds_since(self, earlier: TimedEvent) -> float:
+        assert isinstance(earlier, CudaEvent)
+        milliseconds: float = earlier.event.elapsed_time(self.event)
+        return milliseconds / 1e3
+
+
+class CudaComputeQueue:
+    """The stream that models compute on: current in every thread that was not told otherwise."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def follow(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent), "one device's streams follow its own events"
+        torch.cuda.current_stream(self._device).wait_event(event.event)
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(torch.cuda.current_stream(self._device), timed=True)
+
 
 class CudaStream:
     """A stream of its own, beside the one that models compute on."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
+        """`timed`: its events tell times."""
         self._stream: torch.cuda.Stream = cast(Any, torch.cuda).Stream(device)  # untyped there
         self._device = device
+        self._timed = timed
 
     def queue(self, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._stream):
+        with self.is_current():
             work()
+
+    def is_current(self) -> AbstractContextManager[None]:
+        return cast(AbstractContextManager[None], torch.cuda.stream(self._stream))
 
     def follow(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "one device's streams follow its own events"
         self._stream.wait_event(event.event)
 
     def record(self) -> CudaEvent:
-        return CudaEvent(self._stream)
+        return CudaEvent(self._stream, timed=self._timed)
 
     def empty(self, num_bytes: int) -> Tensor:
         # Torch's allocator gives memory out again before its former owner's kernels have ended, in one stream's order.

@@ -52,6 +52,15 @@ class KVLayout:
         """The last group may have fewer layers; its blocks are of the same size."""
         return -(-self.num_layers // self.layers_per_group)
 
+    def layers_of(self, group: int) -> range:
+        first = group * self.layers_per_group
+        return range(first, min(first + self.layers_per_group, self.num_layers))
+
+    def group_ending_with(self, layer: int) -> int | None:
+        """The group whose last layer this is."""
+        group = layer // self.layers_per_group
+        return group if layer + 1 == self.layers_of(group).stop else None
+
     @property
     def bytes_per_token_layer(self) -> int:
         """K and V of one token in one layer."""

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.device_streams import Event
 from engine.sequence import SampledToken, StepOutput, TokenLogprobs
 
 
@@ -40,19 +41,26 @@ class KnownTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingOutput:
-    """`prompt_logprobs` has an entry for each item of the plan; `tokens` are those of its `sampling_items`."""
+    """`prompt_logprobs` has an entry for each item of the plan; `tokens` are those of its `sampling_items`.
+
+    `copies`: the end of what a device still copies for the step, None where nothing is: until then nobody else may have
+    the blocks at either end.
+    """
 
     prompt_logprobs: list[list[TokenLogprobs] | None]
     sampling_items: tuple[int, ...] = ()
     tokens: SampledTokens = KnownTokens([])
+    copies: Event | None = None
 
     @property
     def is_known(self) -> bool:
         """Whether `output` waits for nothing."""
-        return isinstance(self.tokens, KnownTokens)
+        return self.copies is None and isinstance(self.tokens, KnownTokens)
 
     def output(self) -> StepOutput:
-        """Wait for it. Raises what `SampledTokens.finish` does."""
+        """Wait for it, once. Raises what `SampledTokens.finish` does."""
+        if self.copies is not None:  # first: whatever is raised, the blocks may be given away after
+            self.copies.wait()
         sampled: list[SampledToken | None] = [None] * len(self.prompt_logprobs)
         for index, token in zip(self.sampling_items, self.tokens.finish(), strict=True):
             sampled[index] = token

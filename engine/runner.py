@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -25,7 +26,9 @@ from engine.pending_output import KnownTokens, PendingOutput, SampledTokens
 from engine.prepared_step import PreparedStep
 from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
 from engine.sequence_kv import SequenceKV
-from engine.staging import Staging, StoredLayers, TransferStats
+from engine.staged_tiers import StagedTiers, Staging, TransferStats
+from engine.staging import StoredLayers, ThreadStaging
+from engine.stream_staging import StagingStreams, StreamedStep, StreamStaging
 from engine.weights import AnyWeights
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
@@ -84,7 +87,7 @@ class ModelRunner:
         self._model = model if group is None else GroupModel(group, model)
         self._graphs: DecodeGraphs | None = None
         assert self._model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
-        self._staging = self._stage(ring)
+        self._tiers, self._staging = self._stage(ring)
 
     def keep_kv_in(self, kv_cache: KVCache, host_cache: KVCache | None, ring: StagingConfig | None) -> None:
         """In place of where it was kept so far, and forget that: before a runner without a group is put to use."""
@@ -93,7 +96,7 @@ class ModelRunner:
         assert self._graphs is None, "what is recorded belongs to a cache"
         self.kv_cache = kv_cache
         self.host_cache = host_cache
-        self._staging = self._stage(ring)
+        self._tiers, self._staging = self._stage(ring)
 
     @torch.inference_mode()
     def record_decode(self, kernels: GraphKernels, limits: DecodeGraphLimits, recorder: Recorder | None = None) -> None:
@@ -108,21 +111,23 @@ class ModelRunner:
     def forget_recordings(self) -> None:
         self._graphs = None
 
-    def _stage(self, ring: StagingConfig | None) -> Staging | None:
+    def _stage(self, ring: StagingConfig | None) -> tuple[StagedTiers | None, Staging | None]:
         assert ring is None or self.host_cache is not None, "a staging ring needs a host cache to fetch from"
         if self.host_cache is None:
-            return None
-        return Staging(self.sequence_kv, self.host_cache, ring, _group_windows(self.config, self.kv_cache.layout))
+            return None, None
+        windows = _group_windows(self.config, self.kv_cache.layout)
+        tiers = StagedTiers(kv_cache=self.sequence_kv, host_cache=self.host_cache, ring=ring, windows=windows)
+        return tiers, staging_for(tiers)
 
     @property
     def num_pool_blocks(self) -> int:
         """Blocks of the device cache that sequences may own: all but the ring's."""
-        return self.kv_cache.num_blocks if self._staging is None else self._staging.num_pool_blocks
+        return self.kv_cache.num_blocks if self._tiers is None else self._tiers.num_pool_blocks
 
     @property
     def staging_columns(self) -> int:
         """Block columns that all host-resident sequences of a step may have together; 0: none can be computed."""
-        ring = None if self._staging is None else self._staging.ring
+        ring = None if self._tiers is None else self._tiers.ring
         return 0 if ring is None else ring.num_blocks
 
     @property
@@ -141,7 +146,7 @@ class ModelRunner:
         return self._group is None or self._group.healthy
 
     def close(self) -> None:
-        """End the thread that copies and the group's other processes. Nothing may be executed after."""
+        """End what copies and the group's other processes. Nothing may be executed after."""
         if self._staging is not None:
             self._staging.close()
         if self._group is not None:
@@ -151,9 +156,9 @@ class ModelRunner:
         """Compute the plan and do its copies; all are done, or will not be, when this returns or raises.
 
         `on_layer(l)` is called when layer l's KV of all items stands where it rests, in the order of the layers: from
-        this thread, or, where an item rests on the host, from the one that copies. On a device it may not stand yet:
-        see `StoredLayers`. Raises ValueError if the plan's
-        host-resident sequences exceed `staging_columns`.
+        this thread, or, where an item rests on the host, from the one that copies. On a device it is always this one,
+        and the KV may not stand yet: see `StoredLayers`. Raises ValueError if the plan's host-resident sequences exceed
+        `staging_columns`.
         """
         return self.run(self.prepare(plan), on_layer).output()
 
@@ -163,7 +168,7 @@ class ModelRunner:
 
         Tokens that `after` samples may be unknown still. Raises ValueError as `execute` does.
         """
-        placement = None if self._staging is None else self._staging.place(plan)
+        placement = None if self._tiers is None else self._tiers.place(plan)
         if not plan.items:
             return PreparedStep(plan, None, placement)
         tables = {} if placement is None else placement.tables
@@ -183,15 +188,21 @@ class ModelRunner:
         the step brings may be waited for while the next one runs.
         """
         with self._hooks(step.plan, step.placement, on_layer) as hooks:
-            if step.batch is None:
-                return PendingOutput(prompt_logprobs=[])
-            if len(step.batch.awaited_rows):
-                sampled = self._sampled.token_ids.to(self.kv_cache.device)
-                awaited = sampled[step.batch.awaited_from].clamp_(min=0)  # -1: its step fails, and so will this
-                step.batch.token_ids[step.batch.awaited_rows] = awaited
-            hidden = self._forward(step.batch, hooks)
-            self._before_sampling(before_sampling)
-            return self._sample(step.plan, step.batch, hidden)
+            output = self._compute(step, hooks, before_sampling)
+        return replace(output, copies=hooks.copies) if isinstance(hooks, StreamedStep) else output
+
+    def _compute(
+        self, step: PreparedStep, hooks: LayerHooks | None, before_sampling: Callable[[], None]
+    ) -> PendingOutput:
+        if step.batch is None:
+            return PendingOutput(prompt_logprobs=[])
+        if len(step.batch.awaited_rows):
+            sampled = self._sampled.token_ids.to(self.kv_cache.device)
+            awaited = sampled[step.batch.awaited_from].clamp_(min=0)  # -1: its step fails, and so will this
+            step.batch.token_ids[step.batch.awaited_rows] = awaited
+        hidden = self._forward(step.batch, hooks)
+        self._before_sampling(before_sampling)
+        return self._sample(step.plan, step.batch, hidden)
 
     def _forward(self, batch: Batch, hooks: LayerHooks | None) -> Tensor:
         if self._graphs is not None and hooks is None and self._graphs.takes(batch):
@@ -251,3 +262,9 @@ def _group_windows(config: ModelConfig, layout: KVLayout) -> tuple[int | None, .
         bounded = [window for window in of_layers if window is not None]
         windows.append(max(bounded) if len(bounded) == len(of_layers) else None)
     return tuple(windows)
+
+
+def staging_for(tiers: StagedTiers) -> Staging:
+    """By a thread, or by the device's streams."""
+    device = tiers.kv_cache.device
+    return StreamStaging(tiers, StagingStreams.of(device)) if device.type == "cuda" else ThreadStaging(tiers)

@@ -4,7 +4,7 @@ Host-resident layer groups are fetched into the staging ring before they compute
 move between the tiers where a plan says so. Knows where bytes go, not who owns the blocks (`engine.block_pool`) or why
 they move (the schedulers). See docs/decisions/0006.
 
-On a CPU a copy is a memory copy of another thread. An accelerator would run the same jobs on a stream of its own.
+On a CPU a copy is a memory copy of another thread. A device has streams for them: `engine.stream_staging`.
 """
 
 from __future__ import annotations
@@ -13,68 +13,26 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
 from engine.copy_thread import CopyThread
-from engine.host_placement import BlockPairs, Placement, StagingConfig, place
-from engine.kv_cache import KVCache
+from engine.host_placement import BlockPairs, Placement
 from engine.sequence import StepPlan
-from engine.sequence_kv import SequenceKV
+from engine.staged_tiers import StagedTiers, TransferStats
 
 _WRITE_BACK = -1  # more urgent than the fetch of any group: fetches wait for it, and so does what `on_layer` starts
 _PROBE_BYTES = 64 << 20
-_TIMED_BYTES = 1 << 20  # smaller fetches say more about Python than about memory
-_SMOOTHING = 0.05
 
 
-@dataclass(slots=True)
-class TransferStats:
-    """What moved so far. Fields only grow but the last; each has one writer and may be read from any thread."""
+class ThreadStaging:
+    """Copies by a thread: memory copies, which a CPU does itself."""
 
-    fetched_bytes: int = 0  # host to device, ring and copies
-    fetch_s: float = 0.0  # that took the copy thread
-    written_bytes: int = 0  # device to host
-    write_s: float = 0.0  # that took the copy thread
-    exposed_s: float = 0.0  # that the compute thread waited for copies
-    host_bytes_per_s: float = 0.0  # smoothed rate of fetches
-
-    def record_fetch(self, num_bytes: int, duration_s: float) -> None:
-        self.fetched_bytes += num_bytes
-        self.fetch_s += duration_s
-        if num_bytes >= _TIMED_BYTES and duration_s > 0:
-            self.host_bytes_per_s += _SMOOTHING * (num_bytes / duration_s - self.host_bytes_per_s)
-
-
-class Staging:
-    """The ring of one device cache, the host cache behind it, and the thread that copies between them.
-
-    The last `ring.total_blocks` blocks of `kv_cache` are the ring. `windows[g]` is how far back any layer of group g
-    sees, in tokens; None: to the start.
-    """
-
-    def __init__(
-        self, kv_cache: SequenceKV, host_cache: KVCache, ring: StagingConfig | None, windows: tuple[int | None, ...]
-    ) -> None:
-        assert kv_cache.layout == host_cache.layout, "blocks of both tiers must be of one layout"
-        self.kv_cache = kv_cache
-        self.host_cache = host_cache
-        self.ring = ring
+    def __init__(self, tiers: StagedTiers) -> None:
+        self.tiers = tiers
         self.stats = TransferStats(host_bytes_per_s=_measure_copying())
-        self._ring_start = kv_cache.num_blocks - (ring.total_blocks if ring else 0)
-        self._windows = windows
         self._thread = CopyThread()
-
-    @property
-    def num_pool_blocks(self) -> int:
-        """Blocks of the device cache that are not the ring's."""
-        return self._ring_start
-
-    def place(self, plan: StepPlan) -> Placement | None:
-        """None if all of the plan's sequences are on the device. Raises ValueError if they do not fit the ring."""
-        return place(plan, self.kv_cache.layout, self.ring, self._ring_start)
 
     def step(self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None) -> StagedStep:
         return StagedStep(self, plan, placement, on_layer)
@@ -86,19 +44,17 @@ class Staging:
         return self._thread.submit(urgency, job)
 
     def fetch_group(self, placement: Placement, group: int) -> None:
-        block_size = self.kv_cache.layout.block_size
-        self.fetch(placement.fetched(group, block_size, self._windows[group]))
+        self.fetch(self.tiers.fetched(placement, group))
 
     def fetch(self, pairs: BlockPairs) -> None:
         started = time.perf_counter()
-        self.kv_cache.copy_in(pairs.device, self.host_cache, pairs.host)
-        self.stats.record_fetch(len(pairs) * self.kv_cache.layout.block_bytes, time.perf_counter() - started)
+        self.tiers.kv_cache.copy_in(pairs.device, self.tiers.host_cache, pairs.host)
+        self.stats.record_fetch(self.tiers.num_bytes(pairs), time.perf_counter() - started)
 
     def write(self, pairs: BlockPairs) -> None:
         started = time.perf_counter()
-        self.kv_cache.copy_out(pairs.device, self.host_cache, pairs.host)
-        self.stats.written_bytes += len(pairs) * self.kv_cache.layout.block_bytes
-        self.stats.write_s += time.perf_counter() - started
+        self.tiers.kv_cache.copy_out(pairs.device, self.tiers.host_cache, pairs.host)
+        self.stats.record_write(self.tiers.num_bytes(pairs), time.perf_counter() - started)
 
 
 class StoredLayers:
@@ -125,7 +81,11 @@ class StagedStep:
     """
 
     def __init__(
-        self, staging: Staging, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None
+        self,
+        staging: ThreadStaging,
+        plan: StepPlan,
+        placement: Placement | None,
+        on_layer: Callable[[int], None] | None,
     ) -> None:
         self._staging = staging
         self._plan = plan
@@ -133,7 +93,8 @@ class StagedStep:
         self._on_layer = on_layer
         self._groups = placement.groups if placement else ()
         self._index = {group: i for i, group in enumerate(self._groups)}
-        self._layout = staging.kv_cache.layout
+        self._layout = staging.tiers.kv_cache.layout
+        self._num_slots = staging.tiers.num_slots
         self._jobs: list[Future[None]] = []
         self._needed: dict[int, list[Future[None]]] = {}  # by a group, before it computes
 
@@ -145,8 +106,7 @@ class StagedStep:
             else:
                 pairs = BlockPairs(host=copy.destination, device=copy.source)
                 self._submit(self._layout.num_layer_groups, functools.partial(self._staging.write, pairs))
-        ring = self._staging.ring
-        for group in self._groups[: ring.num_groups if ring else 0]:
+        for group in self._groups[: self._num_slots]:
             self._fetch(group)
         return self
 
@@ -174,7 +134,7 @@ class StagedStep:
             if self._on_layer is not None:
                 self._on_layer(layer)
         elif group in self._index:
-            if self._ends_group(layer):
+            if self._layout.group_ending_with(layer) == group:
                 self._submit(_WRITE_BACK, functools.partial(self._write_back, self._placement, group))
         elif self._on_layer is not None:
             self._submit(
@@ -182,16 +142,12 @@ class StagedStep:
             )  # in the order of the layers, by one thread
 
     def attended(self, layer: int) -> None:
-        i = self._index.get(layer // self._layout.layers_per_group)
-        ring = self._staging.ring
-        if i is None or ring is None or not self._ends_group(layer):
+        group = self._layout.group_ending_with(layer)
+        if group not in self._index:
             return
-        following = i + ring.num_groups
+        following = self._index[group] + self._num_slots
         if following < len(self._groups):
             self._fetch(self._groups[following])  # into this group's slot; its write-back was submitted before
-
-    def _ends_group(self, layer: int) -> bool:
-        return layer + 1 == self._layout.num_layers or (layer + 1) % self._layout.layers_per_group == 0
 
     def _fetch(self, group: int) -> None:
         assert self._placement is not None
@@ -200,8 +156,7 @@ class StagedStep:
     def _write_back(self, placement: Placement, group: int) -> None:
         self._staging.write(placement.written(group))
         if self._on_layer is not None:
-            first = group * self._layout.layers_per_group
-            for layer in range(first, min(first + self._layout.layers_per_group, self._layout.num_layers)):
+            for layer in self._layout.layers_of(group):
                 self._on_layer(layer)
 
     def _submit_needed(self, group: int, job: Callable[[], None]) -> None:

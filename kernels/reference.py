@@ -154,6 +154,12 @@ def scatter_slab(
     return gather_slab(cache_rows, geometry, table, start, torch.empty_like(slab), heads)
 
 
+def copy_blocks(source: Tensor, sources: Tensor, target: Tensor, targets: Tensor) -> None:
+    """Copy blocks `sources [n]` of `source [., W]` to `targets [n]` of `target [., W]`, pairwise."""
+    for one, other in zip(sources.tolist(), targets.tolist(), strict=True):
+        target[other] = source[one]
+
+
 def _slot(
     cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, position: int, kv: int, heads: range | None
 ) -> Tensor:

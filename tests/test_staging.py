@@ -17,6 +17,7 @@ import engine.kv_cache
 from engine.host_placement import StagingConfig
 from engine.kv_cache import GroupRow, KVCache, copy_blocks
 from engine.sequence import ScheduledSequence, Sequence, StepPlan
+from engine.staging import ThreadStaging
 from engine.tokenizer import Tokenizer
 from tests.exactness import FACTS, STORY, count_near_ties, hf_reference
 from tests.model_families import build_oracle
@@ -209,7 +210,9 @@ def test_a_group_is_fetched_while_the_one_before_it_computes(
     seq = staged(stepper, PROMPTS[0], PLACEMENTS["all"])
     stepper.generate(seq, 1)
     second_fetched = threading.Event()
-    fetch, attend, met = stepper.runner._staging.fetch_group, stepper.runner._model._attend, []  # type: ignore[union-attr]
+    staging = stepper.runner._staging
+    assert isinstance(staging, ThreadStaging)
+    fetch, attend, met = staging.fetch_group, stepper.runner._model._attend, []  # type: ignore[union-attr]
 
     def watched_fetch(placement: object, group: int) -> None:
         fetch(placement, group)  # type: ignore[arg-type]
@@ -220,7 +223,7 @@ def test_a_group_is_fetched_while_the_one_before_it_computes(
         met.append(second_fetched.wait(HANGS_S))
         return attend(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stepper.runner._staging, "fetch_group", watched_fetch)
+    monkeypatch.setattr(staging, "fetch_group", watched_fetch)
     monkeypatch.setattr(stepper.runner._model, "_attend", lasting_attend)
     stepper.step([(seq, 1)])
     assert met == [True] * NUM_GROUPS
