@@ -40,11 +40,11 @@ class _TierBits:
 
     def emptied(self) -> _TierBits:
         """In place of this one: nothing is known."""
-        self._holders.drop(self.bits, self.number)
+        self._holders.put(b"".join(self.bits), self.number, bytes(len(self.bits)))
         return _TierBits(self._holders, self.number)
 
     def apply(self, change: BlockChange) -> None:
-        bit, count, known = _BIT[change.tier], 0, self.bits
+        bit, count, known, after = _BIT[change.tier], 0, self.bits, bytearray()
         for digest in _split(change.removed):
             bits = known.get(digest, 0)
             count -= bool(bits & bit)
@@ -52,12 +52,13 @@ class _TierBits:
                 known[digest] = bits & ~bit
             else:
                 known.pop(digest, None)
-            self._holders.put(digest, self.number, bits & ~bit)
+            after.append(bits & ~bit)
         for digest in _split(change.stored):
             bits = known.get(digest, 0)
             count += not bits & bit
             known[digest] = bits | bit
-            self._holders.put(digest, self.number, bits | bit)
+            after.append(bits | bit)
+        self._holders.put(change.removed + change.stored, self.number, bytes(after))
         self.num_columns[change.tier] += count
 
 
@@ -154,7 +155,7 @@ class BlockIndex:
     def longest_prefix(self, hashes: bytes) -> dict[str, PrefixReach]:
         """Of the sequence with these hashes (joined), how much each worker holds; who holds nothing is left out."""
         found: dict[str, PrefixReach] = {}
-        for columns, numbers in self._holders.reaches(_split(hashes)).items():
+        for columns, numbers in self._holders.reaches(hashes).items():
             found.update(dict.fromkeys([self._names[number] for number in members(numbers)], PrefixReach(*columns)))
         # Of some, a snapshot is arriving.
         return {worker_id: reach for worker_id, reach in found.items() if self._workers[worker_id].next_id is not None}

@@ -5,63 +5,57 @@ Workers are small numbers here, sets of workers are the bits of an integer. Know
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 
+from cluster.digest_table import Digests, doubled, new_table, numbers_until_free, put_number, put_sole, split
+
 DEVICE, HOST, DISK = 1, 2, 4
 _ANY = DEVICE | HOST | DISK
+_ROWS: Final = 1024  # of the table, at first
+
+Sets = tuple[int, int, int]  # of workers: with the column on the device; there or in host memory; anywhere
+_NOBODY: Final[Sets] = (0, 0, 0)
 
 
 class PrefixHolders:
-    """Most columns are held by one worker: those take one small integer each, the others three sets of workers.
+    """A holder's tiers are a set of the bits DEVICE, HOST, DISK.
 
-    A holder's tiers are a set of the bits DEVICE, HOST, DISK; the three sets are of those who have the column on the
-    device, on the device or in host memory, and anywhere. Columns that say the same share one object: less memory to
-    hold, and to wait for when a prefix is looked up.
+    Most columns are held by one worker: the table's number of such a one is 8 times the worker's and its tiers. Of the
+    others it is 8 times that of their `Sets`.
     """
 
     def __init__(self) -> None:
-        self._sole: dict[bytes, int] = {}  # worker * 8 + its tiers
-        self._entries: dict[int, int] = {}  # of these, each number once
-        self._shared: dict[bytes, tuple[int, int, int]] = {}
+        self._table = new_table(_ROWS)
+        self._num_columns = 0
+        self._shared = _SharedSets()
 
-    def put(self, digest: bytes, worker: int, tiers: int) -> None:
-        """The worker holds the column in these tiers, and in no others; 0: not at all."""
-        shared = self._shared.get(digest)
-        if shared is None:
-            sole = self._sole.get(digest)
-            if sole is None or sole >> 3 == worker:
-                self._put_sole(digest, worker, tiers)
-                return
-            if not tiers:
-                return
-            shared = _with((0, 0, 0), sole >> 3, sole & _ANY)
-            del self._sole[digest]
-        shared = _with(shared, worker, tiers)
-        if shared[2]:
-            self._shared[digest] = shared
-        else:
-            del self._shared[digest]
+    def __len__(self) -> int:
+        """Columns that anyone holds."""
+        return self._num_columns
 
-    def drop(self, digests: Iterable[bytes], worker: int) -> None:
-        for digest in digests:
-            self.put(digest, worker, 0)
+    def put(self, digests: bytes, worker: int, tiers: bytes) -> None:
+        """The worker holds these columns (joined), each in the tiers that `tiers` has for it, and in no others; 0: not
+        at all."""
+        columns = split(digests)
+        while 2 * (self._num_columns + len(columns)) > len(self._table):
+            self._table = doubled(self._table)
+        others, num_more = put_sole(self._table, columns, worker, np.frombuffer(tiers, np.uint8))
+        self._num_columns += num_more
+        for at in others.tolist():
+            self._put_shared(columns[at : at + 1], worker, tiers[at])
 
-    def reaches(self, digests: Iterable[bytes]) -> dict[tuple[int, int, int], int]:
+    def reaches(self, digests: bytes) -> dict[tuple[int, int, int], int]:
         """The leading columns held (on the device, down to host memory, in any tier), and the set of workers with just
         so many; those that hold none are left out."""
         device = host = disk = -1  # everyone
         ends: list[list[tuple[int, int]]] = [[], [], []]  # of each kind: (length, workers whose run ends there)
-        sole, shared = self._sole, self._shared
-        entry: int | tuple[int, int, int] = 0
-        length = -1
-        for length, digest in enumerate(digests):
-            before, entry = entry, shared.get(digest) or sole.get(digest) or 0  # the few first
-            if (entry is before or entry == before) and length:
-                continue  # as most columns do, it says what the one before it said
-            on_device, in_host, anywhere = _sets(entry)
+        found = numbers_until_free(self._table, split(digests))
+        for length, number in _runs(found):
+            on_device, in_host, anywhere = self._sets(number)
             if gone := disk & ~anywhere if length else 0:
                 ends[2].append((length, gone))
             if gone := host & ~in_host if length else ~in_host & anywhere:
@@ -72,8 +66,8 @@ class PrefixHolders:
             if not disk:
                 break
         for kind, left in enumerate((device, host, disk)):
-            if left and length >= 0:
-                ends[kind].append((length + 1, left))
+            if left and len(found):
+                ends[kind].append((len(found), left))
         return {
             (on_device, in_host, anywhere): workers
             for anywhere, any_workers in ends[2]
@@ -83,11 +77,60 @@ class PrefixHolders:
             if (workers := any_workers & host_workers & device_workers)
         }
 
-    def _put_sole(self, digest: bytes, worker: int, tiers: int) -> None:
-        if tiers:
-            self._sole[digest] = self._entries.setdefault(worker << 3 | tiers, worker << 3 | tiers)
-        else:
-            self._sole.pop(digest, None)
+    def _put_shared(self, column: Digests, worker: int, tiers: int) -> None:
+        """What more than one worker holds, or did."""
+        number = int(numbers_until_free(self._table, column)[0])
+        sets = _with(self._sets(number), worker, tiers)
+        if number and not number & _ANY:
+            self._shared.give_back(number >> 3)
+        number = self._shared.take(sets) << 3 if sets[2] else 0
+        self._num_columns += put_number(self._table, column, number)
+
+    def _sets(self, number: int) -> Sets:
+        tiers = number & _ANY
+        if not tiers:
+            return self._shared.of(number >> 3)
+        bit = 1 << (number >> 3)
+        return bit if tiers & DEVICE else 0, bit if tiers & (DEVICE | HOST) else 0, bit
+
+
+class _SharedSets:
+    """Each once, however many columns have it, under a number from 1 on; 0: nobody."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Sets, int] = {}
+        self._sets: list[Sets] = [_NOBODY]
+        self._num_columns = [0]
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def of(self, number: int) -> Sets:
+        return self._sets[number]
+
+    def take(self, sets: Sets) -> int:
+        """For one column more."""
+        number = self._numbers.get(sets)
+        if number is None:
+            number = self._numbers[sets] = self._next()
+            self._sets[number] = sets
+        self._num_columns[number] += 1
+        return number
+
+    def give_back(self, number: int) -> None:
+        self._num_columns[number] -= 1
+        if not self._num_columns[number]:
+            del self._numbers[self._sets[number]]
+            self._sets[number] = _NOBODY
+            self._free.append(number)
+
+    def _next(self) -> int:
+        if not self._free:
+            self._free.append(len(self._sets))
+            self._sets.append(_NOBODY)
+            self._num_columns.append(0)
+        return self._free.pop()
 
 
 def members(workers: int) -> list[int]:
@@ -97,17 +140,15 @@ def members(workers: int) -> list[int]:
     return numbers
 
 
-def _sets(entry: int | tuple[int, int, int]) -> tuple[int, int, int]:
-    if isinstance(entry, tuple):
-        return entry
-    if not entry:
-        return 0, 0, 0
-    bit = 1 << (entry >> 3)
-    return bit if entry & DEVICE else 0, bit if entry & (DEVICE | HOST) else 0, bit
+def _runs(numbers: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Iterator[tuple[int, int]]:
+    """Where a number is another one than before, and which."""
+    if len(numbers):
+        starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
+        yield from zip(starts, numbers[starts].tolist(), strict=True)
 
 
 @lru_cache(maxsize=1024)
-def _with(sets: tuple[int, int, int], worker: int, tiers: int) -> tuple[int, int, int]:
+def _with(sets: Sets, worker: int, tiers: int) -> Sets:
     bit = 1 << worker
     wanted = (DEVICE, DEVICE | HOST, _ANY)
     on_device, in_host, anywhere = (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.prefix_holders import PrefixHolders, members
+from cluster.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
+from engine.prefix import HASH_BYTES
 
-COLUMNS = [bytes([number]) for number in range(6)]
+COLUMNS = [bytes([number]) * HASH_BYTES for number in range(6)]
 
 
 def _run(tiers: dict[bytes, int], wanted: int, digests: list[bytes]) -> int:
@@ -26,14 +29,16 @@ def test_reaches_are_those_of_a_walk_over_every_worker(
 ) -> None:
     holders, plain = PrefixHolders(), {worker: dict[bytes, int]() for worker in (0, 1, 2, 70, 999)}
     for digest, worker, tiers in changes:
-        holders.put(digest, worker, tiers)
+        holders.put(digest, worker, bytes([tiers]))
         plain[worker][digest] = tiers
     expected = {
         worker: (_run(tiers, 1, digests), _run(tiers, 3, digests), _run(tiers, 7, digests))
         for worker, tiers in plain.items()
         if _run(tiers, 7, digests)
     }
-    found = {worker: reach for reach, workers in holders.reaches(digests).items() for worker in members(workers)}
+    found = {
+        worker: reach for reach, workers in holders.reaches(b"".join(digests)).items() for worker in members(workers)
+    }
     assert found == expected
 
 
@@ -41,12 +46,27 @@ def test_reaches_are_those_of_a_walk_over_every_worker(
 def test_nothing_is_left_of_those_who_are_gone(changes: list[tuple[bytes, int, int]]) -> None:
     holders = PrefixHolders()
     for digest, worker, tiers in changes:
-        holders.put(digest, worker, tiers)
+        holders.put(digest, worker, bytes([tiers]))
     for worker in range(4):
-        holders.drop(COLUMNS, worker)
-    assert holders.reaches(COLUMNS) == {}
-    assert not holders._sole
-    assert not holders._shared
+        holders.put(b"".join(COLUMNS), worker, bytes(len(COLUMNS)))
+    assert holders.reaches(b"".join(COLUMNS)) == {}
+    assert len(holders) == len(holders._shared) == 0
+    assert not holders._table[:, 2].any()
+
+
+def test_a_table_that_grows_and_shrinks_says_what_a_dictionary_does() -> None:
+    rng, holders, plain = random.Random(0), PrefixHolders(), dict[bytes, int]()
+    columns = [number.to_bytes(HASH_BYTES, "little") for number in range(6000)]
+    for _ in range(120):
+        some = rng.sample(columns, 500)
+        tiers = bytes(rng.choice([0, DEVICE, HOST | DISK]) for _ in some)
+        holders.put(b"".join(some), 5, tiers)
+        plain.update(zip(some, tiers, strict=True))
+        assert len(holders) == sum(bool(held) for held in plain.values())
+    for column in columns:
+        held = plain.get(column, 0)
+        expected = {(1, 1, 1): 1 << 5} if held == DEVICE else {(0, 1, 1): 1 << 5} if held else {}
+        assert holders.reaches(column) == expected
 
 
 def test_a_set_of_workers_is_told_by_its_members() -> None:
