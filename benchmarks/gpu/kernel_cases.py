@@ -133,7 +133,7 @@ def _prefill_attention(shape: Shape, device: torch.device) -> Iterator[Case]:
     tokens = shape.prompt_tokens
     q = _random(shape, device, tokens, shape.num_heads, shape.head_dim)
     kv = _random(shape, device, tokens, 2, shape.num_kv_heads, shape.head_dim)
-    cache, table = _filled_cache(shape, device, 1, tokens)
+    cache, table = filled_cache(shape, device, 1, tokens)
     segment = Segment(first_row=0, num_queries=tokens, context_len=tokens, block_table=table)
     flops = 2 * tokens * tokens * shape.num_heads * shape.head_dim
     num_bytes = 2 * q.nbytes + kv.nbytes
@@ -160,7 +160,7 @@ def _prefill_attention(shape: Shape, device: torch.device) -> Iterator[Case]:
 def _decode_attention(shape: Shape, device: torch.device) -> Iterator[Case]:
     rows, context = shape.decode_rows, shape.decode_context
     q = _random(shape, device, rows, shape.num_heads, shape.head_dim)
-    cache, tables = _filled_cache(shape, device, rows, context)
+    cache, tables = filled_cache(shape, device, rows, context)
     segments = [
         Segment(first_row=row, num_queries=1, context_len=context, block_table=table)
         for row, table in enumerate(np.split(tables, rows, axis=1))
@@ -189,7 +189,7 @@ def _attention(
 
 def _slabs(shape: Shape, device: torch.device) -> Iterator[Case]:
     tokens = shape.prompt_tokens
-    cache, table = _filled_cache(shape, device, 1, tokens)
+    cache, table = filled_cache(shape, device, 1, tokens)
     blocks = torch.from_numpy(table[0]).to(device)
     slab = _random(shape, device, 2, tokens, shape.num_kv_heads, shape.head_dim)
     rows, geometry = cache.layer_rows(0), cache.layout.geometry
@@ -239,7 +239,7 @@ def _cache(shape: Shape, device: torch.device, num_tokens: int) -> KVCache:
     return KVCache(layout, -(-num_tokens // shape.block_size) + 1, device)
 
 
-def _filled_cache(
+def filled_cache(
     shape: Shape, device: torch.device, num_seqs: int, num_tokens: int
 ) -> tuple[KVCache, np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
     """Random KV, and the block tables of the sequences side by side, `[1, blocks]`: in an order without a pattern."""
