@@ -43,11 +43,11 @@ bench: setup
 	$(BIN)/python -m benchmarks
 
 # Legato beside llama.cpp, OpenVINO, vLLM and transformers, which the first run installs under ~/.cache/legato/peers
-# (benchmarks/peers/README.md). PEERS="llama.cpp legato" WORK="one_stream" ROUNDS=1 runs a part; CONFIRM=guidellm adds the main
-# rows to the last run as that load generator sees them.
-bench-peers: ROUNDS = 3
+# (benchmarks/peers/README.md). PIECES="bf16 guidellm" measures some again and keeps the others' results;
+# PEERS="llama.cpp legato" WORK="one_stream" ROUNDS=1 leaves out more.
+bench-peers: ROUNDS =
 bench-peers: setup
-	$(BIN)/python -m benchmarks.peers --peers "$(PEERS)" --work "$(WORK)" --rounds $(ROUNDS) $(if $(CONFIRM),--confirm)
+	$(BIN)/python -m benchmarks.peers --pieces "$(PIECES)" --peers "$(PEERS)" --work "$(WORK)" $(if $(ROUNDS),--rounds $(ROUNDS))
 
 # On a machine with an NVIDIA GPU: all that waits for one (docs/gpu.md). With that machine's own Python, which has a torch
 # for its driver: nothing is installed. STEPS="kernels speed" runs some of it.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.cells import Report, spread, table, tail
+from benchmarks.peers.merged import latest, told
 from benchmarks.summary import Json
 
 _TITLES = {
     "decode_tokens_per_s": "decode tokens/s",
     "ttft_ms": "TTFT, ms",
+    "tpot_ms": "TPOT, ms",
     "tokens_per_s": "tokens/s",
     "output_tokens_per_s": "output tokens/s",
     "all_ttft_ms": "TTFT P50 / P99, ms",
@@ -17,27 +19,69 @@ _TITLES = {
     "all_gaps_ms": "gap between tokens P50 / P99, ms",
     "first_ttft_ms": "first TTFT, ms",
     "seconds": "seconds",
-    "guidellm_tokens_per_s": "output tokens/s by guidellm",
+    "guidellm_output_tokens_per_s": "by GuideLLM: output tokens/s",
+    "guidellm_ttft_ms": "TTFT, ms",
+    "guidellm_tpot_ms": "TPOT, ms",
+    "differs_percent": "tokens/s differ by, %",
+    "all_ttft_ms P99": "TTFT P99",
+    "all_tpot_ms P99": "TPOT P99",
+    "all_gaps_ms P99": "gap between tokens P99",
+    "greedy_changed": "greedy answers that change",
+    "seeded_changed": "seeded answers that change",
 }
+_SETTINGS = ("over HTTP", "1 prefill + 1 decode, over HTTP", "in the process")
+ELSEWHERE = (
+    "Measured by parts of `make bench`: what the gateway costs ([gateway](#gateway)), where a start's seconds go "
+    "([startup](#startup)), how good weights of 8 and 4 bits are ([quantisation](#quantisation)).\n"
+)
 
 
 def peers_tables(results: Report) -> str:
-    parts = [_work(work, cells) for work, cells in results["works"].items()]
-    parts += [_aims(results["aims"]), _failures(results["failures"]), _told(results["peers"])]
+    pieces = results["pieces"]
+    parts = [_pieces(pieces), _aims(results["aims"]), ELSEWHERE]
+    parts += [_work(work, cells) for work, cells in latest(pieces).items()]
+    parts += [_failures([failure for piece in pieces for failure in piece["failures"]]), _told(told(pieces))]
     return "\n".join(part for part in parts if part)
 
 
 def peers_headline(results: Report) -> Json:
-    return {"reached": sum(row["reached"] for row in results["aims"]), "aims": len(results["aims"])}
+    """Of each aim the configuration that comes closest to it."""
+    judged = [[found for found in row["by"].values() if found] for row in results["aims"]]
+    return {
+        "reached": sum(any(found["reached"] for found in row) for row in judged),
+        "aims": len(judged),
+        "not_measured": sum(not row for row in judged),
+    }
 
 
-def _work(work: str, cells: Report) -> str:
-    """A row for each peer; a work's figures are the same for all."""
-    if work == "the same answer in company":
+def _pieces(pieces: list[Report]) -> str:
+    rows: list[list[object]] = [[number, *_ran(piece["run"])] for number, piece in enumerate(pieces, 1)]
+    columns = ["", "piece", "begun", "commit", "rounds", "load before / after", "disturbed", "seconds"]
+    return table(columns, rows)
+
+
+def _ran(run: Report) -> list[object]:
+    machine = run.get("machine")
+    return [
+        run["piece"],
+        run["date"],
+        run["commit"] + (" with changes" if run["uncommitted_changes"] else ""),
+        run["rounds"],
+        f"{run['load_average_before']:g} / {run.get('load_average_after') or 0:g}",
+        f"{machine['of_these_disturbed']} of {machine['measured']}" if machine else "–",
+        run.get("duration_s") or "–",
+    ]
+
+
+def _work(work: str, cells: dict[str, tuple[int, Report]]) -> str:
+    """A row for each peer, with the piece that it is of; a work's figures are the same for all."""
+    if "greedy_changed" in next(iter(cells.values()))[1]:
         return _company(work, cells)
-    figures = list(next(iter(cells.values())))
-    rows: list[list[object]] = [[name, *(_cell(cell.get(key)) for key in figures)] for name, cell in cells.items()]
-    return table([work, *(_TITLES.get(key, key) for key in figures)], rows)
+    figures = list(next(iter(cells.values()))[1])
+    rows: list[list[object]] = [
+        [name, *(_cell(found.get(key)) for key in figures), number] for name, (number, found) in cells.items()
+    ]
+    return table([work, *(_TITLES.get(key, key) for key in figures), "piece"], rows)
 
 
 def _cell(figure: Any) -> str:
@@ -46,31 +90,46 @@ def _cell(figure: Any) -> str:
     return tail(figure) if "p99" in figure else spread(figure)
 
 
-def _company(work: str, cells: Report) -> str:
+def _company(work: str, cells: dict[str, tuple[int, Report]]) -> str:
     rows: list[list[object]] = [
-        [name, *(f"{cell[f'{kind}_changed']['max']:g} of {cell[kind]['max']:g}" for kind in ("greedy", "seeded"))]
-        for name, cell in cells.items()
+        [name, *(f"{cell[f'{kind}_changed']['max']:g} of {cell[kind]['max']:g}" for kind in ("greedy", "seeded")), at]
+        for name, (at, cell) in cells.items()
     ]
-    return table([f"{work}: answers that change", "greedy", "seeded"], rows)
+    return table([f"{work}: answers that change", "greedy", "seeded", "piece"], rows)
 
 
 def _aims(rows: list[Report]) -> str:
-    if not rows:
-        return ""
+    """Ratios with the peer that is hardest to reach; bold where the aim is missed."""
     lines: list[list[object]] = [
-        [
-            row["work"],
-            _TITLES.get(row["figure"], row["figure"].removeprefix("all_")),
-            row["ours"],
-            row["best"] or "–",
-            f"{row['ratio']:g}",
-            f"{row['aim']:g}",
-            "yes" if row["reached"] else "**no**",
-        ]
+        [row["work"], row["weights"], _TITLES.get(row["figure"], row["figure"]), _aim(row), *_by_setting(row["by"])]
         for row in rows
     ]
-    columns = ["aim", "figure", "of", "beside the best peer", "times as good (or the figure itself)", "aim", "reached"]
-    return table(columns, lines)
+    return table(["aim", "weights", "figure", "at least (times the peer)", *_SETTINGS], lines)
+
+
+def _aim(row: Report) -> str:
+    return f"{row['aim']:g}" if row["beside"] else f"at most {row['aim']:g}"
+
+
+def _by_setting(by: dict[str, Report | None]) -> list[str]:
+    cells = dict.fromkeys(_SETTINGS, "")
+    for name, found in by.items():
+        cells[_setting(name)] = _judged(found)
+    return list(cells.values())
+
+
+def _setting(name: str) -> str:
+    return _SETTINGS[1 if name.endswith("-1p1d") else 2 if name.endswith("-in-process") else 0]
+
+
+def _judged(found: Report | None) -> str:
+    if found is None:
+        return "not measured"
+    if "value" in found:
+        return f"{found['value']:g}" if found["reached"] else f"**{found['value']:g}**"
+    number = f"{found['ratio']:g}" if found["reached"] else f"**{found['ratio']:g}**"
+    without = f", not beside {', '.join(found['not_beside'])}" if found["not_beside"] else ""
+    return f"{number} ({found['best']}{without})"
 
 
 def _failures(records: list[Report]) -> str:
@@ -81,4 +140,4 @@ def _failures(records: list[Report]) -> str:
 
 
 def _told(peers: dict[str, str]) -> str:
-    return "".join(f"* **{name}**: {told}\n" for name, told in peers.items())
+    return "".join(f"* **{name}**: {words}\n" for name, words in peers.items())

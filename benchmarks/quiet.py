@@ -109,10 +109,10 @@ def _busy_s() -> float:
 def _own_s() -> float:
     this = psutil.Process()
     total = 0.0
-    for process in (this, *this.children(recursive=True)):
+    for process in (this, *this.children(recursive=True)):  # each with those below it that have ended
         try:
             times = process.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        total += times.user + times.system
+        total += times.user + times.system + times.children_user + times.children_system
     return total

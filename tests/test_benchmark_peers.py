@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import sys
@@ -14,20 +15,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.aims import Aim
 from benchmarks.peers.company import ANSWER_TOKENS, company, questions
-from benchmarks.peers.confirm import read_output
+from benchmarks.peers.confirm import confirm, read_output, summed_up
 from benchmarks.peers.http_asker import HttpAsker, read_answer
 from benchmarks.peers.installation import Workshop
 from benchmarks.peers.peer import Answer, Peer, PeerUnavailableError, Request
-from benchmarks.peers.plots import plot_peers
 from benchmarks.peers.registry import peers
-from benchmarks.peers.report import results
+from benchmarks.peers.report import piece_of
 from benchmarks.peers.rounds import run_rounds, turns
 from benchmarks.peers.started import await_listening, started
+from benchmarks.peers.stored import results
 from benchmarks.peers.vllm_cpu import requirements_but_torch
-from benchmarks.peers.works import GROUPS, START, drawing, gaps
-from benchmarks.peers_table import peers_headline, peers_tables
+from benchmarks.peers.works import GROUPS, ONE_STREAM, START, drawing, gaps
+from benchmarks.peers_table import peers_tables
 from benchmarks.quiet import PATIENCE_VARIABLE
 from benchmarks.sse_client import AnswerError
 from engine.tokenizer import Tokenizer
@@ -35,6 +35,14 @@ from tests.http_server import MODEL, running_server
 from tests.scripted_generator import ScriptedGenerator
 from tests.waiting import wait_until
 
+RUN = {
+    "piece": "bf16",
+    "rounds": 1,
+    "date": "today",
+    "commit": "abc",
+    "uncommitted_changes": False,
+    "load_average_before": 0.1,
+}
 WAITS = "import threading; threading.Event().wait()"
 
 
@@ -116,7 +124,7 @@ def test_everyone_is_asked_the_same_and_nobody_twice() -> None:
     prompts = [tuple(request.prompt) for wave in one.waves for request in wave if len(request.prompt) >= 128]
     warm_up = [prompt for prompt in prompts if prompts.count(prompt) > 1]
     assert set(map(len, warm_up)) == {512}  # the same one at each start
-    figures = [record["figures"] for record in records if record["work"] == "one stream 128 -> 128"]
+    figures = [record["figures"] for record in records if record.get("work") == ONE_STREAM]
     assert len(figures) == 2 * 2 * 2
     assert figures[0] == {"decode_tokens_per_s": pytest.approx(4.0), "ttft_ms": pytest.approx(500.0)}
 
@@ -124,13 +132,14 @@ def test_everyone_is_asked_the_same_and_nobody_twice() -> None:
 def test_a_peer_that_fails_has_a_row_with_the_reason(tmp_path: Path) -> None:
     chosen = [failing_peer(tmp_path), uninstallable_peer(tmp_path), fake_peer("well")]
     records = measured(chosen, ["one_stream", "steady"])
-    found = results(records, {peer.name: peer.told for peer in chosen})
+    records.insert(0, {"run": RUN})
+    found = piece_of(records, {peer.name: peer.told for peer in chosen})
     reasons = {record["peer"]: record["reason"] for record in found["failures"]}
     assert "ended with 1" in reasons["broken"] and "no such | weights" in reasons["broken"]
     assert "no compiler here" in reasons["absent"]
     assert "it has no streams" in reasons["well"]  # one work fails, the others are measured
-    assert list(found["works"]) == [START, "one stream 128 -> 128"]
-    page = peers_tables(found)
+    assert list(found["works"]) == [START, ONE_STREAM]
+    page = peers_tables(results([found]))
     assert "no such / weights" in page and "| absent | everything |" in page
 
 
@@ -214,6 +223,8 @@ def test_a_real_server_is_asked(tokenizer: Tokenizer) -> None:
         assert one.sent_s < one.arrivals_s[0] <= one.arrivals_s[-1]
         assert [request.params.temperature for request in generator.requests] == [0, 0, 1]
         assert generator.requests[-1].params.seed == 3 and seeded.num_tokens == 10
+        in_turn = asker.keep_open([alike] * 3, num_open=1)
+        assert all(one.arrivals_s[-1] <= next_one.sent_s for one, next_one in itertools.pairwise(in_turn))
         generator.script.delay_s = 0.005
         streams, prompts = asker.steady([Request(prompt=[7], num_tokens=2000)] * 2, [alike] * 2)
         assert streams[0].arrivals_s[0] < prompts[0].sent_s < prompts[1].sent_s < streams[1].arrivals_s[-1] + 60
@@ -231,41 +242,6 @@ def test_the_requests_of_a_known_load_generator_are_answered(tokenizer: Tokenize
     assert answer.status_code == 200 and '"completion_tokens":5' in answer.text
 
 
-def recorded() -> list[dict[str, Any]]:
-    def wave(rate: float, tpot_ms: float) -> dict[str, Any]:
-        return {"output_tokens_per_s": rate, "all_ttft_ms": [900.0, 1000.0], "all_tpot_ms": [tpot_ms, tpot_ms + 1]}
-
-    work = "8 concurrent 256 -> 128"
-    return [
-        {"run": {"commit": "abc"}},
-        *({"peer": "legato", "work": work, "round": n, "figures": wave(300.0 + n, 20.0)} for n in range(3)),
-        *({"peer": "openvino", "work": work, "round": n, "figures": wave(200.0 + n, 30.0)} for n in range(3)),
-        {"peer": "vllm", "work": None, "round": None, "reason": "no room"},
-    ]
-
-
-def test_the_report_sets_medians_with_their_range_beside_each_other(tmp_path: Path) -> None:
-    found = results(recorded(), {"legato": "ours", "openvino": "theirs", "vllm": "theirs too"})
-    page = peers_tables(found)
-    assert "| legato | 301 [300–302] | 900 / 1000 | 20 / 21 |" in page
-    assert "| openvino | 201 [200–202] | 900 / 1000 | 30 / 31 |" in page
-    assert "| vllm | everything | no room |" in page
-    aims = {(row["figure"], row["ours"]): row for row in found["aims"]}
-    rate = aims["output_tokens_per_s", "legato"]
-    assert (rate["best"], rate["ratio"], rate["reached"]) == ("openvino", 1.5, True)
-    assert rate["not_measured"] == ["llama.cpp", "transformers", "vllm"]
-    assert aims["all_tpot_ms P99", "legato"]["ratio"] == pytest.approx(31 / 21, abs=0.01)
-    assert peers_headline(found) == {"reached": 3, "aims": 3}
-    plot_peers(found, tmp_path / "peers.svg")
-    assert (tmp_path / "peers.svg").read_text().startswith("<?xml")
-
-
-@pytest.mark.parametrize(("ours", "reached"), [(0.0, True), (1.0, False)])
-def test_an_aim_without_a_peer_is_a_bound(ours: float, reached: bool) -> None:
-    aim = Aim(work="w", figure="f", ours="legato", others=(), least=0, less_is_better=True)
-    assert aim.judge([ours], {})["reached"] is reached
-
-
 def test_guidellm_is_believed_only_when_nothing_failed(tmp_path: Path) -> None:
     def output(errored: int) -> Path:
         metrics = {
@@ -278,9 +254,19 @@ def test_guidellm_is_believed_only_when_nothing_failed(tmp_path: Path) -> None:
         path.write_text(json.dumps({"benchmarks": [{"metrics": metrics}]}))
         return path
 
-    assert read_output(output(0)) == {"guidellm_tokens_per_s": 81.5, "ttft_ms": 90.0, "tpot_ms": 12.0}
+    assert read_output(output(0)) == {"output_tokens_per_s": 81.5, "ttft_ms": 90.0, "tpot_ms": 12.0}
     with pytest.raises(ValueError, match="1 of 5 requests failed"):
         read_output(output(1))
+
+
+def test_guidellm_asks_servers_only() -> None:
+    with pytest.raises(PeerUnavailableError, match="servers only"):
+        confirm(1, 1, Fake(), drawing("guidellm"))
+
+
+def test_a_rate_counts_from_the_first_request_to_the_last_token() -> None:
+    answers = [Answer(sent_s=at, arrivals_s=[at + 0.5, at + 1.5], num_tokens=2, text="") for at in (10.0, 12.5)]
+    assert summed_up(answers) == {"output_tokens_per_s": 1.0, "ttft_ms": 500.0, "tpot_ms": 1000.0}
 
 
 def test_requirements_are_the_wheels_own_without_torch(tmp_path: Path) -> None:

@@ -1,119 +1,134 @@
-"""What Legato is to reach beside its peers, as ratios of medians within one run, or in absolute terms."""
+"""What Legato is to reach beside its peers, as ratios of medians within one piece, or in absolute terms."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.summary import Json, percentile
+from benchmarks.peers.merged import Pieces, Report, together
+from benchmarks.peers.works import ONE_STREAM, START
+from benchmarks.summary import Json
 
 BF16 = ("llama.cpp", "openvino", "vllm", "transformers")
-ONE = "one stream 128 -> 128"
+SERVERS = BF16[:3]
 LEGATOS = ("legato", "legato-1p1d", "legato-in-process")
+INT8 = ("legato-int8", "legato-int8-in-process")
+INT4 = ("legato-int4", "legato-int4-in-process")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
-    """`ours` beside the best of `others` in one figure; without others, against `least` itself.
+    """Each of `ours` beside each of `others` in one figure; without others, the figure itself beside `least`.
 
-    `least`: the ratio ours/best, where more is better, and best/ours where less is. `share`: of pooled figures, which
-    percentile is compared instead of the median.
+    `least`: the ratio of ours to theirs where more is better, of theirs to ours where less is. `tail`: P99 is compared,
+    not the median. `weights`: for the reader.
     """
 
     work: str
     figure: str
-    ours: str
+    ours: tuple[str, ...]
     others: tuple[str, ...]
     least: float
     less_is_better: bool = False
-    share: float | None = None
+    tail: bool = False
+    weights: str = "bf16"
 
-    def judge(self, ours: Sequence[float], others: Mapping[str, Sequence[float]]) -> Json:
-        value = self._typical(ours)
-        best = self._best(others)
-        rate = self._ratio(value, self._typical(others[best])) if best else value
-        reached = rate <= self.least if self.less_is_better and not best else rate >= self.least
+    def judge(self, pieces: Pieces) -> Json:
         return {
             "work": self.work,
-            "figure": self.figure + (f" P{self.share * 100:g}" if self.share else ""),
-            "ours": self.ours,
-            "best": best,
-            "ratio": float(f"{rate:.3g}"),
+            "weights": self.weights,
+            "figure": self.figure + (" P99" if self.tail else ""),
             "aim": self.least,
-            "reached": reached,
+            "beside": list(self.others),
+            "by": {name: self._judged(pieces, name) for name in self.ours},
         }
 
-    def _typical(self, values: Sequence[float]) -> float:
-        return statistics.median(values) if self.share is None else percentile(values, self.share)
+    def _judged(self, pieces: Pieces, ours: str) -> Json | None:
+        """None where it was not measured, or beside nobody."""
+        return self._beside_others(pieces, ours) if self.others else self._by_itself(pieces, ours)
 
-    def _best(self, others: Mapping[str, Sequence[float]]) -> str | None:
-        pick = min if self.less_is_better else max
-        return pick(others, key=lambda name: self._typical(others[name]), default=None)
+    def _by_itself(self, pieces: Pieces, ours: str) -> Json | None:
+        found = together(pieces, self.work, [ours])
+        if found is None:
+            return None
+        value = self._typical(found[0])
+        return {"value": value, "reached": value <= self.least if self.less_is_better else value >= self.least}
 
-    def _ratio(self, ours: float, best: float) -> float:
-        return best / ours if self.less_is_better else ours / best
+    def _beside_others(self, pieces: Pieces, ours: str) -> Json | None:
+        """Beside the one that is hardest to reach."""
+        pairs = {other: together(pieces, self.work, [ours, other]) for other in self.others}
+        ratios = {other: self._ratio(*pair) for other, pair in pairs.items() if pair is not None}
+        if not ratios:
+            return None
+        best = min(ratios, key=lambda other: ratios[other])
+        return {
+            "ratio": float(f"{ratios[best]:.3g}"),
+            "best": best,
+            "reached": ratios[best] >= self.least,
+            "not_beside": [other for other in self.others if other not in ratios],
+        }
+
+    def _ratio(self, ours: Report, theirs: Report) -> float:
+        our, their = self._typical(ours), self._typical(theirs)
+        return their / our if self.less_is_better else our / their
+
+    def _typical(self, figures: Report) -> float:
+        return float(figures[self.figure]["p99" if self.tail else "median"])
 
 
-def _rates(work: str, figure: str, least: float) -> list[Aim]:
-    """The same for Legato's three configurations."""
-    return [Aim(work=work, figure=figure, ours=ours, others=BF16, least=least) for ours in LEGATOS]
+def _prefill(num_tokens: int, least: float) -> Aim:
+    return Aim(work=f"prefill {num_tokens}", figure="tokens_per_s", ours=LEGATOS, others=BF16, least=least)
 
 
-def _concurrent(num: int, least: float) -> list[Aim]:
+def _concurrent(num: int, least: float) -> tuple[Aim, ...]:
+    """Tails beside servers: a batch that `generate` is given has none."""
     work = f"{num} concurrent 256 -> 128"
-    tails = [
-        Aim(work=work, figure=figure, ours="legato", others=BF16[:3], least=1.0, less_is_better=True, share=0.99)
+    rate = Aim(work=work, figure="output_tokens_per_s", ours=LEGATOS, others=BF16, least=least)
+    tails = (
+        Aim(work=work, figure=figure, ours=LEGATOS, others=SERVERS, least=1.0, less_is_better=True, tail=True)
         for figure in ("all_ttft_ms", "all_tpot_ms")
-    ]
-    return _rates(work, "output_tokens_per_s", least) + tails
+    )
+    return rate, *tails
 
 
-def _quantised(ours: str) -> list[Aim]:
-    """INT8 beside OpenVINO's, which rounds activations too; one stream beside llama.cpp."""
+def _one_stream(ours: tuple[str, ...], other: str, weights: str = "bf16") -> Aim:
+    return Aim(work=ONE_STREAM, figure="decode_tokens_per_s", ours=ours, others=(other,), least=1.0, weights=weights)
+
+
+def _int8() -> tuple[Aim, ...]:
+    """Beside OpenVINO's, which rounds activations too."""
     rates = {
         **{f"prefill {num}": "tokens_per_s" for num in (512, 2048, 8000)},
         **{f"{num} concurrent 256 -> 128": "output_tokens_per_s" for num in (8, 32)},
     }
-    one = Aim(work=ONE, figure="decode_tokens_per_s", ours=ours, others=("llama.cpp-q8_0",), least=1.0)
-    return [one] + [
-        Aim(work=work, figure=figure, ours=ours, others=("openvino-int8",), least=1.0) for work, figure in rates.items()
-    ]
+    return tuple(
+        Aim(work=work, figure=figure, ours=INT8, others=("openvino-int8",), least=1.0, weights="int8")
+        for work, figure in rates.items()
+    )
 
 
 AIMS = (
-    *(Aim(work=ONE, figure="decode_tokens_per_s", ours=ours, others=("llama.cpp",), least=1.0) for ours in LEGATOS),
-    *_quantised("legato-int8"),
-    *_quantised("legato-int8-in-process"),
-    *(
-        Aim(work=ONE, figure="decode_tokens_per_s", ours=ours, others=("llama.cpp-q4_0",), least=1.0)
-        for ours in ("legato-int4", "legato-int4-in-process")
-    ),
-    *_rates("prefill 512", "tokens_per_s", 1.1),
-    *_rates("prefill 2048", "tokens_per_s", 1.1),
-    *_rates("prefill 8000", "tokens_per_s", 1.5),
+    _one_stream(LEGATOS, "llama.cpp"),
+    _prefill(512, 1.1),
+    _prefill(2048, 1.1),
+    _prefill(8000, 1.5),
     *_concurrent(8, 1.2),
     *_concurrent(32, 1.3),
-    *(
-        Aim(work="shared prefix of 1500", figure="ttft_ms", ours=ours, others=BF16[:3], least=1.0, less_is_better=True)
-        for ours in LEGATOS
-    ),
+    _one_stream(INT8, "llama.cpp-q8_0", "int8"),
+    _one_stream(INT4, "llama.cpp-q4_0", "int4"),
+    *_int8(),
+    Aim(work="shared prefix of 1500", figure="ttft_ms", ours=LEGATOS, others=SERVERS, least=1.0, less_is_better=True),
     Aim(
         work="4 decodes beside prompts of 4000",
         figure="all_gaps_ms",
-        ours="legato-1p1d",
+        ours=("legato-1p1d",),
         others=("legato",),
         least=5.0,
         less_is_better=True,
-        share=0.99,
+        tail=True,
     ),
     *(
-        Aim(work="the same answer in company", figure=figure, ours=ours, others=(), least=0, less_is_better=True)
-        for ours in LEGATOS
+        Aim(work="the same answer in company", figure=figure, ours=LEGATOS, others=(), least=0, less_is_better=True)
         for figure in ("greedy_changed", "seeded_changed")
     ),
-    *(
-        Aim(work="start to first token", figure="seconds", ours=ours, others=(), least=20, less_is_better=True)
-        for ours in LEGATOS[:2]
-    ),
+    Aim(work=START, figure="seconds", ours=LEGATOS[:2], others=(), least=20, less_is_better=True),
 )

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 
 from tokenizers import Tokenizer
 
-from benchmarks.peers.peer import Answer, Asker, Request
+from benchmarks.peers.peer import Answer, Asker, Draw, Request
 from benchmarks.peers.weights import model_folder
 from benchmarks.summary import Json
 
@@ -31,7 +30,7 @@ _SUBJECTS = (
 )
 
 
-def company(asker: Asker, draw: Callable[[int], list[int]]) -> Json:
+def company(asker: Asker, draw: Draw) -> Json:
     asked = questions()
     alone = [asker.wave([question])[0].text for question in asked]
     among = [text for some in _parts(asked) for text in _among_others(asker, some, draw)]
@@ -44,7 +43,7 @@ def company(asker: Asker, draw: Callable[[int], list[int]]) -> Json:
     }
 
 
-def _among_others(asker: Asker, some: list[Request], draw: Callable[[int], list[int]]) -> list[str]:
+def _among_others(asker: Asker, some: list[Request], draw: Draw) -> list[str]:
     """Others of many lengths fill up to 33 requests."""
     others = [
         Request(prompt=draw(16 + 24 * number), num_tokens=ANSWER_TOKENS) for number in range(NUM_OTHERS + 1 - len(some))

@@ -1,48 +1,33 @@
-"""The main rows once more, asked by GuideLLM instead of our own load generator, in its own virtual environment.
+"""The main rows once more by GuideLLM, a load generator that others trust, beside ours: same server, same load.
 
-Its prompts are texts of as many tokens, and a new request follows each answer: with eight or 32 requests open from
-beginning to end its rate is higher than that of a wave, for everyone. The order of the peers is what it confirms.
+A new request follows each answer, so that so many are open from beginning to end and rates are higher than those of a
+wave. Its prompts are texts of as many tokens.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.part import note
 from benchmarks.peers.http_asker import HttpAsker
 from benchmarks.peers.installation import Workshop
-from benchmarks.peers.peer import Peer, PeerUnavailableError
-from benchmarks.peers.rounds import FAILURES, Record, prepared, reason
+from benchmarks.peers.peer import Answer, Asker, Draw, PeerUnavailableError, Request
 from benchmarks.peers.weights import model_folder
-from benchmarks.peers.works import warm_up
 from benchmarks.summary import Json
 
 VERSION = "0.8.1"
-# (requests open at any time, requests in all)
-LOADS = ((1, 4), (8, 24), (32, 64))
+PROMPT_TOKENS, OUTPUT_TOKENS = 256, 128
+LOADS = ((1, 4), (8, 24), (32, 64))  # requests open at any time, requests in all
+# Its usual ten processes would take the cores of the server that is measured.
+_ENVIRONMENT = {"GUIDELLM__MAX_WORKER_PROCESSES": "1"}
 
 
-def confirm(peers: Sequence[Peer], record: Record) -> None:
-    """A record for each peer with a server and each load; one with the reason where there is none."""
+def install() -> None:
     shop = Workshop("guidellm")
-    try:
-        shop.once(f"environment-{VERSION}", functools.partial(_install, shop))
-    except PeerUnavailableError as error:
-        record({"peer": "guidellm", "work": None, "round": 0, "reason": reason(error)})
-        return
-    for peer in prepared(peers, record):
-        note(f"guidellm: {peer.name}")
-        try:
-            with peer.start() as asker:
-                if isinstance(asker, HttpAsker):
-                    warm_up(asker)
-                    _ask(shop, peer, asker, record)
-        except FAILURES as error:
-            record({"peer": peer.name, "work": "guidellm", "round": 0, "reason": reason(error)})
+    shop.once(f"environment-{VERSION}", functools.partial(_install, shop))
 
 
 def _install(shop: Workshop) -> None:
@@ -51,21 +36,43 @@ def _install(shop: Workshop) -> None:
     shop.pip("install", "torch==2.13.0", f"guidellm=={VERSION}")
 
 
-def _ask(shop: Workshop, peer: Peer, asker: HttpAsker, record: Record) -> None:
-    for streams, num_requests in LOADS:
-        output = shop.folder / f"{peer.name}-{streams}.json"
-        shop.run(*command(asker, streams, num_requests, output))
-        figures = read_output(output)
-        record({"peer": peer.name, "work": f"guidellm, {streams} open, 256 -> 128", "round": 0, "figures": figures})
+def confirm(num_open: int, num_requests: int, asker: Asker, draw: Draw) -> Json:
+    """Ours, GuideLLM's, and by how many percent its rate differs from ours."""
+    if not isinstance(asker, HttpAsker):
+        raise PeerUnavailableError("GuideLLM asks servers only")
+    requests = [Request(prompt=draw(PROMPT_TOKENS), num_tokens=OUTPUT_TOKENS) for _ in range(num_requests)]
+    ours = summed_up(asker.keep_open(requests, num_open))
+    shop = Workshop("guidellm")
+    output = shop.folder / f"{num_open}-open.json"
+    output.unlink(missing_ok=True)
+    shop.run(*command(asker, num_open, num_requests, output), niceness=0, environment=_ENVIRONMENT)
+    theirs = read_output(output)
+    rates = ours["output_tokens_per_s"], theirs["output_tokens_per_s"]
+    return {**ours, **{f"guidellm_{key}": value for key, value in theirs.items()}, "differs_percent": _differs(*rates)}
 
 
-def command(asker: HttpAsker, streams: int, num_requests: int, output: Path) -> list[str]:
+def _differs(ours: float, theirs: float) -> float:
+    return (theirs / ours - 1) * 100
+
+
+def summed_up(answers: list[Answer]) -> dict[str, float]:
+    """As GuideLLM does it: all tokens by the time from the first request to the last token."""
+    timings = [answer.timing for answer in answers]
+    lasted_s = max(timing.last_s for timing in timings) - min(timing.sent_s for timing in timings)
+    return {
+        "output_tokens_per_s": sum(timing.num_tokens for timing in timings) / lasted_s,
+        "ttft_ms": statistics.median(timing.ttft_s for timing in timings) * 1e3,
+        "tpot_ms": statistics.median(timing.tpot_s for timing in timings) * 1e3,
+    }
+
+
+def command(asker: HttpAsker, num_open: int, num_requests: int, output: Path) -> list[str]:
     settings = {
         "backend": f"kind=openai_http,target=http://127.0.0.1:{asker.port},model={asker.model},"
         "request_format=/v1/completions,validate_backend=false",
-        "profile": f"kind=concurrent,streams={streams}",
+        "profile": f"kind=concurrent,streams={num_open}",
         "constraint": f"kind=max_requests,count={num_requests}",
-        "data": "kind=synthetic_text,prompt_tokens=256,output_tokens=128",
+        "data": f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
         "tokenizer": f"kind=hf_auto,model={model_folder()}",
         "output": f"kind=json,path={output}",
     }
@@ -73,7 +80,7 @@ def command(asker: HttpAsker, streams: int, num_requests: int, output: Path) -> 
     return ["venv/bin/guidellm", "run", *words, "--disable-console"]
 
 
-def read_output(path: Path) -> Json:
+def read_output(path: Path) -> dict[str, float]:
     """Of its only benchmark. Raises ValueError where requests failed."""
     benchmark: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["benchmarks"][0]
     metrics = benchmark["metrics"]
@@ -81,7 +88,7 @@ def read_output(path: Path) -> Json:
     if totals["errored"] or not totals["successful"]:
         raise ValueError(f"guidellm: {totals['errored']} of {totals['total']} requests failed")
     return {
-        "guidellm_tokens_per_s": metrics["output_tokens_per_second"]["successful"]["mean"],
+        "output_tokens_per_s": metrics["output_tokens_per_second"]["successful"]["mean"],
         "ttft_ms": metrics["time_to_first_token_ms"]["successful"]["median"],
         "tpot_ms": metrics["inter_token_latency_ms"]["successful"]["median"],
     }

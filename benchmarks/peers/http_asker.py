@@ -31,6 +31,11 @@ class HttpAsker:
         answers: list[Answer] = uvloop.run(self._wave(requests))
         return answers
 
+    def keep_open(self, requests: Sequence[Request], num_open: int) -> list[Answer]:
+        """So many at a time: when one is answered, the next is sent."""
+        answers: list[Answer] = uvloop.run(self._keep_open(requests, num_open))
+        return answers
+
     def steady(self, streams: Sequence[Request], prompts: Sequence[Request]) -> tuple[list[Answer], list[Answer]]:
         answers: tuple[list[Answer], list[Answer]] = uvloop.run(self._steady(streams, prompts))
         return answers
@@ -38,6 +43,16 @@ class HttpAsker:
     async def _wave(self, requests: Sequence[Request]) -> list[Answer]:
         async with asyncio.timeout(WAVE_TIMEOUT_S):
             return list(await asyncio.gather(*(self._whole(request) for request in requests)))
+
+    async def _keep_open(self, requests: Sequence[Request], num_open: int) -> list[Answer]:
+        room = asyncio.Semaphore(num_open)
+
+        async def in_turn(request: Request) -> Answer:
+            async with room:
+                return await self._whole(request)
+
+        async with asyncio.timeout(WAVE_TIMEOUT_S):
+            return list(await asyncio.gather(*map(in_turn, requests)))
 
     async def _whole(self, request: Request) -> Answer:
         exchange = _Exchange(request)

@@ -51,25 +51,25 @@ class Workshop:
     def pip(self, *arguments: str | Path) -> None:
         self.run(self.python, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments)
 
-    def run(self, *command: str | Path) -> None:
+    def run(self, *command: str | Path, niceness: int = 15, environment: dict[str, str] | None = None) -> None:
         """At low priority, told to the log. Raises PeerUnavailableError with its last lines."""
         words = [str(word) for word in command]
         with self.log.open("a", encoding="utf-8") as log:
             print("$", *words, file=log, flush=True)
             try:
                 code = subprocess.run(
-                    ["nice", "-n", "15", *words],
+                    ["nice", "-n", str(niceness), *words],
                     cwd=self.folder,
-                    env=foreign_environment(),
+                    env=foreign_environment() | (environment or {}),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     timeout=STEP_TIMEOUT_S,
                 ).returncode
             except (OSError, subprocess.TimeoutExpired) as error:
-                raise PeerUnavailableError(f"{self.name} cannot be installed: {error}") from None
+                raise PeerUnavailableError(f"{self.name}, not installed or run: {error}") from None
         if code != 0:
             raise PeerUnavailableError(
-                f"{self.name} cannot be installed: `{' '.join(words)[:200]}` ended with {code}: {last_lines(self.log)}"
+                f"{self.name}: `{' '.join(words)[:200]}` ended with {code}: {last_lines(self.log)}"
             )
 
 

@@ -17,6 +17,9 @@ CONTEXT_TOKENS = 8192
 TOKEN_IDS = range(1_000, 40_000)
 
 
+Draw = Callable[[int], list[int]]  # a prompt of so many tokens
+
+
 class PeerUnavailableError(RuntimeError):
     """A peer cannot be installed or started; the message says why and stands in its row."""
 

@@ -26,9 +26,9 @@ _RATES = (
 )
 
 
-def plot_peers(results: dict[str, Any], path: Path) -> None:
-    """Nothing where nothing of it was measured."""
-    shown = [(work, figure, title) for work, figure, title in _RATES if work in results["works"]]
+def plot_peers(works: dict[str, dict[str, tuple[int, Any]]], path: Path) -> None:
+    """Each peer's last figures, as `merged.latest` has them; nothing where nothing of it was measured."""
+    shown = [(work, figure, title) for work, figure, title in _RATES if work in works]
     if not shown:
         return
     num_rows = -(-len(shown) // 3)
@@ -36,7 +36,7 @@ def plot_peers(results: dict[str, Any], path: Path) -> None:
     for axes in grid.flat[len(shown) :]:
         axes.set_visible(False)
     for axes, (work, key, title) in zip(grid.flat, shown, strict=False):
-        _bars(axes, {name: cell[key] for name, cell in results["works"][work].items() if key in cell}, title)
+        _bars(axes, {name: cell[key] for name, (_, cell) in works[work].items() if key in cell}, title)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 

@@ -1,4 +1,4 @@
-"""From records of measurements to the report: medians with their range by work and peer, ratios beside their aims."""
+"""From records of measurements to a piece of the report: medians with their range by work and peer, and what failed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.peers.aims import AIMS, Aim
 from benchmarks.summary import Json, percentiles, spread
 
 Records = Sequence[dict[str, Any]]
 POOLED = "all_"  # begins the names of lists that are pooled
 
 
-def results(records: Records, told: dict[str, str]) -> dict[str, Any]:
+def piece_of(records: Records, told: dict[str, str]) -> dict[str, Any]:
     """`told`: what each peer is, in the order of the table's rows."""
+    run: dict[str, Any] = {}
+    for record in records:
+        run |= record.get("run", {})
+    asked = {record["peer"] for record in records if "peer" in record}
     return {
-        "peers": told,
+        "run": run,
+        "peers": {name: words for name, words in told.items() if name in asked},
         "works": _works(records, told),
         "failures": [record for record in records if "reason" in record],
-        "aims": [row for aim in AIMS if (row := _judged(aim, records)) is not None],
     }
 
 
@@ -46,13 +49,3 @@ def _figures(records: Records, peer: str, work: str) -> dict[str, list[Any]]:
 
 def _summed_up(key: str, values: list[float]) -> Json:
     return percentiles(values, 1.0) if key.startswith(POOLED) else spread(values)
-
-
-def _judged(aim: Aim, records: Records) -> Json | None:
-    """None where one side was not measured."""
-    ours = _figures(records, aim.ours, aim.work).get(aim.figure)
-    others = {name: _figures(records, name, aim.work).get(aim.figure) for name in aim.others}
-    measured = {name: values for name, values in others.items() if values}
-    if not ours or (not measured and aim.others):
-        return None
-    return aim.judge(ours, measured) | {"not_measured": sorted(others.keys() - measured.keys())}

@@ -22,10 +22,12 @@ Record = Callable[[Json], None]
 
 def run_rounds(peers: Sequence[Peer], groups: Sequence[str], num_rounds: int, record: Record) -> None:
     quiet = QuietMachine()
+    works = prepared_works(groups, record)
     for number, peer in turns(prepared(peers, record), num_rounds):
         note(f"round {number + 1} of {num_rounds}: {peer.name}")
-        _visit(peer, _works(peer, groups, number), number, record, quiet)
-    note(f"the machine: {quiet.report()}")
+        asked = [work for work in works if work.group in peer.works and not (work.once and number > 0)]
+        _visit(peer, asked, number, record, quiet)
+    record({"run": {"machine": quiet.report()}})
 
 
 def turns(peers: Sequence[Peer], num_rounds: int) -> Iterator[tuple[int, Peer]]:
@@ -49,10 +51,18 @@ def _prepared(peer: Peer, record: Record) -> bool:
     return True
 
 
-def _works(peer: Peer, groups: Sequence[str], number: int) -> list[Work]:
-    return [
-        work for work in WORKS if work.group in peer.works and work.group in groups and not (work.once and number > 0)
-    ]
+def prepared_works(groups: Sequence[str], record: Record) -> list[Work]:
+    """Those that nothing is missing for."""
+    works = [work for work in WORKS if work.group in groups]
+    for prepare in dict.fromkeys(work.prepare for work in works):
+        try:
+            prepare()
+        except FAILURES as error:
+            lacking = [work for work in works if work.prepare == prepare]
+            works = [work for work in works if work not in lacking]
+            for work in lacking:
+                record({"peer": "everybody", "work": work.name, "round": None, "reason": reason(error)})
+    return works
 
 
 def _visit(peer: Peer, works: Sequence[Work], number: int, record: Record, quiet: QuietMachine) -> None:

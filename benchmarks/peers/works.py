@@ -13,14 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.peers.company import company
-from benchmarks.peers.peer import Answer, Asker, Request, draw_prompt
+from benchmarks.peers.confirm import LOADS, confirm, install
+from benchmarks.peers.peer import Answer, Asker, Draw, Request, draw_prompt
 from benchmarks.summary import Json
 
 PREFIX_TOKENS, SUFFIX_TOKENS, NUM_SHARING = 1_500, 16, 5
 STEADY_STREAMS, STEADY_TOKENS, LONG_PROMPTS, LONG_TOKENS = 4, 2_000, 2, 4_000
 WARM_UP = ((1, 32, 8), (4, 64, 4), (1, 512, 2))  # requests, prompt and output tokens
 
-Draw = Callable[[int], list[int]]  # a prompt of so many tokens
+ONE_STREAM = "one stream 128 -> 128"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Work:
     measure: Callable[[Asker, Draw], Json]
     repeats: int = 1  # in each round
     once: bool = False
+    prepare: Callable[[], None] = lambda: None  # raises PeerUnavailableError
 
 
 def drawing(*seed: object) -> Draw:
@@ -100,7 +102,7 @@ def gaps(arrivals_s: list[float], since_s: float, until_s: float) -> list[float]
 
 
 WORKS = (
-    Work(name="one stream 128 -> 128", group="one_stream", measure=_one_stream, repeats=2),
+    Work(name=ONE_STREAM, group="one_stream", measure=_one_stream, repeats=2),
     Work(name="prefill 512", group="prefill", measure=functools.partial(_prefill, 512), repeats=2),
     Work(name="prefill 2048", group="prefill", measure=functools.partial(_prefill, 2048)),
     Work(name="prefill 8000", group="prefill", measure=functools.partial(_prefill, 8000)),
@@ -109,6 +111,16 @@ WORKS = (
     Work(name="shared prefix of 1500", group="shared_prefix", measure=_shared_prefix),
     Work(name="4 decodes beside prompts of 4000", group="steady", measure=_steady),
     Work(name="the same answer in company", group="company", measure=company, once=True),
+    *(
+        Work(
+            name=f"{num_open} open, 256 -> 128, asked by GuideLLM too",
+            group="guidellm",
+            measure=functools.partial(confirm, num_open, num_requests),
+            once=True,
+            prepare=install,
+        )
+        for num_open, num_requests in LOADS
+    ),
 )
 GROUPS = tuple(dict.fromkeys(work.group for work in WORKS))
 START = "start to first token"

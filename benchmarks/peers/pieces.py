@@ -1,0 +1,65 @@
+"""The comparison in pieces of some minutes. Ratios are taken within a piece; one that was disturbed can be repeated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.peers.peer import Peer
+from benchmarks.peers.registry import peers
+from benchmarks.peers.works import GROUPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """These peers are asked these groups of works, in turns; `rounds` unless others are asked for."""
+
+    name: str
+    peers: tuple[str, ...]
+    groups: tuple[str, ...]
+    rounds: int = 2
+
+    def only(self, peers: tuple[str, ...], groups: tuple[str, ...]) -> Piece:
+        """Of it what is in both; what is empty leaves out nothing."""
+        return Piece(
+            name=self.name,
+            peers=tuple(name for name in self.peers if not peers or name in peers),
+            groups=tuple(group for group in self.groups if not groups or group in groups),
+            rounds=self.rounds,
+        )
+
+
+_SPEED = ("one_stream", "prefill", "concurrent", "shared_prefix")
+_SERVERS = ("legato", "llama.cpp", "openvino", "vllm")
+
+PIECES = (
+    Piece(name="bf16", peers=("legato-in-process", *_SERVERS, "transformers", "legato-1p1d"), groups=_SPEED),
+    Piece(
+        name="int8",
+        peers=("legato-int8-in-process", "openvino-int8", "llama.cpp-q8_0", "legato-int8"),
+        groups=_SPEED,
+    ),
+    Piece(name="int4", peers=("legato-int4-in-process", "llama.cpp-q4_0", "legato-int4"), groups=("one_stream",)),
+    Piece(name="steady", peers=("legato", "legato-1p1d"), groups=("steady",)),
+    Piece(
+        name="company",
+        peers=("legato-in-process", *_SERVERS, "legato-1p1d"),
+        groups=("company",),
+        rounds=1,
+    ),
+    Piece(name="guidellm", peers=_SERVERS, groups=("guidellm",), rounds=1),
+)
+PART = "part"  # the name of one put together on the command line
+
+
+def chosen(names: tuple[str, ...], of_peers: tuple[str, ...], of_groups: tuple[str, ...]) -> list[Piece]:
+    """All; those named, or of them a part; or one put together from peers and groups."""
+    if not names and (of_peers or of_groups):
+        everybody = tuple(peer.name for peer in peers())
+        return [Piece(name=PART, peers=of_peers or everybody, groups=of_groups or GROUPS)]
+    pieces = [piece.only(of_peers, of_groups) for piece in PIECES if not names or piece.name in names]
+    return [piece for piece in pieces if piece.peers and piece.groups]
+
+
+def in_order(piece: Piece) -> list[Peer]:
+    known = {peer.name: peer for peer in peers()}
+    return [known[name] for name in piece.peers]
