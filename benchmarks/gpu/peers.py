@@ -1,0 +1,156 @@
+"""`python -m benchmarks.gpu.peers`: Legato beside Hugging Face transformers on one GPU, in one run, with one model.
+
+TTFT, TPOT and throughput at 1, 8 and 64 requests that are sent together, Llama-3.1-8B's shape. Engines run one after
+the other, each in a process of its own. Who says other first tokens than Legato does not compute the same, and nothing
+is told of its speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.figures import Figure, Report, run_step
+from benchmarks.gpu.peer_engines import ENGINES, EngineName, EngineOrder, read_answers
+from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint
+from benchmarks.part import GateError
+from benchmarks.provenance import ROOT
+from benchmarks.timing import RequestTiming, Wave, describe_waves
+from engine.loading import DtypeName
+
+LEAST_AGREEMENT = 0.75  # of first tokens: bfloat16 rounds otherwise in another order
+ENGINE_TIMEOUT_S = 400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    model: RandomModel = LLAMA_8B
+    dtype: DtypeName = "bfloat16"
+    engines: tuple[EngineName, ...] = ENGINES
+    num_concurrent: tuple[int, ...] = (1, 8, 64)
+    prompt_tokens: int = 1024
+    output_tokens: int = 128
+    repeats: int = 3
+
+    def order(self, engine: EngineName, folder: str, device: torch.device) -> EngineOrder:
+        return EngineOrder(
+            engine=engine,
+            folder=folder,
+            dtype=self.dtype,
+            device=str(device),
+            vocab_size=self.model.shape.vocab_size,
+            num_concurrent=self.num_concurrent,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            repeats=self.repeats,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one engine reached at one concurrency: medians, in seconds and tokens per second."""
+
+    ttft_s: float
+    tpot_s: float
+    tokens_per_s: float
+
+    @classmethod
+    def of(cls, waves: list[Wave]) -> Standing:
+        requests = [request for wave in waves for request in wave.requests]
+        return cls(
+            statistics.median(request.ttft_s for request in requests),
+            statistics.median(request.tpot_s for request in requests),
+            statistics.median(wave.tokens_per_s for wave in waves),
+        )
+
+
+def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> None:
+    folder = str(checkpoint(scale.model, device))
+    report.note(
+        model=scale.model.shape.name, load=f"{scale.prompt_tokens} -> {scale.output_tokens}", repeats=scale.repeats
+    )
+    ours: dict[str, Any] = {}
+    for engine in scale.engines:
+        answers = _answers(report, scale.order(engine, folder, device))
+        if answers is None:
+            continue
+        _describe(report, engine, answers)
+        if engine == "legato":
+            ours = answers
+        elif ours:
+            _compare(report, engine, ours, answers)
+    missing = [engine for engine in scale.engines if f"{engine} fails" in report.content]
+    if missing:
+        raise RuntimeError(f"no numbers of {', '.join(missing)}")
+
+
+def _answers(report: Report, order: EngineOrder) -> dict[str, Any] | None:
+    """None if the engine fails, which is noted: the others are measured all the same."""
+    command = [sys.executable, "-m", "benchmarks.gpu.peer_engines", json.dumps(dataclasses.asdict(order))]
+    report.tell(f"{order.engine} starts")
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=ENGINE_TIMEOUT_S,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        return read_answers(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        report.tell(f"{order.engine} fails: {error}")
+        report.note(**{f"{order.engine} fails": str(error)[:500]})
+        return None
+
+
+def _describe(report: Report, engine: EngineName, answers: dict[str, Any]) -> None:
+    for num in sorted(answers, key=int):
+        waves = _waves(answers[num])
+        report.note(**{f"{engine} at {num}": describe_waves(waves)})
+        standing = Standing.of(waves)
+        report.tell(
+            f"{engine} at {num}: TTFT {standing.ttft_s * 1e3:.1f} ms, TPOT {standing.tpot_s * 1e3:.2f} ms,"
+            f" {standing.tokens_per_s:.0f} tokens/s"
+        )
+
+
+def _compare(report: Report, engine: EngineName, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    agreement = first_token_agreement(ours, theirs)
+    report.add(Figure(name=f"first tokens as {engine} says them", value=agreement, unit="share"))
+    if agreement < LEAST_AGREEMENT:
+        raise GateError(f"{engine} says other first tokens than Legato in {1 - agreement:.0%} of the answers")
+    for num in sorted(ours, key=int):
+        mine, other = Standing.of(_waves(ours[num])), Standing.of(_waves(theirs[num]))
+        for name, times in (
+            ("TTFT", other.ttft_s / mine.ttft_s),
+            ("TPOT", other.tpot_s / mine.tpot_s),
+            ("throughput", mine.tokens_per_s / other.tokens_per_s),
+        ):
+            report.add(Figure(name=f"{name} at {num} beside {engine}", value=times, unit="times as good", at_least=1.0))
+
+
+def first_token_agreement(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The share of equal first tokens, of answers to the same prompts."""
+    pairs = [
+        (mine[0], other[0])
+        for num in ours
+        for mine, other in zip(ours[num]["token_ids"], theirs[num]["token_ids"], strict=True)
+    ]
+    return sum(bool(mine == other) for mine, other in pairs) / len(pairs)
+
+
+def _waves(answers: dict[str, Any]) -> list[Wave]:
+    return [Wave(tuple(RequestTiming(**fields) for fields in wave)) for wave in answers["waves"]]
+
+
+if __name__ == "__main__":
+    sys.exit(run_step("peers", measure))
