@@ -27,6 +27,7 @@ from engine.quantisation import Quantisation
 from engine.sampling_params import SamplingParams
 from engine.sequence import TokenLogprobs
 from engine.tokenizer import Tokenizer
+from kernels.quantised_weight import ActivationBits
 
 NUM_THREADS = 2
 TEXT = ROOT / "benchmarks" / "texts" / "decisions.txt"
@@ -42,15 +43,18 @@ MOST_WORSE_8_BITS = 1.02
 class Variant:
     model_ref: str = MODEL
     quantisation: Quantisation | None = None
+    activation_bits: ActivationBits = 8
 
 
 BASE = "bfloat16"
 VARIANTS: Mapping[str, Variant] = {
     BASE: Variant(),
     "int8": Variant(quantisation=Quantisation.of("int8", None)),
+    "int8, activations of 16": Variant(quantisation=Quantisation.of("int8", None), activation_bits=16),
     "int8, groups of 32": Variant(quantisation=Quantisation.of("int8", 32)),
     "int4": Variant(quantisation=Quantisation.of("int4", None)),
     "GGUF Q4_1": Variant(model_ref=f"{MODEL}-q4_1"),
+    "GGUF Q4_1, activations of 16": Variant(model_ref=f"{MODEL}-q4_1", activation_bits=16),
 }
 
 
@@ -88,6 +92,7 @@ def _model(variant: Variant) -> LoadedModel:
         num_threads=NUM_THREADS,
         prefix_caching=False,
         quantisation=variant.quantisation,
+        activation_bits=variant.activation_bits,
     )
     return load_model(config)
 

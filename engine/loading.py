@@ -21,6 +21,7 @@ from engine.runner_loading import HostMemory, load_runner
 from engine.sequence_kv import SequenceKV
 from engine.step_cost import StepCost
 from engine.step_costs import StepCosts
+from kernels.quantised_weight import ActivationBits
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -59,6 +60,7 @@ class EngineConfig:
     batch_invariant: bool = False  # logits do not depend on the batch, to the bit, or nothing is loaded
     decode_graphs: bool = False  # on a GPU: decode steps are recorded at the start and replayed
     quantisation: Quantisation | None = None  # of the projections' weights, when they are loaded
+    activation_bits: ActivationBits = 8  # of what a CPU multiplies by quantised weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +129,11 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         batch_invariant=config.batch_invariant,
         decode_graphs=config.decode_graphs,
         quantisation=config.quantisation,
+        activation_bits=config.activation_bits,
     )
     return LoadedModel(
         name=config.model_name,
-        fingerprint=model_fingerprint(folder, config.quantisation),
+        fingerprint=model_fingerprint(folder, config.quantisation, config.activation_bits),
         runner=runner,
         block_pool=BlockPool(runner.num_pool_blocks),
         host_pool=None if runner.host_cache is None else BlockPool(runner.host_cache.num_blocks),
@@ -140,7 +143,7 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
     )
 
 
-def model_fingerprint(folder: Path, quantisation: Quantisation | None) -> str:
+def model_fingerprint(folder: Path, quantisation: Quantisation | None, activation_bits: ActivationBits = 8) -> str:
     """SHA-256 over the model's configuration and samples of its weights: equal for equal checkpoints, loaded alike.
 
     Samples, because hashing all of a large checkpoint would take longer than loading it.
@@ -148,6 +151,8 @@ def model_fingerprint(folder: Path, quantisation: Quantisation | None) -> str:
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     if quantisation is not None:
         digest.update(f"{quantisation.name} {quantisation.group_size}".encode())
+    if activation_bits != 8:
+        digest.update(f"activations of {activation_bits} bits".encode())
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.gguf"))):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

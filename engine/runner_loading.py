@@ -26,6 +26,7 @@ from engine.sampler import sampler_for
 from engine.weights import AnyWeights, load_weights
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
+from kernels.quantised_weight import ActivationBits
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +54,20 @@ def load_runner(
     batch_invariant: bool = False,
     decode_graphs: bool = False,
     quantisation: Quantisation | None = None,
+    activation_bits: ActivationBits = 8,
 ) -> ModelRunner:
     """A runner for the model in a folder, on a device; what it took is logged.
 
     `layers_per_group` None: all layers share one block table, or, with host memory, are cut into some groups. Give
     either `num_blocks` or `kv_bytes`, which the ranks of a group share, or `kv_share`: KV gets what is left of that
     share of the device's memory beside the model and a step of `largest_step`. `host_memory` None: private memory.
-    `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. `batch_invariant`:
-    see `kernels_for`. `decode_graphs`: where the device can, decode steps of as many sequences as `largest_step` has,
-    or fewer, are recorded now and replayed later. `quantisation`: of projections, as they are loaded. Raises
-    ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
+    `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. `batch_invariant`,
+    `activation_bits`: see `kernels_for`. `decode_graphs`: where the device can, decode steps of as many sequences as
+    `largest_step` has, or fewer, are recorded now and replayed later. `quantisation`: of projections, as they are
+    loaded. Raises ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
     """
     where = require_device(device)
-    kernels = kernels_for(where, batch_invariant=batch_invariant)
+    kernels = kernels_for(where, batch_invariant=batch_invariant, activation_bits=activation_bits)
     if tensor_parallel > 1:
         _require_cpu(where)
     config = ModelConfig.from_folder(model_folder)

@@ -12,14 +12,15 @@ from kernels import cpu, native_attention, native_elementwise, native_layers, na
 from kernels.fused_layers import FusedLayers, Layer, LayersForm
 from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
 from kernels.native_elementwise import NativeElementwise
-from kernels.quantised_weight import QuantisedWeight
+from kernels.quantised_weight import ActivationBits, QuantisedWeight
 
 
 class NativeCpuKernels:
-    """See `kernels.interface.Kernels`."""
+    """See `kernels.interface.Kernels`. `activation_bits`: of what is multiplied by quantised weights."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, activation_bits: ActivationBits = 8) -> None:
         self._library = library
+        self._activation_bits = activation_bits
         self._elementwise = NativeElementwise(library)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -29,7 +30,7 @@ class NativeCpuKernels:
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         if native_quantised.can_pack(weight, dtype):
-            return native_quantised.pack_quantised(self._library, weight, bias)
+            return native_quantised.pack_quantised(self._library, weight, bias, self._activation_bits)
         return self.pack_linear(weight.dequantise(dtype), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

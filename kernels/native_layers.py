@@ -37,6 +37,7 @@ class _Projection(ctypes.Structure):
         ("lowest", Size),
         ("wide_factors", Flag),
         ("has_minimums", Flag),
+        ("x_bytes", Size),
     )
 
 
@@ -163,6 +164,7 @@ def _projection(linear: Linear) -> _Projection:
         projection.bits, projection.group = linear.form.bits, linear.form.group_size
         projection.lowest, projection.wide_factors = linear.form.lowest, linear.wide_factors
         projection.has_minimums = linear.form.has_minimums
+        projection.x_bytes = linear.activation_bits // 8
     return projection
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from kernels import huge_pages
 from kernels.native_library import Flag, Pointer, Size, declare
 from kernels.native_linear import NativeLinear
-from kernels.quantised_weight import Form, QuantisedWeight
+from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight
 
-# What sums of 32 bits have room for, and what activations are brought into fixed point by.
+# What sums of 32 bits have room for, and how many activations are rounded at once.
 _LARGEST_GROUP, _GROUP_MULTIPLE = 256, 16
-_LAYOUT = [Size, Size, Size, Flag, Flag]
+_LAYOUT = [Size, Size, Size, Flag, Flag, Size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +24,21 @@ class QuantisedLinear(NativeLinear):
 
     form: Form
     wide_factors: bool  # scales and minimums are float32, since some are not exact in float16
+    activation_bits: ActivationBits  # to which inputs are rounded, by groups
 
     def _layout(self) -> tuple[int, ...]:
-        return self.form.group_size, self.form.bits, self.form.lowest, self.wide_factors, self.form.has_minimums
+        form = self.form
+        sizes = form.group_size, form.bits, form.lowest, self.wide_factors, form.has_minimums
+        return *sizes, self.activation_bits // 8
 
 
 def can_pack(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and Form.of([weight], _LARGEST_GROUP).group_size % _GROUP_MULTIPLE == 0
 
 
-def pack_quantised(library: ctypes.CDLL, weight: QuantisedWeight, bias: Tensor | None) -> QuantisedLinear:
+def pack_quantised(
+    library: ctypes.CDLL, weight: QuantisedWeight, bias: Tensor | None, activation_bits: ActivationBits
+) -> QuantisedLinear:
     packed_bytes = declare(library, "quantised_packed_bytes", [*[Size] * 4, Flag, Flag], Size)
     pack = declare(library, "quantised_pack", [*[Pointer] * 3, *[Size] * 5, Flag, Pointer])
     parameters = [Pointer, Size, Size, Pointer, Size, *_LAYOUT, Pointer, Pointer, Pointer]
@@ -62,6 +67,7 @@ def pack_quantised(library: ctypes.CDLL, weight: QuantisedWeight, bias: Tensor |
         num_outputs=num_outputs,
         form=form,
         wide_factors=wide,
+        activation_bits=activation_bits,
         bias=None if bias is None else bias.contiguous(),
     )
 

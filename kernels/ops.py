@@ -10,17 +10,19 @@ from kernels import cpu, reference
 from kernels.interface import Kernels
 from kernels.native_cpu import NativeCpuKernels
 from kernels.native_library import native_library
+from kernels.quantised_weight import ActivationBits
 
 
-def kernels_for(device: torch.device, *, batch_invariant: bool = False) -> Kernels:
+def kernels_for(device: torch.device, *, batch_invariant: bool = False, activation_bits: ActivationBits = 8) -> Kernels:
     """The fastest kernels that exist for `device`; the plain-torch ones where no others do.
 
     `batch_invariant`: with them a sequence's logits are the same to the bit alone, in any batch, in any chunking.
+    `activation_bits`: see `NativeCpuKernels`; others round no activations.
     Raises ValueError where there are no such kernels, or where Triton is not installed.
     """
     if device.type == "cuda":
         return _gpu_kernels(device, batch_invariant)
-    kernels = _cpu_kernels() if device.type == "cpu" else reference
+    kernels = _cpu_kernels(activation_bits) if device.type == "cpu" else reference
     if batch_invariant and not isinstance(kernels, NativeCpuKernels):
         raise ValueError(
             f"batch_invariant asks for kernels that there are not for {device} here; on a CPU they take AVX-512 with"
@@ -31,9 +33,9 @@ def kernels_for(device: torch.device, *, batch_invariant: bool = False) -> Kerne
 
 
 @functools.cache
-def _cpu_kernels() -> Kernels:
+def _cpu_kernels(activation_bits: ActivationBits) -> Kernels:
     library = native_library()
-    return cpu if library is None else NativeCpuKernels(library)
+    return cpu if library is None else NativeCpuKernels(library, activation_bits)
 
 
 def _gpu_kernels(device: torch.device, batch_invariant: bool) -> Kernels:

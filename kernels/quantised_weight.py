@@ -8,9 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+ActivationBits = Literal[8, 16]
+"""To how many bits activations may be rounded before they meet such weights."""
 
 LOWEST = {4: (-8, 0), 8: (-128,)}
 """What the lowest code of so many bits may stand for."""

@@ -13,17 +13,15 @@ from kernels.interface import Kernels
 from kernels.native_cpu import NativeCpuKernels
 from kernels.native_library import native_library
 from kernels.native_quantised import QuantisedLinear
-from kernels.quantised_weight import Form, QuantisedWeight, side_by_side
+from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight, side_by_side
 
 FORMS = [(4, -8), (4, 0), (8, -128)]
-
-
-def _cpu_kernels() -> dict[str, Kernels]:
-    library = native_library()
-    return {"torch": cpu} if library is None else {"torch": cpu, "native": NativeCpuKernels(library)}
-
-
-CPU_KERNELS = _cpu_kernels()
+LIBRARY = native_library()
+NATIVE: dict[ActivationBits, NativeCpuKernels] = (
+    {} if LIBRARY is None else {8: NativeCpuKernels(LIBRARY, 8), 16: NativeCpuKernels(LIBRARY, 16)}
+)  # torch's kernels round the values of weights, and promise no answers that do not depend on company
+HALF_UNITS: dict[ActivationBits, float] = {8: 1 / 254, 16: 2**-15}
+"""By which an activation is rounded at most, of the largest one of its group."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +56,7 @@ def test_a_value_is_scale_times_code_plus_minimum() -> None:
     assert (weight.shape, weight.group_size, weight.nbytes) == ((1, 4), 2, 4 + 4 * 2)
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS.values(), ids=CPU_KERNELS.keys())
+@pytest.mark.parametrize("kernels", [cpu, *NATIVE.values()], ids=["torch", *map(str, NATIVE)])
 @pytest.mark.parametrize(("bits", "lowest"), FORMS)
 @pytest.mark.parametrize("minimums", [True, False])
 @pytest.mark.parametrize("halves", [True, False])
@@ -74,58 +72,52 @@ def test_like_the_twin(
         twin = reference.pack_quantised(weight, bias.to(dtype).float(), torch.float32)  # bfloat16 would round weights
         packed = kernels.pack_quantised(weight, bias.to(dtype), dtype)
         tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-        pairs = (packed(x), twin(x.float())), (packed.add_to(residual, x), twin.add_to(residual.float(), x.float()))
+        taken = x.float()
+        if isinstance(packed, QuantisedLinear):
+            taken = reference.rounded_activations(x, packed.form.group_size, packed.activation_bits)
+        pairs = (packed(x), twin(taken)), (packed.add_to(residual, x), twin.add_to(residual.float(), taken))
         for actual, expected in pairs:
             assert actual.dtype == dtype
             torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance * 4)
-
-
-def native() -> NativeCpuKernels | None:
-    kernels = CPU_KERNELS.get("native")
-    return kernels if isinstance(kernels, NativeCpuKernels) else None
 
 
 def exact_products(x: Tensor, weight: QuantisedWeight) -> Tensor:
     return x.double() @ weight.dequantise(torch.float32).double().T
 
 
+@pytest.mark.parametrize("activation_bits", NATIVE)
 @pytest.mark.parametrize(("bits", "lowest"), FORMS)
-def test_nothing_is_lost_but_the_rounding_of_the_answer(bits: int, lowest: int) -> None:
-    """Activations of very different sizes, in fixed point, do as well as in bfloat16: 8 bits of an answer are right."""
-    kernels = native()
-    if kernels is None:
-        return  # torch's kernels round the values of weights
+def test_nothing_is_lost_but_what_rounding_takes(bits: int, lowest: int, activation_bits: ActivationBits) -> None:
+    """Of activations of very different sizes: 8 bits of an answer are right, but for what their groups lost."""
     torch.manual_seed(1)
     weight = random_weight(64, 256, 32, bits, lowest, minimums=True)
     sizes = torch.logspace(-6, 4, 40).unsqueeze(1) * torch.rand(40, 256).pow(8)
     x = (torch.randn(40, 256) * sizes).bfloat16()
     x[3, 64:128] = 0
     exact = exact_products(x, weight)
-    # An input is off by 2^-15 of the largest one of its group at most.
     largest = x.double().abs().view(40, -1, 32).amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1)
     scale = largest @ weight.dequantise(torch.float32).double().abs().T
-    actual = kernels.pack_quantised(weight, None, torch.bfloat16)(x).double()
-    assert bool(((actual - exact).abs() <= exact.abs() * 2**-8 + scale * 2**-15).all())
+    actual = NATIVE[activation_bits].pack_quantised(weight, None, torch.bfloat16)(x).double()
+    assert bool(((actual - exact).abs() <= exact.abs() * 2**-8 + scale * HALF_UNITS[activation_bits]).all())
 
 
-def test_zeros_and_the_largest_numbers() -> None:
-    kernels = native()
-    if kernels is None:
-        return
+@pytest.mark.parametrize("kernels", NATIVE.values(), ids=map(str, NATIVE))
+def test_zeros_and_the_smallest_and_largest_numbers(kernels: NativeCpuKernels) -> None:
     torch.manual_seed(0)
     weight = random_weight(32, 64, 32, 8, -128, minimums=True)
     linear = kernels.pack_quantised(weight, None, torch.bfloat16)
     assert linear(torch.zeros(3, 64).bfloat16()).abs().max() == 0
+    assert linear(torch.full((3, 64), 1e-40).bfloat16()).abs().max() < 1e-36
     large = (torch.randn(3, 64) * 1e36).bfloat16()
-    torch.testing.assert_close(linear(large).double(), exact_products(large, weight), rtol=2e-2, atol=1e35)
+    torch.testing.assert_close(linear(large).double(), exact_products(large, weight), rtol=2e-2, atol=2e35)
 
 
+@pytest.mark.parametrize("kernels", NATIVE.values(), ids=map(str, NATIVE))
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("bits", "lowest"), FORMS)
-def test_a_rows_projection_does_not_depend_on_the_others(num_threads: int, bits: int, lowest: int) -> None:
-    kernels = native()
-    if kernels is None:
-        return  # torch's kernels promise no such thing
+def test_a_rows_projection_does_not_depend_on_the_others(
+    kernels: NativeCpuKernels, num_threads: int, bits: int, lowest: int
+) -> None:
     torch.manual_seed(0)
     linear = kernels.pack_quantised(
         random_weight(131, 192, 32, bits, lowest, minimums=True), torch.randn(131).bfloat16(), torch.bfloat16

@@ -17,9 +17,10 @@ void linear_bf16(const legato::bf16* x, int64_t rows, int64_t inputs, const lega
 void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weight, int64_t outputs, const float* bias,
                 const float* residual, float* out);
 
-// `packed` is what `quantised_pack` made with the same form; the rest as above.
+// `packed` is what `quantised_pack` made with the same form; activations are rounded to 1 or 2 `x_bytes`; the rest as
+// above.
 void quantised_linear(const legato::bf16* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs,
-                      int64_t group, int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums,
+                      int64_t group, int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums, int64_t x_bytes,
                       const legato::bf16* bias, const legato::bf16* residual, legato::bf16* out);
 
 // `softcap` is 0 where there is none; `out [rows, num_heads, head_dim]`, contiguous. In bfloat16 head_dim is even.

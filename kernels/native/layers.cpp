@@ -18,6 +18,7 @@ struct Projection {
   int64_t inputs, outputs;
   int64_t bits, group, lowest;  // of a quantised weight; no bits: it is none
   bool wide_factors, has_minimums;
+  int64_t x_bytes;
 };
 
 // Norms that a family does not have are null.
@@ -54,7 +55,7 @@ void project(const Projection& projection, const bf16* x, int64_t rows, const bf
   if (projection.bits) {
     return quantised_linear(x, rows, projection.inputs, static_cast<const uint8_t*>(projection.weight),
                             projection.outputs, projection.group, projection.bits, projection.lowest,
-                            projection.wide_factors, projection.has_minimums, bias, residual, out);
+                            projection.wide_factors, projection.has_minimums, projection.x_bytes, bias, residual, out);
   }
   linear_bf16(x, rows, projection.inputs, static_cast<const bf16*>(projection.weight), projection.outputs, bias,
               residual, out);
