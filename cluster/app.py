@@ -30,14 +30,6 @@ from cluster.settings import LegatoConfig, PoolSettings
 from cluster.slo_account import SloAccount
 from cluster.slo_metrics import SloMetrics
 from cluster.tenants import Tenants
-from cluster.translate import (
-    decode_engine,
-    decode_tiers,
-    prefill_engine,
-    prefill_tiers,
-    transfer_config,
-    worker_roles,
-)
 from cluster.worker_deployment import WorkerDeployment, resolve_host
 from cluster.worker_metrics import WorkerMetrics
 from engine.model_store import resolve_model
@@ -93,13 +85,9 @@ def worker_pool(role: Role, config: LegatoConfig, secret: bytes, scheduler: Appl
     """The workers that are started in this role, each with its share of the machine."""
     if role == "prefill":
         deployment = pool_deployment("PrefillWorker", config.prefill, config.prefill.replicas)
-        engine, tiers = prefill_engine(config), prefill_tiers(config)
     else:
         deployment = pool_deployment("DecodeWorker", config.decode, config.decode.replicas)
-        engine, tiers = decode_engine(config), decode_tiers(config)
-    pool: Application = deployment.bind(
-        role, worker_roles(config), engine, tiers, transfer_config(config), secret, scheduler, config.network.host
-    )
+    pool: Application = deployment.bind(role, config, secret, scheduler)
     return pool
 
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from engine.loading import EngineConfig
+from cluster.settings import LegatoConfig
 from kv_transfer.messages import Endpoint, Role
-from kv_transfer.tiers.tiers_config import TiersConfig
-from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.transfer_config import TransferConfig
-from kv_transfer.worker_parts import WorkerRole
-from kv_transfer.worker_replica import ReplicaSite, WorkerReplica
 
 DRAIN_S = 20.0  # within Serve's graceful_shutdown_timeout_s: see `cluster.app`
 
@@ -26,16 +20,15 @@ class WorkerDeployment:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         role: Role,
-        roles: Mapping[Role, WorkerRole],
-        engine: EngineConfig,
-        tiers: TiersConfig,
-        transfer: TransferConfig,
+        config: LegatoConfig,
         secret: bytes,
         scheduler: DeploymentHandle,
-        host: str,
     ) -> None:
         # Read by torch at its first allocation: huge pages for weights and KV are worth 4 to 10 % of a decode step.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        # With these comes torch, which gateways and whoever starts the application do without.
+        from cluster.worker_setup import worker_replica
+        from kv_transfer.worker_replica import ReplicaSite
 
         async def locate_scheduler() -> Endpoint:
             endpoint: Endpoint = await scheduler.endpoint.remote()
@@ -44,10 +37,10 @@ class WorkerDeployment:
         site = ReplicaSite(
             name=f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}",
             node_id=ray.get_runtime_context().get_node_id(),
-            host=resolve_host(host),
+            host=resolve_host(config.network.host),
             secret=secret,
         )
-        self._replica = WorkerReplica(role, roles, WorkerTiers(tiers, engine, secret), transfer, site, locate_scheduler)
+        self._replica = worker_replica(role, config, site, locate_scheduler)
         await self._replica.start()
 
     async def check_health(self) -> None:

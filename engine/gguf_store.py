@@ -9,7 +9,8 @@ import hashlib
 import tempfile
 from pathlib import Path
 
-from engine.weights import GGUF_NAME
+GGUF_NAME = "model.gguf"
+"""What a GGUF file is called in a checkpoint folder whose weights are in it."""
 
 
 def gguf_in(path: Path) -> Path | None:

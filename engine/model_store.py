@@ -18,9 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 from filelock import FileLock, Timeout
-from huggingface_hub import snapshot_download
 
 from engine.builtin_models import (
     BUILTIN_MODELS,
@@ -30,8 +28,7 @@ from engine.builtin_models import (
     build_checkpoint,
 )
 from engine.checkpoint_manifest import find_fault
-from engine.gguf_store import gguf_folder, gguf_in
-from engine.weights import GGUF_NAME
+from engine.gguf_store import GGUF_NAME, gguf_folder, gguf_in
 from kernels.cache_folder import default_cache_dir
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -147,6 +144,9 @@ def _require_checkpoint(folder: Path) -> Path:
 
 
 def _fetch_from_hub(ref: str, cache_dir: Path | None, progress: Callable[[str], None]) -> Path:
+    import httpx  # both take half a second, which processes that fetch nothing need not spend
+    from huggingface_hub import snapshot_download
+
     progress(f"Fetching {ref} from the Hugging Face hub")
     try:
         return Path(snapshot_download(ref, allow_patterns=_HUB_FILES, cache_dir=cache_dir and cache_dir / "hub"))

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.devices import CPU
+from engine.gguf_store import GGUF_NAME
 from engine.model_config import ModelConfig
 from engine.quantisation import Quantisation
 from engine.weight_packing import WeightPacking
 from engine.weights import (
-    GGUF_NAME,
     AnyWeights,
     MixedWeights,
     complain,

@@ -11,6 +11,7 @@ from typing import Final
 
 from engine.sequence import StepPlan
 
+ASSUMED_PREFILL_TOKENS_PER_S: Final = 1000.0  # of a worker that has not measured its speed yet
 _SMALL_PART: Final = 0.1
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine.sequence import StepOutput, StepPlan
-from engine.step_cost import StepCost
+from engine.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
 from engine.step_costs import StepCosts
 from engine.step_flight import OverlappingRunner, Runner, StepFlight, StepSkippedError
 
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 3
 MAX_STEP_S = 300.0  # a step that takes longer will not come back: the device hangs
-ASSUMED_PREFILL_TOKENS_PER_S = 1000.0  # of a worker that has not measured its speed yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,6 @@ MixedWeights = dict[str, Tensor | QuantisedWeight]
 
 AnyWeights = Weights | MixedWeights
 
-GGUF_NAME = "model.gguf"
-"""What a GGUF file is called in a checkpoint folder whose weights are in it."""
-
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that some old checkpoints saved

@@ -122,6 +122,14 @@ def test_the_command_that_starts_a_cluster_waits_for_no_torch() -> None:
     assert result.stdout.strip() == "set()", result.stderr
 
 
+@pytest.mark.parametrize("module", ["cluster.app", "cluster.scheduler_setup", "engine.model_store"])
+def test_who_computes_nothing_loads_no_torch(module: str) -> None:
+    """Whoever starts the application, gateways and the scheduler: torch takes 1.5 s of a core, in each of them."""
+    program = f"import sys, {module}; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert result.stdout.strip() == "set()", result.stderr
+
+
 def pyproject() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kv_transfer.messages import Endpoint, Message
+
+if TYPE_CHECKING:
+    from torch import Tensor  # a gateway, which imports this module, too, does without
 
 
 class TransportError(Exception):
@@ -46,7 +47,7 @@ class Identity:
     compatibility: dict[str, str]
 
 
-SlabBytes = memoryview | Tensor
+SlabBytes: TypeAlias = "memoryview | Tensor"
 """Memory of the host, or bytes of a GPU as a tensor `[num_bytes]` of uint8."""
 
 
