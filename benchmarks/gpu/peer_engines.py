@@ -1,7 +1,7 @@
 """The engines that the GPU check compares, on the same weights: Legato, and two ways of Hugging Face transformers.
 
 Each runs in a process of its own, so that its memory is given back: `python -m benchmarks.gpu.peer_engines '<JSON>'`
-answers waves of requests and prints what it measured as the last line.
+answers waves of requests and prints what it has measured after each load, so that one that is cut off leaves something.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -27,7 +27,7 @@ from engine.memory_profile import StepSize
 EngineName = Literal["legato", "continuous batching", "compiled static cache"]
 ENGINES: Final[tuple[EngineName, ...]] = ("legato", "continuous batching", "compiled static cache")
 _CB_MEMORY_SHARE = 0.8
-_LAST_LINE = "answers: "
+_LINE = "answers: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +71,21 @@ Answer = Callable[[list[list[int]]], Answered]
 
 def main() -> None:
     order = EngineOrder(**json.loads(sys.argv[1]))
-    print(_LAST_LINE + json.dumps(measured_engine(order)), flush=True)
+    for measured in measuring_engine(order):
+        print(_LINE + json.dumps(measured), flush=True)
 
 
 def read_answers(output: str) -> dict[str, Any]:
-    """Of what an engine's process printed. Raises ValueError if it came to no end."""
+    """The last of what an engine's process printed. Raises ValueError if there is nothing."""
     for line in reversed(output.splitlines()):
-        if line.startswith(_LAST_LINE):
-            answers: dict[str, Any] = json.loads(line.removeprefix(_LAST_LINE))
+        if line.startswith(_LINE):
+            answers: dict[str, Any] = json.loads(line.removeprefix(_LINE))
             return answers
     raise ValueError("the engine's process printed no answers")
 
 
-def measured_engine(order: EngineOrder) -> dict[str, Any]:
-    """By concurrency: the waves' timings, and the first wave's tokens for comparison."""
+def measuring_engine(order: EngineOrder) -> Iterator[dict[str, Any]]:
+    """By concurrency: the waves' timings, and the first wave's tokens for comparison. After each load, all so far."""
     answer = _MAKERS[order.engine](order)
     measured: dict[str, Any] = {}
     for load in order.loads():
@@ -97,8 +98,8 @@ def measured_engine(order: EngineOrder) -> dict[str, Any]:
             "waves": [[dataclasses.asdict(timing) for timing in answered.wave.requests] for answered in counted],
             "token_ids": first.token_ids,
         }
+        yield measured
         gc.collect()
-    return measured
 
 
 # --- Legato ---
@@ -168,42 +169,40 @@ def continuous_batching(order: EngineOrder) -> Answer:
 
 
 def compiled_static_cache(order: EngineOrder) -> Answer:
-    """`generate` on one padded batch with a static cache, which compiles its decode step on a GPU by itself."""
-    model = _hugging_face(order)
-    device = torch.device(order.device)
+    """`generate` on one padded batch with a static cache, which compiles its decode step on a GPU by itself.
 
-    def answer(prompts: list[list[int]]) -> Answered:
-        clock = _StepClock(device)
-        input_ids = torch.tensor(prompts, device=device)
+    It says nothing before its end, and whoever looks at single tokens slows it down: when the first one comes is
+    learnt from a second call that asks for no more.
+    """
+    from transformers import CompileConfig
+
+    model = _hugging_face(order)
+    # For each shape anew: sizes that vary cost speed.
+    compiled = {} if order.device == "cpu" else {"compile_config": CompileConfig(dynamic=False)}
+
+    def generate(input_ids: torch.Tensor, num_tokens: int) -> tuple[list[list[int]], float]:
+        """With the seconds that it took."""
         sent_s = time.perf_counter()
         output = model.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=order.output_tokens,
+            max_new_tokens=num_tokens,
             do_sample=False,
             pad_token_id=0,
             cache_implementation="static",
-            stopping_criteria=[clock],
+            **compiled,
         )
-        tokens = output[:, input_ids.shape[1] :].tolist()
-        timing = _timing(sent_s, clock.steps_s)
+        tokens: list[list[int]] = output[:, input_ids.shape[1] :].tolist()
+        return tokens, time.perf_counter() - sent_s
+
+    def answer(prompts: list[list[int]]) -> Answered:
+        input_ids = torch.tensor(prompts, device=order.device)
+        tokens, last_s = generate(input_ids, order.output_tokens)
+        _, first_s = generate(input_ids, 1)
+        timing = RequestTiming(sent_s=0.0, first_s=first_s, last_s=last_s, num_tokens=order.output_tokens)
         return Answered(Wave((timing,) * len(prompts)), tokens)
 
     return answer
-
-
-class _StepClock:
-    """Asked by `generate` after each token whether to stop: notes when the device had it, and never says yes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.steps_s: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.steps_s.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 def _hugging_face(order: EngineOrder) -> Any:

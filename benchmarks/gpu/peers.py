@@ -1,18 +1,20 @@
-"""`python -m benchmarks.gpu.peers`: Legato beside Hugging Face transformers on one GPU, in one run, with one model.
+"""`python -m benchmarks.gpu.peers batching|compiled`: Legato beside Hugging Face transformers on one GPU, in one run.
 
-TTFT, TPOT and throughput at 1, 8 and 64 requests that are sent together, Llama-3.1-8B's shape. Engines run one after
-the other, each in a process of its own. Who says other first tokens than Legato does not compute the same, and nothing
-is told of its speed.
+TTFT, TPOT and throughput at 1, 8 and 64 requests that are sent together, Llama-3.1-8B's shape with the same weights.
+Beside continuous batching, or beside a compiled static cache, one after the other in processes of their own. Who says
+other first tokens than Legato does not compute the same, and nothing is told of its speed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,36 +82,35 @@ def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> Non
     ours: dict[str, Any] = {}
     for engine in scale.engines:
         answers = _answers(report, scale.order(engine, folder, device))
-        if answers is None:
-            continue
         _describe(report, engine, answers)
         if engine == "legato":
             ours = answers
-        elif ours:
+        elif ours and answers:
             _compare(report, engine, ours, answers)
-    missing = [engine for engine in scale.engines if f"{engine} fails" in report.content]
+    missing = [f"{engine} at {num}" for engine, num in _expected(scale) if f"{engine} at {num}" not in report.content]
     if missing:
         raise RuntimeError(f"no numbers of {', '.join(missing)}")
 
 
-def _answers(report: Report, order: EngineOrder) -> dict[str, Any] | None:
-    """None if the engine fails, which is noted: the others are measured all the same."""
+def _expected(scale: Scale) -> Iterator[tuple[EngineName, int]]:
+    return itertools.product(scale.engines, scale.num_concurrent)
+
+
+def _answers(report: Report, order: EngineOrder) -> dict[str, Any]:
+    """What the engine comes to; its failure is noted, and the others are measured all the same."""
     command = [sys.executable, "-m", "benchmarks.gpu.peer_engines", json.dumps(dataclasses.asdict(order))]
     report.tell(f"{order.engine} starts")
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=ENGINE_TIMEOUT_S,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        )
-        return read_answers(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError) as error:
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=ENGINE_TIMEOUT_S)
+        printed = done.stdout
+    except subprocess.TimeoutExpired as error:
+        report.note(**{f"{order.engine} stopped after s": ENGINE_TIMEOUT_S})
+        printed = error.stdout or b""
+    try:
+        return read_answers(printed.decode(errors="replace"))
+    except ValueError as error:
         report.tell(f"{order.engine} fails: {error}")
-        report.note(**{f"{order.engine} fails": str(error)[:500]})
-        return None
+        return {}
 
 
 def _describe(report: Report, engine: EngineName, answers: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ def _compare(report: Report, engine: EngineName, ours: dict[str, Any], theirs: d
     report.add(Figure(name=f"first tokens as {engine} says them", value=agreement, unit="share"))
     if agreement < LEAST_AGREEMENT:
         raise GateError(f"{engine} says other first tokens than Legato in {1 - agreement:.0%} of the answers")
-    for num in sorted(ours, key=int):
+    for num in sorted(ours.keys() & theirs.keys(), key=int):
         mine, other = Standing.of(_waves(ours[num])), Standing.of(_waves(theirs[num]))
         for name, times in (
             ("TTFT", other.ttft_s / mine.ttft_s),
@@ -142,7 +143,7 @@ def first_token_agreement(ours: dict[str, Any], theirs: dict[str, Any]) -> float
     """The share of equal first tokens, of answers to the same prompts."""
     pairs = [
         (mine[0], other[0])
-        for num in ours
+        for num in ours.keys() & theirs.keys()
         for mine, other in zip(ours[num]["token_ids"], theirs[num]["token_ids"], strict=True)
     ]
     return sum(bool(mine == other) for mine, other in pairs) / len(pairs)
@@ -152,5 +153,13 @@ def _waves(answers: dict[str, Any]) -> list[Wave]:
     return [Wave(tuple(RequestTiming(**fields) for fields in wave)) for wave in answers["waves"]]
 
 
+PEERS: Mapping[str, EngineName] = {"batching": "continuous batching", "compiled": "compiled static cache"}
+
+
+def main() -> int:
+    name = sys.argv[1]
+    return run_step(f"peers_{name}", functools.partial(measure, scale=Scale(engines=("legato", PEERS[name]))))
+
+
 if __name__ == "__main__":
-    sys.exit(run_step("peers", measure))
+    sys.exit(main())
