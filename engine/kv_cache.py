@@ -85,7 +85,7 @@ class KVCache:
     """All KV memory of one tier: `[num_blocks, layers_per_group, 2, block_size, num_kv_heads, head_dim]`.
 
     Over `memory` (writable, at least `num_blocks * layout.block_bytes`), where it is given: a mapping that other
-    processes read, for example.
+    processes read, for example. A tensor of bytes may be on any device.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class KVCache:
         num_blocks: int,
         device: str | torch.device = "cpu",
         *,
-        memory: memoryview | None = None,
+        memory: memoryview | Tensor | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
@@ -105,6 +105,8 @@ class KVCache:
             self.tensor = huge_pages.zeros(shape, layout.dtype)
         elif memory is None:
             self.tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
+        elif isinstance(memory, Tensor):
+            self.tensor = memory[: num_blocks * layout.block_bytes].view(layout.dtype).view(shape)
         else:
             flat = torch.frombuffer(memory, dtype=layout.dtype, count=math.prod(shape))
             self.tensor = flat.view(shape)

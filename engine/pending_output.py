@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,18 +40,24 @@ class KnownTokens:
         return self.tokens
 
 
+def nothing_to_check() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingOutput:
     """`prompt_logprobs` has an entry for each item of the plan; `tokens` are those of its `sampling_items`.
 
     `copies`: the end of what a device still copies for the step, None where nothing is: until then nobody else may have
     the blocks at either end.
+    `check()` raises an error if what the device brought is of no use, though it brought something.
     """
 
     prompt_logprobs: list[list[TokenLogprobs] | None]
     sampling_items: tuple[int, ...] = ()
     tokens: SampledTokens = KnownTokens([])
     copies: Event | None = None
+    check: Callable[[], None] = nothing_to_check
 
     @property
     def is_known(self) -> bool:
@@ -58,10 +65,14 @@ class PendingOutput:
         return self.copies is None and isinstance(self.tokens, KnownTokens)
 
     def output(self) -> StepOutput:
-        """Wait for it, once. Raises what `SampledTokens.finish` does."""
+        """Wait for it, once. Raises what `SampledTokens.finish` does, and what `check` does."""
         if self.copies is not None:  # first: whatever is raised, the blocks may be given away after
             self.copies.wait()
         sampled: list[SampledToken | None] = [None] * len(self.prompt_logprobs)
-        for index, token in zip(self.sampling_items, self.tokens.finish(), strict=True):
+        try:
+            tokens = self.tokens.finish()
+        finally:
+            self.check()
+        for index, token in zip(self.sampling_items, tokens, strict=True):
             sampled[index] = token
         return StepOutput(sampled, self.prompt_logprobs)

@@ -21,8 +21,9 @@ from engine.host_placement import Placement, StagingConfig
 from engine.kv_cache import KVCache, KVLayout
 from engine.model import LayerHooks, Model
 from engine.model_config import ModelConfig
-from engine.parallel.leader import GroupLeader, GroupModel
-from engine.pending_output import KnownTokens, PendingOutput, SampledTokens
+from engine.parallel.group_model import GroupModel
+from engine.parallel.leader import GroupLeader
+from engine.pending_output import KnownTokens, PendingOutput, SampledTokens, nothing_to_check
 from engine.prepared_step import PreparedStep
 from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
 from engine.sequence_kv import SequenceKV
@@ -84,6 +85,7 @@ class ModelRunner:
             kernels = kernels or kernels_for(kv_cache.device)
             model = Model(config, weights, kernels, None if group is None else group.ranks)
         self._group = group
+        self._check = nothing_to_check if group is None else group.check
         self._model = model if group is None else GroupModel(group, model)
         self._graphs: DecodeGraphs | None = None
         assert self._model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
@@ -230,11 +232,13 @@ class ModelRunner:
         num_samples = len(batch.sampling_items)
         judged = self._judge_prompts(plan, batch, hidden[num_samples:])
         if not num_samples:
-            return PendingOutput(prompt_logprobs=judged)
+            return PendingOutput(prompt_logprobs=judged, check=self._check)
         rows = [plan.items[index].seq for index in batch.sampling_items]
         tokens = self._sampler.begin(self._model.logits(hidden[:num_samples]), rows)
         self._sampled = tokens
-        return PendingOutput(prompt_logprobs=judged, sampling_items=batch.sampling_items, tokens=tokens)
+        return PendingOutput(
+            prompt_logprobs=judged, sampling_items=batch.sampling_items, tokens=tokens, check=self._check
+        )
 
     def _judge_prompts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[list[TokenLogprobs] | None]:
         judged: list[list[TokenLogprobs] | None] = [None] * len(plan.items)

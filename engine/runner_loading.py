@@ -18,6 +18,7 @@ from engine.kv_cache import KVCache, KVLayout
 from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.memory_profile import StepSize, kv_bytes_left, recording_bytes
 from engine.model_config import ModelConfig
+from engine.parallel.device_link import require_devices
 from engine.parallel.leader import GroupLeader
 from engine.quantisation import Quantisation
 from engine.quantised_weights import load_mixed_weights, require_whole
@@ -68,8 +69,7 @@ def load_runner(
     """
     where = require_device(device)
     kernels = kernels_for(where, batch_invariant=batch_invariant, activation_bits=activation_bits)
-    if tensor_parallel > 1:
-        _require_cpu(where)
+    require_devices(where, tensor_parallel)
     config = ModelConfig.from_folder(model_folder)
     if tensor_parallel > 1:
         require_whole(Path(model_folder), config, quantisation)
@@ -87,7 +87,9 @@ def load_runner(
     keep_freed_memory()
     loading = _Loading(Path(model_folder), config, layout, where, kernels, host_memory, quantisation)
     sizes = size_tiers(layout, memory) if kv_share is None else _before_measuring(layout, largest_step)
-    runner = loading.runner(sizes) if tensor_parallel == 1 else loading.group_runner(sizes, tensor_parallel)
+    runner = (
+        loading.runner(sizes) if tensor_parallel == 1 else loading.group_runner(sizes, tensor_parallel, batch_invariant)
+    )
     record = _decode_recording(runner, kernels, largest_step) if decode_graphs and tensor_parallel == 1 else None
     if kv_share is not None:
         left = kv_bytes_left(runner, largest_step, kv_share) - staging_bytes
@@ -116,7 +118,7 @@ class _Loading:
         """Of one process."""
         return self._runner(sizes, KVCache(self.layout, sizes.device_blocks, self.device), group=None)
 
-    def group_runner(self, sizes: KVSizes, degree: int) -> ModelRunner:
+    def group_runner(self, sizes: KVSizes, degree: int, batch_invariant: bool) -> ModelRunner:
         """Of a group of processes, which are up when this returns. Raises GroupError."""
         group = GroupLeader(
             self.folder,
@@ -125,6 +127,8 @@ class _Loading:
             sizes.device_blocks,
             degree=degree,
             num_threads=torch.get_num_threads(),
+            device=self.device,
+            batch_invariant=batch_invariant,
         )
         with ExitStack() as on_failure:
             on_failure.callback(group.close)
@@ -206,15 +210,6 @@ def _require_alone(tensor_parallel: int, num_blocks: int | None, kv_bytes: int |
 
 def _before_measuring(layout: KVLayout, largest: StepSize) -> KVSizes:
     return KVSizes(pool_blocks=largest.num_blocks(layout), host_blocks=0, ring=None)
-
-
-def _require_cpu(device: torch.device) -> None:
-    """Raises ValueError."""
-    if device.type != "cpu":
-        raise ValueError(
-            f"a model on {device} cannot be divided among processes yet, since these share their KV in memory of the"
-            " host: set tensor_parallel to 1"
-        )
 
 
 def _report(runner: ModelRunner, model_folder: str | Path) -> None:

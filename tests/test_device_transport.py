@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engine.devices import CPU
+from engine.gpu_memory import Access, Properties
 from kv_transfer.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.meeting import dial
 from kv_transfer.messages import Endpoint, SegmentAnswer, SegmentOffer
@@ -22,7 +23,6 @@ from kv_transfer.slabs import SlabConfig
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity, Link, PeerRefusedError, SlabBytes
 from kv_transfer.transports.choosing import open_transport
-from kv_transfer.transports.cuda_memory import Access, Properties
 from kv_transfer.transports.device import DeviceCarrier, DeviceMemory, DeviceTransport, SealedMemory
 from kv_transfer.transports.mailbox import Mailbox, MailboxError, post_file
 from kv_transfer.transports.segment import OwnSegment, SegmentError

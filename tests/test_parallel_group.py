@@ -147,9 +147,23 @@ def test_a_rank_that_dies_ends_the_group(checkpoint: tuple[Path, Any]) -> None:
     rank.send_signal(signal.SIGKILL)
     wait_until(lambda: not runner.healthy)
     for _ in range(2):
-        with pytest.raises(GroupError, match="of no use any more: one of its processes has ended"):
+        with pytest.raises(GroupError, match="of no use any more: rank 1 has ended by signal 9"):
             one_step(runner)
     runner.close()
+
+
+def test_a_rank_that_is_killed_amid_a_step_fails_it_by_name(checkpoint: tuple[Path, Any]) -> None:
+    runner = start(checkpoint[0], degree=4)
+    ranks = other_ranks(runner)
+    _, _, plan = whole_prompt(runner, [5, 6, 7], 3)
+
+    def kill_one(layer: int) -> None:
+        if layer == 1:
+            ranks[1].kill()
+
+    with pytest.raises(GroupError, match="has failed: rank 2 has ended by signal 9"):
+        runner.execute(plan, kill_one)
+    wait_until(lambda: not any(rank.is_running() for rank in ranks))
 
 
 def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: tuple[Path, Any], monkeypatch: Any) -> None:
@@ -158,7 +172,7 @@ def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: tuple[Path
     [rank] = other_ranks(runner)
     rank.suspend()
     began = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(GroupError):
         one_step(runner)
     assert time.monotonic() - began < HANGS_S
     assert not runner.healthy

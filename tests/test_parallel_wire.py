@@ -12,7 +12,7 @@ import torch
 from engine.batch import Batch
 from engine.kv_cache import KVLayout
 from engine.model_config import ModelConfig
-from engine.parallel.batches import pack_batch, unpack_batch
+from engine.parallel.batches import num_on_device, pack_batch, unpack_batch
 from engine.parallel.spec import JOIN, STEP, RankSpec, with_number, word_and_number
 from kernels.interface import Segment
 from tests.model_families import FAMILIES, build_oracle
@@ -32,6 +32,8 @@ def test_a_specification_arrives_as_it_was(family: str, tmp_path: Path) -> None:
         num_threads=1,
         rendezvous="/nowhere",
         timeout_s=2.5,
+        device="cuda:1",
+        batch_invariant=True,
     )
     assert RankSpec.from_bytes(spec.to_bytes()) == spec
 
@@ -58,7 +60,9 @@ def test_a_batch_arrives_as_it_computes() -> None:
         sampling_items=(1, 0),
         prompt_spans=(),
     )
-    told = unpack_batch(pack_batch(batch, block_size), torch.device("cpu"))
+    message, on_device = pack_batch(batch, block_size)
+    assert num_on_device(message) == len(on_device)
+    told = unpack_batch(message, on_device)
     for name in ("token_ids", "positions", "slot_mapping", "output_rows"):
         assert torch.equal(getattr(told, name), getattr(batch, name)), name
     for ours, theirs in zip(told.segments, batch.segments, strict=True):
@@ -82,5 +86,6 @@ def test_a_message_that_ends_too_early_is_not_taken_for_a_step() -> None:
         sampling_items=(),
         prompt_spans=(),
     )
+    message, on_device = pack_batch(batch, 4)
     with pytest.raises(AssertionError, match="ends 4 bytes too early"):
-        unpack_batch(pack_batch(batch, 4)[:-4], torch.device("cpu"))
+        unpack_batch(message[:-4], on_device)

@@ -1,7 +1,8 @@
 """What a forward pass needs of a batch, as bytes, for the ranks that are told what to compute.
 
-All numbers are int64 but those of block tables, of which only the columns that hold the step's context go along. Knows
-nothing of how the bytes travel.
+What stands on the host goes along as one message, what stands on the device as another, so that telling a step waits
+for neither. Of block tables only the columns that hold the step's context are told. Knows nothing of how the bytes
+travel.
 
 Shape legend: T packed tokens, G layer groups, R output rows.
 """
@@ -21,34 +22,40 @@ from kernels.interface import Segment
 _SEGMENT_FIELDS = 4  # first row, queries, context, columns of its table
 
 
-def pack_batch(batch: Batch, block_size: int) -> Tensor:
-    """`[n]` uint8. The batch's tokens are all known."""
+def pack_batch(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
+    """`[n]` uint8 of the host, and `[m]` int64 on the batch's device. The tokens are all known there."""
     tables = [segment.block_table[:, : -(-segment.context_len // block_size)] for segment in batch.segments]
     segments = [
         (segment.first_row, segment.num_queries, segment.context_len, table.shape[1])
         for segment, table in zip(batch.segments, tables, strict=True)
     ]
     sizes = (batch.num_tokens, len(batch.slot_mapping), len(batch.output_rows), len(segments))
-    tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.output_rows)
-    numbers = _joined([np.array(sizes), *(tensor.cpu().numpy() for tensor in tensors), np.array(segments)], np.int64)
-    return torch.from_numpy(np.concatenate([numbers.view(np.uint8), _joined(tables, np.int32).view(np.uint8)]))
+    numbers = _joined([np.array(sizes), np.array(segments)], np.int64)
+    message = np.concatenate([numbers.view(np.uint8), _joined(tables, np.int32).view(np.uint8)])
+    on_device = (batch.token_ids, batch.positions, batch.slot_mapping.view(-1), batch.output_rows)
+    return torch.from_numpy(message), torch.cat(on_device)
 
 
-def unpack_batch(message: Tensor, device: torch.device) -> Batch:
-    """The batch as it computes, its tensors on `device`. It says nothing of who samples."""
+def num_on_device(message: Tensor) -> int:
+    """How many numbers the second part of a batch has, by its first one."""
+    num_tokens, num_groups, num_rows, _ = map(int, _Reader(message.numpy()).take(4))
+    return (2 + num_groups) * num_tokens + num_rows
+
+
+def unpack_batch(message: Tensor, on_device: Tensor) -> Batch:
+    """The batch as it computes. It says nothing of who samples."""
     reader = _Reader(message.numpy())
     num_tokens, num_groups, num_rows, num_segments = reader.take(4).tolist()
-    token_ids, positions = reader.take(num_tokens), reader.take(num_tokens)
-    slot_mapping = reader.take(num_groups * num_tokens).reshape(num_groups, num_tokens)
-    output_rows = reader.take(num_rows)
+    counts = [num_tokens, num_tokens, num_groups * num_tokens, num_rows]
+    token_ids, positions, slots, output_rows = torch.split(on_device, counts)
     segments = reader.take(num_segments * _SEGMENT_FIELDS).reshape(num_segments, _SEGMENT_FIELDS).tolist()
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    nothing = on_device[:0]
     return Batch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(slot_mapping).to(device),
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slots.view(num_groups, num_tokens),
         segments=tuple(reader.segment(num_groups, *fields) for fields in segments),
-        output_rows=torch.from_numpy(output_rows).to(device),
+        output_rows=output_rows,
         awaited_rows=nothing,
         awaited_from=nothing,
         sampling_items=(),

@@ -13,15 +13,15 @@ import threading
 from multiprocessing.connection import Connection
 
 import torch
-from torch._C._distributed_c10d import FileStore
 
 from engine.host_memory import keep_freed_memory
 from engine.kv_cache import KVCache
 from engine.model import Model
-from engine.parallel.batches import unpack_batch
-from engine.parallel.group import RankGroup
+from engine.parallel.batches import num_on_device, unpack_batch
+from engine.parallel.device_link import use_device
+from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import shared_cache
-from engine.parallel.shards import Shard
+from engine.parallel.processes import APART
 from engine.parallel.spec import HERE, JOIN, LOGITS, READY, STEP, RankSpec, word_and_number
 from engine.weights import load_weights
 from kernels.ops import kernels_for
@@ -39,7 +39,7 @@ class Follower:
 
     @torch.inference_mode()
     def serve(self, leader: Connection) -> None:
-        """Until an exception: EOFError when the leader has ended the group, RuntimeError when a rank has failed."""
+        """Until an exception: EOFError when the leader has ended the group, RanksApartError when a rank has failed."""
         while True:
             word, number = word_and_number(leader.recv_bytes())
             if word == STEP:
@@ -51,7 +51,9 @@ class Follower:
     def _compute(self, num_bytes: int) -> None:
         message = torch.empty(num_bytes, dtype=torch.uint8)
         self._ranks.tell(message)
-        batch = unpack_batch(message, self._model.device)
+        on_device = torch.empty(num_on_device(message), dtype=torch.int64, device=self._model.device)
+        self._ranks.tell(on_device)
+        batch = unpack_batch(message, on_device)
         self._model.forward(batch, self._kv_cache)
         if not len(batch.output_rows):
             self._ranks.meet()
@@ -67,14 +69,16 @@ def load(leader: Connection, kv_memory: int, spec: RankSpec) -> Follower:
     """`kv_memory`: the descriptor of the rank's KV."""
     torch.set_num_threads(spec.num_threads)
     keep_freed_memory()
-    kv_cache = shared_cache(spec.layout, spec.num_blocks, kv_memory)
+    device = torch.device(spec.device)
+    use_device(device)
+    kv_cache = shared_cache(spec.layout, spec.num_blocks, device, kv_memory)
     leader.send_bytes(HERE)
     word = leader.recv_bytes()
     assert word == JOIN, f"a leader begins with {JOIN!r}, not with {word!r}"
-    ranks = RankGroup(Shard(spec.rank, spec.degree), FileStore(spec.rendezvous, spec.degree), timeout_s=spec.timeout_s)
-    weights = load_weights(spec.model_folder, spec.config, dtype=spec.layout.dtype, shard=ranks.shard)
+    ranks = join_ranks(spec)
+    weights = load_weights(spec.model_folder, spec.config, dtype=spec.layout.dtype, shard=ranks.shard, device=device)
     with torch.inference_mode():
-        model = Model(spec.config, weights, kernels_for(kv_cache.device), ranks)
+        model = Model(spec.config, weights, kernels_for(device, batch_invariant=spec.batch_invariant), ranks)
     leader.send_bytes(READY)
     return Follower(model, kv_cache, ranks)
 
@@ -89,6 +93,9 @@ def main() -> None:
         load(leader, kv_memory, RankSpec.from_bytes(leader.recv_bytes())).serve(leader)
     except EOFError:
         return
+    except RanksApartError as error:
+        logger.error("%s", error)
+        sys.exit(APART)
     except Exception:  # the process's boundary: the leader notices its end
         logger.exception("a rank of a tensor-parallel group failed")
         sys.exit(1)

@@ -1,40 +1,56 @@
 """What the ranks of a tensor-parallel group do together: sums, joins, and telling all. Each has a deadline.
 
-Every rank calls the same functions in the same order. Knows tensors; nothing of models, steps or processes.
+Every rank calls the same functions in the same order. Tensors of the host go by gloo, those of a GPU by NCCL, which
+begins when a stream comes to it: see `engine.parallel.device_link`. Knows tensors; nothing of models, steps or
+processes.
 
 Shape legend: T packed tokens, E hidden size, R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store  # where they have types
+from torch._C._distributed_c10d import FileStore, ProcessGroup, ProcessGroupGloo, Store, Work  # where they have types
 
+from engine.devices import CPU
+from engine.parallel.device_link import add_device_backend
 from engine.parallel.shards import Shard
+from engine.parallel.spec import RankSpec
 
-_CPU = torch.device("cpu")
 _LOCAL = "127.0.0.1"  # a group is of one node
 _JOIN_S = 60.0
 
 
-class RankGroup:
-    """One rank's end of its group. What fails, because a rank has died or is late by `timeout_s`, raises RuntimeError.
+class RanksApartError(RuntimeError):
+    """The ranks did not do something together: one has ended, or is late."""
 
-    `store` is where the ranks find each other. The constructor returns when all have come.
+
+class RankGroup:
+    """One rank's end of its group. What fails, because a rank has died or is late by `timeout_s`, raises
+    RanksApartError; on a GPU it waits instead, until `leave`.
+
+    `store` is where the ranks find each other, `device` where they compute. The constructor returns when all have come.
     """
 
-    def __init__(self, shard: Shard, store: Store, *, timeout_s: float) -> None:
+    def __init__(self, shard: Shard, store: Store, *, timeout_s: float, device: torch.device = CPU) -> None:
         self.shard = shard
+        self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub gives it another name
         options._timeout = timedelta(seconds=_JOIN_S)
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOCAL)]
-        backend = ProcessGroupGloo(store, shard.rank, shard.degree, options)
+        self._gloo: Any = ProcessGroupGloo(
+            store, shard.rank, shard.degree, options
+        )  # the stub knows none of its methods
         self._ranks = ProcessGroup(store, shard.rank, shard.degree)
-        self._ranks._register_backend(_CPU, ProcessGroup.BackendType.GLOO, backend)
+        self._ranks._register_backend(CPU, ProcessGroup.BackendType.GLOO, self._gloo)
+        self._abort = add_device_backend(self._ranks, store, shard, device, self._timeout)
+        self.meet()  # NCCL finds the ranks only now
 
     def sum(self, partial_TE: Tensor) -> Tensor:
         """Over the ranks, in float32 and in their order, as the argument's type.
@@ -59,18 +75,35 @@ class RankGroup:
 
     def tell(self, message: Tensor) -> None:
         """Rank 0's `message` to all others, which give a tensor of the same size to put it into."""
-        self._ranks.broadcast(message, 0, self._timeout).wait()
+        self._together(lambda: self._ranks.broadcast(message, 0, self._timeout))
 
     def meet(self) -> None:
-        """Return when every rank has come here."""
-        self._gather(torch.zeros(1))
+        """Return when every rank has come here; or have the device do so."""
+        self._gather(torch.zeros(1, device=self._device))
 
     def leave(self) -> None:
-        """The others' calls fail from now on."""
-        self._ranks.shutdown()
+        """The others' calls fail from now on; what waits on this rank's GPU for them ends, with whatever stands there.
+
+        From any thread. May block for a while.
+        """
+        self._gloo.shutdown()
+        self._abort()
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         received = mine.new_empty(self.shard.degree, *mine.shape)
         outputs = list(received.unbind())
-        self._ranks.allgather(outputs, mine.contiguous(), self._timeout).wait()
+        self._together(lambda: self._ranks.allgather(outputs, mine.contiguous(), self._timeout))
         return outputs
+
+    def _together(self, begin: Callable[[], Work]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise RanksApartError(f"rank {self.shard.rank} is without the others: {error}") from error
+
+
+def join_ranks(spec: RankSpec) -> RankGroup:
+    """Find the others by the file that all were told of."""
+    store = FileStore(spec.rendezvous, spec.degree)
+    shard = Shard(spec.rank, spec.degree)
+    return RankGroup(shard, store, timeout_s=spec.timeout_s, device=torch.device(spec.device))

@@ -9,83 +9,44 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
 from engine.batch import Batch
+from engine.devices import CPU
 from engine.kv_cache import KVCache, KVLayout
-from engine.model import LayerHooks, Model
 from engine.model_config import ModelConfig
 from engine.parallel.batches import pack_batch
-from engine.parallel.group import RankGroup
-from engine.parallel.kv import GroupKV, shard_layout, shared_cache, shared_memory
+from engine.parallel.device_link import mark_on, rank_device
+from engine.parallel.group import RankGroup, RanksApartError, join_ranks
+from engine.parallel.group_model import LeaderRanks
+from engine.parallel.kv import GroupKV, shard_layout, shared_memory
 from engine.parallel.processes import GroupError, RankProcess
 from engine.parallel.shards import Shard, check_degree
 from engine.parallel.spec import HERE, JOIN, LOGITS, READY, STEP, RankSpec, with_number
+from engine.parallel.watch import GroupWatch, end_of
 
 logger = logging.getLogger(__name__)
 
 STEP_S = 60.0  # for what the ranks do together; between two of these acts lies the computing of half a layer
 START_S = 120.0  # for the processes to start
+JOIN_S = 90.0  # for the ranks to find each other
 LOAD_S = 1800.0  # for the slowest rank to load its weights
-
-
-class LeaderRanks:
-    """Rank 0's end of the group, which knows how far a pass is by its sums: each layer has two.
-
-    Before the second one of a layer every rank has stored and read its KV, and none has begun with the next layer.
-    """
-
-    def __init__(self, ranks: RankGroup) -> None:
-        self._ranks = ranks
-        self.shard = ranks.shard
-        self.join, self.tell, self.meet = ranks.join, ranks.tell, ranks.meet
-        self._num_sums = 0
-        self._told: Callable[[int], None] = _nobody
-
-    def sum(self, partial_TE: Tensor) -> Tensor:
-        layer, is_second = divmod(self._num_sums, 2)
-        self._num_sums += 1
-        if is_second:
-            self._told(layer)
-        return self._ranks.sum(partial_TE)
-
-    @contextmanager
-    def layers_told(self, hooks: LayerHooks | None, num_layers: int) -> Iterator[Callable[[int], None]]:
-        """For one pass, which begins with this context. Gives what to call when a layer is over without sums."""
-        self._num_sums = 0
-        self._told = _nobody if hooks is None else partial(_tell, hooks, num_layers)
-        if hooks is not None:
-            hooks.before_store(0)
-        try:
-            yield self._told
-        finally:
-            self._told = _nobody
-
-
-def _nobody(layer: int) -> None:
-    pass
-
-
-def _tell(hooks: LayerHooks, num_layers: int, layer: int) -> None:
-    """A layer is over; the next one may begin when this returns."""
-    hooks.stored(layer)
-    hooks.attended(layer)
-    if layer + 1 < num_layers:
-        hooks.before_store(layer + 1)
+_LOOK_S = 2.0  # for the end of a process to show, when something else has told of it
 
 
 class GroupLeader:
     """The other ranks' processes, from their start to their end, and the KV of all ranks.
 
-    `wait_until_loaded()` before the first step. A step may raise GroupError, or another RuntimeError where a rank does
-    not answer; the group is then broken, and stays so.
+    `wait_until_loaded()` before the first step. A step may raise GroupError; the group is then broken, and stays so.
+    On GPUs a step that was queued may still fail: `check()` when it has been waited for.
     """
 
     def __init__(
@@ -97,38 +58,42 @@ class GroupLeader:
         *,
         degree: int,
         num_threads: int,
+        device: torch.device = CPU,
+        batch_invariant: bool = False,
     ) -> None:
         check_degree(config, degree)
-        self._config = config
-        self._broken: str | None = None
+        self._device = device
+        self._lock = threading.Lock()
+        self._broken: str | None = None  # guarded by the lock
         self._processes: list[RankProcess] = []
-        caches = [KVCache(shard_layout(layout, Shard(0, degree)), num_blocks)]
+        self._watch: GroupWatch | None = None
+        self._leave: Callable[[], None] = _nothing_to_leave
         # The last rank to find the others needs the file for longer than the first.
         self._meeting = tempfile.TemporaryDirectory(prefix="legato-ranks-")
         rendezvous = str(Path(self._meeting.name) / "ranks")
+        specs = [
+            RankSpec(
+                model_folder=str(model_folder),
+                config=config,
+                rank=rank,
+                degree=degree,
+                layout=shard_layout(layout, Shard(rank, degree)),
+                num_blocks=num_blocks,
+                num_threads=num_threads,
+                rendezvous=rendezvous,
+                timeout_s=STEP_S,
+                device=str(rank_device(device, rank)),
+                batch_invariant=batch_invariant,
+            )
+            for rank in range(degree)
+        ]
         try:
-            for rank in range(1, degree):
-                spec = RankSpec(
-                    model_folder=str(model_folder),
-                    config=config,
-                    rank=rank,
-                    degree=degree,
-                    layout=shard_layout(layout, Shard(rank, degree)),
-                    num_blocks=num_blocks,
-                    num_threads=num_threads,
-                    rendezvous=rendezvous,
-                    timeout_s=STEP_S,
-                )
-                caches.append(self._start(spec))
-            self._expect(HERE, START_S)
-            for process in self._processes:
-                process.tell(JOIN)
-            self.ranks = LeaderRanks(RankGroup(Shard(0, degree), FileStore(rendezvous, degree), timeout_s=STEP_S))
+            self.own_cache = KVCache(specs[0].layout, num_blocks, device)
+            self.kv_cache = GroupKV(layout, [self.own_cache, *map(self._start, specs[1:])], self.check)
+            self.ranks = LeaderRanks(self._join(specs[0]))
         except BaseException:
             self.close()
             raise
-        self.own_cache = caches[0]
-        self.kv_cache = GroupKV(layout, caches)
 
     @property
     def healthy(self) -> bool:
@@ -137,10 +102,12 @@ class GroupLeader:
     def wait_until_loaded(self) -> None:
         self._expect(READY, LOAD_S)
         self._meeting.cleanup()
+        self._watch = GroupWatch(self._processes, self._break, within_s=STEP_S)
 
     def tell_step(self, batch: Batch) -> None:
-        message = pack_batch(batch, self.own_cache.layout.block_size)
+        message, on_device = pack_batch(batch, self.own_cache.layout.block_size)
         self._tell(STEP, len(message), message)
+        self.ranks.tell(on_device)
 
     def tell_hidden(self, hidden_RE: Tensor) -> None:
         self._tell(LOGITS, len(hidden_RE), hidden_RE.contiguous())
@@ -149,17 +116,33 @@ class GroupLeader:
     def together(self) -> Iterator[None]:
         """What all ranks do in this block they do alike, or the group is broken."""
         if not self.healthy:
-            self._break(self._broken or "one of its processes has ended")
-            raise GroupError(f"the tensor-parallel group is of no use any more: {self._broken}")
+            self._break("one of its processes has ended")
+        self.check()
         try:
             yield
+        except RanksApartError as error:
+            self._break(str(error))
+            raise GroupError(f"the tensor-parallel group has failed: {self._broken}") from error
         except BaseException as error:
-            self._break(str(error) or type(error).__name__)
+            self._break(str(error) or type(error).__name__, look_s=0.0)
             raise
+        if self._watch is not None:
+            self._watch.expect(mark_on(self._device))
+
+    def check(self) -> None:
+        """Raises GroupError if the group is broken: whatever a device has brought since is of no use."""
+        if self._broken is not None:
+            raise GroupError(f"the tensor-parallel group is of no use any more: {self._broken}")
 
     def close(self) -> None:
         """End the other ranks' processes."""
-        self._broken = self._broken or "it was closed"
+        with self._lock:
+            self._broken = self._broken or "it was closed"
+        if self._watch is not None:
+            self._watch.close()
+        leave, self._leave = self._leave, _nothing_to_leave
+        # A thread of its own, since NCCL may take its time; what waits for the others on this rank's GPU ends by it.
+        threading.Thread(target=leave, name="rank-leave", daemon=True).start()
         for process in self._processes:
             process.dismiss()
         for process in self._processes:
@@ -168,12 +151,34 @@ class GroupLeader:
 
     def _start(self, spec: RankSpec) -> KVCache:
         """Its KV, seen from here."""
-        memory = shared_memory(spec.num_blocks * spec.layout.block_bytes)
+        cache, memory = shared_memory(spec.layout, spec.num_blocks, torch.device(spec.device))
         try:
             self._processes.append(RankProcess(spec, memory))
-            return shared_cache(spec.layout, spec.num_blocks, memory)
         finally:
             os.close(memory)
+        return cache
+
+    def _join(self, spec: RankSpec) -> RankGroup:
+        """In a thread that is left behind if need be: nobody can give up a communicator that is being made."""
+        self._expect(HERE, START_S)
+        for process in self._processes:
+            process.tell(JOIN)
+        joined: Future[RankGroup] = Future()
+
+        def join() -> None:
+            try:
+                joined.set_result(join_ranks(spec))
+            except Exception as error:  # the boundary of the thread: whoever waits is told
+                joined.set_exception(error)
+
+        threading.Thread(target=join, name="rank-join", daemon=True).start()
+        try:
+            ranks = joined.result(JOIN_S)
+        except (TimeoutError, RuntimeError) as error:
+            why = end_of(self._processes, _LOOK_S) or str(error) or f"not all of them came within {JOIN_S:g} s"
+            raise GroupError(f"the ranks of the tensor-parallel group did not find each other: {why}") from error
+        self._leave = ranks.leave
+        return ranks
 
     def _expect(self, message: bytes, within_s: float) -> None:
         deadline = time.monotonic() + within_s
@@ -185,38 +190,15 @@ class GroupLeader:
             process.tell(with_number(word, number))
         self.ranks.tell(content)
 
-    def _break(self, reason: str) -> None:
-        if self._broken is None:
-            logger.error("the tensor-parallel group ends: %s", reason)
-            self._broken = reason
-            self.close()
+    def _break(self, reason: str, look_s: float = _LOOK_S) -> None:
+        """From any thread. `reason` is what is said if within `look_s` no rank's end turns out to be the reason."""
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = end_of(self._processes, look_s) or reason
+        logger.error("the tensor-parallel group ends: %s", self._broken)
+        self.close()
 
 
-class GroupModel:
-    """All ranks' parts of a model as one, offering a runner what `Model` does. `model` is rank 0's part."""
-
-    def __init__(self, leader: GroupLeader, model: Model) -> None:
-        self._leader = leader
-        self._model = model
-        self.dtype = model.dtype
-        self.device = model.device
-
-    def forward(self, batch: Batch, kv_cache: KVCache, hooks: LayerHooks | None = None) -> Tensor:
-        """See `Model.forward`. `hooks` hear of a layer before any rank begins it, and when all have stored and read it.
-
-        Both come late rather than early: `stored` only with `attended`.
-        """
-        leader, num_layers = self._leader, self._model.config.num_layers
-        with leader.together(), leader.ranks.layers_told(hooks, num_layers) as told:
-            leader.tell_step(batch)
-            hidden = self._model.forward(batch, kv_cache)
-            if not len(batch.output_rows):  # the last layer ended without a sum over the ranks
-                leader.ranks.meet()
-                told(num_layers - 1)
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, E] -> [R, V]` float32."""
-        with self._leader.together():
-            self._leader.tell_hidden(hidden)
-            return self._model.logits(hidden)
+def _nothing_to_leave() -> None:
+    pass

@@ -12,6 +12,7 @@ from multiprocessing import Pipe
 from engine.parallel.spec import RankSpec
 
 END_S = 5.0  # for a process that is told to end
+APART = 3  # a rank's exit code: not by itself, but since another one is gone or late
 
 
 class GroupError(RuntimeError):
@@ -23,7 +24,7 @@ class RankProcess:
 
     def __init__(self, spec: RankSpec, kv_memory: int) -> None:
         self.rank = spec.rank
-        self._connection, theirs = Pipe()
+        self.connection, theirs = Pipe()
         with theirs:
             descriptors = (theirs.fileno(), kv_memory)
             self._process = subprocess.Popen(
@@ -42,23 +43,34 @@ class RankProcess:
     def tell(self, message: bytes) -> None:
         """Short enough to be buffered: never waits for the rank. Raises GroupError if it is gone."""
         try:
-            self._connection.send_bytes(message)
+            self.connection.send_bytes(message)
         except OSError as error:
             raise self._gone() from error
 
     def expect(self, message: bytes, deadline: float) -> None:
         """Wait for this message, until `deadline` (`time.monotonic()`). Raises GroupError if it does not come."""
         try:
-            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+            if not self.connection.poll(max(0.0, deadline - time.monotonic())):
                 raise GroupError(f"rank {self.rank} of the tensor-parallel group did not start in time")
-            heard = self._connection.recv_bytes()
+            heard = self.connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._gone() from error
         assert heard == message, f"rank {self.rank} said {heard!r} where {message!r} was due"
 
+    def end(self, deadline: float) -> str | None:
+        """How it ended, if it has by `deadline` (`time.monotonic()`) and another rank was not the reason."""
+        try:
+            code = self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return f"rank {self.rank} has left the group"
+        if code == APART:
+            return None
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}; its reason is in the worker's log"
+        return f"rank {self.rank} has ended {how}"
+
     def dismiss(self) -> None:
         """Have it end."""
-        self._connection.close()
+        self.connection.close()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

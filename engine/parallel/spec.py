@@ -25,6 +25,7 @@ class RankSpec:
     """`layout` and `num_blocks` are of the rank's own KV, for which it was given the memory.
 
     `rendezvous` is a file in which the ranks find each other. Every act of the group has to end within `timeout_s`.
+    `batch_invariant`: see `kernels_for`.
     """
 
     model_folder: str
@@ -36,6 +37,8 @@ class RankSpec:
     num_threads: int
     rendezvous: str
     timeout_s: float
+    device: str = "cpu"
+    batch_invariant: bool = False
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), default=_dtype_name).encode()
