@@ -6,8 +6,9 @@ is ever queued: what has returned is done, and there are no events.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -136,6 +137,23 @@ class CudaStream:
         # Torch's allocator gives memory out again before its former owner's kernels have ended, in one stream's order.
         with torch.cuda.stream(self._stream):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+@contextlib.contextmanager
+def elsewhere(device: torch.device) -> Iterator[None]:
+    """What is queued in this context is done by `device`, which may be another one: behind what the current stream was
+    given before, and ahead of what it is given after."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        yield
+        return
+    here = torch.cuda.current_stream()
+    with torch.cuda.device(device):
+        there = torch.cuda.current_stream()
+        there.wait_stream(here)
+        try:
+            yield
+        finally:
+            here.wait_stream(there)
 
 
 def _record_current(device: torch.device) -> CudaEvent:

@@ -18,6 +18,7 @@ import torch
 
 from engine.device_streams import Event
 from engine.kv_cache import KVCache
+from engine.parallel.kv import GroupKV
 from engine.sequence_kv import SequenceKV
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.transports.base import SlabBytes
@@ -43,7 +44,7 @@ def fill_slab(
     if kv_cache.device.type != "cpu":
         from kv_transfer.device_copying import copies_on
 
-        assert isinstance(kv_cache, KVCache), "the KV of a group of ranks lies in memory of the host"
+        assert isinstance(kv_cache, KVCache | GroupKV), f"{type(kv_cache).__name__} lies on no device"
         return copies_on(kv_cache.device).fill(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
     if after is not None:
         after.wait()
@@ -75,7 +76,7 @@ def land_slab(
     if kv_cache.device.type != "cpu":
         from kv_transfer.device_copying import copies_on
 
-        assert isinstance(kv_cache, KVCache), "the KV of a group of ranks lies in memory of the host"
+        assert isinstance(kv_cache, KVCache | GroupKV), f"{type(kv_cache).__name__} lies on no device"
         return copies_on(kv_cache.device).land(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
     if after is not None:
         after.wait()

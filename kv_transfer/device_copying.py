@@ -12,6 +12,10 @@ direction, so compute never stands behind a copy, nor a copy out behind one in. 
 * Nothing reads a slab, frees a block or computes with what was scattered before the calling thread has seen the copy
   end: each function returns, or raises, only then. What is queued on any stream after that comes after the copy.
 
+Of a group's caches, which lie on several GPUs, all of this holds by the streams of the first one: see
+`kv_transfer.rank_copying`. Where that one's compute is, all of the group's ranks have been (`engine.parallel.group_model`).
+What was copied while they came apart is of no use, and is an error here.
+
 Without an event, copies follow all that compute has queued so far, which is later than they need to.
 """
 
@@ -28,9 +32,10 @@ from torch import Tensor
 
 from engine.device_streams import CudaStream, Event, Stream, queued_on
 from engine.kv_cache import GroupRow, KVCache
+from engine.parallel.kv import GroupKV
 from kernels.block_digest import as_digest
-from kernels.slabs import gather_slab, scatter_slab
 from kv_transfer.digest import DigestKind, slab_digest
+from kv_transfer.rank_copying import gather, scatter
 
 _KEPT_BUFFERS = 2  # per direction: one that copies at a time needs one of each size that is common
 
@@ -79,7 +84,7 @@ class DeviceCopies:
 
     def fill(
         self,
-        kv_cache: KVCache,
+        kv_cache: KVCache | GroupKV,
         group_row: GroupRow,
         layer: int,
         start: int,
@@ -92,20 +97,19 @@ class DeviceCopies:
         `after`: the layer's KV stands. Of the GPU's kind the digest is of what was read on the device, so that it also
         tells damage on the way to the host.
         """
-        rows, geometry = kv_cache.layer_rows(layer), kv_cache.layout.geometry
         word = torch.empty(1, dtype=torch.int64)
         with self._sent.like(host_slab) as slab:
 
-            def gather(table: Tensor) -> None:
-                word.copy_(gather_slab(rows, geometry, table, start, slab), non_blocking=True)
+            def take(table: Tensor) -> None:
+                word.copy_(gather(kv_cache, layer, table, start, slab), non_blocking=True)
                 host_slab.copy_(slab, non_blocking=True)
 
-            self._copy(self._outward, kv_cache, group_row, after, gather)
+            self._copy(self._outward, kv_cache, group_row, after, take)
         return as_digest(word) if kind == "row_sum_64" else slab_digest(_bytes_of(host_slab), kind)
 
     def land(
         self,
-        kv_cache: KVCache,
+        kv_cache: KVCache | GroupKV,
         group_row: GroupRow,
         layer: int,
         start: int,
@@ -117,27 +121,26 @@ class DeviceCopies:
 
         `after`: nothing that was queued before reads or writes the blocks any more.
         """
-        rows, geometry = kv_cache.layer_rows(layer), kv_cache.layout.geometry
         word = torch.empty(1, dtype=torch.int64)
         landed = None if kind == "row_sum_64" else torch.empty_like(host_slab)
         with self._landed.like(host_slab) as slab:
 
-            def scatter(table: Tensor) -> None:
-                word.copy_(scatter_slab(slab, rows, geometry, table, start), non_blocking=True)
+            def put(table: Tensor) -> None:
+                word.copy_(scatter(kv_cache, layer, table, start, slab), non_blocking=True)
                 if landed is not None:
-                    gather_slab(rows, geometry, table, start, slab)
+                    gather(kv_cache, layer, table, start, slab)
                     landed.copy_(slab, non_blocking=True)
 
             def upload() -> None:
                 slab.copy_(host_slab, non_blocking=True)
 
-            self._copy(self._inward, kv_cache, group_row, after, scatter, upload)
+            self._copy(self._inward, kv_cache, group_row, after, put, upload)
         return as_digest(word) if landed is None else slab_digest(_bytes_of(landed), kind)
 
     def _copy(
         self,
         stream: Stream,
-        kv_cache: KVCache,
+        kv_cache: KVCache | GroupKV,
         group_row: GroupRow,
         after: Event | None,
         move: Callable[[Tensor], None],
@@ -158,6 +161,8 @@ class DeviceCopies:
             stream.queue(lambda: move(tables[0]))
         finally:
             stream.record().wait()
+        if isinstance(kv_cache, GroupKV):
+            kv_cache.check()
 
 
 @functools.cache

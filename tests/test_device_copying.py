@@ -117,7 +117,7 @@ def test_nothing_runs_on_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> N
     def failing(*arguments: object) -> None:
         raise RuntimeError("the device is out of order")
 
-    monkeypatch.setattr("kv_transfer.device_copying.scatter_slab", failing)
+    monkeypatch.setattr("kv_transfer.rank_copying.scatter_slab", failing)
     done: list[str] = []
     world.compute.queue(lambda: done.append("compute"))
     with pytest.raises(RuntimeError, match="out of order"):
@@ -137,7 +137,7 @@ def test_what_is_read_back_comes_from_the_blocks(monkeypatch: pytest.MonkeyPatch
     def elsewhere(slab: torch.Tensor, rows: torch.Tensor, *place: object) -> torch.Tensor:
         return scatter(slab, rows.clone(), *place)
 
-    monkeypatch.setattr("kv_transfer.device_copying.scatter_slab", elsewhere)
+    monkeypatch.setattr("kv_transfer.rank_copying.scatter_slab", elsewhere)
     slab = torch.ones(2, COUNT, 2, 4, dtype=torch.float16)
     sent = slab_digest(slab.view(torch.uint8).numpy().data.cast("B"), "xxh3_64")
     end = world.end
