@@ -13,8 +13,8 @@ direction, so compute never stands behind a copy, nor a copy out behind one in. 
   end: each function returns, or raises, only then. What is queued on any stream after that comes after the copy.
 
 Of a group's caches, which lie on several GPUs, all of this holds by the streams of the first one: see
-`kv_transfer.rank_copying`. Where that one's compute is, all of the group's ranks have been (`engine.parallel.group_model`).
-What was copied while they came apart is of no use, and is an error here.
+`kv_transfer.rank_copying`. Where that one's compute is, all ranks have been (`engine.parallel.group_model`). What was
+copied while they came apart is of no use, and is an error here.
 
 Without an event, copies follow all that compute has queued so far, which is later than they need to.
 """
