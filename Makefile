@@ -50,10 +50,12 @@ bench-peers: setup
 	$(BIN)/python -m benchmarks.peers --pieces "$(PIECES)" --peers "$(PEERS)" --work "$(WORK)" $(if $(ROUNDS),--rounds $(ROUNDS))
 
 # On a machine with an NVIDIA GPU: all that waits for one (docs/gpu.md). With that machine's own Python, which has a torch
-# for its driver: nothing is installed. STEPS="kernels speed" runs some of it.
+# for its driver: nothing is installed. STEPS="kernels speed" runs some of it; where a command may not last long, PART=1 runs
+# what fits into MINUTES, and PART=2 the next.
 GPU_PYTHON ?= python3
+MINUTES ?= 9
 gpu-check:
-	$(GPU_PYTHON) -m benchmarks.gpu_check $(STEPS)
+	$(GPU_PYTHON) -m benchmarks.gpu_check $(STEPS) --minutes $(MINUTES) $(if $(PART),--part $(PART))
 
 # Keeps the virtual environment and the converted models (~/.cache/legato).
 clean:

@@ -1,91 +1,167 @@
 """`make gpu-check`: everything that waits for a GPU and one GPU can answer, in one command, on the machine that has it.
 
-Runs with that machine's own Python and torch, installs nothing, goes on after a failure, and ends with a summary; the
-exit code is 0 if all of it was green, 1 if not, 2 without a CUDA device. `python -m benchmarks.gpu_check STEP ...` runs
-single steps.
+Runs with that machine's own Python and torch, installs nothing, goes on after a failure, and ends with a summary: every
+figure beside its aim. Stores it as it goes (`benchmarks/results/gpu_check.json`). The exit code is 0 if all was green
+and all aims were met, 1 if not, 2 without a CUDA device.
+
+`python -m benchmarks.gpu_check STEP ...` runs single steps. Where a command may only last so long, `--minutes 9` says
+how the steps fall into parts of that length, and `--minutes 9 --part 2` runs one of them, within that time.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.gpu.exactness import same_tokens
-from benchmarks.gpu.kernels import TESTS
-from benchmarks.provenance import ROOT
+from benchmarks.gpu.figures import Figure, gpu_provenance, path_of
+from benchmarks.gpu.random_model import forget_checkpoints
+from benchmarks.gpu.steps import STEPS, Step, run_commands
+from benchmarks.summary import Json
+from benchmarks.table import RESULTS
 
 STEP_TIMEOUT_S = 1800.0
-_MODEL = "smollm2-135m-instruct"
 
 
-def python(*arguments: str) -> bool:
-    """Run this interpreter in the repository's root; whether it ended with 0."""
-    print(f"$ python {' '.join(arguments)}", flush=True)
-    try:
-        return subprocess.run([sys.executable, *arguments], cwd=ROOT, timeout=STEP_TIMEOUT_S).returncode == 0
-    except subprocess.TimeoutExpired:
-        print(f"stopped after {STEP_TIMEOUT_S:.0f} s", flush=True)
-        return False
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """`missed`: figures that do not reach their aims; `figures`: all that were stored."""
 
+    step: str
+    verdict: str  # green, RED, missed (ran, short of an aim) or left (no time)
+    duration_s: float
+    figures: tuple[Figure, ...] = ()
 
-def each_way(*ways: str) -> bool:
-    """Two processes that hand over on one GPU, by each way for itself; all are tried."""
-    return all([python("-m", "benchmarks.gpu.handoff_exactness", way, "cuda:0") for way in ways])  # noqa: C419
-
-
-_TRANSPORT_TESTS = (
-    "tests/test_transports.py",
-    "tests/test_device_transport.py",
-    "tests/test_distributed_transport.py",
-    "tests/test_transport_processes.py",
-    "tests/test_copying.py",
-)
-
-STEPS: Mapping[str, Callable[[], bool]] = {
-    "kernels": lambda: python("-m", "pytest", "-q", *TESTS),
-    "attention": lambda: python("-m", "pytest", "-q", "tests", "-k", "attention"),
-    "compilation": lambda: python("-m", "pytest", "-q", "tests/test_compilation.py"),
-    "exactness": lambda: same_tokens(_MODEL, "cuda:0", vocab_size=49152),
-    "engine": lambda: python(
-        "-m", "pytest", "-q", "tests/test_models.py", "tests/test_runner.py", "tests/test_kernels.py"
-    ),
-    "transports": lambda: python("-m", "pytest", "-q", *_TRANSPORT_TESTS),
-    "handoff": lambda: each_way("device", "shm", "tcp"),
-    "speed": lambda: python("-m", "benchmarks.gpu.kernels"),
-}
+    @property
+    def missed(self) -> list[str]:
+        return [figure.name for figure in self.figures if figure.reaches is False]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
-    parser.add_argument("steps", nargs="*", metavar="step", help=f"any of {', '.join(STEPS)}; default: all")
-    chosen: list[str] = parser.parse_args().steps or list(STEPS)
-    if unknown := [step for step in chosen if step not in STEPS]:
-        parser.error(f"there is no step {unknown[0]!r}: choose from {', '.join(STEPS)}")
+    arguments = _arguments()
+    chosen = [STEPS[name] for name in arguments.steps or STEPS]
+    in_parts = parts(chosen, arguments.minutes)
+    if arguments.list:
+        _tell_parts(in_parts)
+        return 0
     if not torch.cuda.is_available():
         print(f"gpu-check needs a CUDA device, and torch {torch.__version__} sees none here", file=sys.stderr)
         return 2
+    if arguments.part is not None:
+        chosen = in_parts[arguments.part - 1]
+    _tell_device()
+    until_s = time.monotonic() + arguments.minutes * 60 if arguments.part is not None else None
+    outcomes = run_steps(chosen, torch.device("cuda:0"), RESULTS, until_s)
+    if not arguments.keep:
+        forget_checkpoints()
+    tell_summary(outcomes)
+    return 0 if all(outcome.verdict == "green" for outcome in outcomes) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.add_argument("steps", nargs="*", metavar="step", help=f"any of {', '.join(STEPS)}; default: all")
+    parser.add_argument("--list", action="store_true", help="what there is, in parts, and about how long it takes")
+    parser.add_argument("--minutes", type=float, default=9.0, help="how long a part may take (%(default)s)")
+    parser.add_argument("--part", type=int, help="run this part only, the first is 1")
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoint of random weights for another part")
+    arguments = parser.parse_args()
+    unknown = [step for step in arguments.steps if step not in STEPS]
+    if unknown:
+        parser.error(f"there is no step {unknown[0]!r}: choose from {', '.join(STEPS)}")
+    num_parts = len(parts([STEPS[name] for name in arguments.steps or STEPS], arguments.minutes))
+    if arguments.part is not None and not 1 <= arguments.part <= num_parts:
+        parser.error(f"there is no part {arguments.part}: these steps fall into {num_parts}")
+    return arguments
+
+
+def parts(steps: Sequence[Step], minutes: float) -> list[list[Step]]:
+    """In their order, as many in each as should fit; a longer one is alone."""
+    found: list[list[Step]] = [[]]
+    for step in steps:
+        if found[-1] and sum(other.minutes for other in found[-1]) + step.minutes > minutes:
+            found.append([])
+        found[-1].append(step)
+    return found
+
+
+def _tell_parts(in_parts: list[list[Step]]) -> None:
+    for number, steps in enumerate(in_parts, start=1):
+        print(f"part {number}, about {sum(step.minutes for step in steps):g} minutes")
+        for step in steps:
+            print(f"  {step.name:15} {step.minutes:4g} min  {step.answers}")
+
+
+def _tell_device() -> None:
     major, minor = torch.cuda.get_device_capability()
     print(
         f"{torch.cuda.get_device_name()}, sm_{major}{minor}, torch {torch.__version__}, CUDA {torch.version.cuda},"
         f" Python {platform.python_version()}",
         flush=True,
     )
-    outcomes = {step: _outcome(step) for step in chosen}
-    for step, (green, duration_s) in outcomes.items():
-        print(f"{'green' if green else 'RED':>5}  {step} ({duration_s:.0f} s)")
-    return 0 if all(green for green, _ in outcomes.values()) else 1
 
 
-def _outcome(step: str) -> tuple[bool, float]:
-    print(f"\n{step}:", flush=True)
-    started = time.perf_counter()
-    return STEPS[step](), time.perf_counter() - started
+def run_steps(steps: Sequence[Step], device: torch.device, folder: Path, until_s: float | None) -> list[Outcome]:
+    """One after the other; each outcome is stored at once, beside those of steps that ran before.
+
+    `until_s`, on `time.monotonic`: by then all must be over; a step that needs longer than is left is not begun.
+    """
+    outcomes = []
+    for step in steps:
+        outcomes.append(_outcome(step, folder, until_s))
+        _store(outcomes[-1], device, folder)
+    return outcomes
+
+
+def _outcome(step: Step, folder: Path, until_s: float | None) -> Outcome:
+    started = time.monotonic()
+    if until_s is not None and until_s - started < step.minutes * 60 / 2:
+        return Outcome(step=step.name, verdict="left", duration_s=0.0)
+    print(f"\n{step.name}: {step.answers} (about {step.minutes:g} minutes)", flush=True)
+    if step.stores:
+        path_of(step.name, folder).unlink(missing_ok=True)  # or an older run's would be taken for this one's
+    green = run_commands(step, until_s or started + STEP_TIMEOUT_S)
+    figures = _figures(path_of(step.name, folder)) if step.stores else ()
+    short = any(figure.reaches is False for figure in figures)
+    verdict = "RED" if not green else "missed" if short else "green"
+    return Outcome(step=step.name, verdict=verdict, duration_s=time.monotonic() - started, figures=figures)
+
+
+def _figures(path: Path) -> tuple[Figure, ...]:
+    if not path.exists():
+        return ()
+    stored: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return tuple(Figure(**{name: value for name, value in fields.items() if name != "reaches"}) for fields in stored)
+
+
+def _store(outcome: Outcome, device: torch.device, folder: Path) -> None:
+    path = folder / "gpu_check.json"
+    known: Json = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known[outcome.step] = {
+        "verdict": outcome.verdict,
+        "duration_s": round(outcome.duration_s, 1),
+        "missed": outcome.missed,
+        **gpu_provenance(device),
+    }
+    path.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def tell_summary(outcomes: Sequence[Outcome]) -> None:
+    print()
+    for outcome in outcomes:
+        for figure in outcome.figures:
+            if figure.reaches is not None:
+                print(f"{outcome.step:>15}  {figure.told()}")
+    for outcome in outcomes:
+        print(f"{outcome.verdict:>7}  {outcome.step} ({outcome.duration_s:.0f} s)")
 
 
 if __name__ == "__main__":

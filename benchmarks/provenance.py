@@ -31,7 +31,9 @@ def provenance() -> Json:
 
 
 def commit() -> str:
-    return _git("rev-parse", "--short=12", "HEAD")
+    """Where the files came without their repository, what LEGATO_COMMIT says."""
+    found = _git("rev-parse", "--short=12", "HEAD")
+    return os.environ.get("LEGATO_COMMIT", found) if found == "unknown" else found
 
 
 def _git(*arguments: str) -> str:

@@ -1,22 +1,23 @@
-"""The kernels' benchmark where it cannot measure: its calls are right at small shapes, and without a GPU it says so."""
+"""The kernels' benchmark where it cannot measure: its calls are right at small shapes, and it times nothing on red."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks.gpu import exactness, kernels
 from benchmarks.gpu.ceilings import Ceilings, Times
 from benchmarks.gpu.exactness import same_tokens
+from benchmarks.gpu.figures import Report, path_of, reported
 from benchmarks.gpu.kernel_cases import Case, Shape, cases
-from benchmarks.gpu.kernels import TESTS, judged
-from benchmarks.gpu_check import STEPS
-from benchmarks.provenance import ROOT
-from benchmarks.table import RESULTS
+from benchmarks.gpu.kernels import TESTS, judged, measure_cases
+from benchmarks.part import GateError
+from benchmarks.provenance import ROOT, commit
+from engine.builtin_models import ModelUnavailableError
+from tests.gpu_steps import TINY, models_in
 from tests.interpreted import device
 from tests.model_families import VOCAB_SIZE
 from tests.small_models import SmallModel
@@ -37,13 +38,23 @@ SMALL = Shape(
 )
 
 
-def test_every_case_runs() -> None:
+def test_every_case_runs_and_stands_beside_its_aims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    found = {case.name: case for case in cases(SMALL, device())}
-    for case in found.values():
-        case.run()
-        assert case.num_bytes > 0
-        assert case.against is None or case.against in found
+    monkeypatch.setattr("benchmarks.gpu.ceilings._CPU_REPEATS", 1)
+
+    def step(report: Report, where: torch.device) -> None:
+        measure_cases(report, where, SMALL, Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
+
+    assert reported("speed", step, device(), tmp_path) == 0
+    stored = json.loads(path_of("speed", tmp_path).read_text())
+    assert len(stored["kernels"]) > 20
+    assert all(row["times"]["median"] > 0 and row["bytes_per_s"] > 0 for row in stored["kernels"])
+    assert {figure["name"]: figure["at_least"] for figure in stored["figures"]} == {
+        "prefill attention, 13 tokens, of the matmul rate": 0.75,
+        "prefill attention, 13 tokens, as torch's": 1.0,
+        "decode attention, 2 x 9 tokens, of the copy rate": 0.85,
+        "slab of 13 tokens, gathered and digested, of the copy rate": 0.8,
+    }
 
 
 def test_both_ways_to_compute_one_thing_agree() -> None:
@@ -73,45 +84,31 @@ def test_the_gate_asks_tests_that_exist() -> None:
     assert [name for name in TESTS if not (ROOT / name).is_file()] == []
 
 
-def test_without_a_gpu_nothing_is_measured_and_nothing_written() -> None:
-    path = RESULTS / "kernels.json"
-    before = path.read_bytes() if path.exists() else None
-    program = (
-        "import torch; torch.cuda.is_available = lambda: False\n"
-        "import sys; from benchmarks.gpu.kernels import main; sys.exit(main())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "needs a CUDA device" in done.stderr
-    assert (path.read_bytes() if path.exists() else None) == before
+def test_tests_that_were_green_just_now_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they decide: here none of them exist, so that they are red."""
+    monkeypatch.setattr(kernels, "TESTS", ("tests/no_such_test.py",))
+    checked = tmp_path / "gpu_check.json"
+    checked.write_text(json.dumps({"kernels": {"verdict": "green", "commit": commit()}}))
+    kernels.require_green(checked)
+    for known in ({}, {"kernels": {"verdict": "RED", "commit": commit()}}, {"kernels": {"verdict": "green"}}):
+        checked.write_text(json.dumps(known))
+        assert not kernels._were_green_just_now(checked)
+    with pytest.raises(GateError, match="are red"):
+        kernels.require_green(checked)
 
 
-def test_the_gpu_check_says_what_it_needs() -> None:
-    program = (
-        "import torch; torch.cuda.is_available = lambda: False\n"
-        "import sys; sys.argv = ['gpu_check']; from benchmarks.gpu_check import main; sys.exit(main())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "needs a CUDA device" in done.stderr
-
-
-def test_the_gpu_check_compares_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_computes_the_cpus_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the CPU for both, since here there is nothing else."""
     model = SmallModel("llama", tmp_path)
     assert same_tokens(str(model.folder), "cpu", VOCAB_SIZE, lengths=(1, 9))
     assert capsys.readouterr().out.count("equal") == 2
 
 
-def test_every_step_of_the_gpu_check_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[tuple[str, ...]] = []
+def test_random_weights_stand_in_where_the_model_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(ref: str) -> Path:
+        raise ModelUnavailableError(f"{ref} cannot be fetched")
 
-    def note_command(*arguments: str) -> bool:
-        commands.append(arguments)
-        return True
-
-    monkeypatch.setattr(gpu_check, "python", note_command)
-    assert all(STEPS[step]() for step in STEPS if step != "exactness")
-    files = [argument for command in commands for argument in command if argument.endswith(".py")]
-    assert files
-    assert [name for name in files if not (ROOT / name).is_file()] == []
+    models_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(exactness, "resolve_model", unavailable)
+    monkeypatch.setattr(exactness, "_STAND_IN", TINY)
+    assert same_tokens(exactness.model_or_stand_in(), "cpu", TINY.shape.vocab_size, lengths=(9,))

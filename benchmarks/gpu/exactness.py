@@ -1,16 +1,54 @@
-"""Whether a device's greedy tokens in float32 are the CPU's, which are those of Hugging Face."""
+"""`python -m benchmarks.gpu.exactness`: whether the GPU's greedy tokens in float32 are the CPU's.
+
+Those are Hugging Face's. Where SmolLM2 cannot be had, random weights in its shape stand in.
+"""
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
+from benchmarks.gpu.random_model import RandomModel, checkpoint
+from benchmarks.workload import MODEL
 from decode_workers.local_engine import LocalEngine
+from engine.builtin_models import ModelUnavailableError
 from engine.loading import EngineConfig, load_model
+from engine.model_store import resolve_model
+from engine.roofline import ModelShape
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
 _PROMPT_LENGTHS = (1, 63, 1000)
 _NUM_TOKENS = 32
+_VOCAB_SIZE = 49_152
+_STAND_IN = RandomModel(
+    shape=ModelShape(
+        name="SmolLM2-135M-shape",
+        num_layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        vocab_size=_VOCAB_SIZE,
+        tied_embeddings=True,
+        bytes_per_value=4,
+    ),
+    max_tokens=8192,
+    spread=0.05,
+    dtype=torch.float32,
+)
+
+
+def model_or_stand_in() -> str:
+    """What `EngineConfig.model_ref` takes. Which of both it is, is printed if it is not SmolLM2."""
+    try:
+        resolve_model(MODEL)
+    except ModelUnavailableError as error:
+        print(f"  random weights in the shape of {MODEL} stand in for it: {error}", flush=True)
+        return str(checkpoint(_STAND_IN, torch.device("cpu")))
+    return MODEL
 
 
 def generated(model_ref: str, device: str, prompts: list[list[int]]) -> list[list[int]]:
@@ -33,3 +71,14 @@ def same_tokens(model_ref: str, device: str, vocab_size: int, lengths: tuple[int
             f"  prompt of {length} tokens: {'equal' if ours == theirs else f'{ours} instead of {theirs}'}", flush=True
         )
     return actual == expected
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print(f"the step 'exactness' needs a CUDA device, and torch {torch.__version__} sees none", file=sys.stderr)
+        return 2
+    return 0 if same_tokens(model_or_stand_in(), "cuda:0", _VOCAB_SIZE) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import cast
 
 import uvloop
 
-from benchmarks.gpu.exactness import generated
+from benchmarks.gpu.exactness import generated, model_or_stand_in
 from benchmarks.handoff_cluster import running_handoffs
 from benchmarks.handoff_worker import Transporting
 from benchmarks.workload import MODEL, draw_prompts
@@ -47,8 +47,9 @@ def handed_over_tokens(
 def main() -> int:
     transport, device = cast(Transporting, sys.argv[1]), sys.argv[2]
     prompts = [draw_prompts(1, num_tokens)[0] for num_tokens in PROMPT_TOKENS]
-    expected = generated(MODEL, "cpu", prompts)
-    actual = handed_over_tokens(transport, prompts, num_tokens=len(expected[0]), device=device)
+    model_ref = model_or_stand_in()
+    expected = generated(model_ref, "cpu", prompts)
+    actual = handed_over_tokens(transport, prompts, num_tokens=len(expected[0]), model_ref=model_ref, device=device)
     print(f"  {transport}: {'equal' if actual == expected else f'{actual} instead of {expected}'}", flush=True)
     return 0 if actual == expected else 1
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu.kernels`: every kernel on the GPU beside that GPU's ceilings, measured in the same run.
 
-Needs a CUDA device: without one it says so, exits with 2 and writes nothing. The kernels' tests run first, on that
-device; with a red one nothing is timed. Stores `benchmarks/results/kernels.json`.
+The kernels' tests must be green on that device: where the GPU check has not just run them, they run first, and with a
+red one nothing is timed.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.gpu.ceilings import Ceilings, Times, ceilings, timed
+from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.kernel_cases import Case, Shape, cases
-from benchmarks.part import GateError, note
-from benchmarks.provenance import ROOT, provenance
-from benchmarks.summary import Json
+from benchmarks.part import GateError
+from benchmarks.provenance import ROOT, commit
 from benchmarks.table import RESULTS
 
 TESTS = (
@@ -37,11 +40,24 @@ TESTS = (
 )
 
 
-def require_green() -> None:
+_JUST_NOW_S = 3600.0
+
+
+def require_green(checked: Path = RESULTS / "gpu_check.json") -> None:
     """The kernels' tests on this device. Raises GateError if one fails."""
+    if _were_green_just_now(checked):
+        return
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *TESTS], cwd=ROOT)
     if done.returncode:
         raise GateError(f"the kernels' tests are red (pytest ended with {done.returncode}): nothing is timed")
+
+
+def _were_green_just_now(checked: Path) -> bool:
+    """By the word of a GPU check of this commit, within the last hour."""
+    if not checked.exists() or time.time() - checked.stat().st_mtime > _JUST_NOW_S:
+        return False
+    known: dict[str, Any] = json.loads(checked.read_text(encoding="utf-8")).get("kernels", {})
+    return known.get("verdict") == "green" and known.get("commit") == commit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +70,6 @@ class Row:
     flops_per_s: float
     of_copy_rate: float
     of_matmul_rate: float
-    aim: str | None
     times_as_fast_as: dict[str, float]  # by the name of the case that it stands against
 
 
@@ -68,46 +83,43 @@ def judged(case: Case, times: Times, limits: Ceilings, others: dict[str, Row]) -
         flops_per_s=flops_per_s,
         of_copy_rate=bytes_per_s / limits.bytes_per_s,
         of_matmul_rate=flops_per_s / limits.flops_per_s,
-        aim=case.aim,
         times_as_fast_as=against,
     )
 
 
-def measure(device: torch.device, shape: Shape) -> Json:
-    limits = ceilings(device, shape.dtype)
-    note(f"matmul {limits.flops_per_s / 1e12:.0f} TFLOP/s, copy {limits.bytes_per_s / 1e9:.0f} GB/s")
+def measure(report: Report, device: torch.device) -> None:
+    require_green()
+    with torch.inference_mode():
+        shape = Shape()
+        measure_cases(report, device, shape, ceilings(device, shape.dtype))
+
+
+def measure_cases(report: Report, device: torch.device, shape: Shape, limits: Ceilings) -> None:
+    report.note(ceilings=asdict(limits))
+    report.tell(f"matmul {limits.flops_per_s / 1e12:.0f} TFLOP/s, copy {limits.bytes_per_s / 1e9:.0f} GB/s")
     rows: dict[str, Row] = {}
     for case in cases(shape, device):
         row = rows[case.name] = judged(case, timed(case.run, device), limits, rows)
-        note(
+        report.tell(
             f"{case.name}: {row.times.median * 1e6:.1f} us, {row.of_copy_rate:.0%} of the copy rate,"
             f" {row.of_matmul_rate:.0%} of the matmul rate"
         )
-    return {"ceilings": asdict(limits), "kernels": [asdict(row) for row in rows.values()]}
+        _add_aims(report, case, row)
+        report.note(kernels=[asdict(row) for row in rows.values()])
 
 
-def main() -> int:
-    if not torch.cuda.is_available():
-        print(
-            "python -m benchmarks.gpu.kernels needs a CUDA device and sees none: nothing was measured", file=sys.stderr
-        )
-        return 2
-    device = torch.device("cuda")
-    report: Json = {"part": "kernels", **provenance()}
-    report["device"] = torch.cuda.get_device_name(device)
-    report["cuda"] = torch.version.cuda
-    try:
-        require_green()
-    except GateError as error:
-        print(error, file=sys.stderr)
-        return 1
-    with torch.inference_mode():
-        report |= {"status": "ok", "results": measure(device, Shape())}
-    path = RESULTS / "kernels.json"
-    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"stored in {path}")
-    return 0
+def _add_aims(report: Report, case: Case, row: Row) -> None:
+    for what, value, aim in (
+        ("of the copy rate", row.of_copy_rate, case.of_copy_rate),
+        ("of the matmul rate", row.of_matmul_rate, case.of_matmul_rate),
+    ):
+        if aim is not None:
+            report.add(Figure(name=f"{case.name}, {what}", value=value, unit="share", at_least=aim))
+    if case.times_as_fast is not None:
+        (times,) = row.times_as_fast_as.values()
+        name = f"{case.name}, as torch's"
+        report.add(Figure(name=name, value=times, unit="times as fast", at_least=case.times_as_fast))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_step("speed", measure))
