@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import statistics
 import sys
 import tempfile
@@ -72,6 +73,7 @@ def _annotate() -> None:
 
 
 def measure(report: Report, device: torch.device, scale: Scale = SCALE) -> None:
+    _prepare_profiler(device)
     report.note(model=scale.model.shape.name, context_tokens=scale.context_tokens, longest_pause_us=LONGEST_PAUSE_US)
     model, mark = loaded(scale, device), mark_for(device)
     for recorded in (True, False):
@@ -81,6 +83,16 @@ def measure(report: Report, device: torch.device, scale: Scale = SCALE) -> None:
             steps = asyncio.run(_traced(model, mark, scale, num_seqs, overlap=overlap))
             _judge(report, steps, f"{num_seqs} sequences, {_told(recorded, overlap)}", aimed=recorded and overlap)
     model.runner.close()
+
+
+def _prepare_profiler(device: torch.device) -> None:
+    """Before anything is recorded: CUPTI knows the kernels of graphs only if it was there when they were captured, and
+    does not bear being torn down between them (see torch.profiler, which sets the same for torch.compile's graphs)."""
+    os.environ["DISABLE_CUPTI_LAZY_REINIT"] = "1"
+    os.environ["TEARDOWN_CUPTI"] = "0"
+    if device.type == "cuda":
+        with tempfile.TemporaryDirectory() as folder, profiling([ProfilerActivity.CUDA], Path(folder) / "first.json"):
+            torch.zeros(1, device=device)
 
 
 def _told(recorded: bool, overlap: bool) -> str:

@@ -69,6 +69,7 @@ class Stepper:
             failed=self._failed,
             overlap=Overlap(runner=runner, plan=self._scheduler.plan_ahead) if overlap else None,
         )
+        self._pool = model.block_pool
         self._streams: dict[SequenceKey, Stream] = {}
         self._failure: Exception | None = None
         self._progress = asyncio.Event()
@@ -83,6 +84,10 @@ class Stepper:
     ) -> None:
         for key in list(self._streams):
             self._scheduler.drop(key)
+        self._streams.clear()
+        if error is None:  # whose blocks a step in flight holds must come back before the next one uses the model
+            await self.until(lambda: not (self._scheduler.num_running or self._scheduler.num_waiting))
+            self._pool.check_idle()
         await self._loop.stop()
 
     def add(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Stream]:
@@ -108,7 +113,7 @@ class Stepper:
                 self._progress.clear()
                 await self._progress.wait()
                 if self._failure is not None:
-                    raise self._failure
+                    raise RuntimeError("a step failed") from self._failure
 
     async def until_over(self, streams: Sequence[Stream]) -> None:
         await self.until(lambda: all(stream.is_over for stream in streams))
@@ -129,6 +134,7 @@ class Stepper:
         self._progress.set()
 
     def _failed(self, plan: StepPlan, error: Exception) -> None:
+        self._scheduler.abandon_step()
         self._failure = self._failure or error
         self._progress.set()
 
