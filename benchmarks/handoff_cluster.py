@@ -13,7 +13,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 
-from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE, Transporting, WorkerOrder
+from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE, SLAB_BYTES, Transporting, WorkerOrder
 from benchmarks.local import CHUNK_TOKENS
 from benchmarks.provenance import ROOT
 from benchmarks.workload import MODEL, greedy
@@ -87,6 +87,7 @@ async def running_handoffs(
     device: str = "cpu",
     kv_blocks: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    slab_bytes: int = SLAB_BYTES,
 ) -> AsyncIterator[HandoffCluster]:
     """The scheduler and a gateway's orchestrator here, the workers elsewhere: each on one core where that computes."""
     secret = secrets.token_bytes(32)
@@ -103,6 +104,7 @@ async def running_handoffs(
         device=device,
         kv_blocks=kv_blocks,
         chunk_tokens=chunk_tokens,
+        slab_bytes=slab_bytes,
     )
     prefill = await _start(order, secret)
     decode = await _start(replace(order, role="decode", cpu=cpus[-1] if computes_here else None), secret)

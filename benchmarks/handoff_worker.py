@@ -20,13 +20,17 @@ from benchmarks.workload import MODEL
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.loading import DtypeName
 from kv_transfer.messages import Endpoint
+from kv_transfer.slabs import SlabConfig
 from kv_transfer.timeline import HandoffTimeline
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.device import DeviceTransport, SealedMemory
+from kv_transfer.transports.shm import SharedMemoryConfig
 from kv_transfer.worker_parts import WorkerParts
 from kv_transfer.worker_port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+
+SLAB_BYTES = TransferConfig().slab_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,7 @@ class WorkerOrder:
     device: str = "cpu"
     kv_blocks: int | None = None
     chunk_tokens: int = CHUNK_TOKENS
+    slab_bytes: int = SLAB_BYTES
 
 
 Transporting = Literal["shm", "tcp", "gloo", "nccl", "device"]
@@ -80,7 +85,8 @@ async def _serve(order: WorkerOrder) -> None:
     )
     worker: PrefillWorker | DecodeWorker
     if order.role == "prefill":
-        worker = PrefillWorker(parts, PrefillWorkerConfig(chunk_tokens=order.chunk_tokens), _print_timeline)
+        config = PrefillWorkerConfig(chunk_tokens=order.chunk_tokens, max_slab_bytes=order.slab_bytes)
+        worker = PrefillWorker(parts, config, _print_timeline)
     else:
         worker = DecodeWorker(parts, DecodeWorkerConfig())
     await worker.start()
@@ -91,12 +97,14 @@ async def _serve(order: WorkerOrder) -> None:
 
 def _open_transport(order: WorkerOrder, identity: Identity, device: torch.device) -> Transport:
     if order.transport != "device":
-        return TransferConfig(transport=order.transport).open(identity, "127.0.0.1", device)
+        config = TransferConfig(transport=order.transport, slab_bytes=order.slab_bytes)
+        return config.open(identity, "127.0.0.1", device)
+    slabs = SharedMemoryConfig(slabs=SlabConfig(slab_bytes=order.slab_bytes))
     if device.type == "cpu":
-        return DeviceTransport(identity, SealedMemory())
+        return DeviceTransport(identity, SealedMemory(), slabs)
     from kv_transfer.transports.cuda_memory import CudaMemory
 
-    return DeviceTransport(identity, CudaMemory(device))
+    return DeviceTransport(identity, CudaMemory(device), slabs)
 
 
 def _print_timeline(timeline: HandoffTimeline) -> None:

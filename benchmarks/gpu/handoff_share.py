@@ -29,11 +29,14 @@ NAMES = {"device": "cuda_ipc", "shm": "shm"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
+    """Chunks and slabs as in `ray_configs/gpu_1p1d.yaml`."""
+
     model: RandomModel = LLAMA_8B
     dtype: DtypeName = "bfloat16"
     ways: tuple[Transporting, ...] = ("device", "shm")
     prompt_tokens: int = 8192
-    chunk_tokens: int = 2048
+    chunk_tokens: int = 8192
+    slab_bytes: int = 32 << 20
     repeats: int = 5
     block_size: int = 16
 
@@ -59,6 +62,7 @@ async def _handed_over(way: Transporting, folder: Path, device: torch.device, sc
         device=str(device),
         kv_blocks=scale.kv_blocks,
         chunk_tokens=scale.chunk_tokens,
+        slab_bytes=scale.slab_bytes,
     ) as cluster:
         prompts = draw_prompts(scale.repeats + 1, scale.prompt_tokens, below=scale.model.shape.vocab_size)
         return [await cluster.hand_over(prompt) for prompt in prompts][1:]
