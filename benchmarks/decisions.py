@@ -20,6 +20,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -170,12 +171,16 @@ def measure_decisions(arguments: argparse.Namespace) -> Json:
     gc.freeze()  # as the scheduler's process does when it starts
     taken = timed_decisions(arguments.workers, arguments.blocks, arguments.decisions)
     report: Json = {"workers": arguments.workers, "blocks": arguments.blocks}
-    for outcome, seconds in taken.items():
+    named = {
+        "all": [*chain.from_iterable(taken.values())],
+        **{outcome.name.lower(): taken[outcome] for outcome in taken},
+    }
+    for name, seconds in named.items():
         if seconds:
             cpu, wall = (percentiles(times, 1e-3) for times in zip(*seconds, strict=True))
-            report[outcome.name.lower()] = {**cpu, "wall": wall}
+            report[name] = {**cpu, "wall": wall}
             of_cpu, of_wall = (f"{found['p50']} ms, P99 {found['p99']} ms" for found in (cpu, wall))
-            note(f"{outcome.name.lower()}: {of_cpu} (wall {of_wall}) of {cpu['samples']}")
+            note(f"{name}: {of_cpu} (wall {of_wall}) of {cpu['samples']}")
     return report
 
 

@@ -24,6 +24,12 @@ def bounds(setting: Setting, first: int) -> tuple[float, float]:
     return capacity_s / sum(seconds), capacity_s / sum(_cheapest(seconds))
 
 
+def span_s(setting: Setting, first: int) -> float:
+    """From the slice's first arrival to its last, at load 1."""
+    arrivals = [request.arrival_s for request in setting.requests(first, 1.0)]
+    return max(arrivals) - min(arrivals)
+
+
 def _cheapest(seconds: Sequence[float]) -> Sequence[float]:
     return seconds[: round(ATTAINMENT * len(seconds))]
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Final
 
 from benchmarks.cells import Report
-from benchmarks.goodput_bound import bounds
+from benchmarks.goodput_bound import bounds, span_s
 from benchmarks.goodput_kept import Kept
 from benchmarks.goodput_search import WIDTH, Found, Search, Suited
 from benchmarks.goodput_setting import Layout, Setting, play
@@ -57,6 +57,7 @@ class Comparison:
             "ratio": {router: _ratio(loads[router], loads[best]) for router in self.variants},
             "ratio_by_slice": self._ratio_by_slice(loads),
             "bounds": [[round(load, 2) for load in bounds(setting, first)] for first in self.slices[1:]],
+            "spans_s": [round(span_s(setting, first), 1) for first in self.slices[1:]],
             "by_class": self._by_class(told, suited),
             "overload": self._overload(told, suited[self.variants[0]]) if self.with_overload else [],
         }

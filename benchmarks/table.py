@@ -13,7 +13,7 @@ from benchmarks.cells import spread as _spread
 from benchmarks.cells import table as _table
 from benchmarks.cells import tail as _tail
 from benchmarks.gateway_table import gateway_headline, gateway_tables, startup_headline, startup_table
-from benchmarks.goodput_table import GOODPUT, decisions_table, goodput_headline, goodput_tables
+from benchmarks.goodput_table import GOODPUT, decisions_table, goodput_headline, goodput_overview, goodput_tables
 from benchmarks.honesty_table import honesty_headline, honesty_tables
 from benchmarks.offload_table import offload_headline, offload_tables
 from benchmarks.peers_table import peers_headline, peers_tables
@@ -27,7 +27,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def write_table() -> None:
     """From whatever is stored: each part keeps the commit and the time that it was measured at."""
-    sections = [_section(part, report) for part, report in _stored().items()]
+    stored = _stored()
+    sections = [_section(part, report) for part, report in stored.items()]
+    measured = [stored[part]["results"] for part in GOODPUT if part in stored and stored[part]["status"] == "ok"]
+    sections.append(f"## goodput: beside the bounds\n\n{goodput_overview(measured)}")
     (RESULTS / "README.md").write_text("\n".join(["# Results", "", _HEAD, "", *sections]), encoding="utf-8")
 
 

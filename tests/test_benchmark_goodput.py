@@ -24,7 +24,7 @@ from benchmarks.goodput_setting import (
     layouts,
     play,
 )
-from benchmarks.goodput_table import goodput_headline, goodput_tables
+from benchmarks.goodput_table import goodput_headline, goodput_overview, goodput_tables
 from engine.step_cost import StepWork
 
 SPLIT = Layout(num_prefill=1, num_decode=1)
@@ -186,6 +186,29 @@ def test_a_comparison_is_told_as_tables() -> None:
     assert "3 times" in text
     assert "used up" in text
     assert goodput_headline(results)
+
+
+def test_beside_what_is_served_stands_what_could_be() -> None:
+    line = {
+        "trace": "azure",
+        "source": "trace",
+        "model": "8b",
+        "workers": 8,
+        "requests": 100,
+        "resolution": 0.05,
+        "routers": {"legato": _served(12.0), "mooncake": _served(10.0)},
+        "best_baseline": "mooncake",
+        "ratio": {"legato": 1.2},
+        "bounds": [[8.0, 11.0], [8.0, 13.0]],
+        "spans_s": [360.0, 360.0],
+    }
+    row = goodput_overview([{"settings": [line]}, {"settings": [{"stored": "before bounds were"}]}]).splitlines()[-1]
+    assert "| 100 requests in 30 s |" in row
+    assert "| **1.20** | 12.00 | 1.20 | is 1.08 times the bound |" in row
+
+
+def _served(load: float) -> dict[str, list[float]]:
+    return {"highest_load": [load, load]}
 
 
 def test_options_of_a_part_follow_behind_two_dashes() -> None:
