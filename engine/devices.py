@@ -45,15 +45,6 @@ def _require_gpu(device: torch.device) -> None:
         raise ValueError(f"the model is to run on {device}, but torch sees {num_gpus} GPUs here, cuda:0 to the last")
 
 
-def pin(host: torch.Tensor, device: torch.device) -> None:
-    """Keep memory of the host where it is, so that `device` copies from and to it by itself; does nothing for a CPU.
-
-    Also for memory that other processes share. It stays pinned as long as this process has it mapped.
-    """
-    if device.type == "cuda":
-        _register(host.data_ptr(), host.nbytes, 0)
-
-
 def pinning_for(device: torch.device) -> Pin | None:
     """How mappings are pinned that `device` copies from or to; None where there is nothing to pin them for."""
     return functools.partial(_pin_view, device) if device.type == "cuda" else None

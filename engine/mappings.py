@@ -49,3 +49,8 @@ def map_memory(
         kind = "read-only" if view.readonly else "writable"
         logger.warning("%d bytes of %s memory are not pinned, copies go through the driver: %s", num_bytes, kind, error)
     return view
+
+
+def map_private_memory(num_bytes: int, pin: Pin | None) -> memoryview:
+    """Zeros of this process alone, unmapped with the last view of them."""
+    return map_memory(-1, num_bytes, pin, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from engine.decode_graphs import DecodeGraphLimits
-from engine.devices import pin, require_device
+from engine.devices import pinning_for, require_device
 from engine.host_memory import keep_freed_memory
 from engine.kv_cache import KVCache, KVLayout
 from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
+from engine.mappings import map_private_memory
 from engine.memory_profile import StepSize, kv_bytes_left, recording_bytes
 from engine.model_config import ModelConfig
 from engine.parallel.device_link import require_devices
@@ -32,7 +33,8 @@ from kernels.quantised_weight import ActivationBits
 logger = logging.getLogger(__name__)
 
 HostMemory = Callable[[KVLayout, int], memoryview]
-"""Gives the memory for so many blocks of the host's KV cache, writable: a mapping that others read, for example."""
+"""Gives the memory for so many blocks of the host's KV cache, writable, and pinned for a GPU: a mapping that others
+read, for example."""
 
 
 def load_runner(
@@ -70,6 +72,7 @@ def load_runner(
     where = require_device(device)
     kernels = kernels_for(where, batch_invariant=batch_invariant, activation_bits=activation_bits)
     require_devices(where, tensor_parallel)
+    require_whole_cache(where, tensor_parallel, host_bytes)
     config = ModelConfig.from_folder(model_folder)
     if tensor_parallel > 1:
         require_whole(Path(model_folder), config, quantisation)
@@ -163,10 +166,11 @@ class _Loading:
     def _host_cache(self, num_blocks: int) -> KVCache | None:
         if not num_blocks:
             return None
-        memory = self.host_memory(self.layout, num_blocks) if self.host_memory else None
-        cache = KVCache(self.layout, num_blocks, memory=memory)
-        pin(cache.tensor, self.device)
-        return cache
+        if self.host_memory is not None:
+            return KVCache(self.layout, num_blocks, memory=self.host_memory(self.layout, num_blocks))
+        pin = pinning_for(self.device)
+        memory = None if pin is None else map_private_memory(num_blocks * self.layout.block_bytes, pin)
+        return KVCache(self.layout, num_blocks, memory=memory)
 
 
 def _layout(
@@ -182,6 +186,15 @@ def _layout(
         block_size=block_size,
         dtype=dtype,
     )
+
+
+def require_whole_cache(device: torch.device, tensor_parallel: int, host_bytes: int) -> None:
+    """Raises ValueError where nothing could copy between the device's memory and the host's."""
+    if host_bytes and tensor_parallel > 1 and device.type == "cuda":
+        raise ValueError(
+            f"host memory for KV is set with tensor_parallel {tensor_parallel} on GPUs: blocks of the host have all"
+            " heads, each GPU some, and their copies are only built for CPUs; leave host_memory out, or use one GPU"
+        )
 
 
 def _set_threads(num_threads: int | None, tensor_parallel: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, cast
 
 from engine.devices import Pin
-from engine.mappings import map_memory
+from engine.mappings import map_private_memory
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.transports.base import LinkClosedError, SlabBytes
 
@@ -48,7 +48,7 @@ class SlabConfig:
 
 def private_arena(config: SlabConfig) -> memoryview:
     """Zeroed memory of this process, unmapped when the last view of it is gone."""
-    return map_memory(-1, config.arena_bytes, config.pin, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return map_private_memory(config.arena_bytes, config.pin)
 
 
 class PooledSlab(Generic[Arena]):

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from cluster.config import LegatoConfig
 from cluster.translate import decode_engine, prefill_engine
 from engine import memory_profile
-from engine.devices import CPU, pin, require_device
+from engine.devices import CPU, require_device
 from engine.memory_profile import StepSize, device_memory, largest_step, peak_bytes
 from engine.model_config import ModelConfig
-from engine.runner_loading import load_runner
+from engine.runner_loading import load_runner, require_whole_cache
 from engine.weights import load_weights
 from tests.model_families import build_oracle
 from tests.stepping import Stepper
@@ -30,7 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_cpu_is_always_there() -> None:
     assert require_device("cpu") == CPU
-    pin(torch.zeros(4), CPU)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +45,13 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(tmp_path: Pat
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(ValueError, match=r"is to run on cuda:\d+, but torch .*sees (no GPU|\d+ GPUs)"):
         load_runner(tmp_path, dtype=torch.float32, block_size=4, num_blocks=4, device=missing)
+
+
+def test_host_memory_of_a_group_on_gpus_is_refused() -> None:
+    require_whole_cache(torch.device("cuda:0"), 1, 2**30)
+    require_whole_cache(CPU, 2, 2**30)
+    with pytest.raises(ValueError, match=r"tensor_parallel 2 on GPUs: .* leave host_memory out"):
+        require_whole_cache(torch.device("cuda:0"), 2, 2**30)
 
 
 def test_a_worker_that_is_given_a_gpu_computes_there() -> None:

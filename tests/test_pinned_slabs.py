@@ -1,4 +1,4 @@
-"""Slab arenas that are pinned: each one once, and unpinned once, before it is unmapped, however its link ends."""
+"""Memory that is pinned, of slabs and of host KV: once, and unpinned once, before it is unmapped, whatever ends."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
 
 from engine.devices import CPU, Unpin, pinning_for
+from engine.loading import EngineConfig
 from kv_transfer.slabs import SlabConfig, private_arena
+from kv_transfer.tiers import worker_tiers
+from kv_transfer.tiers.tiers_config import Budget, TiersConfig
+from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity, LinkClosedError, Transport
 from kv_transfer.transports.inproc import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.segment import OwnSegment, SegmentError, map_segment
 from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryTransport
 from kv_transfer.transports.tcp import TcpConfig, TcpTransport
+from tests.host_segments import SHARED_MEMORY
 from tests.interpreted import device
+from tests.small_models import SmallModel
 from tests.transport_conformance import Pair, request_id
 from tests.waiting import wait_until
 
@@ -183,3 +190,26 @@ def test_arenas_are_pinned_for_the_device_that_there_is() -> None:
         assert bytes(theirs) == bytes([number]) * config.arena_bytes
         del host, theirs
         own.close()
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+async def test_host_kv_is_pinned_as_long_as_it_is_mapped(
+    has_folder: bool, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file that the node shares, or, where there can be none, in private memory."""
+    monkeypatch.setattr(worker_tiers, "pinning_for", lambda device: recorder.pin)
+    # Who collects what is logged keeps the error, with the frames that it came through.
+    monkeypatch.setattr(worker_tiers.logger, "warning", lambda *told: None)
+    model = SmallModel("llama", tmp_path)
+    engine = EngineConfig(model_ref=str(model.folder), model_name="llama", dtype="float32", kv_blocks=16, num_threads=1)
+    with TemporaryDirectory(dir=SHARED_MEMORY) as name:
+        folder = name if has_folder else f"{name}/none"
+        tiers = WorkerTiers(TiersConfig(host=Budget(num_bytes=2**20), host_folder=folder), engine, b"secret")
+        loaded = tiers.load()
+        (num_bytes, is_readonly), *others = recorder.pinned
+        assert num_bytes >= loaded.host_cache.num_bytes and not is_readonly and not others  # type: ignore[union-attr]
+        await tiers.close()
+        assert recorder.num_unpinned == 0, "the model has it still"
+        loaded.runner.close()
+        del loaded, tiers
+        wait_until(recorder.all_unpinned)

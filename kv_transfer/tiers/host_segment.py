@@ -8,18 +8,18 @@ behind goes by adoption, by the next application's `sweep`, or when somebody nee
 Belongs to one thread, that of the worker's pool, except for what says otherwise. Knows records and files; whether a
 block is free, held or cached is its pool's affair, whose observer it is.
 
-With CUDA, host memory should be pinned: `cudaHostRegister` on `memory`, once it is opened, and `cudaHostUnregister`
-before `close`. The mapping neither moves nor grows in between and begins at a page.
+Where a GPU copies from it or to it, it is pinned as long as it is mapped.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Iterable
 from pathlib import Path
 
 from engine.block_pool import BlockKey
+from engine.devices import Pin
+from engine.mappings import map_memory
 from kv_transfer.tiers.late_digests import LateDigests
 from kv_transfer.tiers.segment_files import LockedFile, adopt, create, free_bytes, remove_dead, sweep
 from kv_transfer.tiers.segment_index import SegmentIndex, SegmentShape, block_digest
@@ -37,12 +37,12 @@ class HostSegment:
     from being adopted while such a process lives.
     """
 
-    def __init__(self, file: LockedFile, shape: SegmentShape, *, adopted: bool) -> None:
+    def __init__(self, file: LockedFile, shape: SegmentShape, *, adopted: bool, pin: Pin | None = None) -> None:
         self.path = file.path
         self.adopted = adopted
         self._file: LockedFile | None = file
         try:
-            memory = memoryview(mmap.mmap(file.fd, shape.num_bytes))
+            memory = map_memory(file.fd, shape.num_bytes, pin)
         except (OSError, ValueError) as error:
             file.unlock()
             raise SegmentError(
@@ -54,7 +54,16 @@ class HostSegment:
         self._prepared: dict[int, tuple[BlockKey, int]] = {}  # block -> what `prepare` was told, digest
 
     @classmethod
-    def open(cls, folder: Path, scope: str, fingerprint: str, block_bytes: int, num_blocks: int) -> HostSegment:
+    def open(
+        cls,
+        folder: Path,
+        scope: str,
+        fingerprint: str,
+        block_bytes: int,
+        num_blocks: int,
+        *,
+        pin: Pin | None = None,
+    ) -> HostSegment:
         """Adopt a dead worker's segment, or make a new one. Raises SegmentError if there is no room for it.
 
         `scope`: one Legato application, as hex digits. `fingerprint`: all that two workers must have in common for the
@@ -64,9 +73,9 @@ class HostSegment:
         adopted = adopt(folder, scope, shape)
         if adopted is not None:
             log.info("adopted the host KV segment %s of a worker that is gone", adopted.path)
-            return cls(adopted, shape, adopted=True)
+            return cls(adopted, shape, adopted=True, pin=pin)
         _make_room(folder, scope, shape)
-        return cls(create(folder, scope, shape), shape, adopted=False)
+        return cls(create(folder, scope, shape), shape, adopted=False, pin=pin)
 
     @property
     def memory(self) -> memoryview:

@@ -13,10 +13,14 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from engine.block_pool import BlockPool
+from engine.devices import pinning_for
 from engine.kv_cache import KVCache, KVLayout
 from engine.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
 from engine.machine_memory import memory_bytes
+from engine.mappings import map_private_memory
 from engine.model_store import resolve_model
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
@@ -118,14 +122,15 @@ class WorkerTiers:
     def _host_memory(self, layout: KVLayout, num_blocks: int) -> memoryview:
         """In a file that the node shares; private where no such file can be made."""
         folder = Path(self._config.host_folder)
+        pin = pinning_for(torch.device(self._engine.device))
         try:
             sweep(folder, self._scope)  # what applications left that ended without a chance to clean up
             self._segment = HostSegment.open(
-                folder, self._scope, self._fingerprint(layout), layout.block_bytes, num_blocks
+                folder, self._scope, self._fingerprint(layout), layout.block_bytes, num_blocks, pin=pin
             )
         except SegmentError as error:
             logger.warning("Host KV memory is private to this worker: no other can use or adopt it. %s", error)
-            return memoryview(bytearray(num_blocks * layout.block_bytes))
+            return map_private_memory(num_blocks * layout.block_bytes, pin)
         return self._segment.memory
 
     def _fingerprint(self, layout: KVLayout) -> str:
