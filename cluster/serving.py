@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
         needed = needed_resources(config)
         start_ray(num_cpus=max(MIN_CPUS, os.cpu_count() or 0, math.ceil(needed["CPU"])))
         require_gpus(needed["GPU"], ray.cluster_resources())
-        serve.start(http_options=http)
+        start_serve(http)
         print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
         run_application(document["applications"][0], config)
         url = f"http://{http['host']}:{http['port']}"
@@ -91,6 +92,24 @@ def start_ray(**options: Any) -> None:
         "logging_level": "warning",
     }
     ray.init(**{**defaults, **options})
+
+
+def start_serve(http_options: dict[str, Any]) -> None:
+    """Returns once Serve's controller is there, which takes applications. Raises what Serve raises until then.
+
+    Its proxies take seconds more, in which workers can start; Serve replaces one that is not ready in time.
+    """
+    import ray
+    from ray import serve
+
+    with_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-start")
+    proxies: Future[None] = with_thread.submit(serve.start, http_options=http_options)
+    with_thread.shutdown(wait=False)
+    while not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
+        if wait([proxies], 0.05).done:
+            break
+    if proxies.done():
+        proxies.result()
 
 
 def needed_resources(config: LegatoConfig) -> dict[str, float]:
@@ -136,7 +155,7 @@ def wait_until_ready(url: str, interrupted: threading.Event, timeout_s: float = 
     """Until `/health` says that a request could be served. Raises StartError."""
     deadline = time.monotonic() + timeout_s
     why = "nothing answered"
-    while not interrupted.wait(0.3):
+    while not interrupted.wait(0.1):
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
