@@ -11,6 +11,7 @@ how the steps fall into parts of that length, and `--minutes 9 --part 2` runs on
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import sys
@@ -29,6 +30,23 @@ from benchmarks.summary import Json
 from benchmarks.table import RESULTS
 
 STEP_TIMEOUT_S = 1800.0
+# Of the project's requirements those that steps cannot do without, by the names they are imported by.
+NEEDED = (
+    "triton",
+    "transformers",
+    "safetensors",
+    "pydantic",
+    "msgpack",
+    "xxhash",
+    "ddsketch",
+    "uvloop",
+    "psutil",
+    "filelock",
+    "httpx",
+    "pytest",
+    "pytest_asyncio",
+    "hypothesis",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +72,10 @@ def main() -> int:
         return 0
     if not torch.cuda.is_available():
         print(f"gpu-check needs a CUDA device, and torch {torch.__version__} sees none here", file=sys.stderr)
+        return 2
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        print(f"gpu-check needs packages that {sys.executable} lacks: {', '.join(lacking)}", file=sys.stderr)
         return 2
     if arguments.part is not None:
         chosen = in_parts[arguments.part - 1]

@@ -49,6 +49,18 @@ def test_without_a_gpu_the_command_says_so_in_one_sentence() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_what_its_python_lacks_is_told_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "NEEDED", ("pytest", "no_such_package"))
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    assert gpu_check.main() == 2
+    said = capsys.readouterr()
+    assert said.err.endswith("lacks: no_such_package\n")
+    assert said.out == ""
+
+
 def test_every_step_runs_programs_and_tests_that_exist() -> None:
     arguments = [argument for step in STEPS.values() for command in step.commands for argument in command]
     files = [argument for argument in arguments if argument.endswith(".py")]

@@ -48,6 +48,7 @@ _TRANSPORT_TESTS = (
     "tests/test_transport_processes.py",
     "tests/test_copying.py",
 )
+_COMPILATION_TESTS = ("tests/test_compilation.py", "tests/test_attention_layouts.py")
 _ENGINE_TESTS = ("tests/test_models.py", "tests/test_runner.py", "tests/test_kernels.py")
 _HANDOFF = "benchmarks.gpu.handoff_exactness"
 
@@ -76,8 +77,7 @@ STEPS: Mapping[str, Step] = {
         _measured("memory", "a worker's memory stays as it was after its start", 2, "memory"),
         _measured("peers_batching", "beside transformers' continuous batching", 4, "peers", "batching"),
         _measured("peers_compiled", "beside transformers' compiled static cache", 6, "peers", "compiled"),
-        _tests("attention", "all tests of attention", 2, "tests", "-k", "attention"),
-        _tests("compilation", "every kernel compiles with the Triton that is there", 2, "tests/test_compilation.py"),
+        _tests("compilation", "every kernel compiles with the Triton that is there", 2, *_COMPILATION_TESTS),
         _tests("engine", "differences between versions", 1.5, *_ENGINE_TESTS),
         _tests("transports", "the transports within the GPU's memory", 3, *_TRANSPORT_TESTS),
     )
