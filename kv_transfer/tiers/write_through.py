@@ -18,6 +18,7 @@ import torch
 from engine.block_pool import BlockKey, BlockLease
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.tiers.memory import TierMemory
+from kv_transfer.tiers.offloading import offload_between
 from kv_transfer.tiers.sources import ColumnSink
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class WriteThrough:
     ) -> None:
         self._device = device
         self._host = host
+        self._offload = offload_between(device, host)
         self._sink = sink
         self._on_room = on_room
         self._max_queued_blocks = max_queued_blocks
@@ -140,7 +142,7 @@ class WriteThrough:
         try:
             if not self._closed:
                 with torch.inference_mode():  # a thread's own mode
-                    self._device.cache.copy_out(_ids(copy.sources), self._host.memory, _ids(to))
+                    self._offload(_ids(copy.sources), _ids(to))
                 for key, block in zip(copy.keys, to, strict=True):
                     self._host.prepare(block, key)
                 done = True
