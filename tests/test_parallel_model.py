@@ -160,6 +160,21 @@ def test_sums_are_in_float32_and_do_not_depend_on_the_place_in_a_batch() -> None
         assert torch.equal(many[8:], alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_tensor_is_summed_in_parts_to_the_same_bits(dtype: torch.dtype) -> None:
+    """Of 1,050,001 values, which three ranks do not share equally."""
+    partials = torch.randn(3, 1, 1_050_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def sums(ranks: RankGroup) -> tuple[Tensor, Tensor]:
+        mine = partials[ranks.shard.rank]
+        return ranks.sum(mine), ranks.sum(mine[:, -1000:])
+
+    for large, small in on_ranks(3, sums):
+        expected = ((partials[0].float() + partials[1].float()) + partials[2].float()).to(dtype)
+        assert torch.equal(large, expected)
+        assert torch.equal(large[:, -1000:], small)
+
+
 def test_a_vocabulary_that_does_not_divide_is_joined_whole() -> None:
     row = torch.arange(307.0)[None]
     for joined in on_ranks(4, lambda ranks: ranks.join(row[:, ranks.shard.vocabulary(307)], 307)):
