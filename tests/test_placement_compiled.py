@@ -9,9 +9,10 @@ from types import ModuleType
 import pytest
 from numba.core.dispatcher import Dispatcher
 
+from cluster import digest_table
 from cluster.placement import coarse, moments, neighbours
 
-MODULES = [coarse, moments, neighbours]
+MODULES = [coarse, digest_table, moments, neighbours]
 NAMES_IT = {"Row", "Slot", "RESIDUAL_STEP", "PROMPTS_OVER_S"}  # see `cluster.placement.compiled`
 
 
@@ -36,8 +37,10 @@ def test_compiled_code_takes_from_other_files_only_what_names_it(module: ModuleT
 
 
 ENTRIES = [
-    *(coarse.eligible, coarse.forecast_prompts, coarse.look, coarse.mean_queues, coarse.shortlist_kind),
-    *(moments.join_times, moments.start_times, neighbours.chances, neighbours.forecast_workers),
+    *(coarse.eligible, coarse.forecast_prompts, coarse.idle_shares, coarse.look, coarse.queue_shares),
+    *(coarse.shortlist_kind, digest_table.doubled, digest_table.numbers_until_free, digest_table.put_number),
+    *(digest_table.put_sole, moments.join_times, moments.start_times, neighbours.chances),
+    neighbours.forecast_workers,
 ]
 
 

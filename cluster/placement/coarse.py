@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.placement.compiled import compiled, part
-from cluster.placement.worker_table import Floats, Row, Rows
+from cluster.placement.worker_table import PROMPTS_OVER_S, Floats, Row, Rows
 
 
 @compiled("f8[:, ::1](f8[:, ::1], i8, f8, f8[:, ::1], f8, f8, f8)")
@@ -170,18 +170,62 @@ def shortlist_kind(
     return computing, decode
 
 
-@compiled("f8[:, ::1](f8[:, ::1], i8, i8, f8[::1], f8)")
-def mean_queues(rows: Floats, num_prefills: int, num_workers: int, later_s: Floats, now: float) -> Floats:
-    """Seconds of prompts that a worker has to compute, in the mean of either pool `[2, moments]`."""
-    found = np.empty((2, len(later_s)))
+@part
+def _mean_queue_s(rows: Floats, start: int, end: int, later_s: float, now: float) -> float:
+    """Seconds of prompts that each of these workers will have to compute, in the mean."""
+    queues_s = 0.0
+    for worker in range(start, end):
+        queues_s += max(rows[Row.DRAINED_AT, worker] - now - later_s, 0.0)
+    return queues_s / max(1, end - start)
+
+
+@compiled("f8[:, ::1](f8[:, ::1], i8, i8, b1[::1], f8[::1], f8, f8)")
+def queue_shares(
+    rows: Floats,
+    num_prefills: int,
+    num_workers: int,
+    alone: NDArray[np.bool_],
+    later_s: Floats,
+    ttft_s: float,
+    now: float,
+) -> Floats:
+    """By moment and candidate: how long the queues of the pool are that computes the prompt, in the mean, as a share of
+    what TTFT targets allow; just below 1 where they are longer. `alone`: its decode workers do."""
+    found, longest_s = np.zeros((len(later_s), len(alone))), 0.0
+    for worker in range(num_workers):
+        longest_s = max(longest_s, rows[Row.DRAINED_AT, worker] - now)
     for moment in range(len(later_s)):
-        there_s = here_s = 0.0
-        for worker in range(num_workers):
-            queue_s = max(rows[Row.DRAINED_AT, worker] - now - later_s[moment], 0.0)
-            if worker < num_prefills:
-                there_s += queue_s
-            else:
-                here_s += queue_s
-        found[0, moment] = there_s / max(1, num_prefills)
-        found[1, moment] = here_s / max(1, num_workers - num_prefills)
+        if later_s[moment] >= longest_s:
+            continue
+        there_s = _mean_queue_s(rows, 0, num_prefills, later_s[moment], now)
+        here_s = _mean_queue_s(rows, num_prefills, num_workers, later_s[moment], now)
+        for index in range(len(alone)):
+            found[moment, index] = min((here_s if alone[index] else there_s) / ttft_s, 0.99)
+    return found
+
+
+@part
+def _idle_share(rows: Floats, start: int, end: int, later_s: float, now: float) -> float:
+    """Of these workers, those that have no prompts to compute by then, or that had none lately if these are fewer."""
+    num_idle, busy = 0, 0.0
+    for worker in range(start, end):
+        num_idle += rows[Row.DRAINED_AT, worker] - now <= later_s
+        if rows[Row.PROMPTS_S, worker] > 0.0:
+            busy += rows[Row.PROMPTS_S, worker] * np.exp((rows[Row.PROMPTS_AT, worker] - now) / PROMPTS_OVER_S)
+    size = max(1, end - start)
+    lately = 1.0 - busy / PROMPTS_OVER_S / size * np.exp(-later_s / PROMPTS_OVER_S)
+    return float(min(num_idle / size, lately))
+
+
+@compiled("f8[:, ::1](f8[:, ::1], i8, i8, b1[::1], f8[::1], f8)")
+def idle_shares(
+    rows: Floats, num_prefills: int, num_workers: int, alone: NDArray[np.bool_], later_s: Floats, now: float
+) -> Floats:
+    """By moment and candidate, of the pool that computes the prompt."""
+    found = np.empty((len(later_s), len(alone)))
+    for moment in range(len(later_s)):
+        there = _idle_share(rows, 0, num_prefills, later_s[moment], now)
+        here = _idle_share(rows, num_prefills, num_workers, later_s[moment], now)
+        for index in range(len(alone)):
+            found[moment, index] = here if alone[index] else there
     return found

@@ -21,7 +21,7 @@ def advance(table: WorkerTable, row: int, now: float) -> None:
 def count_prompt(table: WorkerTable, row: int, num_tokens: float, num_cached: float, now: float) -> None:
     """One more prompt was placed there."""
     cost, facts = table.cost(row), table.rows[:, row]
-    recent_s = PROMPTS_OVER_S * float(table.prompt_share(row, now))
+    recent_s = PROMPTS_OVER_S * table.prompt_share(row, now)
     added_s = cost.step_s(StepWork.of_prefill(num_tokens, num_cached)) - cost.base_s
     facts[Row.PROMPTS_S], facts[Row.PROMPTS_AT] = recent_s + added_s, now
     set_step_s(table, row, now)
@@ -35,6 +35,6 @@ def set_step_s(table: WorkerTable, row: int, now: float) -> None:
     context = (slots[Slot.TOKENS][joined] + emitted).sum() + facts[Row.EXTRA_CONTEXT]
     decodes = joined.sum() + facts[Row.EXTRA_DECODES]
     step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
-    share = min(_MOST_PROMPTS, float(table.prompt_share(row, now)))
+    share = min(_MOST_PROMPTS, table.prompt_share(row, now))
     facts[Row.STRETCH] = 1.0 / (1.0 - share)
     facts[Row.STEP_S] = step_s * facts[Row.STRETCH]

@@ -144,11 +144,10 @@ class WorkerTable:
         booked = self.slots[Slot.OUTPUT] > 0.0
         return bool((booked & (self.slots[Slot.TPOT_TARGET_S] < np.inf)).any())
 
-    def prompt_share(self, rows: slice | int, now: float) -> Floats:
-        """Of the workers' time lately, what prompts placed there take."""
-        recent_s, at = self.rows[Row.PROMPTS_S, rows], self.rows[Row.PROMPTS_AT, rows]
-        share: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
-        return share
+    def prompt_share(self, row: int, now: float) -> float:
+        """Of the worker's time lately, what prompts placed there take."""
+        recent_s, at = self.rows[Row.PROMPTS_S, row], self.rows[Row.PROMPTS_AT, row]
+        return float(recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S)
 
     def set_cost(self, row: int, cost: StepCost) -> None:
         self.rows[: Row.CHUNK_TOKENS, row] = (
