@@ -15,7 +15,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from cluster.autoscaling_settings import AutoscalingSettings
 from cluster.config_fields import Settings, SizeBytes
-from cluster.kv_settings import KvSettings
+from cluster.kv_settings import KvPoolSettings, KvSettings
 from cluster.model_settings import ModelSettings
 from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_settings import SloSettings
@@ -37,7 +37,8 @@ class PoolSettings(Settings):
     tensor_parallel: int = Field(
         1,
         ge=1,
-        description="Processes among which each worker's model is divided; its heads must divide. Pools may differ.",
+        description="Processes among which each worker's model is divided; its heads must divide. Pools may differ. On"
+        " GPUs each process has one: `num_gpus` is as many.",
     )
     max_waiting: int = Field(256, ge=1, description="Sequences that may wait in one worker; it refuses more.")
     calibration_s: float = Field(
@@ -74,7 +75,7 @@ class DecodeSettings(PoolSettings):
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
         description="Record the forward pass of decode steps at a worker's start, for a few numbers of sequences up to"
-        " `max_num_seqs`, and replay it; `auto`: on a GPU.",
+        " `max_num_seqs`, and replay it; `auto`: on a GPU, without `tensor_parallel`.",
     )
     tpot_target_ms: float = Field(
         100.0, gt=0, description="Time per output token that sequences are paced by: those ahead of it wait first."
@@ -242,17 +243,16 @@ class LegatoConfig(Settings):
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
-            if pool.tensor_parallel > 1 and self.model.quantization is not None:
+        for name, pool, kv in (("prefill", self.prefill, self.kv.prefill), ("decode", self.decode, self.kv.decode)):
+            if pool.tensor_parallel == 1:
+                continue
+            if self.model.quantization is not None:
                 raise ValueError(
                     f"{name}.tensor_parallel is {pool.tensor_parallel} with model.quantization, but a quantised model"
                     f" cannot be divided yet; set {name}.tensor_parallel: 1 or leave model.quantization out"
                 )
-            if pool.tensor_parallel > 1 and pool.num_gpus:
-                raise ValueError(
-                    f"{name}.tensor_parallel is {pool.tensor_parallel} with GPUs; a model is divided among processes of"
-                    f" the CPU only, so set {name}.tensor_parallel: 1"
-                )
+            if pool.num_gpus:
+                _check_group_on_gpus(name, pool, kv)
         return self
 
     @model_validator(mode="after")
@@ -273,3 +273,17 @@ class LegatoConfig(Settings):
                 "prefill.replicas: 0"
             )
         return self
+
+
+def _check_group_on_gpus(name: str, pool: PoolSettings, kv: KvPoolSettings) -> None:
+    """Raises ValueError."""
+    if pool.num_gpus < pool.tensor_parallel:
+        raise ValueError(
+            f"{name}.tensor_parallel is {pool.tensor_parallel}, but {name}.num_gpus is {pool.num_gpus:g}, and each of"
+            f" the processes has a GPU of its own; set {name}.num_gpus: {pool.tensor_parallel}"
+        )
+    if kv.has_host_memory:
+        raise ValueError(
+            f"{name}.tensor_parallel is {pool.tensor_parallel} with GPUs and kv.{name}.host_memory, but between host"
+            f" memory and several GPUs no KV can be moved yet; set kv.{name}.host_memory: 0"
+        )

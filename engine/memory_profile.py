@@ -37,7 +37,7 @@ class StepSize:
 
 
 def kv_bytes_left(runner: ModelRunner, largest: StepSize, share: float) -> int:
-    """Of `share` of the device's memory, what neither others nor the model nor its largest step take.
+    """Of `share` of the device's memory, what neither others nor the model nor its largest step take, for all heads.
 
     The runner's cache must have room for that step, and counts as free: it is to be replaced. Raises ValueError where
     nothing is left.
@@ -47,14 +47,21 @@ def kv_bytes_left(runner: ModelRunner, largest: StepSize, share: float) -> int:
     runner.execute(plan)  # what libraries make once is not a step's
     step_bytes = peak_bytes(device, lambda: runner.execute(plan))
     free, total = device_memory(device)
-    left = int(free + runner.kv_cache.num_bytes - (1.0 - share) * total) - step_bytes
+    left = min(_left_to_a_rank(runner, place, step_bytes, share) for place in set(runner.devices))
     if left <= 0:
         raise ValueError(
             f"of {share:.0%} of the memory of {device}, {total / 1e9:.1f} GB in all, nothing is left for KV: the model"
             f" has {runner.weight_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free, and a step of {largest.num_tokens}"
             f" tokens takes {step_bytes / 1e9:.1f} GB; allow a larger share, or shorter steps (chunk_tokens)"
         )
-    return left
+    return left // runner.kv_cache.layout.block_bytes * runner.sequence_kv.layout.block_bytes
+
+
+def _left_to_a_rank(runner: ModelRunner, device: torch.device, step_bytes: int, share: float) -> int:
+    """For its own heads' KV, where ranks that compute on one device share what is left of it."""
+    num_ranks = runner.devices.count(device)
+    free, total = device_memory(device)
+    return int(free - (1.0 - share) * total) // num_ranks + runner.kv_cache.num_bytes - step_bytes
 
 
 def recording_bytes(runner: ModelRunner, record: Callable[[], None]) -> int:

@@ -84,7 +84,7 @@ class ModelRunner:
         with torch.inference_mode():
             kernels = kernels or kernels_for(kv_cache.device)
             model = Model(config, weights, kernels, None if group is None else group.ranks)
-        self._group = group
+        self.group = group
         self._check = nothing_to_check if group is None else group.check
         self._model = model if group is None else GroupModel(group, model)
         self._graphs: DecodeGraphs | None = None
@@ -92,8 +92,7 @@ class ModelRunner:
         self._tiers, self._staging = self._stage(ring)
 
     def keep_kv_in(self, kv_cache: KVCache, host_cache: KVCache | None, ring: StagingConfig | None) -> None:
-        """In place of where it was kept so far, and forget that: before a runner without a group is put to use."""
-        assert self._group is None, "a group's ranks have caches of their own"
+        """In place of where it was kept so far, and forget that: before the runner is put to use."""
         assert self._staging is None, "what is staged belongs to a cache"
         assert self._graphs is None, "what is recorded belongs to a cache"
         self.kv_cache = kv_cache
@@ -140,19 +139,24 @@ class ModelRunner:
     @property
     def sequence_kv(self) -> SequenceKV:
         """The KV of all heads; `kv_cache` is what this process's part of the model computes with."""
-        return self.kv_cache if self._group is None else self._group.kv_cache
+        return self.kv_cache if self.group is None else self.group.kv_cache
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where the model computes: one for each rank of a group."""
+        return [self.kv_cache.device] if self.group is None else self.group.devices
 
     @property
     def healthy(self) -> bool:
         """False: no step will succeed any more."""
-        return self._group is None or self._group.healthy
+        return self.group is None or self.group.healthy
 
     def close(self) -> None:
         """End what copies and the group's other processes. Nothing may be executed after."""
         if self._staging is not None:
             self._staging.close()
-        if self._group is not None:
-            self._group.close()
+        if self.group is not None:
+            self.group.close()
 
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """Compute the plan and do its copies; all are done, or will not be, when this returns or raises.

@@ -66,8 +66,9 @@ def load_runner(
     share of the device's memory beside the model and a step of `largest_step`. `host_memory` None: private memory.
     `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. `batch_invariant`,
     `activation_bits`: see `kernels_for`. `decode_graphs`: where the device can, decode steps of as many sequences as
-    `largest_step` has, or fewer, are recorded now and replayed later. `quantisation`: of projections, as they are
-    loaded. Raises ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
+    `largest_step` has, or fewer, are recorded now and replayed later; a group's are not. `quantisation`: of
+    projections, as they are loaded. Raises ValueError for models or sizes that cannot be run, GroupError if a group
+    does not come up.
     """
     where = require_device(device)
     kernels = kernels_for(where, batch_invariant=batch_invariant, activation_bits=activation_bits)
@@ -84,8 +85,8 @@ def load_runner(
         staging_bytes=staging_bytes,
         ring_groups=ring_groups,
     )
-    if kv_share is not None:
-        _require_alone(tensor_parallel, num_blocks, kv_bytes)
+    if kv_share is not None and (num_blocks is not None or kv_bytes is not None):
+        raise ValueError("give the size of the KV cache as a share, or in bytes, or in blocks")
     _set_threads(num_threads, tensor_parallel)
     keep_freed_memory()
     loading = _Loading(Path(model_folder), config, layout, where, kernels, host_memory, quantisation)
@@ -93,15 +94,18 @@ def load_runner(
     runner = (
         loading.runner(sizes) if tensor_parallel == 1 else loading.group_runner(sizes, tensor_parallel, batch_invariant)
     )
-    record = _decode_recording(runner, kernels, largest_step) if decode_graphs and tensor_parallel == 1 else None
-    if kv_share is not None:
-        left = kv_bytes_left(runner, largest_step, kv_share) - staging_bytes
+    with ExitStack() as on_failure:
+        on_failure.callback(runner.close)
+        record = _decode_recording(runner, kernels, largest_step) if decode_graphs and tensor_parallel == 1 else None
+        if kv_share is not None:
+            left = kv_bytes_left(runner, largest_step, kv_share) - staging_bytes
+            if record is not None:
+                left -= recording_bytes(runner, record)
+            loading.give_kv(runner, size_tiers(layout, replace(memory, kv_bytes=max(left, 0))))
         if record is not None:
-            left -= recording_bytes(runner, record)
-        loading.give_kv(runner, size_tiers(layout, replace(memory, kv_bytes=max(left, 0))))
-    if record is not None:
-        record()
-    _report(runner, model_folder)
+            record()
+        _report(runner, model_folder)
+        on_failure.pop_all()
     return runner
 
 
@@ -142,8 +146,12 @@ class _Loading:
 
     def give_kv(self, runner: ModelRunner, sizes: KVSizes) -> None:
         """Caches of these sizes in place of the runner's."""
-        host_cache = self._host_cache(sizes.host_blocks)
-        runner.keep_kv_in(KVCache(self.layout, sizes.device_blocks, self.device), host_cache, sizes.ring)
+        group = runner.group
+        if group is None:
+            kv_cache = KVCache(self.layout, sizes.device_blocks, self.device)
+        else:
+            kv_cache = group.give_kv(sizes.device_blocks)
+        runner.keep_kv_in(kv_cache, self._host_cache(sizes.host_blocks), sizes.ring)
 
     def _runner(self, sizes: KVSizes, kv_cache: KVCache, group: GroupLeader | None) -> ModelRunner:
         return ModelRunner(
@@ -211,14 +219,6 @@ def _decode_recording(runner: ModelRunner, kernels: Kernels, largest: StepSize) 
         return None
     limits = DecodeGraphLimits.of(largest.num_seqs, runner.config.max_position_embeddings)
     return partial(runner.record_decode, kernels, limits)
-
-
-def _require_alone(tensor_parallel: int, num_blocks: int | None, kv_bytes: int | None) -> None:
-    """Raises ValueError."""
-    if tensor_parallel > 1:
-        raise ValueError("a share of the memory is not measured for a group yet: give its KV memory in bytes or blocks")
-    if num_blocks is not None or kv_bytes is not None:
-        raise ValueError("give the size of the KV cache as a share, or in bytes, or in blocks")
 
 
 def _before_measuring(layout: KVLayout, largest: StepSize) -> KVSizes:

@@ -48,7 +48,7 @@ def staged_runner(
 
 def rank_caches(runner: ModelRunner) -> list[KVCache]:
     """The device memory of every rank of a group, or of the one process."""
-    return [runner.kv_cache] if runner._group is None else [cache for _, cache in runner._group.kv_cache.holders]
+    return [runner.kv_cache] if runner.group is None else [cache for _, cache in runner.group.kv_cache.holders]
 
 
 class StagedStepper(Stepper):

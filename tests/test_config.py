@@ -22,7 +22,7 @@ FILES = sorted((ROOT / "ray_configs").glob("*.yaml"))
 
 def test_the_shipped_files_are_there() -> None:
     names = {path.stem for path in FILES}
-    assert names >= {"quickstart", "cpu_2p2d", "gpu_1p1d", "gpu_autoscale", "colocated"}
+    assert names >= {"quickstart", "cpu_2p2d", "gpu_1p1d", "gpu_autoscale", "gpu_tensor_parallel", "colocated"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -46,6 +46,8 @@ def test_what_the_shipped_files_are_for() -> None:
     assert configs["colocated"].colocated
     assert (configs["cpu_2p2d"].prefill.replicas, configs["cpu_2p2d"].decode.replicas) == (2, 2)
     assert configs["gpu_1p1d"].prefill.num_gpus == configs["gpu_1p1d"].decode.num_gpus == 1
+    group = configs["gpu_tensor_parallel"]
+    assert (group.prefill.num_gpus, group.decode.num_gpus) == (2, 4)
     scaled = configs["gpu_autoscale"]
     assert scaled.prefill.autoscaling is not None and scaled.decode.autoscaling is not None
     assert scaled.prefill.autoscaling != scaled.decode.autoscaling
@@ -89,8 +91,12 @@ def test_defaults_are_valid_and_frozen() -> None:
             ("transfer.transport is 'nccl'", "decode workers with decode.num_gpus: 0", "leave it at 'auto'"),
         ),
         (
-            {"prefill": {"tensor_parallel": 3, "num_gpus": 3}},
-            ("prefill.tensor_parallel is 3 with GPUs", "set prefill.tensor_parallel: 1"),
+            {"prefill": {"tensor_parallel": 3, "num_gpus": 2}},
+            ("prefill.tensor_parallel is 3, but prefill.num_gpus is 2", "set prefill.num_gpus: 3"),
+        ),
+        (
+            {"decode": {"tensor_parallel": 2, "num_gpus": 2}},
+            ("decode.tensor_parallel is 2 with GPUs and kv.decode.host_memory", "set kv.decode.host_memory: 0"),
         ),
         ({"model": {"dtype": "float64"}}, ("model.dtype", "float32", "bfloat16")),
         ({"kv": {"decode": {"memory": "2 GB"}}}, ("kv.decode.memory", "2GiB", "4096 blocks")),

@@ -15,12 +15,14 @@ import psutil
 import pytest
 import torch
 
+from engine.memory_profile import StepSize
 from engine.parallel.processes import GroupError
 from engine.runner import ModelRunner
 from engine.runner_loading import load_runner
 from engine.sequence import ScheduledSequence, StepPlan
 from tests.model_families import build_oracle
 from tests.small_models import random_prompts
+from tests.staged_stepping import rank_caches
 from tests.stepping import GREEDY_WITH_ECHO, Stepper
 from tests.waiting import HANGS_S, wait_until
 
@@ -136,8 +138,8 @@ def one_step(runner: ModelRunner) -> None:
 
 
 def other_ranks(runner: ModelRunner) -> list[psutil.Process]:
-    assert runner._group is not None
-    return [psutil.Process(process._process.pid) for process in runner._group._processes]
+    assert runner.group is not None
+    return [psutil.Process(process._process.pid) for process in runner.group._processes]
 
 
 def test_a_rank_that_dies_ends_the_group(checkpoint: tuple[Path, Any]) -> None:
@@ -217,3 +219,25 @@ def test_ranks_end_with_their_leader_however_that_dies(checkpoint: tuple[Path, A
     leader.kill()
     leader.communicate()
     wait_until(lambda: not any(rank.is_running() for rank in ranks))
+
+
+def test_a_group_measures_what_is_left_for_the_kv_of_all_its_ranks(
+    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on one device share what is left of it, and begin anew with caches of that size."""
+    folder, oracle = checkpoint
+    total, free = 200_000_000, 150_000_000
+    monkeypatch.setattr("engine.memory_profile.device_memory", lambda device: (free, total))
+    options: dict[str, Any] = {"dtype": torch.float32, "block_size": 4, "num_threads": 1, "tensor_parallel": 2}
+    runner = load_runner(folder, kv_share=0.75, largest_step=StepSize(num_tokens=64, num_seqs=4), **options)
+    left = free - 0.25 * total
+    assert left / 2 < runner.num_pool_blocks * runner.sequence_kv.layout.block_bytes < left
+    assert [cache.num_blocks for cache in rank_caches(runner)] == [runner.num_pool_blocks] * 2
+    prompt = random_prompts([17])[0]
+    stepper = Stepper(runner)
+    with torch.inference_mode():
+        expected = oracle.generate(
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    assert stepper.generate(stepper.add(prompt), 6) == expected[0, len(prompt) :].tolist()
+    runner.close()

@@ -28,7 +28,6 @@ def test_a_specification_arrives_as_it_was(family: str, tmp_path: Path) -> None:
         rank=1,
         degree=2,
         layout=layout,
-        num_blocks=7,
         num_threads=1,
         rendezvous="/nowhere",
         timeout_s=2.5,

@@ -1,7 +1,7 @@
 """The process of a rank other than 0: holds its part of the model and of the KV, and computes what it is told.
 
-Started by `engine.parallel.processes`, with which it shares a connection, the memory of its KV, and its standard input:
-when that ends, the leader is gone, and so is this process, whatever it does at that moment.
+Started by `engine.parallel.processes`, with which it shares a connection, by which the memory of its KV comes as well,
+and its standard input: when that ends, the leader is gone, and so is this process, whatever it does at that moment.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import os
 import sys
 import threading
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 
 import torch
 
 from engine.host_memory import keep_freed_memory
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, KVLayout
 from engine.model import Model
 from engine.parallel.batches import num_on_device, unpack_batch
 from engine.parallel.device_link import use_device
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import shared_cache
 from engine.parallel.processes import APART
-from engine.parallel.spec import HERE, JOIN, LOGITS, READY, STEP, RankSpec, word_and_number
+from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, word_and_number
 from engine.weights import load_weights
 from kernels.ops import kernels_for
 
@@ -32,9 +33,10 @@ logger = logging.getLogger(__name__)
 class Follower:
     """One rank's part of the model, at its leader's command."""
 
-    def __init__(self, model: Model, kv_cache: KVCache, ranks: RankGroup) -> None:
+    def __init__(self, model: Model, layout: KVLayout, ranks: RankGroup) -> None:
         self._model = model
-        self._kv_cache = kv_cache
+        self._layout = layout
+        self._kv_cache: KVCache | None = None
         self._ranks = ranks
 
     @torch.inference_mode()
@@ -44,9 +46,18 @@ class Follower:
             word, number = word_and_number(leader.recv_bytes())
             if word == STEP:
                 self._compute(number)
+            elif word == KV:
+                self._take_kv(recv_handle(leader), number)
             else:
                 assert word == LOGITS, f"a leader says nothing like {word!r}"
                 self._compute_logits(number)
+
+    def _take_kv(self, memory: int, num_blocks: int) -> None:
+        self._kv_cache = None
+        try:
+            self._kv_cache = shared_cache(self._layout, num_blocks, self._model.device, memory)
+        finally:
+            os.close(memory)
 
     def _compute(self, num_bytes: int) -> None:
         message = torch.empty(num_bytes, dtype=torch.uint8)
@@ -54,6 +65,7 @@ class Follower:
         on_device = torch.empty(num_on_device(message), dtype=torch.int64, device=self._model.device)
         self._ranks.tell(on_device)
         batch = unpack_batch(message, on_device)
+        assert self._kv_cache is not None, "a leader gives the ranks their KV before the first step"
         self._model.forward(batch, self._kv_cache)
         if not len(batch.output_rows):
             self._ranks.meet()
@@ -65,13 +77,11 @@ class Follower:
         self._model.logits(hidden)
 
 
-def load(leader: Connection, kv_memory: int, spec: RankSpec) -> Follower:
-    """`kv_memory`: the descriptor of the rank's KV."""
+def load(leader: Connection, spec: RankSpec) -> Follower:
     torch.set_num_threads(spec.num_threads)
     keep_freed_memory()
     device = torch.device(spec.device)
     use_device(device)
-    kv_cache = shared_cache(spec.layout, spec.num_blocks, device, kv_memory)
     leader.send_bytes(HERE)
     word = leader.recv_bytes()
     assert word == JOIN, f"a leader begins with {JOIN!r}, not with {word!r}"
@@ -80,17 +90,16 @@ def load(leader: Connection, kv_memory: int, spec: RankSpec) -> Follower:
     with torch.inference_mode():
         model = Model(spec.config, weights, kernels_for(device, batch_invariant=spec.batch_invariant), ranks)
     leader.send_bytes(READY)
-    return Follower(model, kv_cache, ranks)
+    return Follower(model, spec.layout, ranks)
 
 
 def main() -> None:
-    """`python -m engine.parallel.follower CONNECTION KV`: two file descriptors."""
+    """`python -m engine.parallel.follower CONNECTION`: a file descriptor."""
     logging.basicConfig(level=logging.INFO)
     threading.Thread(target=_end_with_leader, name="leader-watch", daemon=True).start()
-    connection, kv_memory = (int(argument) for argument in sys.argv[1:3])
-    leader = Connection(connection)
+    leader = Connection(int(sys.argv[1]))
     try:
-        load(leader, kv_memory, RankSpec.from_bytes(leader.recv_bytes())).serve(leader)
+        load(leader, RankSpec.from_bytes(leader.recv_bytes())).serve(leader)
     except EOFError:
         return
     except RanksApartError as error:

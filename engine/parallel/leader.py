@@ -30,7 +30,7 @@ from engine.parallel.group_model import LeaderRanks
 from engine.parallel.kv import GroupKV, shard_layout, shared_memory
 from engine.parallel.processes import GroupError, RankProcess
 from engine.parallel.shards import Shard, check_degree
-from engine.parallel.spec import HERE, JOIN, LOGITS, READY, STEP, RankSpec, with_number
+from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, with_number
 from engine.parallel.watch import GroupWatch, end_of
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class GroupLeader:
     ) -> None:
         check_degree(config, degree)
         self._device = device
+        self._layout = layout
+        self._ranks = [Shard(rank, degree) for rank in range(degree)]
         self._lock = threading.Lock()
         self._broken: str | None = None  # guarded by the lock
         self._processes: list[RankProcess] = []
@@ -75,22 +77,21 @@ class GroupLeader:
             RankSpec(
                 model_folder=str(model_folder),
                 config=config,
-                rank=rank,
-                degree=degree,
-                layout=shard_layout(layout, Shard(rank, degree)),
-                num_blocks=num_blocks,
+                rank=shard.rank,
+                degree=shard.degree,
+                layout=shard_layout(layout, shard),
                 num_threads=num_threads,
                 rendezvous=rendezvous,
                 timeout_s=STEP_S,
-                device=str(rank_device(device, rank)),
+                device=str(rank_device(device, shard.rank)),
                 batch_invariant=batch_invariant,
             )
-            for rank in range(degree)
+            for shard in self._ranks
         ]
         try:
-            self.own_cache = KVCache(specs[0].layout, num_blocks, device)
-            self.kv_cache = GroupKV(layout, [self.own_cache, *map(self._start, specs[1:])], self.check)
+            self._processes.extend(map(RankProcess, specs[1:]))
             self.ranks = LeaderRanks(self._join(specs[0]))
+            self.give_kv(num_blocks)
         except BaseException:
             self.close()
             raise
@@ -103,6 +104,26 @@ class GroupLeader:
         self._expect(READY, LOAD_S)
         self._meeting.cleanup()
         self._watch = GroupWatch(self._processes, self._break, within_s=STEP_S)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Of the ranks."""
+        return [rank_device(self._device, shard.rank) for shard in self._ranks]
+
+    def give_kv(self, num_blocks: int) -> KVCache:
+        """Caches of so many blocks in place of all ranks', between two steps. Returns this rank's."""
+        caches = [KVCache(shard_layout(self._layout, self._ranks[0]), num_blocks, self._device)]
+        for shard, process in zip(self._ranks[1:], self._processes, strict=True):
+            device = rank_device(self._device, shard.rank)
+            cache, memory = shared_memory(shard_layout(self._layout, shard), num_blocks, device)
+            try:
+                process.tell_file(with_number(KV, num_blocks), memory)
+            finally:
+                os.close(memory)
+            caches.append(cache)
+        self.own_cache = caches[0]
+        self.kv_cache = GroupKV(self._layout, caches, self.check)
+        return self.own_cache
 
     def tell_step(self, batch: Batch) -> None:
         message, on_device = pack_batch(batch, self.own_cache.layout.block_size)
@@ -148,15 +169,6 @@ class GroupLeader:
         for process in self._processes:
             process.wait_for_end()
         self._meeting.cleanup()
-
-    def _start(self, spec: RankSpec) -> KVCache:
-        """Its KV, seen from here."""
-        cache, memory = shared_memory(spec.layout, spec.num_blocks, torch.device(spec.device))
-        try:
-            self._processes.append(RankProcess(spec, memory))
-        finally:
-            os.close(memory)
-        return cache
 
     def _join(self, spec: RankSpec) -> RankGroup:
         """In a thread that is left behind if need be: nobody can give up a communicator that is being made."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from multiprocessing import Pipe
+from multiprocessing.reduction import send_handle
 
 from engine.parallel.spec import RankSpec
 
@@ -22,15 +23,14 @@ class GroupError(RuntimeError):
 class RankProcess:
     """One rank's process. It ends when it is dismissed or this process ends, however that happens."""
 
-    def __init__(self, spec: RankSpec, kv_memory: int) -> None:
+    def __init__(self, spec: RankSpec) -> None:
         self.rank = spec.rank
         self.connection, theirs = Pipe()
         with theirs:
-            descriptors = (theirs.fileno(), kv_memory)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.parallel.follower", *map(str, descriptors)],
+                [sys.executable, "-m", "engine.parallel.follower", str(theirs.fileno())],
                 stdin=subprocess.PIPE,  # its end tells the rank of ours
-                pass_fds=descriptors,
+                pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 start_new_session=True,  # an interrupt from the terminal is the leader's to answer
             )
@@ -44,6 +44,14 @@ class RankProcess:
         """Short enough to be buffered: never waits for the rank. Raises GroupError if it is gone."""
         try:
             self.connection.send_bytes(message)
+        except OSError as error:
+            raise self._gone() from error
+
+    def tell_file(self, message: bytes, descriptor: int) -> None:
+        """A message, and a file descriptor for the rank to have as well. As `tell`."""
+        self.tell(message)
+        try:
+            send_handle(self.connection, descriptor, self._process.pid)
         except OSError as error:
             raise self._gone() from error
 

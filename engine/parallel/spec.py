@@ -14,6 +14,7 @@ from engine.rope import RopeConfig
 # From the leader, after the specification. A word may be followed by a number, eight bytes, little-endian.
 JOIN = b"join"  # all ranks have come: find each other
 STEP = b"step"  # a step follows, told to the group in so many bytes
+KV = b"kvkv"  # the memory of its KV follows, as a file descriptor: so many blocks, in place of what it had
 LOGITS = b"rows"  # hidden states follow, told to the group: so many rows
 # From a rank.
 HERE = b"here"  # its process runs
@@ -22,7 +23,7 @@ READY = b"done"  # it has loaded its part of the model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """`layout` and `num_blocks` are of the rank's own KV, for which it was given the memory.
+    """`layout` is of the rank's own KV.
 
     `rendezvous` is a file in which the ranks find each other. Every act of the group has to end within `timeout_s`.
     `batch_invariant`: see `kernels_for`.
@@ -33,7 +34,6 @@ class RankSpec:
     rank: int
     degree: int
     layout: KVLayout
-    num_blocks: int
     num_threads: int
     rendezvous: str
     timeout_s: float
