@@ -25,7 +25,7 @@ def provenance() -> Json:
         "cpus": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
         "load_average_before": round(os.getloadavg()[0], 2),
     }
 
@@ -51,7 +51,7 @@ def _cpu_name() -> str:
     return platform.processor()
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -24,12 +24,13 @@ from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.peer_engines import ENGINES, EngineName, EngineOrder, read_answers
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint
 from benchmarks.part import GateError
-from benchmarks.provenance import ROOT
+from benchmarks.provenance import ROOT, version_of
 from benchmarks.timing import RequestTiming, Wave, describe_waves
 from engine.loading import DtypeName
 
 LEAST_AGREEMENT = 0.75  # of first tokens: bfloat16 rounds otherwise in another order
 ENGINE_TIMEOUT_S = 400.0
+_FLASH_ATTENTION = ("flash-attn", "flash-attn-3", "kernels")  # continuous batching is faster with one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> Non
     report.note(
         model=scale.model.shape.name, load=f"{scale.prompt_tokens} -> {scale.output_tokens}", repeats=scale.repeats
     )
+    report.note(flash_attention={name: version_of(name) for name in _FLASH_ATTENTION})
     ours: dict[str, Any] = {}
     for engine in scale.engines:
         answers = _answers(report, scale.order(engine, folder, device))
