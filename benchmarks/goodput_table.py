@@ -77,6 +77,11 @@ def decisions_table(results: Report) -> str:
     return decisions + _whole_trace(results["simulated"])
 
 
+def decisions_headline(results: Report) -> Json:
+    """Placed ones' where it was stored before all were told together."""
+    return {"p99_ms": results.get("all", results["placed"])["p99"]}
+
+
 def _whole_trace(simulated: Report) -> str:
     return (
         f"\n{simulated['num_requests']} requests ({simulated['requests']}) on {simulated['workers']}: simulated in"

@@ -13,7 +13,14 @@ from benchmarks.cells import spread as _spread
 from benchmarks.cells import table as _table
 from benchmarks.cells import tail as _tail
 from benchmarks.gateway_table import gateway_headline, gateway_tables, startup_headline, startup_table
-from benchmarks.goodput_table import GOODPUT, decisions_table, goodput_headline, goodput_overview, goodput_tables
+from benchmarks.goodput_table import (
+    GOODPUT,
+    decisions_headline,
+    decisions_table,
+    goodput_headline,
+    goodput_overview,
+    goodput_tables,
+)
 from benchmarks.honesty_table import honesty_headline, honesty_tables
 from benchmarks.offload_table import offload_headline, offload_tables
 from benchmarks.peers_table import peers_headline, peers_tables
@@ -277,7 +284,7 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "offload": offload_headline,
     "simulator_honesty": honesty_headline,
     **dict.fromkeys(GOODPUT, goodput_headline),
-    "decisions": lambda results: {"p99_ms": results["placed"]["p99"]},
+    "decisions": decisions_headline,
     "peers": peers_headline,
     "transports": lambda results: {"largest_slab": results["rows"][-1]},
 }
