@@ -16,10 +16,11 @@ constexpr int kBlockRows = 6;             // rows at a time: with kKeyVectors re
 constexpr int kWidthVectors = 4;          // registers of outputs that are summed at a time
 constexpr float kNothingSeen = -1e30f;    // below every score; not infinite, so that differences of it are numbers
 
-// The sums of a row: its weights' sum in 16 parts, the largest exponent, and `width` weighted sums of values.
+// The sums of a row: its weights' sum in 16 parts, and `width` weighted sums of values; weights are 2 to the power of
+// their exponent less the reference.
 struct Sums {
   float weights[16];
-  float largest;
+  float reference;
   float unused[15];
   float values[];
 };
@@ -53,7 +54,7 @@ struct Exponents {
 inline void start(Sums& sums, int64_t width) {
   std::fill_n(sums.weights, 16, 0.0f);
   std::fill_n(sums.values, width, 0.0f);
-  sums.largest = kNothingSeen;
+  sums.reference = kNothingSeen;
 }
 
 template <typename T, int kRows>
@@ -94,30 +95,44 @@ inline void store_weights(bf16* into, const __m512 (&weights)[kKeyVectors]) {
   }
 }
 
-// Turns products into weights, relative to the largest exponent so far. Returns what the sums of values, which are
-// relative to an earlier one, have to be multiplied by.
+// What exponents may be above their row's reference.
+constexpr float kSlack = 8.0f;
+
+// Moves the reference of a row's sums to the largest of the tile's exponents, if that is far above it: usually no
+// exponent of a tile is, and to find its largest would take as long as everything else. Returns what the sums of
+// values, which are relative to the earlier one, have to be multiplied by.
+inline __attribute__((always_inline)) __m512 move_reference(Sums& sums, __m512 largest_of_lanes) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  const float before = sums.reference;
+  if (!_mm512_cmp_ps_mask(largest_of_lanes, _mm512_set1_ps(before + kSlack), _CMP_GT_OQ)) return one;
+  sums.reference = _mm512_reduce_max_ps(largest_of_lanes);
+  const __m512 factor = exp2(_mm512_set1_ps(before - sums.reference));
+  _mm512_storeu_ps(sums.weights, _mm512_mul_ps(_mm512_loadu_ps(sums.weights), factor));
+  return factor;
+}
+
+// Turns products into weights, relative to the row's reference. Returns what `move_reference` does.
 template <typename T>
 inline __attribute__((always_inline)) __m512 weigh(const Tile& tile, const Row& row, const Exponents& exponents,
                                                    const __m512 (&products)[kKeyVectors], T* weights) {
   __m512 score[kKeyVectors], weight[kKeyVectors];
+  const __m512 scale = _mm512_set1_ps(exponents.scale), nothing = _mm512_set1_ps(kNothing);
   const uint64_t seen = tokens_seen(row, tile.first);
   for (int64_t v = 0; v < kKeyVectors; ++v) {
     score[v] = exponents.score(products[v]);
-    if (seen != ~0ull) {
-      const __mmask16 lanes = static_cast<__mmask16>(seen >> (16 * v));
-      score[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes, score[v]);
-    }
+    if (seen != ~0ull) score[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen >> (16 * v), score[v]);
   }
   const __m512 larger = _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]));
-  const float before = row.sums->largest, largest = std::max(before, _mm512_reduce_max_ps(larger) * exponents.scale);
+  const __m512 factor = move_reference(*row.sums, _mm512_mul_ps(larger, scale));
+  const __m512 reference = _mm512_set1_ps(row.sums->reference);
   for (int64_t v = 0; v < kKeyVectors; ++v) {
-    weight[v] = exp2(_mm512_fmsub_ps(score[v], _mm512_set1_ps(exponents.scale), _mm512_set1_ps(largest)));
+    __m512 exponent = _mm512_fmsub_ps(score[v], scale, reference);
+    if (seen != ~0ull) exponent = _mm512_max_ps(exponent, nothing);
+    weight[v] = exp2_of_finite(exponent);
   }
   store_weights(weights, weight);
-  const __m512 factor = largest == before ? _mm512_set1_ps(1.0f) : exp2(_mm512_set1_ps(before - largest));
   const __m512 added = _mm512_add_ps(_mm512_add_ps(weight[0], weight[1]), _mm512_add_ps(weight[2], weight[3]));
-  _mm512_storeu_ps(row.sums->weights, _mm512_fmadd_ps(_mm512_loadu_ps(row.sums->weights), factor, added));
-  row.sums->largest = largest;
+  _mm512_storeu_ps(row.sums->weights, _mm512_add_ps(_mm512_loadu_ps(row.sums->weights), added));
   return factor;
 }
 
@@ -188,14 +203,15 @@ void attend_tile(const Tile& tile, const Row* rows, int64_t num_rows, const Expo
 
 // Adds the sums of later tokens.
 inline void merge(Sums& sums, const Sums& later, int64_t width) {
-  const float largest = std::max(sums.largest, later.largest);
-  const __m512 a = exp2(_mm512_set1_ps(sums.largest - largest)), b = exp2(_mm512_set1_ps(later.largest - largest));
+  const float reference = std::max(sums.reference, later.reference);
+  const __m512 a = exp2(_mm512_set1_ps(sums.reference - reference));
+  const __m512 b = exp2(_mm512_set1_ps(later.reference - reference));
   const auto add = [&](float* to, const float* from) {
     _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(from), b, _mm512_mul_ps(_mm512_loadu_ps(to), a)));
   };
   add(sums.weights, later.weights);
   for (int64_t at = 0; at < width; at += 16) add(sums.values + at, later.values + at);
-  sums.largest = largest;
+  sums.reference = reference;
 }
 
 template <typename T>

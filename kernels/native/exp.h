@@ -6,10 +6,11 @@
 
 namespace legato {
 
-// 2^x to 2 ulp, exactly 1 at 0, and 0 below -160 and at -infinity. The polynomial is the one of degree 6 whose largest
-// relative error over [-1/2, 1/2] is least (1.9e-9).
-inline __m512 exp2(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);
+constexpr float kNothing = -160.0f;  // two to the power of it or of less is 0
+
+// 2^x to 2 ulp, exactly 1 at 0. The polynomial is the one of degree 6 whose largest relative error over [-1/2, 1/2] is
+// least (1.9e-9).
+inline __m512 exp2_of_finite(__m512 x) {
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 part = _mm512_sub_ps(x, whole);
   __m512 value = _mm512_set1_ps(0x1.41d334p-13f);
@@ -21,6 +22,9 @@ inline __m512 exp2(__m512 x) {
   value = _mm512_fmadd_ps(value, part, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(value, whole);
 }
+
+// Also of -infinity.
+inline __m512 exp2(__m512 x) { return exp2_of_finite(_mm512_max_ps(_mm512_set1_ps(kNothing), x)); }
 
 // (1 - e) / (1 + e) with e = exp(-2 |x|), which cannot overflow: to 1e-7 absolute, not relative.
 inline __m512 tanh(__m512 x) {
