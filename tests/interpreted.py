@@ -23,5 +23,11 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def wait_for_device() -> None:
+    """Before memory of the host is looked at that a device was told to write."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def uninterpreted_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -12,7 +12,7 @@ from engine.host_placement import BlockPairs
 from engine.kv_cache import KVCache, KVLayout
 from kernels import reference
 from kernels.block_copies import copy_blocks
-from tests.interpreted import device
+from tests.interpreted import device, wait_for_device
 
 torch.set_num_threads(1)
 
@@ -72,6 +72,7 @@ def test_blocks_go_pairwise(
         expected["host"][pairs.host.tolist()] = expected["device"][pairs.device.tolist()]
     link = BlockLink(on_device, on_host)
     (link.load if loads else link.save)(pairs)
+    wait_for_device()
     for name, cache in (("device", on_device), ("host", on_host)):
         assert torch.equal(cache.blocks.cpu().view(torch.uint8), expected[name].view(torch.uint8)), name
 

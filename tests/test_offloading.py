@@ -11,7 +11,7 @@ from engine.host_placement import Blocks
 from engine.kv_cache import KVCache, KVLayout
 from kv_transfer.tiers.offloading import StreamOffload
 from tests.device_queues import LazyStream
-from tests.interpreted import device
+from tests.interpreted import device, wait_for_device
 
 torch.set_num_threads(1)
 LAYOUT = KVLayout(num_layers=2, layers_per_group=1, num_kv_heads=1, head_dim=8, block_size=4, dtype=torch.float32)
@@ -34,6 +34,7 @@ def test_blocks_are_copied_once_they_are_computed_and_not_before_it_returns() ->
     world = World()
     world.compute.queue(lambda: world.on_device.tensor.fill_(7))
     world.offload(blocks(5, 2), blocks(0, 3))
+    wait_for_device()  # which is no part of a lazy stream
     assert (world.on_host.blocks[[0, 3]] == 7).all()
     assert (world.on_host.blocks[[1, 2, 4]] == 0).all()
     assert (world.compute.num_waits, world.down.num_waits) == (0, 1), "the thread waits for its copy alone"

@@ -32,6 +32,8 @@ TESTS = (
     "tests/test_slab_kernels.py",
     "tests/test_device_copying.py",
     "tests/test_pinned_slabs.py",
+    "tests/test_block_link.py",
+    "tests/test_offloading.py",
     "tests/test_sampling_kernels.py",
     "tests/test_block_digest.py",
     "tests/test_gpu_kernels.py",

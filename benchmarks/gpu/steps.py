@@ -65,6 +65,7 @@ STEPS: Mapping[str, Step] = {
         _measured("model", "steps of an 8B shape beside the ceilings, and beside the cost model", 3, "model_speed"),
         _measured("gap", "how long the GPU waits for the host between decode steps", 2, "host_gap"),
         _measured("link", "slabs to pinned host memory beside the link's rate", 0.5, "link"),
+        _measured("layerkv", "tokens with layers in host memory, and what their copies run beside", 2, "layerkv"),
         _tests("kernels", "every kernel equals its reference on the device", 4, *TESTS),
         _measured("speed", "every kernel beside the ceilings", 2, "kernels"),
         Step(
