@@ -76,6 +76,7 @@ STEPS: Mapping[str, Step] = {
         ),
         _measured("exposed", "what a hand-off of 8k tokens of an 8B shape leaves exposed", 2.5, "handoff_share"),
         _measured("memory", "a worker's memory stays as it was after its start", 2, "memory"),
+        _measured("parallel", "one model over two GPUs or four; needs two GPUs", 4, "parallel"),
         _measured("peers_batching", "beside transformers' continuous batching", 4, "peers", "batching"),
         _measured("peers_compiled", "beside transformers' compiled static cache", 6, "peers", "compiled"),
         _tests("compilation", "every kernel compiles with the Triton that is there", 2, *_COMPILATION_TESTS),
