@@ -73,6 +73,8 @@ def command(asker: HttpAsker, num_open: int, num_requests: int, output: Path) ->
         "profile": f"kind=concurrent,streams={num_open}",
         "constraint": f"kind=max_requests,count={num_requests}",
         "data": f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
+        # All made before the first is sent: by itself it makes thousands while the server is measured.
+        "data-loader": f"kind=pytorch,samples={num_requests},prefetch_factor=2",
         "tokenizer": f"kind=hf_auto,model={model_folder()}",
         "output": f"kind=json,path={output}",
     }
