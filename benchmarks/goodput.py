@@ -61,6 +61,7 @@ def measure(arguments: argparse.Namespace) -> Json:
             variants=arguments.legato or VARIANTS[:1],
             baselines=arguments.baseline or BASELINES,
             with_overload=arguments.overload and setting.num_workers <= SMALL,
+            with_classes=arguments.classes,
             kept=kept,
             given=dict(arguments.layout),
         ).run()
@@ -150,6 +151,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
     parser.add_argument(
         "--overload", action=argparse.BooleanOptionalAction, default=True, help="what more load does; default: yes"
+    )
+    parser.add_argument(
+        "--classes",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="shares by length of prompt; default: yes",
     )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="of what was found, to go on from")
     return parser.parse_args()

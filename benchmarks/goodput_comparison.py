@@ -32,6 +32,7 @@ class Comparison:
     variants: Sequence[str]
     baselines: Sequence[str]
     with_overload: bool = False
+    with_classes: bool = True
     kept: Kept
     given: Mapping[str, Layout] = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ class Comparison:
             "ratio_by_slice": self._ratio_by_slice(loads),
             "bounds": [[round(load, 2) for load in bounds(setting, first)] for first in self.slices[1:]],
             "spans_s": [round(span_s(setting, first), 1) for first in self.slices[1:]],
-            "by_class": self._by_class(told, suited),
+            "by_class": self._by_class(told, suited) if self.with_classes else {},
             "overload": self._overload(told, suited[self.variants[0]]) if self.with_overload else [],
         }
 

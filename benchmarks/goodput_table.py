@@ -18,6 +18,8 @@ GOODPUT: Final = (
     "goodput_64_azure",
     "goodput_70b",
     "goodput_70b_azure",
+    "goodput_70b_64",
+    "goodput_70b_64_azure",
     "goodput_20ms",
     "goodput_30ms",
     "goodput_split",
@@ -112,7 +114,9 @@ def _setting(line: Report) -> str:
         *(_name(line), "prefill + decode", f"highest load, slices of {line['requests']}"),
         *("of the best baseline", "of the bound"),
     ]
-    parts = [table(columns, rows), _beside(line), _by_class(line["by_class"])]
+    parts = [table(columns, rows), _beside(line)]
+    if line["by_class"]:
+        parts.append(_by_class(line["by_class"]))
     if line["overload"]:
         parts.append(_overload(line["overload"]))
     return "\n".join(parts)
