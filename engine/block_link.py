@@ -5,10 +5,10 @@ Knows how they get there fast, not when they may: the caller's stream is the one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,14 +37,16 @@ class BlockLink:
         self._copy(self._on_device, pairs.device, self._on_host, pairs.host)
 
     def _copy(self, source: Tensor, sources: Blocks, target: Tensor, targets: Blocks) -> None:
-        stretches = stretches_of(sources, targets)
-        if self._by_kernel and len(sources) * source[0].nbytes < len(stretches) * _STRETCH_BYTES:
+        bounds = stretch_bounds(sources, targets)
+        num_bytes = len(sources) * source[0].nbytes
+        if self._by_kernel and num_bytes < (len(bounds) - 1) * _STRETCH_BYTES:
             from kernels.block_copies import copy_blocks  # needs Triton
 
             indices = self._upload(sources, targets)
             copy_blocks(source, indices[0], target, indices[1])
             return
-        for first, into, count in stretches:
+        for start, stop in pairwise(bounds.tolist()):
+            first, into, count = int(sources[start]), int(targets[start]), stop - start
             target[into : into + count].copy_(source[first : first + count], non_blocking=True)
 
     def _upload(self, sources: Blocks, targets: Blocks) -> Tensor:
@@ -55,10 +57,12 @@ class BlockLink:
         return indices.to(device, non_blocking=True)
 
 
-def stretches_of(sources: Blocks, targets: Blocks) -> Sequence[tuple[int, int, int]]:
-    """(first source, first target, number) of those that lie one after the other at both ends."""
+def stretch_bounds(sources: Blocks, targets: Blocks) -> npt.NDArray[np.int64]:
+    """Where in the lists a stretch ends or begins: blocks between two bounds lie one after the other at both ends.
+
+    Thousands may be stretches of one block, so nothing here is done for each.
+    """
     if not len(sources):
-        return []
+        return np.zeros(1, dtype=np.int64)
     breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
-    bounds = [0, *breaks.tolist(), len(sources)]
-    return [(int(sources[start]), int(targets[start]), stop - start) for start, stop in pairwise(bounds)]
+    return np.concatenate(([0], breaks, [len(sources)]))

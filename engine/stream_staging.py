@@ -73,16 +73,20 @@ class StreamStaging:
         self.streams.drain()
 
     def _measure_fetching(self) -> float:
-        """Bytes per second, in no particular order, into blocks that nobody owns yet. Afterwards all is compiled."""
-        tiers, inward = self.tiers, self.streams.inward
+        """Bytes per second, in no particular order, into blocks that nobody owns yet.
+
+        Afterwards the kernel is compiled, and both streams have the memory that lists of blocks take.
+        """
+        tiers, streams = self.tiers, self.streams
         most = min(tiers.kv_cache.num_blocks, tiers.host_cache.num_blocks)
         blocks = np.arange(min(most, max(1, _PROBE_BYTES // tiers.kv_cache.layout.block_bytes)), dtype=np.int32)
         pairs = BlockPairs(host=blocks, device=blocks[::-1])
-        inward.follow(self.streams.compute.record())
-        for _ in range(2):  # once to compile
-            begun = inward.record()
-            inward.queue(partial(self.link.load, pairs))
-        ended = inward.record()
+        streams.outward.follow(streams.compute.record())
+        streams.outward.queue(partial(self.link.load, pairs))
+        streams.outward.record().wait()
+        begun = streams.inward.record()
+        streams.inward.queue(partial(self.link.load, pairs))
+        ended = streams.inward.record()
         ended.wait()
         return tiers.num_bytes(pairs) / max(ended.seconds_since(begun), 1e-9)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import block_link
-from engine.block_link import BlockLink, stretches_of
+from engine.block_link import BlockLink, stretch_bounds
 from engine.host_placement import BlockPairs
 from engine.kv_cache import KVCache, KVLayout
 from kernels import reference
@@ -91,5 +91,6 @@ def test_many_short_stretches_are_one_launch_and_long_ones_are_copied(monkeypatc
 def test_stretches_end_where_either_end_does() -> None:
     sources = np.array([4, 5, 6, 9, 10, 2], dtype=np.int32)
     targets = np.array([0, 1, 5, 6, 7, 8], dtype=np.int32)
-    assert stretches_of(sources, targets) == [(4, 0, 2), (6, 5, 1), (9, 6, 2), (2, 8, 1)]
-    assert stretches_of(sources[:0], targets[:0]) == []
+    assert stretch_bounds(sources, targets).tolist() == [0, 2, 3, 5, 6]
+    assert stretch_bounds(sources[:1], targets[:1]).tolist() == [0, 1]
+    assert stretch_bounds(sources[:0], targets[:0]).tolist() == [0]
