@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,25 @@ def _has_ended(pid: int) -> bool:
 
 def test_a_command_that_hangs_is_ended() -> None:
     assert run_command(("-c", "import time; time.sleep(600)"), timeout_s=0.5) is False
+
+
+def test_one_part_runs_and_the_checkpoints_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[str] = []
+    forgotten: list[bool] = []
+
+    def run(chosen: Sequence[Step], device: torch.device, folder: Path, until_s: float | None) -> list[Outcome]:
+        assert until_s is not None
+        ran.extend(step.name for step in chosen)
+        return [Outcome(step=step.name, verdict="green", duration_s=1.0) for step in chosen]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "_tell_device", lambda: None)
+    monkeypatch.setattr(gpu_check, "run_steps", run)
+    monkeypatch.setattr(gpu_check, "forget_checkpoints", lambda: forgotten.append(True))
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "kernels", "link", "engine", "--minutes", "5", "--part", "2"])
+    assert gpu_check.main() == 0
+    assert ran == ["engine"]
+    assert forgotten
 
 
 def test_an_unknown_step_and_an_unknown_part_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

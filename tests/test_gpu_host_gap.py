@@ -18,8 +18,12 @@ SMALL = Scale(model=TINY, dtype="float32", decodes=(1, 2), context_tokens=8, num
 
 def test_the_step_runs_in_all_four_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models_in(tmp_path, monkeypatch)
-    found = figures(run_here("gap", tmp_path, functools.partial(host_gap.measure, scale=SMALL)))
+    stored = run_here("gap", tmp_path, functools.partial(host_gap.measure, scale=SMALL))
+    found = figures(stored)
     assert len(found) == 8
     aimed = [name for name, figure in found.items() if figure["at_most"] == host_gap.AIM_US]
     assert aimed == [f"gap between decode steps, {n} sequences, recorded, overlapped" for n in (1, 2)]
     assert all(figure["value"] > 0 for figure in found.values()), "a CPU does other things between two operators"
+    details = stored["2 sequences, launched anew, one after the other"]
+    assert details["steps"] >= 4
+    assert details["untraced_step_us"] > 0

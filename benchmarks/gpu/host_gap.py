@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.model_speed import Aims, Scale, loaded
-from benchmarks.gpu.stepping import Stepper
+from benchmarks.gpu.stepping import Stepper, decode_step_seconds
 from benchmarks.gpu.trace import DEVICE_WORK, StepTime, read_trace, step_times
 from benchmarks.workload import draw_prompts, greedy
 from engine.loading import LoadedModel
@@ -80,8 +80,8 @@ def measure(report: Report, device: torch.device, scale: Scale = SCALE) -> None:
         if not recorded:
             model.runner.forget_recordings()
         for overlap, num_seqs in itertools.product((True, False), scale.decodes):
-            steps = asyncio.run(_traced(model, mark, scale, num_seqs, overlap=overlap))
-            _judge(report, steps, f"{num_seqs} sequences, {_told(recorded, overlap)}", aimed=recorded and overlap)
+            traced = asyncio.run(_traced(model, mark, scale, num_seqs, overlap=overlap))
+            _judge(report, traced, f"{num_seqs} sequences, {_told(recorded, overlap)}", aimed=recorded and overlap)
     model.runner.close()
 
 
@@ -99,13 +99,24 @@ def _told(recorded: bool, overlap: bool) -> str:
     return f"{'recorded' if recorded else 'launched anew'}, {'overlapped' if overlap else 'one after the other'}"
 
 
-async def _traced(model: LoadedModel, mark: Mark, scale: Scale, num_seqs: int, *, overlap: bool) -> list[StepTime]:
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """`untraced_s`: of the same steps just before, so that it shows what the profiler costs."""
+
+    steps: list[StepTime]
+    untraced_s: float
+
+
+async def _traced(model: LoadedModel, mark: Mark, scale: Scale, num_seqs: int, *, overlap: bool) -> Traced:
     """Steps that decode so many sequences and nothing else."""
     prompts = draw_prompts(num_seqs, scale.context_tokens, below=scale.model.shape.vocab_size)
     limits = {"max_num_seqs": num_seqs, "token_budget": max(scale.prefills) + num_seqs}
     async with Stepper(model, **limits, overlap=overlap, mark=mark.make) as stepper:
-        streams = stepper.add(prompts, greedy(2 * scale.num_steps))
+        streams = stepper.add(prompts, greedy(4 * scale.num_steps))
         await stepper.until(lambda: all(len(stream.arrivals_s) > 1 for stream in streams))
+        stepper.ends.clear()
+        await stepper.until(lambda: len(stepper.ends) >= scale.num_steps)
+        untraced_s = statistics.median(decode_step_seconds(stepper.ends, num_seqs))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             with profiling(mark.activities, path):
@@ -113,7 +124,8 @@ async def _traced(model: LoadedModel, mark: Mark, scale: Scale, num_seqs: int, *
                 await stepper.until(lambda: len(stepper.ends) >= first + scale.num_steps)
             stepper.give_up(streams)
             activities = await asyncio.to_thread(read_trace, path, mark.categories)
-    return step_times(activities, mark.name, longest_pause_us=LONGEST_PAUSE_US, spare=SPARE_STEPS)
+    steps = step_times(activities, mark.name, longest_pause_us=LONGEST_PAUSE_US, spare=SPARE_STEPS)
+    return Traced(steps, untraced_s)
 
 
 @contextlib.contextmanager
@@ -130,8 +142,8 @@ def profiling(activities: Collection[ProfilerActivity], path: Path) -> Any:
     profiler.export_chrome_trace(str(path))
 
 
-def _judge(report: Report, steps: list[StepTime], what: str, *, aimed: bool) -> None:
-    waits = [step.waited_us for step in steps]
+def _judge(report: Report, traced: Traced, what: str, *, aimed: bool) -> None:
+    steps, waits = traced.steps, [step.waited_us for step in traced.steps]
     report.add(
         Figure(
             name=f"gap between decode steps, {what}",
@@ -140,10 +152,15 @@ def _judge(report: Report, steps: list[StepTime], what: str, *, aimed: bool) -> 
             at_most=AIM_US if aimed else None,
         )
     )
-    report.tell(
-        f"of {len(steps)} steps of {statistics.median(step.lasted_us for step in steps):.0f} us; longest gap"
-        f" {max(waits):.0f} us; idle in all {statistics.median(step.idle_us for step in steps):.0f} us a step"
-    )
+    details = {
+        "steps": len(steps),
+        "step_us": round(statistics.median(step.lasted_us for step in steps), 1),
+        "untraced_step_us": round(traced.untraced_s * 1e6, 1),
+        "longest_gap_us": round(max(waits), 1),
+        "idle_us": round(statistics.median(step.idle_us for step in steps), 1),
+    }
+    report.note(**{what: details})
+    report.tell(f"  {', '.join(f'{name} {value:g}' for name, value in details.items())}")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Scale:
     @property
     def kv_blocks(self) -> int:
         """Of 16 tokens: for the largest batch, and for the longest prompt after it."""
-        per_seq = -(-(self.context_tokens + 2 * self.num_steps) // 16)
+        per_seq = -(-(self.context_tokens + 4 * self.num_steps) // 16)
         return max(self.decodes) * per_seq + max(self.prefills) // 16 + 64
 
 

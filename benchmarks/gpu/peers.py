@@ -35,11 +35,13 @@ _FLASH_ATTENTION = ("flash-attn", "flash-attn-3", "kernels")  # continuous batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
+    """The load is that of `make bench-peers` on CPUs."""
+
     model: RandomModel = LLAMA_8B
     dtype: DtypeName = "bfloat16"
     engines: tuple[EngineName, ...] = ENGINES
     num_concurrent: tuple[int, ...] = (1, 8, 64)
-    prompt_tokens: int = 1024
+    prompt_tokens: int = 256
     output_tokens: int = 128
     repeats: int = 3
 
