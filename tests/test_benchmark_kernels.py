@@ -111,4 +111,7 @@ def test_random_weights_stand_in_where_the_model_cannot_be_had(tmp_path: Path, m
     models_in(tmp_path, monkeypatch)
     monkeypatch.setattr(exactness, "resolve_model", unavailable)
     monkeypatch.setattr(exactness, "_STAND_IN", TINY)
-    assert same_tokens(exactness.model_or_stand_in(), "cpu", TINY.shape.vocab_size, lengths=(9,))
+    first = exactness.model_or_stand_in()
+    assert same_tokens(first, "cpu", TINY.shape.vocab_size, lengths=(9,))
+    monkeypatch.delattr(exactness, "resolve_model")  # is not asked again
+    assert exactness.model_or_stand_in() == first

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from benchmarks.gpu.random_model import RandomModel, checkpoint
+from benchmarks.gpu.random_model import RandomModel, checkpoint, kept_checkpoint
 from benchmarks.workload import MODEL
 from decode_workers.local_engine import LocalEngine
 from engine.builtin_models import ModelUnavailableError
@@ -42,7 +42,14 @@ _STAND_IN = RandomModel(
 
 
 def model_or_stand_in() -> str:
-    """What `EngineConfig.model_ref` takes. Which of both it is, is printed if it is not SmolLM2."""
+    """What `EngineConfig.model_ref` takes. Which of both it is, is printed if it is not SmolLM2.
+
+    Where one step had to do without, the others do not wait for what cannot be had either.
+    """
+    kept = kept_checkpoint(_STAND_IN)
+    if kept is not None:
+        print(f"  random weights in the shape of {MODEL} stand in for it", flush=True)
+        return str(kept)
     try:
         resolve_model(MODEL)
     except ModelUnavailableError as error:

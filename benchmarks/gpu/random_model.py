@@ -41,9 +41,10 @@ LLAMA_8B = RandomModel(shape=LLAMA_3_1_8B)
 
 def checkpoint(model: RandomModel, device: torch.device) -> Path:
     """Its folder, made if there is none. Two that make it at once both succeed."""
-    folder = _place(model.shape.weight_bytes) / model.shape.name
-    if folder.exists():
-        return folder
+    kept = kept_checkpoint(model)
+    if kept is not None:
+        return kept
+    folder = _folder_of(model)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
     try:
@@ -55,6 +56,12 @@ def checkpoint(model: RandomModel, device: torch.device) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def kept_checkpoint(model: RandomModel) -> Path | None:
+    """Its folder, if there is one."""
+    folder = _folder_of(model)
+    return folder if folder.exists() else None
 
 
 def forget_checkpoints() -> None:
@@ -116,6 +123,10 @@ def _hugging_face_config(model: RandomModel) -> dict[str, object]:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
+
+
+def _folder_of(model: RandomModel) -> Path:
+    return _place(model.shape.weight_bytes) / model.shape.name
 
 
 def _place(num_bytes: int) -> Path:
