@@ -3,6 +3,8 @@
 // Every output is one sum in float32 over the inputs in rising order, whatever the number of rows and of threads: a
 // row's result is the same to the bit alone, in any batch and in any chunk of a prompt.
 
+#include <omp.h>
+
 #include "calls.h"
 #include "panels.h"
 
@@ -46,14 +48,16 @@ struct Linear {
   Outputs<T> to;
 };
 
-template <typename T, int kRows>
-void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel) {
+// `ahead`: weights that memory is asked for meanwhile, a line of 64 bytes for each step, which is half of a panel.
+template <typename T, int kRows, bool kAhead>
+void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel, const char* ahead) {
   using In = Inputs<T>;
   const T* weight = job.weight + panel * job.inputs * kPanel;
   const T* x = job.x + first_row * job.inputs;
   __m512 left[kRows], right[kRows];
   for (int row = 0; row < kRows; ++row) left[row] = right[row] = _mm512_setzero_ps();
-  for (int64_t input = 0; input < job.inputs; input += In::kTogether) {
+  for (int64_t input = 0; input < job.inputs; input += In::kTogether, ahead += 64) {
+    if constexpr (kAhead) _mm_prefetch(ahead, _MM_HINT_T1);
     const auto a = In::of_weight(weight + input * kPanel);
     const auto b = In::of_weight(weight + input * kPanel + kPanel / 2 * In::kTogether);
 #pragma GCC unroll 12
@@ -69,24 +73,34 @@ void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel) {
   }
 }
 
-template <typename T, int kRows>
-void compute_rest(const Linear<T>& job, int64_t first_row, int64_t panel, int64_t rows) {
-  if (rows == kRows) return compute_tile<T, kRows>(job, first_row, panel);
-  if constexpr (kRows > 1) compute_rest<T, kRows - 1>(job, first_row, panel, rows);
+template <typename T, int kRows, bool kAhead>
+void compute_rows(const Linear<T>& job, int64_t first_row, int64_t panel, const char* ahead) {
+  const int64_t rows = job.rows - first_row;
+  if (rows >= kRows) return compute_tile<T, kRows, kAhead>(job, first_row, panel, ahead);
+  if constexpr (kRows > 1) compute_rows<T, kRows - 1, kAhead>(job, first_row, panel, ahead);
 }
 
+// The first tile reads the panel from memory; while the second and the third compute with it, memory has time for the
+// thread's next one.
 template <typename T>
-void compute_panel(const Linear<T>& job, int64_t panel) {
-  int64_t row = 0;
-  for (; row + kTile <= job.rows; row += kTile) compute_tile<T, kTile>(job, row, panel);
-  if (row < job.rows) compute_rest<T, kTile - 1>(job, row, panel, job.rows - row);
+void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
+  const auto* ahead = reinterpret_cast<const char*>(job.weight + next * job.inputs * kPanel);
+  const int64_t half = job.inputs * kPanel / 2 * static_cast<int64_t>(sizeof(T));
+  for (int64_t row = 0; row < job.rows; row += kTile) {
+    if (row == kTile || row == 2 * kTile) {
+      compute_rows<T, kTile, true>(job, row, panel, ahead);
+      ahead += half;
+    } else {
+      compute_rows<T, kTile, false>(job, row, panel, nullptr);
+    }
+  }
 }
 
 template <typename T>
 void compute(const Linear<T>& job) {
-  const int64_t panels = num_panels(job.to.outputs);
+  const int64_t panels = num_panels(job.to.outputs), threads = omp_get_max_threads();
 #pragma omp parallel for schedule(dynamic, panels_at_once(panels, job.rows <= kTile))
-  for (int64_t panel = 0; panel < panels; ++panel) compute_panel(job, panel);
+  for (int64_t panel = 0; panel < panels; ++panel) compute_panel(job, panel, std::min(panel + threads, panels - 1));
 }
 
 template <typename T>
