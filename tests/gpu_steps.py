@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu import random_model
 from benchmarks.gpu.figures import Report, path_of, reported
 from benchmarks.gpu.random_model import RandomModel
+from engine.devices import CPU
 from engine.roofline import ModelShape
 
 TINY = RandomModel(
@@ -39,9 +40,11 @@ def models_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_model, "_place", lambda num_bytes: folder / "models")
 
 
-def run_here(step: str, folder: Path, measure: Callable[[Report, torch.device], None]) -> dict[str, Any]:
+def run_here(
+    step: str, folder: Path, measure: Callable[[Report, torch.device], None], *, device: torch.device = CPU
+) -> dict[str, Any]:
     """What the step stored; it must have come to its end."""
-    assert reported(step, measure, torch.device("cpu"), folder) == 0
+    assert reported(step, measure, device, folder) == 0
     stored: dict[str, Any] = json.loads(path_of(step, folder).read_text())
     assert stored["status"] == "ok"
     assert {"commit", "device", "versions", "date", "duration_s"} <= stored.keys()

@@ -12,6 +12,7 @@ from benchmarks.gpu import link, memory
 from benchmarks.gpu.kernel_cases import Shape
 from tests.device_queues import device_copies
 from tests.gpu_steps import TINY, figures, models_in, run_here
+from tests.interpreted import device
 
 torch.set_num_threads(1)
 
@@ -19,7 +20,8 @@ torch.set_num_threads(1)
 def test_slabs_of_both_sizes_stand_beside_the_link(tmp_path: Path) -> None:
     shape = Shape(num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float16)
     small = link.Scale(shape=shape, slab_tokens=(5, 9), num_slabs=2, link_bytes=1 << 20, repeats=1)
-    found = figures(run_here("link", tmp_path, functools.partial(link.measure, scale=small, copies=device_copies())))
+    measure = functools.partial(link.measure, scale=small, copies=device_copies())
+    found = figures(run_here("link", tmp_path, measure, device=device()))
     aimed = [name for name, figure in found.items() if figure["at_least"] == link.AIM]
     assert aimed == [f"slab of {2 * n * 64 / 2**20:.3g} MiB to pinned host, of the link" for n in (5, 9)]
     assert all(figure["value"] > 0 for figure in found.values())
