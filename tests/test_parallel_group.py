@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from engine.memory_profile import StepSize
-from engine.parallel.processes import GroupError
+from engine.parallel.processes import GroupError, RankProcess
+from engine.parallel.watch import GroupWatch
 from engine.runner import ModelRunner
 from engine.runner_loading import load_runner
 from engine.sequence import ScheduledSequence, StepPlan
@@ -179,6 +180,31 @@ def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: tuple[Path
     assert time.monotonic() - began < HANGS_S
     assert not runner.healthy
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+
+
+class NeverReached:
+    def query(self) -> bool:
+        return False
+
+
+class ImpatientWatch(GroupWatch):
+    def __init__(self, processes: Sequence[RankProcess], on_lost: Callable[[str], None], *, within_s: float) -> None:
+        super().__init__(processes, on_lost, within_s=0.2)
+
+
+def test_a_device_that_does_not_come_to_a_steps_end_ends_the_group(
+    checkpoint: tuple[Path, Any], monkeypatch: Any
+) -> None:
+    """As a GPU's ranks would that wait for one another: the step was queued, and nobody's process has ended."""
+    monkeypatch.setattr("engine.parallel.leader.mark_on", lambda device: NeverReached())
+    monkeypatch.setattr("engine.parallel.leader.GroupWatch", ImpatientWatch)
+    runner = start(checkpoint[0])
+    _, _, plan = whole_prompt(runner, [5, 6, 7], 2)  # of which nothing is sampled: told of once
+    pending = runner.run(runner.prepare(plan))
+    wait_until(lambda: not runner.healthy)
+    with pytest.raises(GroupError, match="devices did not come to the end of a step"):
+        pending.output()
+    runner.close()
 
 
 def test_an_error_on_the_way_ends_the_group_too(checkpoint: tuple[Path, Any]) -> None:

@@ -81,6 +81,12 @@ def mark_on(device: torch.device) -> Mark | None:
     return event
 
 
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that this process gave it: other processes' streams know nothing of ours."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _nothing_to_abort() -> None:
     pass
 

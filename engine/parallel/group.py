@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, ProcessGroup, ProcessGroupGloo, Store, Work  # where they have types
+from torch._C._distributed_c10d import (  # where they have types
+    AllgatherOptions,
+    FileStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
 
 from engine.devices import CPU
 from engine.parallel.device_link import add_device_backend
@@ -45,9 +52,8 @@ class RankGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub gives it another name
         options._timeout = timedelta(seconds=_JOIN_S)
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOCAL)]
-        self._gloo: Any = ProcessGroupGloo(
-            store, shard.rank, shard.degree, options
-        )  # the stub knows none of its methods
+        # The stub knows none of its methods.
+        self._gloo: Any = ProcessGroupGloo(store, shard.rank, shard.degree, options)
         self._ranks = ProcessGroup(store, shard.rank, shard.degree)
         self._ranks._register_backend(CPU, ProcessGroup.BackendType.GLOO, self._gloo)
         self._abort = add_device_backend(self._ranks, store, shard, device, self._timeout)
@@ -99,9 +105,11 @@ class RankGroup:
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         received = mine.new_empty(self.shard.degree, *mine.shape)
-        outputs = list(received.unbind())
-        self._together(lambda: self._ranks.allgather(outputs, mine.contiguous(), self._timeout))
-        return outputs
+        options = AllgatherOptions()
+        options.timeout = self._timeout
+        # Into one tensor: by the list of its parts NCCL would gather into another one first.
+        self._together(lambda: self._ranks._allgather_base(received.view(-1), mine.reshape(-1), options))
+        return list(received.unbind())
 
     def _together(self, begin: Callable[[], Work]) -> None:
         try:

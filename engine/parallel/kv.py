@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache import GroupRow, KVCache, KVLayout
+from engine.parallel.device_link import wait_for
 from engine.parallel.shards import Shard
 
 _COPY_BYTES = 4 << 20
@@ -39,7 +40,7 @@ def shared_memory(layout: KVLayout, num_blocks: int, device: torch.device) -> tu
 
     memory, descriptor = GpuMemory(device).allocate(num_bytes)
     memory.zero_()
-    torch.cuda.synchronize(device)  # before the rank writes to it
+    wait_for(device)  # before the rank writes to it
     return KVCache(layout, num_blocks, memory=memory), descriptor
 
 
@@ -92,9 +93,10 @@ class GroupKV:
             _copy_blocks(cache.tensor, blocks, target.tensor[..., heads, :], targets)
 
     def clear(self, blocks: GroupRow) -> None:
-        """Write zeros into these blocks."""
+        """Write zeros into these blocks. No step may be under way; the next one finds them so."""
         for _, cache in self.holders:
             cache.clear(blocks)
+            wait_for(cache.device)
 
 
 def _copy_blocks(source: Tensor, sources: GroupRow, target: Tensor, targets: GroupRow) -> None:
