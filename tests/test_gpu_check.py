@@ -73,6 +73,11 @@ def test_every_step_runs_programs_and_tests_that_exist() -> None:
     assert all(name == step.name for name, step in STEPS.items())
 
 
+def test_every_step_is_told_of() -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert [name for name in STEPS if f"`{name}`" not in text] == []
+
+
 def test_parts_keep_the_order_and_the_time() -> None:
     found = parts([_step(str(minutes), minutes=minutes) for minutes in (4, 4, 2, 12, 1)], minutes=9)
     assert [[step.name for step in part] for part in found] == [["4", "4"], ["2"], ["12"], ["1"]]
