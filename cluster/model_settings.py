@@ -45,6 +45,12 @@ class ModelSettings(Settings):
         description="A sequence's logits are the same to the bit in any batch, in any chunking and after a recovery; on"
         " a CPU with AVX-512 and bfloat16 they always are, and `yes` refuses other machines. Slower on GPUs.",
     )
+    share_weights: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Workers on CPUs map packed weights from one file in `~/.cache/legato/packed`, so that a machine"
+        " has them in memory once. `auto`: where the system maps files in pages of 2 MiB; elsewhere decoding would be"
+        " slower, and each worker copies them.",
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,

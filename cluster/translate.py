@@ -91,6 +91,7 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings, *, may
         prefix_caching=config.kv.prefix_cache,
         batch_invariant=config.model.batch_invariant,
         quantisation=config.model.quantisation,
+        share_weights=config.model.share_weights,
         activation_bits=config.model.quantized_activations,
         decode_graphs=may_decode and config.decode.cuda_graphs == "auto",
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it

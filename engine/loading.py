@@ -14,6 +14,7 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache, KVLayout
 from engine.memory_profile import StepSize
 from engine.model_store import resolve_model
+from engine.packed_weights import Sharing
 from engine.quantisation import Quantisation
 from engine.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.runner import ModelRunner
@@ -60,6 +61,7 @@ class EngineConfig:
     batch_invariant: bool = False  # logits do not depend on the batch, to the bit, or nothing is loaded
     decode_graphs: bool = False  # on a GPU: decode steps are recorded at the start and replayed
     quantisation: Quantisation | None = None  # of the projections' weights, when they are loaded
+    share_weights: Sharing = "off"  # with other processes of the machine: see `engine.packed_weights`
     activation_bits: ActivationBits = 8  # of what a CPU multiplies by quantised weights
 
 
@@ -129,6 +131,7 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         batch_invariant=config.batch_invariant,
         decode_graphs=config.decode_graphs,
         quantisation=config.quantisation,
+        share_weights=config.share_weights,
         activation_bits=config.activation_bits,
     )
     return LoadedModel(

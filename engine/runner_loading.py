@@ -18,7 +18,9 @@ from engine.kv_cache import KVCache, KVLayout
 from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.mappings import map_private_memory
 from engine.memory_profile import StepSize, kv_bytes_left, recording_bytes
+from engine.model import Model
 from engine.model_config import ModelConfig
+from engine.packed_weights import Sharing, packing_memory
 from engine.parallel.device_link import require_devices
 from engine.parallel.leader import GroupLeader
 from engine.quantisation import Quantisation
@@ -28,6 +30,7 @@ from engine.sampler import sampler_for
 from engine.weights import AnyWeights, load_weights
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
+from kernels.packing_memory import PackingKernels, PackingMemory
 from kernels.quantised_weight import ActivationBits
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ def load_runner(
     decode_graphs: bool = False,
     quantisation: Quantisation | None = None,
     activation_bits: ActivationBits = 8,
+    share_weights: Sharing = "off",
 ) -> ModelRunner:
     """A runner for the model in a folder, on a device; what it took is logged.
 
@@ -67,8 +71,8 @@ def load_runner(
     `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. `batch_invariant`,
     `activation_bits`: see `kernels_for`. `decode_graphs`: where the device can, decode steps of as many sequences as
     `largest_step` has, or fewer, are recorded now and replayed later; a group's are not. `quantisation`: of
-    projections, as they are loaded. Raises ValueError for models or sizes that cannot be run, GroupError if a group
-    does not come up.
+    projections, as they are loaded. `share_weights`: see `packing_memory`. Raises ValueError for models or sizes that
+    cannot be run, GroupError if a group does not come up.
     """
     where = require_device(device)
     kernels = kernels_for(where, batch_invariant=batch_invariant, activation_bits=activation_bits)
@@ -89,7 +93,7 @@ def load_runner(
         raise ValueError("give the size of the KV cache as a share, or in bytes, or in blocks")
     _set_threads(num_threads, tensor_parallel)
     keep_freed_memory()
-    loading = _Loading(Path(model_folder), config, layout, where, kernels, host_memory, quantisation)
+    loading = _Loading(Path(model_folder), config, layout, where, kernels, host_memory, quantisation, share_weights)
     sizes = size_tiers(layout, memory) if kv_share is None else _before_measuring(layout, largest_step)
     runner = (
         loading.runner(sizes) if tensor_parallel == 1 else loading.group_runner(sizes, tensor_parallel, batch_invariant)
@@ -120,10 +124,25 @@ class _Loading:
     kernels: Kernels
     host_memory: HostMemory | None
     quantisation: Quantisation | None
+    share_weights: Sharing
 
     def runner(self, sizes: KVSizes) -> ModelRunner:
         """Of one process."""
-        return self._runner(sizes, KVCache(self.layout, sizes.device_blocks, self.device), group=None)
+        sharing = replace(self, kernels=self._sharing_kernels())
+        return sharing._runner(sizes, KVCache(self.layout, sizes.device_blocks, self.device), group=None)
+
+    def _sharing_kernels(self) -> Kernels:
+        """With packed weights where other workers of the machine have theirs, if these kernels can."""
+        if not isinstance(self.kernels, PackingKernels):
+            return self.kernels
+        facts = f"{self.kernels.packing} {self.layout.dtype} {self.quantisation}"
+        memory = packing_memory(self.folder, facts, self._pack_all, self.share_weights)
+        return self.kernels.packing_into(memory)
+
+    def _pack_all(self, memory: PackingMemory) -> None:
+        assert isinstance(self.kernels, PackingKernels)
+        with torch.inference_mode():
+            Model(self.config, self._weights(None), self.kernels.packing_into(memory))
 
     def group_runner(self, sizes: KVSizes, degree: int, batch_invariant: bool) -> ModelRunner:
         """Of a group of processes, which are up when this returns. Raises GroupError."""

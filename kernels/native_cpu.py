@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,25 +13,36 @@ from kernels import cpu, native_attention, native_elementwise, native_layers, na
 from kernels.fused_layers import FusedLayers, Layer, LayersForm
 from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
 from kernels.native_elementwise import NativeElementwise
+from kernels.packing_memory import PRIVATE, PackingMemory
 from kernels.quantised_weight import ActivationBits, QuantisedWeight
 
 
 class NativeCpuKernels:
     """See `kernels.interface.Kernels`. `activation_bits`: of what is multiplied by quantised weights."""
 
-    def __init__(self, library: ctypes.CDLL, activation_bits: ActivationBits = 8) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, activation_bits: ActivationBits = 8, memory: PackingMemory = PRIVATE
+    ) -> None:
         self._library = library
         self._activation_bits = activation_bits
+        self._memory = memory
         self._elementwise = NativeElementwise(library)
+
+    @property
+    def packing(self) -> str:
+        return Path(self._library._name).name  # a digest of all sources and of the compiler
+
+    def packing_into(self, memory: PackingMemory) -> NativeCpuKernels:
+        return NativeCpuKernels(self._library, self._activation_bits, memory)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if native_linear.can_pack(weight):
-            return native_linear.pack_linear(self._library, weight, bias)
+            return native_linear.pack_linear(self._library, weight, bias, self._memory)
         return cpu.pack_linear(weight, bias)
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         if native_quantised.can_pack(weight, dtype):
-            return native_quantised.pack_quantised(self._library, weight, bias, self._activation_bits)
+            return native_quantised.pack_quantised(self._library, weight, bias, self._activation_bits, self._memory)
         return self.pack_linear(weight.dequantise(dtype), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

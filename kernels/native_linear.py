@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import huge_pages
 from kernels.native_library import TYPE_NAMES, Function, Pointer, Size, declare
+from kernels.packing_memory import PRIVATE, PackingMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,20 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype in TYPE_NAMES and (weight.dtype.itemsize == 4 or weight.shape[1] % 2 == 0)
 
 
-def pack_linear(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+def pack_linear(
+    library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, memory: PackingMemory = PRIVATE
+) -> NativeLinear:
     name = TYPE_NAMES[weight.dtype]
     packed_size = declare(library, "linear_packed_size", [Size, Size], Size)
     pack = declare(library, f"linear_pack_{name}", [Pointer, Size, Size, Pointer])
     parameters = [Pointer, Size, Size, Pointer, Size, Pointer, Pointer, Pointer]
     num_outputs, num_inputs = weight.shape
-    weight = weight.contiguous()
-    packed = huge_pages.zeros([packed_size(num_inputs, num_outputs)], weight.dtype)
-    pack(weight.data_ptr(), num_inputs, num_outputs, packed.data_ptr())
+
+    def fill(packed: Tensor) -> None:
+        rows = weight.contiguous()
+        pack(rows.data_ptr(), num_inputs, num_outputs, packed.data_ptr())
+
+    packed = memory.lay_out(packed_size(num_inputs, num_outputs), weight.dtype, fill)
     return NativeLinear(
         compute=declare(library, f"linear_{name}", parameters),
         packed=packed,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import huge_pages
 from kernels.native_library import Flag, Pointer, Size, declare
 from kernels.native_linear import NativeLinear
+from kernels.packing_memory import PRIVATE, PackingMemory
 from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight
 
 # What sums of 32 bits have room for, and how many activations are rounded at once.
@@ -37,7 +37,11 @@ def can_pack(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
 
 
 def pack_quantised(
-    library: ctypes.CDLL, weight: QuantisedWeight, bias: Tensor | None, activation_bits: ActivationBits
+    library: ctypes.CDLL,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    activation_bits: ActivationBits,
+    memory: PackingMemory = PRIVATE,
 ) -> QuantisedLinear:
     packed_bytes = declare(library, "quantised_packed_bytes", [*[Size] * 4, Flag, Flag], Size)
     pack = declare(library, "quantised_pack", [*[Pointer] * 3, *[Size] * 5, Flag, Pointer])
@@ -49,16 +53,12 @@ def pack_quantised(
     wide = not (_are_halves(scales) and (minimums is None or _are_halves(minimums)))
     num_outputs, num_inputs = weight.shape
     sizes = (num_inputs, num_outputs, form.group_size, form.bits)
-    packed = huge_pages.zeros([packed_bytes(*sizes, wide, form.has_minimums)], torch.uint8)
-    pack(
-        codes.data_ptr(),
-        scales.data_ptr(),
-        None if minimums is None else minimums.data_ptr(),
-        *sizes,
-        form.lowest,
-        wide,
-        packed.data_ptr(),
-    )
+
+    def fill(packed: Tensor) -> None:
+        parts = [None if part is None else part.data_ptr() for part in (codes, scales, minimums)]
+        pack(*parts, *sizes, form.lowest, wide, packed.data_ptr())
+
+    packed = memory.lay_out(packed_bytes(*sizes, wide, form.has_minimums), torch.uint8, fill)
     return QuantisedLinear(
         compute=declare(library, "quantised_linear", parameters),
         packed=packed,
