@@ -1,13 +1,14 @@
 """Weights rounded to 4 or 8 bits when they are loaded.
 
-Symmetric, by groups of inputs, with scales that float16 holds exactly. Knows numbers, no checkpoints.
+By groups of inputs, with scales and minimums that float16 holds exactly: 8 bits around zero, 4 bits from a minimum on.
+Knows numbers, no checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,11 +18,16 @@ from kernels.quantised_weight import QuantisedWeight
 
 QuantisationName = Literal["int8", "int4"]
 GroupSize = Literal[32, 64, 128]
+Rounded = tuple[Tensor, Tensor, Tensor]
+"""Of `[.., group]`: codes, and the scales and minimums `[..]`."""
 
 _CHUNK_VALUES = 2**17  # that are rounded at once: they stay in a core's cache
 _LEAST_SCALE = 2.0**-24  # of float16
-# With which the largest value of a group meets its code, from -7 to -9; the lowest code is -8.
-_LARGEST_CODES = tuple(-7.0 - step / 4 for step in range(8))
+# Into how many steps a group's numbers are divided, of which there are 15: fewer leave room at an end, more cut it off.
+_STEPS = (13.0, 13.5, 14.0, 14.5, 15.0, 15.5, 16.0)
+# A grid that misses zero is taken where it leaves so much less of the squared error: the numbers come from such a one,
+# or lie far from zero.
+_MISSING_ZERO = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,11 @@ class Quantisation:
             return None
         return cls(name=name, group_size=group_size or {"int8": 64, "int4": 32}[name])
 
+    @property
+    def of_the_head(self) -> Quantisation:
+        """The output layer gets 8 bits, as in GGUF files: its errors go straight into logits."""
+        return replace(self, name="int8")
+
     def quantise(self, weight: Tensor) -> QuantisedWeight:
         """From `[out, in]`. Raises ValueError if its inputs do not divide into groups."""
         num_outputs, num_inputs = weight.shape
@@ -48,14 +59,17 @@ class Quantisation:
             )
         rounded = {"int8": _to_8_bits, "int4": _to_4_bits}[self.name]
         codes = torch.empty(num_outputs, num_inputs, dtype=torch.int8)
-        scales = torch.empty(num_outputs, num_inputs // self.group_size)
+        scales, minimums = torch.empty(2, num_outputs, num_inputs // self.group_size)
         step = max(1, _CHUNK_VALUES // num_inputs)
         with _one_thread():
             for first in range(0, num_outputs, step):
                 rows = slice(first, first + step)
-                _round(weight[rows].float(), rounded, codes[rows], scales[rows])
-        bits = {"int8": 8, "int4": 4}[self.name]
-        return QuantisedWeight(codes=codes, scales=scales, minimums=None, bits=bits, lowest=-(2 ** (bits - 1)))
+                groups = weight[rows].float().view(*scales[rows].shape, -1)
+                group_codes, scales[rows], minimums[rows] = rounded(groups)
+                codes[rows] = group_codes.view(codes[rows].shape)
+        if self.name == "int8":
+            return QuantisedWeight(codes=codes, scales=scales, minimums=None, bits=8, lowest=-128)
+        return QuantisedWeight(codes=codes, scales=scales, minimums=minimums, bits=4, lowest=0)
 
 
 @contextmanager
@@ -69,41 +83,66 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _round(values: Tensor, rounded: Callable[[Tensor], tuple[Tensor, Tensor]], codes: Tensor, scales: Tensor) -> None:
-    """`[rows, in]` into `codes [rows, in]` and `scales [rows, groups]`."""
-    group_codes, group_scales = rounded(values.view(*scales.shape, -1))
-    codes.copy_(group_codes.view(codes.shape))
-    scales.copy_(group_scales)
-
-
-def _to_8_bits(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """`[.., group]`: codes in [-127, 127] and scales `[..]`."""
+def _to_8_bits(groups: Tensor) -> Rounded:
+    """Codes in [-127, 127]; zero is one of them."""
     scales = _as_halves(groups.abs().amax(-1) / 127)
-    return _codes(groups, scales, -127, 127), scales
+    return _codes(groups, scales, -127, 127), scales, torch.zeros_like(scales)
 
 
-def _to_4_bits(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Of some codes for a group's largest value, the one after which the squared error is least.
+def _to_4_bits(groups: Tensor) -> Rounded:
+    """On a grid that meets zero, but for numbers that lie on another.
 
-    For given codes q of values w the best scale is wq / qq, and what it leaves is ww - (wq)² / qq.
+    Inputs of large activations tend to have weights near zero: these keep their values, while the squared error, which
+    knows no activations, would be less on a grid that starts at the least of them.
     """
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    best = torch.full_like(largest, -1.0)
-    scales = torch.zeros_like(largest)
-    for largest_code in _LARGEST_CODES:
-        codes = _codes(groups, largest / largest_code, -8, 7)
+    exact, free = _meeting_zero(groups), _from_the_least(groups)
+    errors = [
+        (codes * scales.unsqueeze(-1) + minimums.unsqueeze(-1) - groups).square().sum(-1)
+        for codes, scales, minimums in (exact, free)
+    ]
+    better = errors[1] < errors[0] * _MISSING_ZERO
+    codes = torch.where(better.unsqueeze(-1), free[0], exact[0])
+    return codes, torch.where(better, free[1], exact[1]), torch.where(better, free[2], exact[2])
+
+
+def _meeting_zero(groups: Tensor) -> Rounded:
+    """Some code stands for zero. Of some grids, the one after which the squared error is least.
+
+    For given numbers q of steps from zero the best scale of values w is wq / qq, and what it leaves is ww - (wq)² / qq.
+    """
+    least, largest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    best, scales, zeros = torch.full_like(least, -1.0), torch.zeros_like(least), torch.zeros_like(least)
+    for steps in _STEPS:
+        step = (largest - least) / steps
+        zero = torch.where(step > 0, -least / step, 0.0).round().clamp(0, 15)
+        codes = _codes(groups, step, -zero.unsqueeze(-1), 15 - zero.unsqueeze(-1))
         products, squares = (groups * codes).sum(-1), codes.square().sum(-1).clamp_(min=1.0)
         explained = products.square() / squares
         better = explained > best
         best = torch.where(better, explained, best)
-        scales = torch.where(better, products / squares, scales)
-    scales = _as_halves(scales)
-    return _codes(groups, scales, -8, 7), scales
+        scales, zeros = torch.where(better, products / squares, scales), torch.where(better, zero, zeros)
+    return _on_grid(groups, scales, -zeros * scales)
 
 
-def _codes(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:
+def _from_the_least(groups: Tensor) -> Rounded:
+    """The first code stands for the least, the last for the largest; then scale and minimum are fitted to the codes."""
+    least, largest = groups.aminmax(dim=-1)
+    codes = _codes(groups - least.unsqueeze(-1), (largest - least) / 15, 0, 15)
+    means, mean_codes = groups.mean(-1), codes.mean(-1)
+    offsets = codes - mean_codes.unsqueeze(-1)
+    squares = offsets.square().sum(-1)
+    scales = torch.where(squares > 0, (groups * offsets).sum(-1) / squares, 0.0)
+    return _on_grid(groups, scales, means - scales * mean_codes)
+
+
+def _on_grid(groups: Tensor, scales: Tensor, minimums: Tensor) -> Rounded:
+    scales, minimums = _as_halves(scales), minimums.half().float()
+    return _codes(groups - minimums.unsqueeze(-1), scales, 0, 15), scales, minimums
+
+
+def _codes(groups: Tensor, scales: Tensor, lowest: int | Tensor, highest: int | Tensor) -> Tensor:
     per_scale = torch.where(scales == 0, 0.0, 1 / scales).unsqueeze(-1)
-    return (groups * per_scale).round_().clamp_(lowest, highest)
+    return (groups * per_scale).round_().clamp_(torch.as_tensor(lowest), torch.as_tensor(highest))
 
 
 def _as_halves(scales: Tensor) -> Tensor:

@@ -75,9 +75,10 @@ def _rounded(
     folder: Path, config: ModelConfig, quantisation: Quantisation
 ) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
     for name, tensor in stored_tensors(folder, config):
-        yield name, quantisation.quantise(tensor) if is_projection(name) else tensor
-        if name == _EMBEDDING and config.tied_embeddings:
-            yield _HEAD, quantisation.quantise(tensor)
+        if name == _HEAD or (name == _EMBEDDING and config.tied_embeddings):
+            yield _HEAD, quantisation.of_the_head.quantise(tensor)
+        if name != _HEAD:
+            yield name, quantisation.quantise(tensor) if is_projection(name) else tensor
 
 
 def checked_gguf_tensors(gguf_file: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:

@@ -52,10 +52,19 @@ def test_4_bits_are_better_than_scaling_by_the_largest() -> None:
     naive = weight.view(64, 8, 32)
     scales = naive.abs().amax(-1, keepdim=True) / 7
     naive_error = float(((naive / scales).round() * scales - naive).square().mean())
-    assert squared_error(weight, INT4.quantise(weight)) < 0.85 * naive_error
-    exact = torch.randint(-8, 8, (64, 256)) * 0.25
-    exact.view(64, 8, 32)[:, :, 0] = -2.0
+    assert squared_error(weight, INT4.quantise(weight)) < 0.65 * naive_error
+    exact = torch.randint(0, 16, (64, 256)) * 0.25 + torch.arange(-32, 32).unsqueeze(1)
+    exact.view(64, 8, 32)[:, :, 0] = torch.arange(-32, 32).unsqueeze(1)
+    exact.view(64, 8, 32)[:, :, 1] = exact.view(64, 8, 32)[:, :, 0] + 15 * 0.25
+    exact[3, :32] = 0.375
+    exact[5, 32:64] = 0
     assert torch.equal(INT4.quantise(exact).dequantise(torch.float32), exact)
+
+
+def test_values_around_a_minimum_lose_no_more_than_values_around_zero() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256) / 10
+    assert squared_error(weight + 1, INT4.quantise(weight + 1)) < 1.1 * squared_error(weight, INT4.quantise(weight))
 
 
 def test_groups_that_do_not_divide_are_refused() -> None:
@@ -101,7 +110,8 @@ def test_a_model_computes_with_the_rounded_values(tmp_path: Path, tied: bool, qu
     tensors = load_file(folder / "model.safetensors")
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
     for name in filter(is_projection, tensors):
-        tensors[name] = quantisation.quantise(tensors[name]).dequantise(torch.float32)
+        rounding = quantisation.of_the_head if name == "lm_head.weight" else quantisation
+        tensors[name] = rounding.quantise(tensors[name]).dequantise(torch.float32)
     save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
     prompts = random_prompts([3, 17, 40])
     quantised = load(folder, quantisation)
