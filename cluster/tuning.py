@@ -22,6 +22,8 @@ RAY_ENVIRONMENT: Final = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
     # Workers report every second what size their pool should have; by default Serve hears of it every ten.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    # Workers load beside the proxies: on a busy machine these take longer than Serve's 5 s, after which it kills them.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Nobody balances load over a laptop's one proxy: it need not linger half a minute before it stops.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
 }
