@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -172,4 +173,11 @@ def test_both_ends_are_waited_for(
         copies.ends[1 - end].wait()
 
     monkeypatch.setattr(StepCopies, "wait", wait_for_the_other)
+    assert gives_other_tokens(folder, expected)
+
+
+def test_layers_are_told_on_the_stream_that_they_rest_by(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimulatedStream, "is_current", lambda stream: nullcontext())
     assert gives_other_tokens(folder, expected)
