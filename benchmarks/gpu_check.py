@@ -54,7 +54,7 @@ class Outcome:
     """`missed`: figures that do not reach their aims; `figures`: all that were stored."""
 
     step: str
-    verdict: str  # green, RED, missed (ran, short of an aim) or left (no time)
+    verdict: str  # green, RED, missed (ran, short of an aim), absent (the machine lacks what it needs), left (no time)
     duration_s: float
     figures: tuple[Figure, ...] = ()
 
@@ -85,7 +85,7 @@ def main() -> int:
     if not arguments.keep:
         forget_checkpoints()
     tell_summary(outcomes)
-    return 0 if all(outcome.verdict == "green" for outcome in outcomes) else 1
+    return 0 if all(outcome.verdict in ("green", "absent") for outcome in outcomes) else 1
 
 
 def _arguments() -> argparse.Namespace:
@@ -151,17 +151,31 @@ def _outcome(step: Step, folder: Path, until_s: float | None) -> Outcome:
     if step.stores:
         path_of(step.name, folder).unlink(missing_ok=True)  # or an older run's would be taken for this one's
     green = run_commands(step, until_s or started + STEP_TIMEOUT_S)
-    figures = _figures(path_of(step.name, folder)) if step.stores else ()
-    short = any(figure.reaches is False for figure in figures)
-    verdict = "RED" if not green else "missed" if short else "green"
-    return Outcome(step=step.name, verdict=verdict, duration_s=time.monotonic() - started, figures=figures)
+    stored = _stored(path_of(step.name, folder)) if step.stores else {}
+    figures = tuple(_figure(fields) for fields in stored.get("figures", ()))
+    return Outcome(
+        step=step.name,
+        verdict=_verdict(green, figures, needs=stored.get("needs")),
+        duration_s=time.monotonic() - started,
+        figures=figures,
+    )
 
 
-def _figures(path: Path) -> tuple[Figure, ...]:
-    if not path.exists():
-        return ()
-    stored: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["figures"]
-    return tuple(Figure(**{name: value for name, value in fields.items() if name != "reaches"}) for fields in stored)
+def _verdict(green: bool, figures: Sequence[Figure], *, needs: str | None) -> str:
+    if not green:
+        return "RED"
+    if needs is not None:
+        return "absent"
+    return "missed" if any(figure.reaches is False for figure in figures) else "green"
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return stored
+
+
+def _figure(fields: dict[str, Any]) -> Figure:
+    return Figure(**{name: value for name, value in fields.items() if name != "reaches"})
 
 
 def _store(outcome: Outcome, device: torch.device, folder: Path) -> None:

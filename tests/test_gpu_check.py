@@ -105,6 +105,14 @@ def test_it_goes_on_past_failures_and_stores_each_outcome(tmp_path: Path, capfd:
     assert "fast  rate: 75.0% (aim: at least 50.0%)\n" in said
 
 
+def test_a_step_that_the_machine_is_too_small_for_is_neither_green_nor_red(tmp_path: Path) -> None:
+    program = _STORES.format(name="pair", folder=str(tmp_path), value=0.75).replace(
+        "report.add(", "report.note(needs='two GPUs') or report.add("
+    )
+    (outcome,) = run_steps([_step("pair", program, stores=True)], CPU, tmp_path, None)
+    assert outcome.verdict == "absent"
+
+
 def test_figures_of_an_older_run_are_not_taken_for_this_ones(tmp_path: Path) -> None:
     run_steps([_storing("step", tmp_path, 0.75)], CPU, tmp_path, None)
     (outcome,) = run_steps([_step("step", "raise SystemExit(1)", stores=True)], CPU, tmp_path, None)
