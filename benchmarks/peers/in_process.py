@@ -5,6 +5,7 @@ python -m benchmarks.peers.in_process legato|transformers DTYPE|int8|int4
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -104,4 +105,5 @@ def _answer(sent_s: float, arrivals_s: list[float], token_ids: list[int]) -> Ans
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):  # how it is ended
+        main()
