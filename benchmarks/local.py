@@ -26,6 +26,7 @@ def load_default_model(
         kv_bytes=KV_BYTES if kv_blocks is None else None,
         kv_blocks=kv_blocks,
         num_threads=num_threads,
+        share_weights="auto",  # as workers do by default
     )
     return load_model(config)
 
