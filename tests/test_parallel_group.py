@@ -1,13 +1,8 @@
-"""A group of processes under one runner: the same tokens as one process, and one end for all of them."""
+"""A group of processes under one runner: the same tokens as one process."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +11,16 @@ import pytest
 import torch
 
 from engine.memory_profile import StepSize
-from engine.parallel.processes import GroupError, RankProcess
-from engine.parallel.watch import GroupWatch
 from engine.runner import ModelRunner
 from engine.runner_loading import load_runner
 from engine.sequence import ScheduledSequence, StepPlan
 from tests.model_families import build_oracle
+from tests.rank_groups import start, whole_prompt
 from tests.small_models import random_prompts
 from tests.staged_stepping import rank_caches
 from tests.stepping import GREEDY_WITH_ECHO, Stepper
-from tests.waiting import HANGS_S, wait_until
 
 LENGTHS = (1, 5, 17, 40)
-
-
-def start(folder: Path, degree: int = 2, **options: Any) -> ModelRunner:
-    return load_runner(
-        folder, dtype=torch.float32, block_size=4, num_blocks=400, num_threads=1, tensor_parallel=degree, **options
-    )
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +68,6 @@ def test_prompts_are_judged_as_by_one_process(single: ModelRunner, pair: ModelRu
     torch.testing.assert_close(judged[1], judged[0], rtol=1e-4, atol=1e-4)
 
 
-def whole_prompt(runner: ModelRunner, prompt: list[int], num_tokens: int) -> tuple[Stepper, Any, StepPlan]:
-    stepper = Stepper(runner)
-    seq = stepper.add(prompt)
-    stepper.reserve(seq, len(prompt))
-    return stepper, seq, StepPlan((ScheduledSequence(seq, num_tokens),))
-
-
 def kv_of(runner: ModelRunner, seq: Any, layer: int, num_tokens: int) -> torch.Tensor:
     """All heads `[2, n, H, D]`."""
     kv = runner.sequence_kv
@@ -131,120 +111,6 @@ def test_a_degree_that_does_not_divide_is_refused_before_a_process_starts(checkp
     with pytest.raises(ValueError, match="can be divided equally only among 1, 2, 4;"):
         start(checkpoint[0], degree=3)
     assert psutil.Process().children() == before
-
-
-def one_step(runner: ModelRunner) -> None:
-    stepper = Stepper(runner)
-    stepper.step([(stepper.add([5, 6, 7]), 3)])
-
-
-def other_ranks(runner: ModelRunner) -> list[psutil.Process]:
-    assert runner.group is not None
-    return [psutil.Process(process._process.pid) for process in runner.group._processes]
-
-
-def test_a_rank_that_dies_ends_the_group(checkpoint: tuple[Path, Any]) -> None:
-    runner = start(checkpoint[0])
-    one_step(runner)
-    [rank] = other_ranks(runner)
-    rank.send_signal(signal.SIGKILL)
-    wait_until(lambda: not runner.healthy)
-    for _ in range(2):
-        with pytest.raises(GroupError, match="of no use any more: rank 1 has ended by signal 9"):
-            one_step(runner)
-    runner.close()
-
-
-def test_a_rank_that_is_killed_amid_a_step_fails_it_by_name(checkpoint: tuple[Path, Any]) -> None:
-    runner = start(checkpoint[0], degree=4)
-    ranks = other_ranks(runner)
-    _, _, plan = whole_prompt(runner, [5, 6, 7], 3)
-
-    def kill_one(layer: int) -> None:
-        if layer == 1:
-            ranks[1].kill()
-
-    with pytest.raises(GroupError, match="has failed: rank 2 has ended by signal 9"):
-        runner.execute(plan, kill_one)
-    wait_until(lambda: not any(rank.is_running() for rank in ranks))
-
-
-def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: tuple[Path, Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr("engine.parallel.leader.STEP_S", 5.0)
-    runner = start(checkpoint[0])
-    [rank] = other_ranks(runner)
-    rank.suspend()
-    began = time.monotonic()
-    with pytest.raises(GroupError):
-        one_step(runner)
-    assert time.monotonic() - began < HANGS_S
-    assert not runner.healthy
-    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
-
-
-class NeverReached:
-    def query(self) -> bool:
-        return False
-
-
-class ImpatientWatch(GroupWatch):
-    def __init__(self, processes: Sequence[RankProcess], on_lost: Callable[[str], None], *, within_s: float) -> None:
-        super().__init__(processes, on_lost, within_s=0.2)
-
-
-def test_a_device_that_does_not_come_to_a_steps_end_ends_the_group(
-    checkpoint: tuple[Path, Any], monkeypatch: Any
-) -> None:
-    """As a GPU's ranks would that wait for one another: the step was queued, and nobody's process has ended."""
-    monkeypatch.setattr("engine.parallel.leader.mark_on", lambda device: NeverReached())
-    monkeypatch.setattr("engine.parallel.leader.GroupWatch", ImpatientWatch)
-    runner = start(checkpoint[0])
-    _, _, plan = whole_prompt(runner, [5, 6, 7], 2)  # of which nothing is sampled: told of once
-    pending = runner.run(runner.prepare(plan))
-    wait_until(lambda: not runner.healthy)
-    with pytest.raises(GroupError, match="devices did not come to the end of a step"):
-        pending.output()
-    runner.close()
-
-
-def test_an_error_on_the_way_ends_the_group_too(checkpoint: tuple[Path, Any]) -> None:
-    runner = start(checkpoint[0])
-    ranks = other_ranks(runner)
-    _, _, plan = whole_prompt(runner, [5, 6, 7], 3)
-
-    def fails(layer: int) -> None:
-        raise OSError("nobody listens")
-
-    with pytest.raises(OSError, match="nobody listens"):
-        runner.execute(plan, fails)
-    assert not runner.healthy
-    wait_until(lambda: not any(rank.is_running() for rank in ranks))
-
-
-LEADER = """
-import sys
-import psutil
-import torch
-from engine.runner_loading import load_runner
-runner = load_runner(sys.argv[1], dtype=torch.float32, block_size=4, num_blocks=40, num_threads=1, tensor_parallel=2)
-print(*(process.pid for process in psutil.Process().children()), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_ranks_end_with_their_leader_however_that_dies(checkpoint: tuple[Path, Any]) -> None:
-    leader = subprocess.Popen(
-        [sys.executable, "-c", LEADER, str(checkpoint[0])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert leader.stdout is not None
-    ranks = [psutil.Process(int(pid)) for pid in leader.stdout.readline().split()]
-    assert len(ranks) == 1
-    leader.kill()
-    leader.communicate()
-    wait_until(lambda: not any(rank.is_running() for rank in ranks))
 
 
 def test_a_group_measures_what_is_left_for_the_kv_of_all_its_ranks(
