@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 Sharing = Literal["auto", "on", "off"]
 
 MAX_BYTES: Final = 64 << 30  # of all files; the least recently used go first
+MAX_FILES: Final = 64
 _MAKING_S: Final = 600.0  # another worker may take so long to pack
 _LARGE_PAGES: Final = 0.8  # the share from which a mapping is as fast as private memory in large pages
 _ALIGNMENT: Final = 64
@@ -178,10 +179,11 @@ def _make_room(newest: Path) -> None:
     """Drops what was not used for longest. Who has a file mapped keeps it."""
     found = [entry for entry in newest.parent.iterdir() if entry != newest and entry.suffix in (".weights", ".part")]
     left = MAX_BYTES - newest.stat().st_size
-    for entry in sorted(found, key=lambda entry: entry.stat().st_mtime, reverse=True):
+    by_age = sorted(found, key=lambda entry: entry.stat().st_mtime, reverse=True)
+    for number, entry in enumerate(by_age, 2):
         left -= entry.stat().st_size
-        if left < 0:
-            entry.unlink()
+        if left < 0 or number > MAX_FILES:
+            entry.unlink(missing_ok=True)
 
 
 def _digest(folder: Path, facts: str) -> str:

@@ -151,13 +151,16 @@ def test_a_folder_that_cannot_be_written_costs_only_memory(
     assert "private to this worker" in caplog.text
 
 
-def test_the_least_recently_used_go_first(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["MAX_BYTES", "MAX_FILES"])
+def test_the_least_recently_used_go_first(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
     for number, facts in enumerate(["first", "second"]):
         packing_memory(folder, facts, pack_two, "on")
         [newest] = [path for path in cache.glob("*.weights") if path.stat().st_mtime > 1000]
         os.utime(newest, (number + 1, number + 1))
     oldest, second = sorted(cache.glob("*.weights"), key=lambda path: path.stat().st_mtime)
-    monkeypatch.setattr(packed_weights, "MAX_BYTES", 2 * second.stat().st_size)
+    monkeypatch.setattr(packed_weights, limit, 2 if limit == "MAX_FILES" else 2 * second.stat().st_size)
     packing_memory(folder, "third", pack_two, "on")
     assert not oldest.exists()
     assert second.exists()
