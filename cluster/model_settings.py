@@ -38,7 +38,7 @@ class ModelSettings(Settings):
     quantized_activations: Literal[8, 16] = Field(
         8,
         description="Bits of the activations that a CPU multiplies by weights of 8 or 4 bits: 16 lose nothing to speak"
-        " of, 8 take little more than half the time for prompts and many requests.",
+        " of, with 8 prompts and many requests at once are faster.",
     )
     batch_invariant: bool = Field(
         False,
