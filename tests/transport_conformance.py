@@ -312,6 +312,6 @@ def mapped_memory_files() -> list[str]:
 
 
 def resident_bytes() -> int:
-    """Without what the allocator keeps of freed memory: each new thread may get an arena of its own, which keeps some."""
+    """Without what the allocator keeps of freed memory: a new thread may get an arena of its own, which keeps some."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
