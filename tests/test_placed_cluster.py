@@ -127,7 +127,7 @@ async def crowd(cluster: MiniCluster) -> AsyncIterator[Callable[[], Awaitable[No
         streams = []
         for number in range(3):
             request = RequestSpec(request_id=f"close-{number}", attempt=0, prompt_token_ids=PROMPT, params=greedy(16))
-            events = one_by_one(cluster.orchestrator.generate(request, CLOSE))
+            events = one_by_one(cluster.orchestrator.generate(request, close_terms()))
             streams.append(await stack.enter_async_context(aclosing(events)))
             await anext(events)
 
@@ -139,12 +139,14 @@ async def crowd(cluster: MiniCluster) -> AsyncIterator[Callable[[], Awaitable[No
         yield finish
 
 
-CLOSE = terms(ttft_s=1000.0, tpot_s=4.5)
+def close_terms() -> RequestTerms:
+    """Of a request that arrives now."""
+    return terms(ttft_s=1000.0, tpot_s=4.5)
 
 
 async def waiter(cluster: MiniCluster) -> asyncio.Task[list[int]]:
     """One more such request, which the scheduler keeps."""
-    request = asyncio.create_task(run(cluster, "waiter", CLOSE, 16))
+    request = asyncio.create_task(run(cluster, "waiter", close_terms(), 16))
     await eventually(lambda: cluster.scheduler._scheduler.num_waiting == 1)
     return request
 
