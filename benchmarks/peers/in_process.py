@@ -46,6 +46,7 @@ def legato(weights: Any) -> Wave:
         dtype="bfloat16" if quantised else weights,
         kv_bytes=KV_BYTES,
         num_threads=THREADS,
+        share_weights="auto",  # as workers do by default
         quantisation=Quantisation.of(weights, None) if quantised else None,
     )
     engine = local_engine(load_model(config))
