@@ -22,7 +22,8 @@ class _Arena:
     """One mapping that small tensors share: by itself each would fall short of a page."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._mapping = mmap.mmap(-1, num_bytes)
+        # Python would share it with children otherwise, and shared memory gets large pages on few machines.
+        self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._used = 0
