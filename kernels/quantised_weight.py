@@ -69,6 +69,23 @@ class QuantisedWeight:
             lowest=self.lowest,
         )
 
+    def part(self, rows: slice, columns: slice) -> QuantisedWeight:
+        """The values of these outputs for these inputs, copied. Where an end cuts a group, all groups are smaller."""
+        start, stop, _ = columns.indices(self.shape[1])
+        size = math.gcd(self.group_size, start, stop)
+        repeats, groups = self.group_size // size, slice(start // size, stop // size)
+
+        def factors(whole: Tensor) -> Tensor:
+            return _copied(whole[rows].repeat_interleave(repeats, dim=1)[:, groups])
+
+        return QuantisedWeight(
+            codes=_copied(self.codes[rows, start:stop]),
+            scales=factors(self.scales),
+            minimums=None if self.minimums is None else factors(self.minimums),
+            bits=self.bits,
+            lowest=self.lowest,
+        )
+
     def as_form(self, form: Form) -> QuantisedWeight:
         """The same values in a form that has room for them."""
         assert self.group_size % form.group_size == 0 and self.bits <= form.bits
@@ -83,6 +100,11 @@ class QuantisedWeight:
             bits=form.bits,
             lowest=form.lowest,
         )
+
+
+def _copied(part: Tensor) -> Tensor:
+    """Side by side in memory, and the whole is not kept for it."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

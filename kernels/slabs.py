@@ -41,41 +41,30 @@ def cache_addresses(
 
 
 @triton.jit(do_not_specialize=["start"])  # else compiled anew where it is 1, or a multiple of 16
-def gather_slab_kernel(
+def slab_kernel(
     cache, table, slab, keys, digest, start, half_words, block_stride,
     BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
-    SIDE_BY_SIDE: tl.constexpr, ROW_WORDS: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr, ROW_WORDS: tl.constexpr, TO_CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row of the digest,). `cache` and `slab [2 * half_words]` (int64), `table` (int32), `digest [1]`."""
+    """Grid: (row of the digest,). `cache` and `slab [2 * half_words]` (int64), `table` (int32), `digest [1]`.
+
+    From cache to slab, or the other way: then the digest is of what stands in the cache afterwards.
+    """
     row = tl.program_id(0).to(tl.int64)
     index = row * ROW_WORDS + tl.arange(0, ROW_WORDS)
     address, live = cache_addresses(
         index, table, start, half_words, block_stride,
         BLOCK_SIZE, TOKEN_WORDS, SLAB_TOKEN_WORDS, FIRST_WORD, SIDE_BY_SIDE,
     )  # fmt: skip
-    words = tl.load(cache + address, mask=live, other=0)
-    tl.store(slab + index, words, mask=live)
+    if TO_CACHE:
+        tl.store(cache + address, tl.load(slab + index, mask=live, other=0), mask=live)
+        tl.debug_barrier()  # whichever thread reads a word, it was written before
+        # Volatile: read from memory (the second cache holds it still), not from the register that was written.
+        words = tl.load(cache + address, mask=live, other=0, volatile=True)
+    else:
+        words = tl.load(cache + address, mask=live, other=0)
+        tl.store(slab + index, words, mask=live)
     add_row(digest, words, row, keys, ROW_WORDS)
-
-
-@triton.jit(do_not_specialize=["start"])  # else compiled anew where it is 1, or a multiple of 16
-def scatter_slab_kernel(
-    cache, table, slab, keys, digest, start, half_words, block_stride,
-    BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
-    SIDE_BY_SIDE: tl.constexpr, ROW_WORDS: tl.constexpr,
-):  # fmt: skip
-    """As `gather_slab_kernel`, the other way; the digest is of what stands in the cache afterwards."""
-    row = tl.program_id(0).to(tl.int64)
-    index = row * ROW_WORDS + tl.arange(0, ROW_WORDS)
-    address, live = cache_addresses(
-        index, table, start, half_words, block_stride,
-        BLOCK_SIZE, TOKEN_WORDS, SLAB_TOKEN_WORDS, FIRST_WORD, SIDE_BY_SIDE,
-    )  # fmt: skip
-    tl.store(cache + address, tl.load(slab + index, mask=live, other=0), mask=live)
-    tl.debug_barrier()  # whichever thread reads a word, it was written before
-    # Volatile: read from memory (the second cache holds it still), not from the register that was written.
-    landed = tl.load(cache + address, mask=live, other=0, volatile=True)
-    add_row(digest, landed, row, keys, ROW_WORDS)
 
 
 def gather_slab(
@@ -86,7 +75,7 @@ def gather_slab(
     `cache_rows` is a layer as `CacheGeometry` describes it, `table [columns]` (int32) the blocks of its group, all on
     one device. Returns the digest, `[1]` int64, for `as_digest` to wait for.
     """
-    return _move(gather_slab_kernel, cache_rows, geometry, table, start, out, heads)
+    return _move(cache_rows, geometry, table, start, out, heads, to_cache=False)
 
 
 def scatter_slab(
@@ -96,19 +85,19 @@ def scatter_slab(
 
     Returns the digest of what then stands in the blocks.
     """
-    return _move(scatter_slab_kernel, cache_rows, geometry, table, start, slab, heads)
+    return _move(cache_rows, geometry, table, start, slab, heads, to_cache=True)
 
 
 def _move(
-    kernel: object, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor,
-    heads: range | None,
+    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor, heads: range | None,
+    *, to_cache: bool,
 ) -> Tensor:  # fmt: skip
     heads = range(geometry.num_kv_heads) if heads is None else heads
     _check(cache_rows, geometry, table, start, slab, heads)
     words = as_words(slab)
     digest = begun_digest(words.numel() * WORD_BYTES, slab.device)
     if words.numel():
-        configuration(kernel, geometry.block_size, geometry.num_kv_heads, _head_words(slab), heads).launch(
+        configuration(to_cache, geometry.block_size, geometry.num_kv_heads, _head_words(slab), heads).launch(
             (triton.cdiv(words.numel(), ROW_WORDS),),
             cache=as_words(cache_rows),
             table=table,
@@ -141,9 +130,9 @@ def _head_words(slab: Tensor) -> int:
 
 
 @functools.cache
-def configuration(kernel: object, block_size: int, num_heads: int, head_words: int, heads: range) -> Shipped:
+def configuration(to_cache: bool, block_size: int, num_heads: int, head_words: int, heads: range) -> Shipped:
     slab_token_words = len(heads) * head_words
-    name = "gather_slab" if kernel is gather_slab_kernel else "scatter_slab"
+    name = "scatter_slab" if to_cache else "gather_slab"
     constants = {
         "BLOCK_SIZE": block_size,
         "TOKEN_WORDS": num_heads * head_words,
@@ -151,11 +140,12 @@ def configuration(kernel: object, block_size: int, num_heads: int, head_words: i
         "FIRST_WORD": heads.start * head_words,
         "SIDE_BY_SIDE": 2 - head_words % 2,  # 16 bytes is the most that a thread loads at once
         "ROW_WORDS": ROW_WORDS,
+        "TO_CACHE": to_cache,
     }
     pointers = {"cache": "*i64", "table": "*i32", "slab": "*i64", "keys": "*i64", "digest": "*i64"}
     return Shipped(
         name=f"{name}-{block_size}x{num_heads}x{head_words * WORD_BYTES}B-heads{heads.start}to{heads.stop}",
-        kernel=kernel,
+        kernel=slab_kernel,
         signature=pointers
         | {"start": "i32", "half_words": "i64", "block_stride": "i32"}
         | dict.fromkeys(constants, "constexpr"),
@@ -170,8 +160,8 @@ def shipped() -> list[Shipped]:
     """Of 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; and what half of a group takes."""
     every, upper = range(8), range(4, 8)
     return [
-        configuration(kernel, 16, 8, head_dim * itemsize // WORD_BYTES, heads)
-        for kernel in (gather_slab_kernel, scatter_slab_kernel)
+        configuration(to_cache, 16, 8, head_dim * itemsize // WORD_BYTES, heads)
+        for to_cache in (False, True)
         for head_dim, itemsize, heads in (
             *((head_dim, 2, every) for head_dim in (64, 80, 96, 128)),
             (256, 2, every),

@@ -7,148 +7,150 @@
 #include <omp.h>
 
 #include "attention_buffers.h"
+#include "attention_in_place.h"
 #include "calls.h"
 
 namespace {
 
 using namespace legato;
 
+constexpr int64_t kPartsToJoin = 4;  // of a cut item's rows, which threads share
+
 inline Sums& sums_at(float* memory, int64_t index, int64_t stride) {
   return *reinterpret_cast<Sums*>(memory + index * stride);
 }
 
-// The item's rows of one key head: query by query, head by head.
+// The item's rows: key head by key head, query by query, head by head.
 template <typename T>
-void list_rows(const Layer<T>& layer, const Item& item, int64_t kv_head, std::vector<Row>& rows) {
+void list_rows(const Layer<T>& layer, const Item& item, std::vector<Row>& rows) {
   const int64_t heads = layer.heads_per_key_head();
-  rows.resize(item.num_queries * heads);
-  for (int64_t query = 0; query < item.num_queries; ++query) {
-    const T* first = layer.queries + (item.segment->first_row + item.first_query + query) * layer.row_stride +
-                     kv_head * heads * layer.plan.head_dim;
-    const int64_t position = item.position(query);
-    for (int64_t head = 0; head < heads; ++head) {
-      const auto* words = reinterpret_cast<const int32_t*>(first + head * layer.plan.head_dim);
-      rows[query * heads + head] = {words, layer.first_seen(position), position + 1, nullptr};
+  rows.resize(item.num_key_heads * item.num_queries * heads);
+  Row* row = rows.data();
+  for (int64_t key_head = item.first_key_head; key_head < item.first_key_head + item.num_key_heads; ++key_head) {
+    for (int64_t query = 0; query < item.num_queries; ++query) {
+      const T* numbers = layer.queries + (item.first_row() + query) * layer.row_stride;
+      const int64_t position = item.position(query);
+      for (int64_t head = key_head * heads; head < (key_head + 1) * heads; ++head) {
+        const auto* words = reinterpret_cast<const int32_t*>(numbers + head * layer.plan.head_dim);
+        *row++ = {words, query * layer.num_heads + head, layer.first_seen(position), position + 1, nullptr};
+      }
     }
   }
 }
 
-// The tile of the item that holds a token, or the first one that any of its rows sees.
+// Of one key head, whose rows these are.
 template <typename T>
-int64_t tile_from(const Buffers<T>& buffers, int64_t token) {
-  return std::max(token, buffers.rows.front().first) / kTileKeys * kTileKeys;
-}
-
-// Looks up the tile after this one: of the same head or of the next one, which is probably computed next.
-template <typename T>
-void look_ahead(const Layer<T>& layer, const Item& item, int64_t kv_head, int64_t tile, Buffers<T>& buffers) {
-  const int64_t stop = std::min(item.stop_split * kSplitTokens, buffers.rows.back().stop);
-  int64_t next = tile + kTileKeys;
-  if (next >= stop) {
-    next = tile_from(buffers, item.first_split * kSplitTokens);
-    kv_head = std::min(kv_head + 1, layer.plan.num_kv_heads - 1);
+void attend_key_head(const Layer<T>& layer, int64_t key_head, int64_t tile, const Tokens<T>& tokens, const Row* rows,
+                     int64_t num_rows, const Buffers<T>& buffers, Ahead& ahead) {
+  const int64_t at = key_head * layer.plan.head_dim;
+  const int64_t steps = (tokens.stop + Words<T>::kNumbers - 1) / Words<T>::kNumbers;
+  if constexpr (std::is_same_v<T, bf16>) {
+    const TileInPlace in_place{tile, layer.words(), layer.width(), steps, at, tokens, ahead};
+    if (is_in_place(layer, num_rows)) return attend_rest<T, kBlockRows>(in_place, rows, layer.exponents, num_rows);
   }
-  buffers.next = locate(layer, *item.segment, kv_head, next, buffers);
+  pack_keys(tokens, at, layer.words(), buffers.keys);
+  pack_values(tokens, at, steps, layer.plan.head_dim, layer.width(), buffers.values);
+  const PackedTile packed{tile, layer.words(), layer.width(), steps, kKeyVectors, buffers.keys, buffers.values};
+  attend_tile<T>(packed, rows, num_rows, layer.exponents, ahead);
+}
+
+// What follows on an item's tile: another one of it, or the first one of what is probably computed next.
+template <typename T>
+Tokens<T> look_ahead(const Layer<T>& layer, const Item& item, const Item& next, int64_t tile, const T* zeros) {
+  if (tile + kTileKeys < item.stop(item.stop_split - 1)) return locate(layer, item, tile + kTileKeys, zeros);
+  return locate(layer, next, next.first_tile(next.first_split), zeros);
 }
 
 template <typename T>
-void sum_split(const Layer<T>& layer, const Item& item, int64_t kv_head, int64_t split, Buffers<T>& buffers) {
+void sum_split(const Layer<T>& layer, const Item& item, const Item& next, int64_t split, const Buffers<T>& buffers) {
   for (const Row& row : buffers.rows) start(*row.sums, layer.width());
-  const int64_t stop = std::min((split + 1) * kSplitTokens, buffers.rows.back().stop);
-  int64_t first = tile_from(buffers, split * kSplitTokens);
-  Tokens<T> tokens = locate(layer, *item.segment, kv_head, first, buffers);
-  for (; first < stop; first += kTileKeys) {
-    look_ahead(layer, item, kv_head, first, buffers);
-    const Tile tile = pack(layer, first, tokens, buffers);
-    attend_tile<T>(tile, buffers.rows.data(), static_cast<int64_t>(buffers.rows.size()), layer.exponents);
-    tokens = buffers.next;
-  }
-}
-
-template <typename T>
-T* result_of(const Layer<T>& layer, const Item& item, int64_t kv_head, int64_t row) {
-  const int64_t heads = layer.heads_per_key_head();
-  const int64_t query = item.segment->first_row + item.first_query + row / heads;
-  return layer.out + (query * layer.num_heads + kv_head * heads + row % heads) * layer.plan.head_dim;
-}
-
-// Where the partial sums of an item of one split lie: [queries, num_heads].
-template <typename T>
-Sums& partial_sums(const Layer<T>& layer, const Item& item, int64_t kv_head, int64_t row, float* partials) {
-  const int64_t heads = layer.heads_per_key_head();
-  const int64_t index = (item.partial + row / heads) * layer.num_heads + kv_head * heads + row % heads;
-  return sums_at(partials, index, layer.sums_stride());
-}
-
-template <typename T>
-void finish_rows(const Layer<T>& layer, const Item& item, int64_t kv_head, float* sums) {
   const int64_t num_rows = item.num_queries * layer.heads_per_key_head();
-  for (int64_t row = 0; row < num_rows; ++row) {
-    finish(sums_at(sums, row, layer.sums_stride()), layer.plan.head_dim, result_of(layer, item, kv_head, row));
+  const int64_t first_number = item.first_key_head * layer.plan.head_dim;
+  const int64_t num_asks = item.num_key_heads * asks_per_key_head(layer, num_rows);
+  Tokens<T> tokens = locate(layer, item, item.first_tile(split), buffers.zeros);
+  for (int64_t tile = item.first_tile(split); tile < item.stop(split); tile += kTileKeys) {
+    const Tokens<T> later = look_ahead(layer, item, next, tile, buffers.zeros);
+    Ahead ahead(later, first_number, item.num_key_heads * layer.plan.head_dim, num_asks);
+    for (int64_t head = 0; head < item.num_key_heads; ++head) {
+      const Row* rows = buffers.rows.data() + head * num_rows;
+      attend_key_head(layer, item.first_key_head + head, tile, tokens, rows, num_rows, buffers, ahead);
+    }
+    tokens = later;
   }
 }
 
 template <typename T>
-void compute_whole(const Layer<T>& layer, const Item& item, int64_t kv_head, Buffers<T>& buffers) {
+T* result_of(const Layer<T>& layer, const Item& item, int64_t place) {
+  return layer.out + (item.first_row() * layer.num_heads + place) * layer.plan.head_dim;
+}
+
+// Where the partial sums of an item of one split lie: [queries, heads].
+template <typename T>
+Sums& partial_sums(const Layer<T>& layer, const Item& item, int64_t place, float* partials) {
+  return sums_at(partials, item.partial * layer.num_heads + place, layer.sums_stride());
+}
+
+template <typename T>
+void compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers) {
   const auto num_rows = static_cast<int64_t>(buffers.rows.size());
   const int64_t stride = layer.sums_stride();
   for (int64_t split = item.first_split; split < item.stop_split; ++split) {
     float* into = split == item.first_split ? buffers.sums : buffers.split_sums;
     for (int64_t row = 0; row < num_rows; ++row) buffers.rows[row].sums = &sums_at(into, row, stride);
-    sum_split(layer, item, kv_head, split, buffers);
+    sum_split(layer, item, next, split, buffers);
     if (split == item.first_split) continue;
     for (int64_t row = 0; row < num_rows; ++row) {
       merge(sums_at(buffers.sums, row, stride), *buffers.rows[row].sums, layer.width());
     }
   }
-  finish_rows(layer, item, kv_head, buffers.sums);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    T* result = result_of(layer, item, buffers.rows[row].place);
+    finish(sums_at(buffers.sums, row, stride), layer.plan.head_dim, result);
+  }
 }
 
 template <typename T>
-void compute_item(const Layer<T>& layer, const Item& item, int64_t kv_head, Buffers<T>& buffers, float* partials) {
-  list_rows(layer, item, kv_head, buffers.rows);
-  if (item.partial < 0) return compute_whole(layer, item, kv_head, buffers);
-  for (size_t row = 0; row < buffers.rows.size(); ++row) {
-    buffers.rows[row].sums = &partial_sums(layer, item, kv_head, static_cast<int64_t>(row), partials);
-  }
-  sum_split(layer, item, kv_head, item.first_split, buffers);
+void compute_item(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers, float* partials) {
+  list_rows(layer, item, buffers.rows);
+  if (item.partial < 0) return compute_whole(layer, item, next, buffers);
+  for (Row& row : buffers.rows) row.sums = &partial_sums(layer, item, row.place, partials);
+  sum_split(layer, item, next, item.first_split, buffers);
 }
 
 // Adds up the splits of one row.
 template <typename T>
-void join_splits(const Layer<T>& layer, Item item, int64_t kv_head, int64_t row, float* partials) {
+void join_splits(const Layer<T>& layer, Item item, int64_t place, float* partials) {
   const int64_t num_splits = item.stop_split - item.first_split;
-  Sums& sums = partial_sums(layer, item, kv_head, row, partials);
+  Sums& sums = partial_sums(layer, item, place, partials);
   for (int64_t split = 1; split < num_splits; ++split) {
     item.partial += item.num_queries;
-    merge(sums, partial_sums(layer, item, kv_head, row, partials), layer.width());
+    merge(sums, partial_sums(layer, item, place, partials), layer.width());
   }
-  finish(sums, layer.plan.head_dim, result_of(layer, item, kv_head, row));
+  finish(sums, layer.plan.head_dim, result_of(layer, item, place));
 }
 
 template <typename T>
 void attend(const Layer<T>& layer) {
   static thread_local Scratch scratch;
-  const Work work = divide(layer, omp_get_max_threads());
+  const Work work(layer, omp_get_max_threads());
   auto* partials = reinterpret_cast<float*>(
       scratch.reserve(sizeof(float) * work.num_partial * layer.num_heads * layer.sums_stride()));
-  const int64_t heads = layer.heads_per_key_head(), kv_heads = layer.plan.num_kv_heads;
-  const int64_t num_items = static_cast<int64_t>(work.items.size()) * kv_heads;
-  const int64_t heads_together = num_items >= kItemsPerThread * kv_heads * omp_get_max_threads() ? kv_heads : 1;
-  const int64_t num_cut = static_cast<int64_t>(work.cut.size()) * kv_heads;
+  const auto num_items = static_cast<int64_t>(work.items.size()), num_cut = static_cast<int64_t>(work.cut.size());
 #pragma omp parallel if (num_items > 1)
   {
-    Buffers<T> buffers(layer, std::max(kItemRows, heads));
-#pragma omp for schedule(dynamic, heads_together)
+    Buffers<T> buffers(layer, std::max(kItemRows, layer.heads_per_key_head()));
+#pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < num_items; ++i) {
-      compute_item(layer, work.items[i / kv_heads], i % kv_heads, buffers, partials);
+      const Item& next = work.items[std::min(i + omp_get_num_threads(), num_items - 1)];
+      compute_item(layer, work.items[i], next, buffers, partials);
     }
     if (num_cut) {
 #pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < num_cut; ++i) {
-        const Item& item = work.cut[i / kv_heads];
-        for (int64_t row = 0; row < item.num_queries * heads; ++row) {
-          join_splits(layer, item, i % kv_heads, row, partials);
+      for (int64_t i = 0; i < num_cut * kPartsToJoin; ++i) {
+        const Item& item = work.cut[i / kPartsToJoin];
+        const int64_t num_places = item.num_queries * layer.num_heads;
+        for (int64_t place = i % kPartsToJoin; place < num_places; place += kPartsToJoin) {
+          join_splits(layer, item, place, partials);
         }
       }
     }

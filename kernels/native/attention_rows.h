@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "attention_tile.h"
+#include "attention_ahead.h"
 #include "exp.h"
 
 namespace legato {
@@ -29,14 +29,17 @@ inline int64_t sums_size(int64_t width) { return static_cast<int64_t>(sizeof(Sum
 
 struct Row {
   const int32_t* query;  // words
+  int64_t place;         // in [queries of the item, heads]
   int64_t first, stop;   // the tokens that it sees
   Sums* sums;
 };
 
-struct Tile {
+// A tile of one key head.
+struct PackedTile {
   int64_t first;          // token
   int64_t words, width;   // of a key; of the values' sums, a multiple of 16
   int64_t steps;          // words of a token's weight: those beyond are of dead slots
+  int64_t key_vectors;    // registers of tokens: those beyond are of dead slots
   const int32_t* keys;    // see `pack_keys`
   const int32_t* values;  // see `pack_values`
 };
@@ -57,24 +60,30 @@ inline void start(Sums& sums, int64_t width) {
   sums.reference = kNothingSeen;
 }
 
-template <typename T, int kRows>
-inline __attribute__((always_inline)) void multiply_keys(const Tile& tile, const Row* rows,
+template <typename T, int kRows, int kVectors = kKeyVectors>
+inline __attribute__((always_inline)) void multiply_keys(const PackedTile& tile, const Row* rows,
                                                          __m512 (&products)[kRows][kKeyVectors]) {
-  for (int row = 0; row < kRows; ++row) {
-    for (int64_t v = 0; v < kKeyVectors; ++v) products[row][v] = _mm512_setzero_ps();
+  if constexpr (kVectors > 1) {
+    if (tile.key_vectors < kVectors) return multiply_keys<T, kRows, kVectors - 1>(tile, rows, products);
   }
   for (int64_t word = 0; word < tile.words; ++word) {
-    __m512i keys[kKeyVectors];
-    for (int64_t v = 0; v < kKeyVectors; ++v) keys[v] = _mm512_loadu_si512(tile.keys + word * kTileKeys + v * 16);
+    __m512i keys[kVectors];
+    for (int64_t v = 0; v < kVectors; ++v) keys[v] = _mm512_loadu_si512(tile.keys + word * kTileKeys + v * 16);
 #pragma GCC unroll 6
     for (int row = 0; row < kRows; ++row) {
       const __m512i query = _mm512_set1_epi32(rows[row].query[word]);
 #pragma GCC unroll 4
-      for (int64_t v = 0; v < kKeyVectors; ++v) {
+      for (int64_t v = 0; v < kVectors; ++v) {
         products[row][v] = Words<T>::add_product(products[row][v], keys[v], query);
       }
     }
   }
+}
+
+template <int kVectors>
+inline __attribute__((always_inline)) void load_step(const PackedTile& tile, int64_t step, int64_t at,
+                                                     __m512i (&values)[kVectors]) {
+  for (int v = 0; v < kVectors; ++v) values[v] = _mm512_loadu_si512(tile.values + step * tile.width + at + 16 * v);
 }
 
 // One bit per token of the tile.
@@ -95,6 +104,10 @@ inline void store_weights(bf16* into, const __m512 (&weights)[kKeyVectors]) {
   }
 }
 
+inline __m512 weight_of(__m512 exponent, const float*) { return exp2_of_finite(exponent); }
+
+inline __m512 weight_of(__m512 exponent, const bf16*) { return rough_exp2_of_finite(exponent); }
+
 // What exponents may be above their row's reference.
 constexpr float kSlack = 8.0f;
 
@@ -113,11 +126,12 @@ inline __attribute__((always_inline)) __m512 move_reference(Sums& sums, __m512 l
 
 // Turns products into weights, relative to the row's reference. Returns what `move_reference` does.
 template <typename T>
-inline __attribute__((always_inline)) __m512 weigh(const Tile& tile, const Row& row, const Exponents& exponents,
+inline __attribute__((always_inline)) __m512 weigh(int64_t first_token, const Row& row,
+                                                   const Exponents& exponents,
                                                    const __m512 (&products)[kKeyVectors], T* weights) {
   __m512 score[kKeyVectors], weight[kKeyVectors];
   const __m512 scale = _mm512_set1_ps(exponents.scale), nothing = _mm512_set1_ps(kNothing);
-  const uint64_t seen = tokens_seen(row, tile.first);
+  const uint64_t seen = tokens_seen(row, first_token);
   for (int64_t v = 0; v < kKeyVectors; ++v) {
     score[v] = exponents.score(products[v]);
     if (seen != ~0ull) score[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen >> (16 * v), score[v]);
@@ -128,7 +142,7 @@ inline __attribute__((always_inline)) __m512 weigh(const Tile& tile, const Row& 
   for (int64_t v = 0; v < kKeyVectors; ++v) {
     __m512 exponent = _mm512_fmsub_ps(score[v], scale, reference);
     if (seen != ~0ull) exponent = _mm512_max_ps(exponent, nothing);
-    weight[v] = exp2_of_finite(exponent);
+    weight[v] = weight_of(exponent, weights);
   }
   store_weights(weights, weight);
   const __m512 added = _mm512_add_ps(_mm512_add_ps(weight[0], weight[1]), _mm512_add_ps(weight[2], weight[3]));
@@ -136,7 +150,7 @@ inline __attribute__((always_inline)) __m512 weigh(const Tile& tile, const Row& 
   return factor;
 }
 
-template <typename T, int kRows, int kVectors>
+template <typename T, int kRows, int kVectors, typename Tile>
 inline void add_values(const Tile& tile, const Row* rows, const T* weights, const __m512* factors, int64_t at) {
   __m512 sums[kRows][kVectors];
   for (int row = 0; row < kRows; ++row) {
@@ -148,7 +162,7 @@ inline void add_values(const Tile& tile, const Row* rows, const T* weights, cons
   constexpr int64_t kRowWords = kTileKeys / Words<T>::kNumbers;
   for (int64_t step = 0; step < tile.steps; ++step) {
     __m512i values[kVectors];
-    for (int v = 0; v < kVectors; ++v) values[v] = _mm512_loadu_si512(tile.values + step * tile.width + at + 16 * v);
+    load_step(tile, step, at, values);
 #pragma GCC unroll 6
     for (int row = 0; row < kRows; ++row) {
       const __m512i weight = _mm512_set1_epi32(words[row * kRowWords + step]);
@@ -161,19 +175,22 @@ inline void add_values(const Tile& tile, const Row* rows, const T* weights, cons
   }
 }
 
-template <typename T, int kRows, int kVectors>
+template <typename T, int kRows, int kVectors, typename Tile>
 inline void add_rest(const Tile& tile, const Row* rows, const T* weights, const __m512* factors, int64_t at) {
   if (tile.width - at == kVectors * 16) return add_values<T, kRows, kVectors>(tile, rows, weights, factors, at);
   if constexpr (kVectors > 1) add_rest<T, kRows, kVectors - 1>(tile, rows, weights, factors, at);
 }
 
-template <typename T, int kRows>
+template <typename T, int kRows, typename Tile>
 void attend_block(const Tile& tile, const Row* rows, const Exponents& exponents) {
   __m512 products[kRows][kKeyVectors], factors[kRows];
   alignas(64) T weights[kRows][kTileKeys];
+  for (int row = 0; row < kRows; ++row) {
+    for (int64_t v = 0; v < kKeyVectors; ++v) products[row][v] = _mm512_setzero_ps();
+  }
   multiply_keys<T, kRows>(tile, rows, products);
   for (int row = 0; row < kRows; ++row) {
-    factors[row] = weigh(tile, rows[row], exponents, products[row], weights[row]);
+    factors[row] = weigh(tile.first, rows[row], exponents, products[row], weights[row]);
   }
   int64_t at = 0;
   for (; at + kWidthVectors * 16 <= tile.width; at += kWidthVectors * 16) {
@@ -182,7 +199,7 @@ void attend_block(const Tile& tile, const Row* rows, const Exponents& exponents)
   if (at < tile.width) add_rest<T, kRows, kWidthVectors - 1>(tile, rows, weights[0], factors, at);
 }
 
-template <typename T, int kRows>
+template <typename T, int kRows, typename Tile>
 void attend_rest(const Tile& tile, const Row* rows, const Exponents& exponents, int64_t count) {
   if (count == kRows) return attend_block<T, kRows>(tile, rows, exponents);
   if constexpr (kRows > 1) attend_rest<T, kRows - 1>(tile, rows, exponents, count);
@@ -190,13 +207,15 @@ void attend_rest(const Tile& tile, const Row* rows, const Exponents& exponents, 
 
 // `rows` come by rising `stop` and `first`.
 template <typename T>
-void attend_tile(const Tile& tile, const Row* rows, int64_t num_rows, const Exponents& exponents) {
+void attend_tile(const PackedTile& tile, const Row* rows, int64_t num_rows, const Exponents& exponents, Ahead& ahead) {
   for (int64_t row = 0; row < num_rows; row += kBlockRows) {
+    ahead.ask();
     const int64_t count = std::min<int64_t>(kBlockRows, num_rows - row);
     const int64_t num_seen = rows[row + count - 1].stop - tile.first;
     if (num_seen <= 0 || rows[row].first >= tile.first + kTileKeys) continue;
-    Tile seen = tile;
+    PackedTile seen = tile;
     seen.steps = std::min(tile.steps, (num_seen + Words<T>::kNumbers - 1) / Words<T>::kNumbers);
+    seen.key_vectors = std::min(kKeyVectors, (num_seen + 15) / 16);
     attend_rest<T, kBlockRows>(seen, rows + row, exponents, count);
   }
 }

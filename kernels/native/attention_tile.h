@@ -33,9 +33,9 @@ struct Words<bf16> {
   }
 };
 
-// Transposes 16 rows of 16 words; `from[i]` is row i, of which `lanes` are there. Row i of the result goes to
-// `into + i * stride`.
-inline void transpose(const int32_t* const* from, int64_t word, __mmask16 lanes, int32_t* into, int64_t stride) {
+// Transposes 16 rows of 16 words; `from[i] + word` is row i, of which `lanes` are there.
+inline __attribute__((always_inline)) void transpose(const int32_t* const* from, int64_t word, __mmask16 lanes,
+                                                     __m512i (&into)[16]) {
   __m512i a[16], b[16];
 #pragma GCC unroll 16
   for (int row = 0; row < 16; ++row) a[row] = _mm512_maskz_loadu_epi32(lanes, from[row] + word);
@@ -56,65 +56,72 @@ inline void transpose(const int32_t* const* from, int64_t word, __mmask16 lanes,
     const __m512i low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), high = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xee);
     const __m512i low2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44);
     const __m512i high2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xee);
-    _mm512_storeu_si512(into + i * stride, _mm512_shuffle_i32x4(low, low2, 0x88));
-    _mm512_storeu_si512(into + (4 + i) * stride, _mm512_shuffle_i32x4(low, low2, 0xdd));
-    _mm512_storeu_si512(into + (8 + i) * stride, _mm512_shuffle_i32x4(high, high2, 0x88));
-    _mm512_storeu_si512(into + (12 + i) * stride, _mm512_shuffle_i32x4(high, high2, 0xdd));
+    into[i] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    into[4 + i] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+    into[8 + i] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    into[12 + i] = _mm512_shuffle_i32x4(high, high2, 0xdd);
   }
 }
 
-// Asks for what is copied next while this is copied: blocks lie anywhere, so that no processor foresees it. Into the
-// second cache: two tiles of keys and values and their copies are more than the first one holds.
-inline void prefetch(const void* row, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(static_cast<const char*>(row) + at, _MM_HINT_T1);
-}
+// Where the keys and values of a tile's tokens lie, from the first key head on; of those that no row sees: zeros.
+template <typename T>
+struct Tokens {
+  int64_t first, stop;  // those that any row sees
+  const T* rows[2 * kTileKeys];
+
+  const int32_t* const* key_words() const { return reinterpret_cast<const int32_t* const*>(rows); }
+  const T* const* values() const { return rows + kTileKeys; }
+};
 
 // `into [words rounded up to 16, kTileKeys]`, of tokens [first, stop) and what shares a register with them.
-inline void pack_keys(const int32_t* const* tokens, const int32_t* const* next, int64_t first, int64_t stop,
-                      int64_t words, int32_t* into) {
-  for (int64_t token = first / 16 * 16; token < stop; token += 16) {
-    for (int64_t i = 0; i < 16; ++i) prefetch(next[token + i], words * 4);
+template <typename T>
+void pack_keys(const Tokens<T>& tokens, int64_t at, int64_t words, int32_t* into) {
+  for (int64_t token = tokens.first / 16 * 16; token < tokens.stop; token += 16) {
     for (int64_t word = 0; word < words; word += 16) {
-      transpose(tokens + token, word, first_lanes(words - word), into + word * kTileKeys + token, kTileKeys);
+      __m512i rows[16];
+      transpose(tokens.key_words() + token, at / Words<T>::kNumbers + word, first_lanes(words - word), rows);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(into + (word + i) * kTileKeys + token, rows[i]);
     }
   }
 }
 
 // `into [steps, width]`: word i of step s is number i of the tokens that step s multiplies.
-inline void pack_values(const float* const* tokens, const float* const* next, int64_t steps, int64_t head_dim,
-                        int64_t width, int32_t* into) {
+inline void pack_values(const Tokens<float>& tokens, int64_t first, int64_t steps, int64_t head_dim, int64_t width,
+                        int32_t* into) {
   for (int64_t step = 0; step < steps; ++step) {
-    prefetch(next[step], head_dim * 4);
     for (int64_t at = 0; at < head_dim; at += 16) {
-      const __m512 value = load(tokens[step] + at, first_lanes(head_dim - at));
+      const __m512 value = load(tokens.values()[step] + first + at, first_lanes(head_dim - at));
       _mm512_storeu_ps(into + step * width + at, value);
     }
   }
 }
 
-inline __m512i interleaved(int first) {
-  alignas(64) uint16_t picked[32];
-  for (int i = 0; i < 16; ++i) {
-    picked[2 * i] = static_cast<uint16_t>(first + i);
-    picked[2 * i + 1] = static_cast<uint16_t>(first + i + 32);
+// The order of numbers in which two tokens' numbers from `first` on alternate.
+struct Interleaved {
+  alignas(64) uint16_t numbers[32];
+  constexpr explicit Interleaved(int first) : numbers{} {
+    for (int i = 0; i < 16; ++i) {
+      numbers[2 * i] = static_cast<uint16_t>(first + i);
+      numbers[2 * i + 1] = static_cast<uint16_t>(first + i + 32);
+    }
   }
-  return _mm512_load_si512(picked);
-}
+  __m512i of(__m512i a, __m512i b) const { return _mm512_permutex2var_epi16(a, _mm512_load_si512(numbers), b); }
+};
 
-inline void pack_values(const bf16* const* tokens, const bf16* const* next, int64_t steps, int64_t head_dim,
-                        int64_t width, int32_t* into) {
-  const __m512i low = interleaved(0), high = interleaved(16);
+constexpr Interleaved kLow(0), kHigh(16);
+
+inline void pack_values(const Tokens<bf16>& tokens, int64_t first, int64_t steps, int64_t head_dim, int64_t width,
+                        int32_t* into) {
   for (int64_t step = 0; step < steps; ++step) {
-    prefetch(next[2 * step], head_dim * 2);
-    prefetch(next[2 * step + 1], head_dim * 2);
     for (int64_t at = 0; at < head_dim; at += 32) {
       const int64_t count = head_dim - at;
       const __mmask32 lanes = count >= 32 ? ~0u : (1u << count) - 1u;
-      const __m512i a = _mm512_maskz_loadu_epi16(lanes, tokens[2 * step] + at);
-      const __m512i b = _mm512_maskz_loadu_epi16(lanes, tokens[2 * step + 1] + at);
+      const __m512i a = _mm512_maskz_loadu_epi16(lanes, tokens.values()[2 * step] + first + at);
+      const __m512i b = _mm512_maskz_loadu_epi16(lanes, tokens.values()[2 * step + 1] + first + at);
       int32_t* words = into + step * width + at;
-      _mm512_storeu_si512(words, _mm512_permutex2var_epi16(a, low, b));
-      if (at + 16 < width) _mm512_storeu_si512(words + 16, _mm512_permutex2var_epi16(a, high, b));
+      _mm512_storeu_si512(words, kLow.of(a, b));
+      if (at + 16 < width) _mm512_storeu_si512(words + 16, kHigh.of(a, b));
     }
   }
 }
