@@ -5,6 +5,8 @@ Knows how they get there fast, not when they may: the caller's stream is the one
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +19,22 @@ from engine.kv_cache import KVCache
 
 # Of a stretch, on average: it takes the link as long as it takes Python to command its copy. To be measured.
 _STRETCH_BYTES = 512 << 10
+_ALIGNED = 4  # numbers of a list are 16 bytes: kernels are compiled for lists that begin at such places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedPairs:
+    """Pairs of blocks, ready to be copied. To be kept until they are: what copies reads the list."""
+
+    pairs: BlockPairs
+    numbers: Tensor | None  # [2, n] int32 on the device, the host's blocks and the device's; None: by stretches
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+def _at_once(work: Callable[[], object]) -> None:
+    work()
 
 
 class BlockLink:
@@ -26,35 +44,58 @@ class BlockLink:
         assert device_cache.layout == host_cache.layout, "blocks of both tiers must be of one layout"
         word = torch.int64 if device_cache.layout.block_bytes % torch.int64.itemsize == 0 else torch.uint8
         self._on_device, self._on_host = (cache.blocks.view(word) for cache in (device_cache, host_cache))
+        self._block_bytes = self._on_device[0].nbytes
         # A kernel on a GPU reaches the host's memory only where that is pinned.
         is_reachable = device_cache.device == host_cache.device or host_cache.tensor.is_pinned()
         self._by_kernel = is_reachable and word == torch.int64
 
-    def load(self, pairs: BlockPairs) -> None:
-        self._copy(self._on_host, pairs.host, self._on_device, pairs.device)
+    def listed(
+        self, lists: Sequence[BlockPairs], queue: Callable[[Callable[[], object]], None] = _at_once
+    ) -> list[ListedPairs]:
+        """Each of them ready to be copied. All go to the device as one piece, by a job of `queue`'s stream, which must
+        be the current one: copies come behind it."""
+        if not self._by_kernel:
+            return [ListedPairs(pairs=pairs, numbers=None) for pairs in lists]
+        starts = np.cumsum([0, *(-(-len(pairs) // _ALIGNED) * _ALIGNED for pairs in lists)]).tolist()
+        device = self._on_device.device
+        # In memory that torch's allocator pins and keeps until the copy is done.
+        numbers = torch.zeros((2, starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_host = numbers.numpy()
+        for start, pairs in zip(starts, lists, strict=False):
+            on_host[0, start : start + len(pairs)] = pairs.host
+            on_host[1, start : start + len(pairs)] = pairs.device
+        on_device = torch.empty_like(numbers, device=device)
+        queue(lambda: on_device.copy_(numbers, non_blocking=True))
+        goes_on = ((on_host[:, 1:] - on_host[:, :-1]) == 1).all(0)
+        return [
+            self._listed(pairs, on_device[:, start : start + len(pairs)], goes_on[start : start + len(pairs) - 1])
+            for start, pairs in zip(starts, lists, strict=False)
+        ]
 
-    def save(self, pairs: BlockPairs) -> None:
-        self._copy(self._on_device, pairs.device, self._on_host, pairs.host)
+    def load(self, listed: ListedPairs) -> None:
+        self._copy(listed, self._on_host, self._on_device, (0, 1))
 
-    def _copy(self, source: Tensor, sources: Blocks, target: Tensor, targets: Blocks) -> None:
-        bounds = stretch_bounds(sources, targets)
-        num_bytes = len(sources) * source[0].nbytes
-        if self._by_kernel and num_bytes < (len(bounds) - 1) * _STRETCH_BYTES:
+    def save(self, listed: ListedPairs) -> None:
+        self._copy(listed, self._on_device, self._on_host, (1, 0))
+
+    def _listed(self, pairs: BlockPairs, numbers: Tensor, goes_on: npt.NDArray[np.bool_]) -> ListedPairs:
+        """By the kernel, unless stretches are long. `goes_on [n - 1]`: the next pair is of the same stretch."""
+        num_stretches = len(pairs) - int(np.count_nonzero(goes_on))
+        is_torn = len(pairs) * self._block_bytes < num_stretches * _STRETCH_BYTES
+        return ListedPairs(pairs=pairs, numbers=numbers if is_torn else None)
+
+    def _copy(self, listed: ListedPairs, source: Tensor, target: Tensor, ends: tuple[int, int]) -> None:
+        """`ends`: which rows of the list are the source's and the target's."""
+        if listed.numbers is not None:
             from kernels.block_copies import copy_blocks  # needs Triton
 
-            indices = self._upload(sources, targets)
-            copy_blocks(source, indices[0], target, indices[1])
+            copy_blocks(source, listed.numbers[ends[0]], target, listed.numbers[ends[1]])
             return
-        for start, stop in pairwise(bounds.tolist()):
+        both = listed.pairs.host, listed.pairs.device
+        sources, targets = both[ends[0]], both[ends[1]]
+        for start, stop in pairwise(stretch_bounds(sources, targets).tolist()):
             first, into, count = int(sources[start]), int(targets[start]), stop - start
             target[into : into + count].copy_(source[first : first + count], non_blocking=True)
-
-    def _upload(self, sources: Blocks, targets: Blocks) -> Tensor:
-        """`[2, n]`. From memory that torch's allocator pins and keeps until the copy is done."""
-        device = self._on_device.device
-        indices = torch.empty((2, len(sources)), dtype=torch.int32, pin_memory=device.type == "cuda")
-        np.stack((sources, targets), out=indices.numpy())
-        return indices.to(device, non_blocking=True)
 
 
 def stretch_bounds(sources: Blocks, targets: Blocks) -> npt.NDArray[np.int64]:

@@ -10,6 +10,8 @@ from queue import PriorityQueue
 
 import torch
 
+from kernels.thread_team import work_alone
+
 _STOP_AFTER_S = 10.0
 _NEVER_URGENT = 1 << 30
 
@@ -43,6 +45,7 @@ class CopyThread:
         return future
 
     def _run(self) -> None:
+        work_alone()
         with torch.inference_mode():  # a thread's own mode; tensors made under it are changed under it only
             while self._run_next():
                 pass

@@ -39,13 +39,13 @@ class Queue(Protocol):
 
     def record(self) -> TimedEvent: ...
 
-
-class CopyQueue(Queue, Protocol):
-    """A stream that copies beside compute."""
-
     def queue(self, work: Callable[[], object]) -> None:
         """Have the device do what `work` starts. It may be done later than this returns."""
         ...
+
+
+class CopyQueue(Queue, Protocol):
+    """A stream that copies beside compute."""
 
     def is_current(self) -> AbstractContextManager[None]:
         """For the calling thread: an event recorded in it is one of this stream's."""
@@ -108,6 +108,9 @@ class CudaComputeQueue:
 
     def record(self) -> CudaEvent:
         return CudaEvent(torch.cuda.current_stream(self._device), timed=True)
+
+    def queue(self, work: Callable[[], object]) -> None:
+        work()
 
 
 class CudaStream:

@@ -8,6 +8,7 @@ Shape legend: G layer groups, R ring slots, C columns of a block table.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,10 +93,16 @@ class Placement:
         """Columns [first, stop) of each sequence."""
         base = self.first_block[group]
         host = [staged.host_blocks(group, first, stop) for staged, first, stop in spans]
-        device = [
-            np.arange(base + s.offset + first, base + s.offset + stop, dtype=np.int32) for s, first, stop in spans
-        ]
-        return BlockPairs(host=np.concatenate(host), device=np.concatenate(device))
+        in_slot = _numbers(tuple((staged.offset + first, staged.offset + stop) for staged, first, stop in spans))
+        return BlockPairs(host=np.concatenate(host), device=base + in_slot)
+
+
+@functools.lru_cache(maxsize=8)  # those of one group of a step are those of the next
+def _numbers(spans: tuple[tuple[int, int], ...]) -> Blocks:
+    """All numbers of [first, stop) of each, one after the other."""
+    numbers: Blocks = np.concatenate([np.arange(first, stop, dtype=np.int32) for first, stop in spans])
+    numbers.flags.writeable = False
+    return numbers
 
 
 def place(plan: StepPlan, layout: KVLayout, ring: StagingConfig | None, ring_start: int) -> Placement | None:

@@ -23,6 +23,7 @@ from engine.sequence_kv import SequenceKV
 from engine.step_cost import StepCost
 from engine.step_costs import StepCosts
 from kernels.quantised_weight import ActivationBits
+from kernels.thread_team import dissolve_team
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -134,6 +135,7 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         share_weights=config.share_weights,
         activation_bits=config.activation_bits,
     )
+    dissolve_team()  # steps will be computed by another thread
     return LoadedModel(
         name=config.model_name,
         fingerprint=model_fingerprint(folder, config.quantisation, config.activation_bits),

@@ -6,9 +6,9 @@ Measured once, at the start; from then on a worker's memory is constant. Knows t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import psutil
@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.kv_cache import KVLayout
+from engine.kv_sizes import KVMemory, KVSizes, size_tiers
 from engine.machine_memory import memory_bytes
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
@@ -34,6 +35,34 @@ class StepSize:
     def num_blocks(self, layout: KVLayout) -> int:
         """That `largest_step` needs."""
         return layout.num_layer_groups * (-(-self.num_tokens // layout.block_size) + self.num_seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """KV gets what is left of a share of the device's memory, which only a runner that is up can be asked."""
+
+    share: float
+    memory: KVMemory
+    largest_step: StepSize
+
+    @classmethod
+    def of(cls, share: float | None, memory: KVMemory, largest_step: StepSize) -> Self | None:
+        """None: the memory says its size. Raises ValueError if that is said twice."""
+        if share is None:
+            return None
+        if memory.kv_blocks is not None or memory.kv_bytes is not None:
+            raise ValueError("give the size of the KV cache as a share, or in bytes, or in blocks")
+        return cls(share, memory, largest_step)
+
+    def sizes_to_measure_with(self, layout: KVLayout) -> KVSizes:
+        return KVSizes(pool_blocks=self.largest_step.num_blocks(layout), host_blocks=0, ring=None)
+
+    def sizes_left(self, layout: KVLayout, runner: ModelRunner, record: Callable[[], None] | None) -> KVSizes:
+        """Beside the largest step, the staging ring and, if there are some, recorded decode steps."""
+        left = kv_bytes_left(runner, self.largest_step, self.share) - self.memory.staging_bytes
+        if record is not None:
+            left -= recording_bytes(runner, record)
+        return size_tiers(layout, replace(self.memory, kv_bytes=max(left, 0)))
 
 
 def kv_bytes_left(runner: ModelRunner, largest: StepSize, share: float) -> int:

@@ -51,12 +51,26 @@ class Quantisation:
 
     def quantise(self, weight: Tensor) -> QuantisedWeight:
         """From `[out, in]`. Raises ValueError if its inputs do not divide into groups."""
-        num_outputs, num_inputs = weight.shape
+        return self.quantise_part(weight, slice(None), slice(None))
+
+    def quantise_part(self, weight: Tensor, rows: slice, columns: slice) -> QuantisedWeight:
+        """What `quantise` makes of these outputs and inputs: of whole groups, whose scales all of their inputs have a
+        part in. Raises as it does."""
+        num_inputs = weight.shape[1]
         if num_inputs % self.group_size:
             raise ValueError(
                 f"a projection of {num_inputs} inputs cannot be quantised in groups of {self.group_size}; set"
                 " model.quantization_group to a number that divides them, 32 for most models"
             )
+        start, stop, _ = columns.indices(num_inputs)
+        first = start // self.group_size * self.group_size
+        last = -(-stop // self.group_size) * self.group_size
+        rounded = self._rounded(weight[rows, first:last])
+        whole = (first, last) == (start, stop)
+        return rounded if whole else rounded.part(slice(None), slice(start - first, stop - first))
+
+    def _rounded(self, weight: Tensor) -> QuantisedWeight:
+        num_outputs, num_inputs = weight.shape
         rounded = {"int8": _to_8_bits, "int4": _to_4_bits}[self.name]
         codes = torch.empty(num_outputs, num_inputs, dtype=torch.int8)
         scales, minimums = torch.empty(2, num_outputs, num_inputs // self.group_size)

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.devices import CPU
 from engine.gguf_store import GGUF_NAME
 from engine.model_config import ModelConfig
+from engine.parallel.shards import WHOLE, Part, Shard
 from engine.quantisation import Quantisation
 from engine.weight_packing import WeightPacking
 from engine.weights import (
@@ -41,17 +42,19 @@ def load_mixed_weights(
     quantisation: Quantisation | None,
     *,
     dtype: torch.dtype,
+    shard: Shard = WHOLE,
     device: torch.device = CPU,
 ) -> AnyWeights:
-    """Every tensor of the model. Raises ValueError: see `load_weights` and `Quantisation.quantise`."""
-    stored = _stored(folder, config, quantisation)
+    """Every tensor of the model, or what a shard has of it: the values that it has in the whole.
+
+    Raises ValueError: see `load_weights` and `Quantisation.quantise`.
+    """
+    stored = _stored(folder, config, quantisation, shard)
     if stored is None:
-        return load_weights(folder, config, dtype=dtype, device=device)
+        return load_weights(folder, config, dtype=dtype, shard=shard, device=device)
     require_loadable(dtype)
     weights: MixedWeights = {}
     for name, weight in stored:
-        if name == _EMBEDDING and config.tied_embeddings and isinstance(weight, QuantisedWeight):
-            weights[_HEAD] = weight
         if isinstance(weight, QuantisedWeight) and not is_projection(name):
             weight = weight.dequantise(dtype)
         weights[name] = weight.to(device, dtype).contiguous() if isinstance(weight, Tensor) else weight
@@ -59,26 +62,61 @@ def load_mixed_weights(
 
 
 def _stored(
-    folder: Path, config: ModelConfig, quantisation: Quantisation | None
+    folder: Path, config: ModelConfig, quantisation: Quantisation | None, shard: Shard
 ) -> Iterator[tuple[str, Tensor | QuantisedWeight]] | None:
-    """Every tensor as it is, or is to be, quantised. None: none is."""
+    """What a shard has of every tensor as it is, or is to be, quantised. None: none is."""
     if (folder / GGUF_NAME).exists():
         _require_unrounded(folder, quantisation)
-        return checked_gguf_tensors(folder / GGUF_NAME, config)
+        return _cut(checked_gguf_tensors(folder / GGUF_NAME, config), config, shard)
     if config.packing is not None:
         _require_unrounded(folder, quantisation)
-        return checked_packed_tensors(folder, config, config.packing)
-    return None if quantisation is None else _rounded(folder, config, quantisation)
+        return _cut(checked_packed_tensors(folder, config, config.packing), config, shard)
+    return None if quantisation is None else _rounded(folder, config, quantisation, shard)
 
 
 def _rounded(
-    folder: Path, config: ModelConfig, quantisation: Quantisation
+    folder: Path, config: ModelConfig, quantisation: Quantisation, shard: Shard
 ) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
     for name, tensor in stored_tensors(folder, config):
-        if name == _HEAD or (name == _EMBEDDING and config.tied_embeddings):
-            yield _HEAD, quantisation.of_the_head.quantise(tensor)
-        if name != _HEAD:
-            yield name, quantisation.quantise(tensor) if is_projection(name) else tensor
+        for target, part in _targets(name, config, shard, is_head=name == _EMBEDDING):
+            if is_projection(target):
+                rounding = quantisation.of_the_head if target == _HEAD else quantisation
+                yield target, rounding.quantise_part(tensor, *_rows_and_columns(part))
+            else:
+                yield target, _part_of(tensor, part)
+
+
+def _cut(
+    stored: Iterator[tuple[str, Tensor | QuantisedWeight]], config: ModelConfig, shard: Shard
+) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
+    for name, weight in stored:
+        is_head = name == _EMBEDDING and isinstance(weight, QuantisedWeight)
+        for target, part in _targets(name, config, shard, is_head=is_head):
+            yield target, _part_of(weight, part)
+
+
+def _targets(name: str, config: ModelConfig, shard: Shard, *, is_head: bool) -> Iterator[tuple[str, Part]]:
+    """As what a stored tensor is loaded, and which part of it each time: with tied embeddings one may be two.
+
+    `is_head`: so it is with this one.
+    """
+    names = [name, _HEAD] if is_head and config.tied_embeddings else [name]
+    for target in names:
+        part = shard.part(target, config)
+        if part is not None:
+            yield target, part
+
+
+def _part_of(weight: Tensor | QuantisedWeight, part: Part) -> Tensor | QuantisedWeight:
+    """The whole is not kept for a part of it."""
+    if not part:
+        return weight
+    return weight.part(*_rows_and_columns(part)) if isinstance(weight, QuantisedWeight) else weight[part].clone()
+
+
+def _rows_and_columns(part: Part) -> tuple[slice, slice]:
+    rows, columns = (*part, slice(None), slice(None))[:2]
+    return rows, columns
 
 
 def checked_gguf_tensors(gguf_file: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
@@ -140,17 +178,3 @@ def _require_unrounded(folder: Path, quantisation: Quantisation | None) -> None:
 def is_projection(name: str) -> bool:
     """Whether a tensor of this name is multiplied with activations, and so may be quantised."""
     return name.endswith("_proj.weight") or name == "lm_head.weight"
-
-
-def require_whole(folder: Path, config: ModelConfig, quantisation: Quantisation | None) -> None:
-    """Raises ValueError where the model is quantised, for who would divide it."""
-    if quantisation is not None:
-        raise ValueError(
-            f"a model in {quantisation.name} cannot be divided among processes yet: set tensor_parallel to 1, or leave"
-            " model.quantization out"
-        )
-    if (folder / GGUF_NAME).exists() or config.packing is not None:
-        raise ValueError(
-            f"the model in {folder} is quantised, and such a model cannot be divided among processes yet: set"
-            " tensor_parallel to 1"
-        )

@@ -29,6 +29,7 @@ from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
 from engine.sequence_kv import SequenceKV
 from engine.staged_tiers import StagedTiers, Staging, TransferStats
 from engine.staging import StoredLayers, ThreadStaging
+from engine.step_threads import StepThreads
 from engine.stream_staging import StagingStreams, StreamedStep, StreamStaging
 from engine.weights import AnyWeights
 from kernels.interface import GraphKernels, Kernels
@@ -74,12 +75,14 @@ class ModelRunner:
         ring: StagingConfig | None = None,
         group: GroupLeader | None = None,
         kernels: Kernels | None = None,
+        threads: StepThreads | None = None,
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
         self.host_cache = host_cache
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self._sampler = sampler
+        self._threads = threads
         self._sampled: SampledTokens = KnownTokens([])  # by the step that ran last, in its batch's order
         with torch.inference_mode():
             kernels = kernels or kernels_for(kv_cache.device)
@@ -193,9 +196,14 @@ class ModelRunner:
         `before_sampling` returns when the sequences are as the step before left them: sampling reads their tokens. What
         the step brings may be waited for while the next one runs.
         """
-        with self._hooks(step.plan, step.placement, on_layer) as hooks:
+        with self._computing(step), self._hooks(step.plan, step.placement, on_layer) as hooks:
             output = self._compute(step, hooks, before_sampling)
         return replace(output, copies=hooks.copies) if isinstance(hooks, StreamedStep) else output
+
+    def _computing(self, step: PreparedStep) -> AbstractContextManager[None]:
+        if self._threads is None or step.batch is None:
+            return nullcontext()
+        return self._threads.computing(len(step.batch.token_ids))
 
     def _compute(
         self, step: PreparedStep, hooks: LayerHooks | None, before_sampling: Callable[[], None]

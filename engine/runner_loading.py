@@ -17,17 +17,19 @@ from engine.host_memory import keep_freed_memory
 from engine.kv_cache import KVCache, KVLayout
 from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.mappings import map_private_memory
-from engine.memory_profile import StepSize, kv_bytes_left, recording_bytes
+from engine.memory_profile import DeviceShare, StepSize
 from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.packed_weights import Sharing, packing_memory
 from engine.parallel.device_link import require_devices
 from engine.parallel.leader import GroupLeader
+from engine.parallel.shards import WHOLE
 from engine.quantisation import Quantisation
-from engine.quantised_weights import load_mixed_weights, require_whole
+from engine.quantised_weights import load_mixed_weights
 from engine.runner import ModelRunner
 from engine.sampler import sampler_for
-from engine.weights import AnyWeights, load_weights
+from engine.step_threads import StepThreads
+from engine.weights import AnyWeights
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
 from kernels.packing_memory import PackingKernels, PackingMemory
@@ -79,8 +81,6 @@ def load_runner(
     require_devices(where, tensor_parallel)
     require_whole_cache(where, tensor_parallel, host_bytes)
     config = ModelConfig.from_folder(model_folder)
-    if tensor_parallel > 1:
-        require_whole(Path(model_folder), config, quantisation)
     layout = _layout(config, dtype, block_size, layers_per_group, tiered=host_bytes > 0)
     memory = KVMemory(
         kv_blocks=num_blocks,
@@ -89,28 +89,17 @@ def load_runner(
         staging_bytes=staging_bytes,
         ring_groups=ring_groups,
     )
-    if kv_share is not None and (num_blocks is not None or kv_bytes is not None):
-        raise ValueError("give the size of the KV cache as a share, or in bytes, or in blocks")
+    share = DeviceShare.of(kv_share, memory, largest_step)
     _set_threads(num_threads, tensor_parallel)
     keep_freed_memory()
     loading = _Loading(Path(model_folder), config, layout, where, kernels, host_memory, quantisation, share_weights)
-    sizes = size_tiers(layout, memory) if kv_share is None else _before_measuring(layout, largest_step)
+    sizes = size_tiers(layout, memory) if share is None else share.sizes_to_measure_with(layout)
     runner = (
-        loading.runner(sizes) if tensor_parallel == 1 else loading.group_runner(sizes, tensor_parallel, batch_invariant)
+        loading.runner(sizes)
+        if tensor_parallel == 1
+        else loading.group_runner(sizes, tensor_parallel, batch_invariant, activation_bits)
     )
-    with ExitStack() as on_failure:
-        on_failure.callback(runner.close)
-        record = _decode_recording(runner, kernels, largest_step) if decode_graphs and tensor_parallel == 1 else None
-        if kv_share is not None:
-            left = kv_bytes_left(runner, largest_step, kv_share) - staging_bytes
-            if record is not None:
-                left -= recording_bytes(runner, record)
-            loading.give_kv(runner, size_tiers(layout, replace(memory, kv_bytes=max(left, 0))))
-        if record is not None:
-            record()
-        _report(runner, model_folder)
-        on_failure.pop_all()
-    return runner
+    return _made_ready(loading, runner, share, largest_step if decode_graphs and tensor_parallel == 1 else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +133,9 @@ class _Loading:
         with torch.inference_mode():
             Model(self.config, self._weights(None), self.kernels.packing_into(memory))
 
-    def group_runner(self, sizes: KVSizes, degree: int, batch_invariant: bool) -> ModelRunner:
+    def group_runner(
+        self, sizes: KVSizes, degree: int, batch_invariant: bool, activation_bits: ActivationBits
+    ) -> ModelRunner:
         """Of a group of processes, which are up when this returns. Raises GroupError."""
         group = GroupLeader(
             self.folder,
@@ -155,6 +146,8 @@ class _Loading:
             num_threads=torch.get_num_threads(),
             device=self.device,
             batch_invariant=batch_invariant,
+            activation_bits=activation_bits,
+            quantisation=self.quantisation,
         )
         with ExitStack() as on_failure:
             on_failure.callback(group.close)
@@ -182,13 +175,23 @@ class _Loading:
             ring=sizes.ring,
             group=group,
             kernels=self.kernels,
+            threads=self._threads(group),
         )
 
+    def _threads(self, group: GroupLeader | None) -> StepThreads | None:
+        if group is not None or not isinstance(self.kernels, PackingKernels):  # or results would depend on them
+            return None
+        return StepThreads(torch.get_num_threads())
+
     def _weights(self, group: GroupLeader | None) -> AnyWeights:
-        dtype = self.layout.dtype
-        if group is not None:
-            return load_weights(self.folder, self.config, dtype=dtype, shard=group.ranks.shard, device=self.device)
-        return load_mixed_weights(self.folder, self.config, self.quantisation, dtype=dtype, device=self.device)
+        return load_mixed_weights(
+            self.folder,
+            self.config,
+            self.quantisation,
+            dtype=self.layout.dtype,
+            shard=WHOLE if group is None else group.ranks.shard,
+            device=self.device,
+        )
 
     def _host_cache(self, num_blocks: int) -> KVCache | None:
         if not num_blocks:
@@ -240,8 +243,21 @@ def _decode_recording(runner: ModelRunner, kernels: Kernels, largest: StepSize) 
     return partial(runner.record_decode, kernels, limits)
 
 
-def _before_measuring(layout: KVLayout, largest: StepSize) -> KVSizes:
-    return KVSizes(pool_blocks=largest.num_blocks(layout), host_blocks=0, ring=None)
+def _made_ready(
+    loading: _Loading, runner: ModelRunner, share: DeviceShare | None, recorded: StepSize | None
+) -> ModelRunner:
+    """What needs a runner that is up, or it is closed. Decode steps up to `recorded` are recorded last, over the KV
+    cache that stays."""
+    with ExitStack() as on_failure:
+        on_failure.callback(runner.close)
+        record = None if recorded is None else _decode_recording(runner, loading.kernels, recorded)
+        if share is not None:
+            loading.give_kv(runner, share.sizes_left(loading.layout, runner, record))
+        if record is not None:
+            record()
+        _report(runner, loading.folder)
+        on_failure.pop_all()
+    return runner
 
 
 def _report(runner: ModelRunner, model_folder: str | Path) -> None:

@@ -12,7 +12,6 @@ nothing about and the seed, or what was learnt earlier, stays.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from engine.recent_steps import RecentSteps, quantile
 from engine.step_cost import StepCost, StepWork
 from engine.step_noise import StepNoise
 
@@ -103,7 +103,7 @@ class StepCostFit:
         predicted = float(self._shares @ parts)
         error = seconds / predicted - 1
         residuals.add(error, predicted)
-        residuals.steps.append((parts, math.log(seconds)))
+        residuals.steps.add(error, parts, seconds)
         factor = residuals.change(error)
         if factor is not None:
             self._follow(factor, parts > 0)
@@ -127,16 +127,12 @@ class StepCostFit:
 
     def noise(self, kind: StepKind) -> StepNoise:
         """How the latest steps scatter around the one model that is known now."""
-        steps = self._kinds[kind].steps
-        if not steps:
-            return StepNoise()
-        parts, logs = (np.array(values) for values in zip(*steps, strict=True))
-        deviations = logs - np.log(parts @ self._shares)
+        deviations = self._kinds[kind].steps.deviations(self._shares)
         return StepNoise.of(np.minimum(deviations, math.log(_STRETCH_MOST)))
 
     def _relative_error(self) -> float:
-        errors = [error for residuals in self._kinds.values() for error in residuals.recent]
-        return float(np.median(errors)) if errors else self._seed_error
+        errors = np.concatenate([residuals.steps.errors for residuals in self._kinds.values()])
+        return quantile(errors, 0.5) if len(errors) else self._seed_error
 
     def _follow(self, factor: float, concerned: npt.NDArray[np.bool_]) -> None:
         """The machine's speed has changed: by about so much in common, and for each coefficient a little by itself."""
@@ -163,15 +159,13 @@ class _Residuals:
     """Relative errors of one kind of step: how large they typically are, and whether this one is believed."""
 
     def __init__(self) -> None:
-        self.recent: deque[float] = deque(maxlen=_WINDOW)  # without their signs
-        self.steps: deque[tuple[_Vector, float]] = deque(maxlen=_WINDOW)  # what each was made of, and log seconds
+        self.steps = RecentSteps(_WINDOW, num_parts=5)
         self._scale = _FIRST_SCALE  # the median of |error|, tracked
         self._streak: list[float] = []  # large errors in a row, all to one side
         self._predicted_s = 0.0  # of the latest steps, the older the less
         self._excess_s = 0.0  # that they took beyond it
 
     def add(self, error: float, predicted: float) -> None:
-        self.recent.append(abs(error))
         kept = 1 - 1 / _STRETCH_STEPS
         self._predicted_s = kept * (self._predicted_s or _STRETCH_STEPS * predicted) + predicted
         self._excess_s = kept * self._excess_s + min(error, _STRETCH_MOST - 1) * predicted
@@ -204,10 +198,10 @@ class _Residuals:
         return (error if error > 0 else 1 / (1 + error) - 1) > _HUBER_SCALES * self._scale
 
     def summary(self) -> FitError:
-        if not self.recent:
+        errors = self.steps.errors
+        if not len(errors):
             return FitError()
-        median, p90 = np.percentile(self.recent, (50, 90)).tolist()
-        return FitError(num_steps=len(self.recent), median=median, p90=p90)
+        return FitError(num_steps=len(errors), median=quantile(errors, 0.5), p90=quantile(errors, 0.9))
 
 
 def scaled(cost: StepCost, factor: float) -> StepCost:

@@ -14,6 +14,9 @@ from engine.step_noise import StepNoise
 
 # Enough that one which pays for what libraries make once is seen through, too few to tell much more than the speed.
 _SCALING_STEPS = TELLING_STEPS - 1
+# Learnt from together: a step leaves nothing of the fit in the processor's caches, so that the first one after it costs
+# ten times as much as the next.
+_STEPS_AT_ONCE = 16
 
 
 class StepCosts:
@@ -24,7 +27,8 @@ class StepCosts:
         self._first: list[tuple[StepWork, float]] = []
         self._is_seeded = False
         self._seed_error = estimate.relative_error
-        self._fit: StepCostFit | None = None
+        self._learnt: StepCostFit | None = None
+        self._unlearnt: list[tuple[StepWork, float]] = []
 
     @property
     def is_seeded(self) -> bool:
@@ -33,30 +37,48 @@ class StepCosts:
 
     def seed(self, cost: StepCost) -> None:
         """Begin with what was measured."""
-        self._fit, self._seed_error, self._is_seeded = StepCostFit(cost), cost.relative_error, True
+        self._learnt, self._seed_error, self._is_seeded = StepCostFit(cost), cost.relative_error, True
+        self._unlearnt.clear()
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Take in a step that was computed. One without tokens says nothing and is ignored."""
         if not (work.prefill_tokens or work.decodes):
             return
-        if self._fit is not None and self._is_seeded:
-            self._fit.observe(work, seconds)
+        if self._is_seeded:
+            self._unlearnt.append((work, seconds))
+            if len(self._unlearnt) == _STEPS_AT_ONCE:
+                self._learn()
         else:
             self._first.append((work, seconds))
-            self._fit = StepCostFit(fit_steps(self.estimate, self._first))
+            self._learnt = StepCostFit(fit_steps(self.estimate, self._first))
             self._is_seeded = len(self._first) == _SCALING_STEPS
+
+    @property
+    def _fit(self) -> StepCostFit | None:
+        """With every step so far."""
+        self._learn()
+        return self._learnt
+
+    def _learn(self) -> None:
+        if self._learnt is not None:
+            for work, seconds in self._unlearnt:
+                self._learnt.observe(work, seconds)
+        self._unlearnt.clear()
 
     def cost(self) -> StepCost | None:
         """None as long as nothing was measured."""
-        return None if self._fit is None else self._fit.cost()
+        fit = self._fit
+        return None if fit is None else fit.cost()
 
     def stretch(self, kind: StepKind) -> float:
         """See `StepCostFit`."""
-        return 1.0 if self._fit is None else self._fit.stretch(kind)
+        fit = self._fit
+        return 1.0 if fit is None else fit.stretch(kind)
 
     def noise(self, kind: StepKind) -> StepNoise:
         """See `StepCostFit`."""
-        return StepNoise() if self._fit is None else self._fit.noise(kind)
+        fit = self._fit
+        return StepNoise() if fit is None else fit.noise(kind)
 
     def shared_tokens(self) -> float:
         """See `StepCost`; without bound as long as nothing was measured."""
@@ -65,5 +87,6 @@ class StepCosts:
 
     def error(self, kind: StepKind) -> float:
         """Median of |actual / predicted - 1| over the latest steps of a kind; the seed's own without any."""
-        error = None if self._fit is None else self._fit.error(kind)
+        fit = self._fit
+        error = None if fit is None else fit.error(kind)
         return error.median if error is not None and error.num_steps else self._seed_error

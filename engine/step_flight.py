@@ -10,9 +10,9 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from engine.compute_thread import ComputeThread
 from engine.pending_output import PendingOutput
 from engine.prepared_step import PreparedStep
 from engine.sequence import StepOutput, StepPlan
@@ -21,7 +21,6 @@ from engine.step_cost import StepWork
 MAX_TAKING_IN_S = 60.0  # of a step's results; where it takes longer, the event loop hangs
 
 OnLayer = Callable[[int], None]
-Result = TypeVar("Result")
 
 
 class Runner(Protocol):
@@ -53,22 +52,23 @@ class StepFlight:
         self._prepared: PreparedStep | None = None
         self._has_succeeded = False
         self._is_given_up = False
-        self._is_taken_in = threading.Event()
+        self._is_over = False  # taken in, or given up
+        self._over: threading.Event | None = None  # for the step behind it, where steps overlap
 
     @property
     def can_be_followed(self) -> bool:
         """Whether a step that goes on from its sampled tokens can be prepared."""
         return self._prepared is not None
 
-    def launch(self, runner: Runner, compute: Executor, on_layer: OnLayer | None) -> None:
+    def launch(self, runner: Runner, compute: ComputeThread, on_layer: OnLayer | None) -> None:
         """With no other step in flight, and none until its result is there."""
-        self.result = _submit(compute, lambda: runner.execute(self.plan, on_layer))
+        self.result = compute.submit(lambda: runner.execute(self.plan, on_layer))
 
     def launch_overlapped(
         self,
         runner: OverlappingRunner,
-        compute: Executor,
-        waiting: Executor,
+        compute: ComputeThread,
+        waiting: ComputeThread,
         on_layer: OnLayer | None,
         after: StepFlight | None,
     ) -> None:
@@ -76,10 +76,11 @@ class StepFlight:
 
         What the device has not come to when `compute` has done its part is waited for in `waiting`.
         """
+        self._over = threading.Event()
         try:
             prepared = self._prepared = runner.prepare(self.plan, None if after is None else after._prepared)
         except Exception as error:  # on behalf of the compute thread, whose boundary is the step loop's
-            self.result = _submit(compute, functools.partial(_raise, error))
+            self.result = compute.submit(functools.partial(_raise, error))
             return
 
         def run() -> PendingOutput:
@@ -91,16 +92,16 @@ class StepFlight:
             self._has_succeeded = True
             return pending
 
-        self.result = asyncio.ensure_future(_output_of(_submit(compute, run), waiting))
+        self.result = asyncio.ensure_future(_output_of(compute.submit(run), waiting))
 
     def note_taken_in(self) -> None:
         """The sequences are as the step left them."""
-        self._is_taken_in.set()
+        self._end()
 
     def give_up(self) -> None:
         """Nobody waits for the result any more; a step after it comes to nothing. Harmless if it has been taken in."""
-        self._is_given_up = not self._is_taken_in.is_set()
-        self._is_taken_in.set()
+        self._is_given_up = not self._is_over
+        self._end()
         self.result.cancel()
 
     def require_success(self) -> None:
@@ -110,19 +111,21 @@ class StepFlight:
 
     def wait_until_taken_in(self) -> None:
         """In the compute thread, while a later step runs. Raises StepSkippedError if it was given up."""
-        if not self._is_taken_in.wait(MAX_TAKING_IN_S):
+        assert self._over is not None, "no step follows one that was not launched for it"
+        if not self._over.wait(MAX_TAKING_IN_S):
             raise TimeoutError(f"the results of a step were not taken in within {MAX_TAKING_IN_S} s; the worker hangs")
         if self._is_given_up:
             raise StepSkippedError("the step before it failed, or nobody waits for it any more")
 
+    def _end(self) -> None:
+        self._is_over = True
+        if self._over is not None:
+            self._over.set()
 
-def _submit(executor: Executor, job: Callable[[], Result]) -> asyncio.Future[Result]:
-    return asyncio.get_running_loop().run_in_executor(executor, job)
 
-
-async def _output_of(launched: asyncio.Future[PendingOutput], waiting: Executor) -> StepOutput:
+async def _output_of(launched: asyncio.Future[PendingOutput], waiting: ComputeThread) -> StepOutput:
     pending = await launched
-    return pending.output() if pending.is_known else await _submit(waiting, pending.output)
+    return pending.output() if pending.is_known else await waiting.submit(pending.output)
 
 
 def _raise(error: Exception) -> StepOutput:

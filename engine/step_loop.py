@@ -11,9 +11,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from engine.compute_thread import ComputeThread
 from engine.sequence import StepOutput, StepPlan
 from engine.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
 from engine.step_costs import StepCosts
@@ -82,8 +82,8 @@ class StepLoop:
         self._on_layer = on_layer
         self._overlap = overlap
         self._wake = asyncio.Event()
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="device")  # for what an overlapped step brings
+        self._compute = ComputeThread("compute")
+        self._waiting = ComputeThread("device")  # for what an overlapped step brings
         self._num_failures = 0
         self._step_began: float | None = None
         self._task: asyncio.Task[None] | None = None
@@ -101,7 +101,7 @@ class StepLoop:
         Before `start`."""
         assert self._task is None, "a calibration and steps would disturb each other"
         if not self.costs.is_seeded:
-            self.costs.seed(await asyncio.get_running_loop().run_in_executor(self._compute, measure))
+            self.costs.seed(await self._compute.submit(measure))
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="step-loop")

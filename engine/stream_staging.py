@@ -5,7 +5,8 @@ waits for the copies' end. Knows where bytes go and in which order, not who owns
 
 Two streams copy, one each way. What orders them with each other and with compute:
 
-* A step's copies begin behind all that compute was given before: whoever used a block before may still run there.
+* A step's copies begin behind all that compute was given before: whoever used a block before may still run there, and
+  the lists of blocks that are copied go to the device there, all of a step's in one piece.
 * Fetches begin behind the earlier steps' write-backs, which they may read, in the ring as well.
 * A group computes behind its fetch. What is fetched for no group that computes, later steps compute behind as well.
 * A write-back begins behind the store of the group's last layer.
@@ -20,11 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
+from typing import Literal
 
 import numpy as np
 import torch
 
-from engine.block_link import BlockLink
+from engine.block_link import BlockLink, ListedPairs
 from engine.device_streams import CopyQueue, CudaComputeQueue, CudaStream, Event, Queue, TimedEvent
 from engine.host_placement import BlockPairs, Placement
 from engine.kv_cache import KVCache
@@ -75,12 +77,12 @@ class StreamStaging:
     def _measure_fetching(self) -> float:
         """Bytes per second, in no particular order, into blocks that nobody owns yet.
 
-        Afterwards the kernel is compiled, and both streams have the memory that lists of blocks take.
+        Afterwards the kernel is compiled.
         """
         tiers, streams = self.tiers, self.streams
         most = min(tiers.kv_cache.num_blocks, tiers.host_cache.num_blocks)
         blocks = np.arange(min(most, max(1, _PROBE_BYTES // tiers.kv_cache.layout.block_bytes)), dtype=np.int32)
-        pairs = BlockPairs(host=blocks, device=blocks[::-1])
+        [pairs] = self.link.listed([BlockPairs(host=blocks, device=blocks[::-1])], streams.compute.queue)
         streams.outward.follow(streams.compute.record())
         streams.outward.queue(partial(self.link.load, pairs))
         streams.outward.record().wait()
@@ -88,7 +90,11 @@ class StreamStaging:
         streams.inward.queue(partial(self.link.load, pairs))
         ended = streams.inward.record()
         ended.wait()
-        return tiers.num_bytes(pairs) / max(ended.seconds_since(begun), 1e-9)
+        return tiers.num_bytes(pairs.pairs) / max(ended.seconds_since(begun), 1e-9)
+
+
+Job = tuple[Literal["copy", "fetch", "write"], int]
+"""A copy of a step: the plan's, by its place in the plan, or of a group that is staged."""
 
 
 @dataclass(slots=True)
@@ -100,10 +106,12 @@ class StepCopies:
     fetches: list[tuple[int, TimedEvent, TimedEvent]] = field(default_factory=list)  # bytes, begin, end
     writes: list[tuple[int, TimedEvent, TimedEvent]] = field(default_factory=list)
     waits: list[tuple[TimedEvent, TimedEvent]] = field(default_factory=list)  # of compute: before, after
+    lists: dict[Job, ListedPairs] = field(default_factory=dict)  # in memory that compute could otherwise have
 
     def wait(self) -> None:
         for end in self.ends:
             end.wait()
+        self.lists.clear()
         for num_bytes, begin, end in self.fetches:
             self.stats.record_fetch(num_bytes, end.seconds_since(begin))
         for num_bytes, begin, end in self.writes:
@@ -140,9 +148,8 @@ class StreamedStep:
         self._layout = staging.tiers.kv_cache.layout
         self._groups = placement.groups if placement else ()
         self._index = {group: i for i, group in enumerate(self._groups)}
-        self._arriving = deque(
-            sorted((copy for copy in plan.copies if copy.to == "device"), key=lambda copy: copy.group)
-        )
+        arriving = [index for index, copy in enumerate(plan.copies) if copy.to == "device"]
+        self._arriving = deque(sorted(arriving, key=lambda index: plan.copies[index].group))
         self._arrived: dict[int, TimedEvent] = {}  # by a group that waits for it before it computes
         self._written: dict[int, Event] = {}  # by group: its slot's content rests on the host
 
@@ -194,52 +201,63 @@ class StreamedStep:
 
     def _begin(self) -> None:
         streams = self._streams
+        self._list()
         begun = streams.compute.record()
         streams.outward.follow(begun)
         streams.inward.follow(begun)
         if self._staging.written is not None:
             streams.inward.follow(self._staging.written)
-        for copy in self._plan.copies:
+        for index, copy in enumerate(self._plan.copies):
             if copy.to == "host":
-                self._save(BlockPairs(host=copy.destination, device=copy.source))
+                self._save(("copy", index))
         for i in range(min(self._tiers.num_slots, len(self._groups))):
             self._fetch(i)
         if not self._groups:
             self._bring(self._layout.num_layer_groups)
 
+    def _list(self) -> None:
+        """All that is to be copied."""
+        jobs: dict[Job, BlockPairs] = {}
+        for index, copy in enumerate(self._plan.copies):
+            ends = (copy.source, copy.destination) if copy.to == "device" else (copy.destination, copy.source)
+            jobs["copy", index] = BlockPairs(host=ends[0], device=ends[1])
+        for group in self._groups:
+            assert self._placement is not None
+            jobs["fetch", group] = self._tiers.fetched(self._placement, group)
+            jobs["write", group] = self._placement.written(group)
+        listed = self._staging.link.listed(list(jobs.values()), self._streams.compute.queue)
+        self.copies.lists = dict(zip(jobs, listed, strict=True))
+
     def _fetch(self, i: int) -> None:
         """The i-th group that is staged, and whatever the groups before it wait for."""
-        assert self._placement is not None
         group = self._groups[i]
         self._bring(group if i + 1 < len(self._groups) else self._layout.num_layer_groups)
-        self._load(group, self._tiers.fetched(self._placement, group))
+        self._load(group, ("fetch", group))
 
     def _bring(self, last: int) -> None:
         """The plan's copies to the device, up to this group."""
-        while self._arriving and self._arriving[0].group <= last:
-            copy = self._arriving.popleft()
-            self._load(copy.group, BlockPairs(host=copy.source, device=copy.destination))
+        while self._arriving and (group := self._plan.copies[self._arriving[0]].group) <= last:
+            self._load(group, ("copy", self._arriving.popleft()))
 
-    def _load(self, group: int, pairs: BlockPairs) -> None:
-        inward = self._streams.inward
+    def _load(self, group: int, job: Job) -> None:
+        inward, listed = self._streams.inward, self.copies.lists[job]
         begin = inward.record()
-        inward.queue(partial(self._staging.link.load, pairs))
+        inward.queue(partial(self._staging.link.load, listed))
         end = self._arrived[group] = inward.record()
-        self.copies.fetches.append((self._tiers.num_bytes(pairs), begin, end))
+        self.copies.fetches.append((self._tiers.num_bytes(listed.pairs), begin, end))
 
     def _write_back(self, group: int) -> None:
-        assert self._placement is not None
         self._streams.outward.follow(self._streams.compute.record())
-        self._written[group] = self._save(self._placement.written(group))
+        self._written[group] = self._save(("write", group))
         with self._streams.outward.is_current():
             self._tell(self._layout.layers_of(group))
 
-    def _save(self, pairs: BlockPairs) -> Event:
-        outward = self._streams.outward
+    def _save(self, job: Job) -> Event:
+        outward, listed = self._streams.outward, self.copies.lists[job]
         begin = outward.record()
-        outward.queue(partial(self._staging.link.save, pairs))
+        outward.queue(partial(self._staging.link.save, listed))
         end = outward.record()
-        self.copies.writes.append((self._tiers.num_bytes(pairs), begin, end))
+        self.copies.writes.append((self._tiers.num_bytes(listed.pairs), begin, end))
         return end
 
     def _tell(self, layers: range) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
+from pathlib import Path
 
 import torch
 
@@ -24,7 +25,7 @@ from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import shared_cache
 from engine.parallel.processes import APART
 from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, word_and_number
-from engine.weights import load_weights
+from engine.quantised_weights import load_mixed_weights
 from kernels.ops import kernels_for
 
 logger = logging.getLogger(__name__)
@@ -86,9 +87,17 @@ def load(leader: Connection, spec: RankSpec) -> Follower:
     word = leader.recv_bytes()
     assert word == JOIN, f"a leader begins with {JOIN!r}, not with {word!r}"
     ranks = join_ranks(spec)
-    weights = load_weights(spec.model_folder, spec.config, dtype=spec.layout.dtype, shard=ranks.shard, device=device)
+    weights = load_mixed_weights(
+        Path(spec.model_folder),
+        spec.config,
+        spec.quantisation,
+        dtype=spec.layout.dtype,
+        shard=ranks.shard,
+        device=device,
+    )
+    kernels = kernels_for(device, batch_invariant=spec.batch_invariant, activation_bits=spec.activation_bits)
     with torch.inference_mode():
-        model = Model(spec.config, weights, kernels_for(device, batch_invariant=spec.batch_invariant), ranks)
+        model = Model(spec.config, weights, kernels, ranks)
     leader.send_bytes(READY)
     return Follower(model, spec.layout, ranks)
 

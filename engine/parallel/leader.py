@@ -32,6 +32,8 @@ from engine.parallel.processes import GroupError, RankProcess
 from engine.parallel.shards import Shard, check_degree
 from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, with_number
 from engine.parallel.watch import GroupWatch, end_of
+from engine.quantisation import Quantisation
+from kernels.quantised_weight import ActivationBits
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class GroupLeader:
         num_threads: int,
         device: torch.device = CPU,
         batch_invariant: bool = False,
+        activation_bits: ActivationBits = 8,
+        quantisation: Quantisation | None = None,
     ) -> None:
         check_degree(config, degree)
         self._device = device
@@ -85,6 +89,8 @@ class GroupLeader:
                 timeout_s=STEP_S,
                 device=str(rank_device(device, shard.rank)),
                 batch_invariant=batch_invariant,
+                activation_bits=activation_bits,
+                quantisation=quantisation,
             )
             for shard in self._ranks
         ]

@@ -9,7 +9,10 @@ import torch
 
 from engine.kv_cache import KVLayout
 from engine.model_config import LayerConfig, ModelConfig
+from engine.quantisation import Quantisation
 from engine.rope import RopeConfig
+from engine.weight_packing import WeightPacking
+from kernels.quantised_weight import ActivationBits
 
 # From the leader, after the specification. A word may be followed by a number, eight bytes, little-endian.
 JOIN = b"join"  # all ranks have come: find each other
@@ -26,7 +29,7 @@ class RankSpec:
     """`layout` is of the rank's own KV.
 
     `rendezvous` is a file in which the ranks find each other. Every act of the group has to end within `timeout_s`.
-    `batch_invariant`: see `kernels_for`.
+    `batch_invariant`, `activation_bits`: see `kernels_for`; `quantisation`: see `load_mixed_weights`.
     """
 
     model_folder: str
@@ -39,6 +42,8 @@ class RankSpec:
     timeout_s: float
     device: str = "cpu"
     batch_invariant: bool = False
+    activation_bits: ActivationBits = 8
+    quantisation: Quantisation | None = None
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), default=_dtype_name).encode()
@@ -46,13 +51,20 @@ class RankSpec:
     @classmethod
     def from_bytes(cls, told: bytes) -> RankSpec:
         fields = json.loads(told)
-        layout, config = fields.pop("layout"), fields.pop("config")
+        layout, config, quantisation = (fields.pop(name) for name in ("layout", "config", "quantisation"))
         layout["dtype"] = getattr(torch, layout["dtype"])
         config["layers"] = tuple(
             LayerConfig(window=x["window"], rope=RopeConfig(**x["rope"])) for x in config["layers"]
         )
         config["eos_token_ids"] = tuple(config["eos_token_ids"])
-        return cls(layout=KVLayout(**layout), config=ModelConfig(**config), **fields)
+        if config["packing"] is not None:
+            config["packing"] = WeightPacking(**config["packing"])
+        return cls(
+            layout=KVLayout(**layout),
+            config=ModelConfig(**config),
+            quantisation=None if quantisation is None else Quantisation(**quantisation),
+            **fields,
+        )
 
 
 def _dtype_name(value: object) -> str:
