@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.step_cost import StepCost
 from engine.step_cost_fit import scaled
 from engine.step_costs import StepCosts
@@ -15,12 +17,8 @@ def cost_report(costs: StepCosts) -> StepCostReport | None:
     if cost is None:
         return None
     prefill, decode = costs.noise("prefill"), costs.noise("decode")
-    return StepCostReport(
-        base_s=cost.base_s,
-        prefill_token_s=cost.prefill_token_s,
-        prefill_pair_s=cost.prefill_pair_s,
-        decode_s=cost.decode_s,
-        context_token_s=cost.context_token_s,
+    return replace(
+        stated_report(cost),
         prefill_error=costs.error("prefill"),
         decode_error=costs.error("decode"),
         prefill_stretch=costs.stretch("prefill"),
@@ -29,6 +27,19 @@ def cost_report(costs: StepCosts) -> StepCostReport | None:
         decode_spread=decode.spread,
         prefill_run_spread=prefill.run_spread,
         decode_run_spread=decode.run_spread,
+    )
+
+
+def stated_report(cost: StepCost) -> StepCostReport:
+    """Of a cost that is given, not measured."""
+    return StepCostReport(
+        base_s=cost.base_s,
+        prefill_token_s=cost.prefill_token_s,
+        prefill_pair_s=cost.prefill_pair_s,
+        decode_s=cost.decode_s,
+        context_token_s=cost.context_token_s,
+        prefill_error=cost.relative_error,
+        decode_error=cost.relative_error,
     )
 
 

@@ -3,8 +3,9 @@
 A slab may lie on the GPU as well, where that is how its link works. It is then copied within the device's memory, which
 is as fast as a second gather.
 
-Imported only where there is such a cache, since the kernels need Triton. Copies have streams of their own, one for each
-direction, so compute never stands behind a copy, nor a copy out behind one in. What orders them:
+Imported only where there is such a cache, since the kernels need Triton. Copies have streams of their own, a few for
+each direction, so compute never stands behind a copy, nor a copy out behind one in, and while one crosses the link the
+next is gathered. What orders each of them, on its own stream, whatever the others do:
 
 * Gather after compute: the copy's stream follows an event behind the kernel that stored the layer's KV.
 * Scatter after what used the blocks before: it follows an event behind all that was queued when the blocks changed
@@ -24,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -34,22 +35,23 @@ from engine.device_streams import CudaStream, Event, Stream, queued_on
 from engine.kv_cache import GroupRow, KVCache
 from engine.parallel.kv import GroupKV
 from kernels.block_digest import as_digest
+from kv_transfer.copying_threads import COPIES_AT_ONCE
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.rank_copying import gather, scatter
 
-_KEPT_BUFFERS = 2  # per direction: one that copies at a time needs one of each size that is common
+_KEPT_BUFFERS = 2  # per stream: one copy at a time needs one of each size that is common
 
 
-class Buffers:
-    """Memory of a stream's device for slabs on their way: kept and used again, the largest ones of those given back."""
+class Lane:
+    """A stream, and memory of its device for slabs on their way, used again: the largest that were given back."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+        self.stream = stream
         self._lock = threading.Lock()
         self._kept: list[Tensor] = []  # by growing size
 
     @contextlib.contextmanager
-    def like(self, slab: Tensor) -> Iterator[Tensor]:
+    def buffer_like(self, slab: Tensor) -> Iterator[Tensor]:
         """A tensor of that shape and type; its content is what was left there."""
         buffer = self._take(slab.nbytes)
         try:
@@ -62,11 +64,31 @@ class Buffers:
             for index, buffer in enumerate(self._kept):
                 if len(buffer) >= num_bytes:
                     return self._kept.pop(index)
-        return self._stream.empty(1 << (num_bytes - 1).bit_length())  # powers of two: the last slab is of any size
+        return self.stream.empty(1 << (num_bytes - 1).bit_length())  # powers of two: the last slab is of any size
 
     def _give_back(self, buffer: Tensor) -> None:
         with self._lock:
             self._kept = sorted([*self._kept, buffer], key=len)[-_KEPT_BUFFERS:]
+
+
+class Lanes:
+    """Those of one direction. Who copies gets the one that the fewest others use, so nobody waits to be let in."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._lock = threading.Lock()
+        self._lanes = [Lane(stream) for stream in streams]
+        self._num_users = [0] * len(streams)
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Lane]:
+        with self._lock:
+            index = self._num_users.index(min(self._num_users))
+            self._num_users[index] += 1
+        try:
+            yield self._lanes[index]
+        finally:
+            with self._lock:
+                self._num_users[index] -= 1
 
 
 class DeviceCopies:
@@ -75,12 +97,10 @@ class DeviceCopies:
     `queued()` is an event behind all that compute has queued so far.
     """
 
-    def __init__(self, outward: Stream, inward: Stream, queued: Callable[[], Event | None]) -> None:
-        self._outward = outward
-        self._inward = inward
+    def __init__(self, outward: Sequence[Stream], inward: Sequence[Stream], queued: Callable[[], Event | None]) -> None:
+        self._outward = Lanes(outward)
+        self._inward = Lanes(inward)
         self._queued = queued
-        self._sent = Buffers(outward)
-        self._landed = Buffers(inward)
 
     def fill(
         self,
@@ -98,13 +118,15 @@ class DeviceCopies:
         tells damage on the way to the host.
         """
         word = torch.empty(1, dtype=torch.int64)
-        with self._sent.like(host_slab) as slab:
+        with self._outward.one() as lane, lane.buffer_like(host_slab) as slab:
 
             def take(table: Tensor) -> None:
-                word.copy_(gather(kv_cache, layer, table, start, slab), non_blocking=True)
+                digest = gather(kv_cache, layer, table, start, slab)
                 host_slab.copy_(slab, non_blocking=True)
+                # Last: the word is not pinned, so this thread waits here, perhaps behind another stream's slab.
+                word.copy_(digest, non_blocking=True)
 
-            self._copy(self._outward, kv_cache, group_row, after, take)
+            self._copy(lane.stream, kv_cache, group_row, after, take)
         return as_digest(word) if kind == "row_sum_64" else slab_digest(_bytes_of(host_slab), kind)
 
     def land(
@@ -123,7 +145,7 @@ class DeviceCopies:
         """
         word = torch.empty(1, dtype=torch.int64)
         landed = None if kind == "row_sum_64" else torch.empty_like(host_slab)
-        with self._landed.like(host_slab) as slab:
+        with self._inward.one() as lane, lane.buffer_like(host_slab) as slab:
 
             def put(table: Tensor) -> None:
                 word.copy_(scatter(kv_cache, layer, table, start, slab), non_blocking=True)
@@ -134,7 +156,7 @@ class DeviceCopies:
             def upload() -> None:
                 slab.copy_(host_slab, non_blocking=True)
 
-            self._copy(self._inward, kv_cache, group_row, after, put, upload)
+            self._copy(lane.stream, kv_cache, group_row, after, put, upload)
         return as_digest(word) if landed is None else slab_digest(_bytes_of(landed), kind)
 
     def _copy(
@@ -150,7 +172,9 @@ class DeviceCopies:
         tables: list[Tensor] = []
 
         def prepare() -> None:
-            tables.append(torch.from_numpy(np.ascontiguousarray(group_row)).to(kv_cache.device))
+            table = torch.from_numpy(np.ascontiguousarray(group_row))
+            # From memory that is not pinned it is taken at once, and need not wait for another stream's slab.
+            tables.append(table.to(kv_cache.device, non_blocking=True))
             upload()
 
         try:
@@ -168,7 +192,8 @@ class DeviceCopies:
 @functools.cache
 def copies_on(device: torch.device) -> DeviceCopies:
     """Those of a CUDA device."""
-    return DeviceCopies(CudaStream(device), CudaStream(device), queued_on(device))
+    outward, inward = ([CudaStream(device) for _ in range(COPIES_AT_ONCE)] for _ in range(2))
+    return DeviceCopies(outward, inward, queued_on(device))
 
 
 def _bytes_of(host_slab: Tensor) -> memoryview:

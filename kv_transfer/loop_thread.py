@@ -10,6 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import uvloop
 
+from kernels.thread_team import work_alone
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -39,6 +41,7 @@ class LoopThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        work_alone()
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()

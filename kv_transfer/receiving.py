@@ -1,7 +1,7 @@
 """The receiving end of hand-offs, at work: runs `HandoffReceiver`'s actions against real links and a real KV cache.
 
 The state machine lives on the worker's main loop; receiving, copying and digesting happen on the KV thread. What
-a device has to copy is waited for in a thread for that alone.
+a device has to copy is waited for in threads for that alone, one for each copy in flight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.device_streams import Event, MarkQueued, nothing_queued
 from engine.kv_cache import GroupRow, KVLayout
 from engine.sequence_kv import SequenceKV
 from kv_transfer.copying import land_slab
-from kv_transfer.copying_thread import CopyingThread
+from kv_transfer.copying_threads import CopyingThreads
 from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
@@ -71,7 +71,7 @@ class KvReceiver:
         self._on_failed = on_failed
         self._mark_queued = mark_queued
         self._free_after: dict[int, Event | None] = {}  # by lease
-        self._copying = CopyingThread("kv-copies-in")
+        self._copying = CopyingThreads("kv-copies-in")
         self._loop = asyncio.get_running_loop()
         self._timer = DeadlineTimer(self._on_deadline)
         self._machine: HandoffReceiver

@@ -1,8 +1,8 @@
 """The sending end of hand-offs, at work: runs `HandoffSender`'s actions against real links and a real KV cache.
 
-The state machine lives on the worker's main loop. Gathering, digesting and sending happen on the KV thread, in order
-per peer, so that compute and tokens do not wait for bytes; what a device still has to store or to copy is waited for in
-a thread for that alone, so that no link does.
+The state machine lives on the worker's main loop. Gathering, digesting and sending happen on the KV thread, begun
+in order per peer, so that compute and tokens do not wait for bytes; what a device still has to store or to copy is
+waited for in threads for that alone, so that no link does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.device_streams import Event
 from engine.sequence import Sequence, SequenceKey
 from engine.sequence_kv import SequenceKV
 from kv_transfer.copying import fill_slab
-from kv_transfer.copying_thread import CopyingThread
+from kv_transfer.copying_threads import COPIES_AT_ONCE, CopyingThreads
 from kv_transfer.deadline_timer import DeadlineTimer
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SendSlab
@@ -47,8 +47,9 @@ class _SlabJob:
 class _Peer:
     """One decode worker, on the KV thread: connects when there is something to send, sends, reads answers.
 
-    Slabs go out in order; other messages overtake them, so that a reservation is kept alive while slabs are scarce.
-    (A commit cannot come too early: the state machine orders it when the last slab has been sent.)
+    `COPIES_AT_ONCE` slabs are under way, begun in order; whichever is full first goes out first. Other messages
+    overtake them, so that a reservation is kept alive while slabs are scarce. (A commit cannot come too early: the
+    state machine orders it when the last slab has been sent.)
 
     Reports to the owner through callbacks that hop to the main loop. Ends at the first failure, having reported every
     job it had accepted as failed; the owner then makes a new one.
@@ -76,7 +77,11 @@ class _Peer:
             link = await self._owner.transport.connect(self._endpoint, timeout_s=CONNECT_TIMEOUT_S)
             tasks = [
                 asyncio.create_task(work)
-                for work in (self._read(link), self._send_slabs(link), self._send_messages(link))
+                for work in (
+                    self._read(link),
+                    self._send_messages(link),
+                    *(self._send_slabs(link) for _ in range(COPIES_AT_ONCE)),
+                )
             ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -155,7 +160,7 @@ class KvSender:
         self._peers: dict[str, _Peer] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self._stored: dict[SequenceKey, dict[int, Event]] = {}  # behind the tokens of each layer that came last
-        self._copying = CopyingThread("kv-copies-out")
+        self._copying = CopyingThreads("kv-copies-out")
         self._loop = asyncio.get_running_loop()
         self._timer = DeadlineTimer(self._on_deadline)
 

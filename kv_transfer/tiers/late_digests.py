@@ -12,6 +12,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.block_pool import BlockKey
+from kernels.thread_team import work_alone
 from kv_transfer.tiers.segment_index import SegmentIndex, block_digest
 
 
@@ -24,7 +25,7 @@ class LateDigests:
         self._waiting: dict[int, object] = {}  # block -> the turn that it waits for
         self._queue: deque[tuple[int, BlockKey, object]] = deque()
         self._is_at_work = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="late-digests")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="late-digests", initializer=work_alone)
 
     def publish(self, block: int, key: BlockKey, digest: int) -> None:
         with self._lock:

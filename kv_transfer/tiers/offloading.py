@@ -33,9 +33,13 @@ class StreamOffload:
         if stored is not None:
             self._stream.follow(stored)
         try:
-            self._stream.queue(partial(self._link.save, BlockPairs(host=into, device=blocks)))
+            self._stream.queue(partial(self._save, BlockPairs(host=into, device=blocks)))
         finally:
             self._stream.record().wait()
+
+    def _save(self, pairs: BlockPairs) -> None:
+        for listed in self._link.listed([pairs]):
+            self._link.save(listed)
 
 
 def offload_between(device: TierMemory, host: TierMemory) -> Offload:

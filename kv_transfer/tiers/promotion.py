@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from engine.block_pool import BlockLease
+from kernels.thread_team import work_alone
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.messages import SourceName
 from kv_transfer.tiers.memory import TierMemory
@@ -75,7 +76,7 @@ class Promoter:
         self._rates: dict[str, float] = {}
         self._home = HomeLoop()
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="promotion")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="promotion", initializer=work_alone)
         self._closed = False
         self.loaded_columns: Counter[SourceName] = Counter()
         self.failed_columns: Counter[SourceName] = Counter()

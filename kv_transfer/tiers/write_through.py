@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from engine.block_pool import BlockKey, BlockLease
+from kernels.thread_team import work_alone
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.offloading import offload_between
@@ -72,7 +73,7 @@ class WriteThrough:
         self._num_queued = 0
         self._in_flight: set[bytes] = set()
         self._home = HomeLoop()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-through")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-through", initializer=work_alone)
         self._closed = False
         self.stats = WriteThroughStats()
 

@@ -1,22 +1,29 @@
-"""A thread that waits for a device's copies, so that no event loop does. Knows neither slabs nor devices."""
+"""Threads that wait for a device's copies, so that no event loop does. They know neither slabs nor devices."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from kernels.thread_team import work_alone
 from kv_transfer.cancelling import to_the_end
 
 T = TypeVar("T")
 
+COPIES_AT_ONCE: Final = 2
+"""Of one direction. While one crosses the link, the next is told to the device, gathered, and queued behind it."""
 
-class CopyingThread:
-    """Runs jobs one at a time, in the order they came. There is no thread before the first one."""
+
+class CopyingThreads:
+    """Begins jobs in the order they came, and runs `COPIES_AT_ONCE` of them beside each other; each may end first.
+
+    There are no threads before there are jobs.
+    """
 
     def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._executor = ThreadPoolExecutor(COPIES_AT_ONCE, name, initializer=work_alone)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Raises RuntimeError once stopped."""
