@@ -33,7 +33,9 @@ class PoolSettings(Settings):
     resources: dict[str, float] = Field(
         {}, description="Custom Ray resources that each worker takes, to put a pool on nodes of one kind."
     )
-    threads: int = Field(1, ge=1, description="Compute threads of each worker on a CPU; of each of its processes.")
+    threads: int = Field(
+        1, ge=1, description="The most threads that compute a step of each worker on a CPU; of each of its processes."
+    )
     tensor_parallel: int = Field(
         1,
         ge=1,
@@ -246,11 +248,6 @@ class LegatoConfig(Settings):
         for name, pool, kv in (("prefill", self.prefill, self.kv.prefill), ("decode", self.decode, self.kv.decode)):
             if pool.tensor_parallel == 1:
                 continue
-            if self.model.quantization is not None:
-                raise ValueError(
-                    f"{name}.tensor_parallel is {pool.tensor_parallel} with model.quantization, but a quantised model"
-                    f" cannot be divided yet; set {name}.tensor_parallel: 1 or leave model.quantization out"
-                )
             if pool.num_gpus:
                 _check_group_on_gpus(name, pool, kv)
         return self

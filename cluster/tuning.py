@@ -5,10 +5,10 @@ Set here for clusters that Legato starts; `docs/operations.md` lists them for cl
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 from typing import Final
+
+from cluster.free_ports import free_ports
 
 RAY_ENVIRONMENT: Final = {
     # No token file is written or needed: a laptop's own Ray, on loopback.
@@ -26,6 +26,17 @@ RAY_ENVIRONMENT: Final = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Nobody balances load over a laptop's one proxy: it need not linger half a minute before it stops.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    # What Ray's own processes do while nothing happens interrupts the threads that compute, and all of them wait for
+    # one. Serve's controller looks around four times a second, not ten; its metrics wait a second, not a tenth.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+    # Statistics of Ray's event loops, for its developers: a seventh of what each of its timers costs.
+    "RAY_event_stats": "0",
+    # How often the machine's memory is looked at, lest it run out.
+    "RAY_memory_monitor_refresh_ms": "1000",
+    # The log monitor lists the log files every ten seconds, not every tenth of one.
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+    "LOG_NAME_UPDATE_INTERVAL_S": "10",
 }
 
 
@@ -37,8 +48,5 @@ def tune_environment() -> None:
     """Set what the user has not set. Call before Ray is imported."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with contextlib.ExitStack() as stack:
-        for name in HAPROXY_PORTS:  # bound together, so that they differ
-            sock = stack.enter_context(socket.socket())
-            sock.bind(("127.0.0.1", 0))
-            os.environ.setdefault(name, str(sock.getsockname()[1]))
+    for name, port in zip(HAPROXY_PORTS, free_ports(len(HAPROXY_PORTS)), strict=True):
+        os.environ.setdefault(name, str(port))

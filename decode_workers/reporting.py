@@ -60,8 +60,8 @@ class DecodeReport:
                 self._prefix,
                 num_in_host=self._scheduler.num_in_host,
                 num_host_landings=self._scheduler.num_host_landings,
-                num_offloads=self._scheduler.num_offloads,
-                num_restores=self._scheduler.num_restores,
+                num_offloads=self._scheduler.tiers.num_offloads,
+                num_restores=self._scheduler.tiers.num_restores,
                 num_preemptions=self._scheduler.num_preemptions,
             ),
         )

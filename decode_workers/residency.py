@@ -112,8 +112,10 @@ class Residency:
 
     def prefill_budget(self, running: list[Sequence], now: float, wanted: int) -> int:
         """Of `wanted` prompt tokens, those that may be computed beside the running sequences now."""
+        if wanted <= 0 or self.prefill_is_overdue:
+            return wanted
         speeds = self._speeds()
-        if wanted <= 0 or self.prefill_is_overdue or not speeds.prefill_tokens_per_s:
+        if not speeds.prefill_tokens_per_s:
             return wanted
         spare_s = self.pacer.prefill_allowance_s(running, now, speeds.decode_step_s)
         return wanted if wanted / speeds.prefill_tokens_per_s <= spare_s else 0
@@ -145,7 +147,7 @@ class Residency:
     def _take_turns(self, turn: Turn, queue: list[Sequence], now: float, limit: int) -> list[Sequence]:
         """Fill `ready`; returns those for whose next token a pool lacks blocks."""
         stalled = []
-        bytes_left = self._fetch_budget(queue, now)
+        bytes_left = self._fetch_budget(queue, now) if any(seq.host_groups for seq in queue) else 0.0
         any_staged = False
         for seq in queue:
             if len(turn.ready) >= limit:

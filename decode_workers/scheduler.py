@@ -8,22 +8,13 @@ sequences that must be computed here (placed locally, or preempted), in chunks.
 from __future__ import annotations
 
 from decode_workers.device_only import DeviceOnly
+from decode_workers.emissions import Emissions
 from decode_workers.flights import Flight, Flights
 from decode_workers.local_prefill import LocalPrefill
 from decode_workers.residency import Residency, Turn
 from decode_workers.states import DecodeState, Emission, Entry
 from engine.allocation import BlockAllocator
-from engine.sequence import (
-    BlockCopy,
-    SampledToken,
-    ScheduledSequence,
-    Sequence,
-    SequenceKey,
-    StepOutput,
-    StepPlan,
-    TokenLogprobs,
-)
-from engine.stopping import finish_reason
+from engine.sequence import BlockCopy, SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan
 
 
 class DecodeScheduler:
@@ -48,12 +39,10 @@ class DecodeScheduler:
         self._tiers = tiers or DeviceOnly(allocator, max_num_seqs=max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
         self._entries: dict[SequenceKey, Entry] = {}
         self._local = LocalPrefill(allocator, self._landing)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
-        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
+        self._emissions = Emissions(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._flights = Flights()
         self.num_preemptions = 0
         self.num_host_landings = 0
@@ -85,17 +74,9 @@ class DecodeScheduler:
         return sum(bool(entry.seq.host_groups) for entry in self._entries.values())
 
     @property
-    def num_offloads(self) -> int:
-        return self._tiers.num_offloads
-
-    @property
-    def num_restores(self) -> int:
-        return self._tiers.num_restores
-
-    @property
-    def max_in_flight(self) -> int:
-        """Sequences that may be held at once."""
-        return self._tiers.max_in_flight
+    def tiers(self) -> Residency | DeviceOnly:
+        """Who decides where its sequences rest, and how many it may hold at once."""
+        return self._tiers
 
     @property
     def num_context_tokens(self) -> int:
@@ -194,7 +175,7 @@ class DecodeScheduler:
         next step has to wait: where blocks have to move or be taken from someone, or where there is nothing to do.
         """
         assert len(self._flights) == 1, "a step is planned ahead of one that is in flight"
-        running = [seq for seq in self._running if not self._ends_in_flight(seq)]
+        running = [seq for seq in self._running if not self._emissions.is_last_in_flight(seq)]
         waits = self._flights.are_moving or self._local.needs_host_memory or not self._tiers.is_calm(running)
         return StepPlan(()) if waits else self._plan(running, now)
 
@@ -227,8 +208,7 @@ class DecodeScheduler:
                 continue
             item.seq.num_computed += item.num_tokens
             self._allocator.publish(item.seq)
-            if logprobs and item.seq.wants_prompt_logprobs:
-                self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
+            self._emissions.keep(item.seq, logprobs)
             if sampled is not None:
                 emissions.append(self._emit(entry, sampled))
         self._release_ended(flight)
@@ -249,23 +229,16 @@ class DecodeScheduler:
             if entry is not None and entry.state is DecodeState.ENDED and key not in self._flights:
                 self._release(entry.seq)
 
-    def _ends_in_flight(self, seq: Sequence) -> bool:
-        """Its last token, by its number, is on its way."""
-        num_output = len(seq.output_token_ids) + seq.num_awaited
-        return num_output >= seq.params.max_tokens or seq.num_tokens_ahead >= self._max_model_len
-
     def _emit(self, entry: Entry, sampled: SampledToken) -> Emission:
         seq = entry.seq
         if entry.state is DecodeState.PREFILLING:
             entry.state = DecodeState.RUNNING
             self._local.remove(seq)
             self._running.append(seq)
-        seq.output_token_ids.append(sampled.token_id)
-        finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
-        prompt_logprobs = self._prompt_logprobs.pop(seq.key, None)
-        if finish is not None:
+        emission = self._emissions.emit(seq, sampled)
+        if emission.finish is not None:
             self._end(entry)
-        return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, prompt_logprobs)
+        return emission
 
     def _landing(self, num_tokens: int) -> frozenset[int] | None:
         """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now."""
@@ -305,7 +278,7 @@ class DecodeScheduler:
     def _end(self, entry: Entry) -> None:
         """It takes part in nothing any more; its blocks are free as soon as no step in flight uses them."""
         seq = entry.seq
-        self._prompt_logprobs.pop(seq.key, None)
+        self._emissions.forget(seq.key)
         self._tiers.forget(seq.key)
         if entry.state in (DecodeState.WAITING, DecodeState.PREFILLING):
             self._local.remove(seq)

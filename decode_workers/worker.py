@@ -112,7 +112,7 @@ class DecodeWorker:
             "decode",
             endpoint,
             chunk_tokens=self._config.token_budget,
-            max_num_seqs=self._scheduler.max_in_flight,
+            max_num_seqs=self._scheduler.tiers.max_in_flight,
             home=self._parts.home,
         )
         self._registration = self._parts.registration(

@@ -17,11 +17,9 @@ from cluster.simulation.records import Record
 from cluster.simulation.router import Router
 from cluster.simulation.simulate import Live, Simulation, SimulationConfig, SimulationResult
 from cluster.simulation.traces import TraceRequest
-from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill
+from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, Worker
 from engine.sequence import Sequence
 from kv_transfer.messages import Role
-
-Worker = SimulatedPrefill | SimulatedDecode
 
 
 class Sizing(Protocol):

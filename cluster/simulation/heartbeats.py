@@ -10,13 +10,13 @@ import math
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.router import Router
-from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill
+from cluster.simulation.workers import Worker
 
 
 class Heart:
     def __init__(
         self,
-        worker: SimulatedPrefill | SimulatedDecode,
+        worker: Worker,
         router: Router,
         clock: VirtualClock,
         *,

@@ -13,7 +13,7 @@ from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import Query
 from cluster.simulation.fleet import KnownCosts
 from cluster.simulation.router import PlaceQuery
-from engine.step_cost import StepCost
+from kv_transfer.cost_report import stated_report
 from kv_transfer.messages import (
     BlockEvents,
     BlockIndexSnapshot,
@@ -37,7 +37,7 @@ class LegatoRouter:
         self, costs: KnownCosts, policy: DecisionPolicy | None = None, rules: AdmissionPolicy | None = None
     ) -> None:
         self._costs = costs
-        self._reports = {"prefill": _report(costs.prefill), "decode": _report(costs.decode)}
+        self._reports = {"prefill": stated_report(costs.prefill), "decode": stated_report(costs.decode)}
         self._report_of: dict[str, StepCostReport] = {}
         self._scheduler = GlobalScheduler(
             SchedulerPolicy(
@@ -99,15 +99,3 @@ class LegatoRouter:
 
     def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
         self._scheduler.ended(request_id, now, num_output_tokens or None)
-
-
-def _report(cost: StepCost) -> StepCostReport:
-    return StepCostReport(
-        base_s=cost.base_s,
-        prefill_token_s=cost.prefill_token_s,
-        prefill_pair_s=cost.prefill_pair_s,
-        decode_s=cost.decode_s,
-        context_token_s=cost.context_token_s,
-        prefill_error=cost.relative_error,
-        decode_error=cost.relative_error,
-    )

@@ -21,7 +21,7 @@ from cluster.simulation.records import Record, Summary, summarise
 from cluster.simulation.router import PlaceQuery, Router
 from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill
+from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, Worker
 from cluster.slo import SloConfig
 from engine.prefix import PrefixHasher
 from engine.sequence import Sequence
@@ -96,7 +96,7 @@ class Simulation:
                 for i in range(config.num_decode)
             )
         }
-        workers: list[SimulatedPrefill | SimulatedDecode] = [*self._prefills.values(), *self._decodes.values()]
+        workers: list[Worker] = [*self._prefills.values(), *self._decodes.values()]
         for index, worker in enumerate(workers):
             phase_s = config.heartbeat_s * index / len(workers)
             Heart(worker, router, self._clock, period_s=config.heartbeat_s, phase_s=phase_s)
@@ -113,7 +113,7 @@ class Simulation:
         return SimulationResult(self._records, summarise(self._records, self._utilisation(), router, num_preemptions))
 
     def _utilisation(self) -> dict[str, float]:
-        pools: dict[str, list[SimulatedPrefill | SimulatedDecode]] = {
+        pools: dict[str, list[Worker]] = {
             "prefill": [*self._prefills.values()],
             "decode": [*self._decodes.values()],
         }

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.pool_watch import Burning, PoolsPlan, PoolWatch
-from cluster.simulation.elastic import Worker
 from cluster.simulation.legato_router import LegatoRouter
 from cluster.simulation.records import Record
+from cluster.simulation.workers import Worker
 from cluster.slo import SloConfig
 from cluster.slo_report import Outcome, RequestEnd, Served, SloRecorder
 from cluster.slo_tracker import SloTracker

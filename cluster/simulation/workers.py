@@ -285,3 +285,6 @@ class SimulatedPrefill(SimulatedWorker):
         self._receivers.pop(seq.key).admit(seq.key)
         self.scheduler.release(seq.key)
         self.steps.wake()
+
+
+Worker = SimulatedPrefill | SimulatedDecode
