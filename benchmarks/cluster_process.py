@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import yaml
 
 from benchmarks.provenance import ROOT
 from benchmarks.summary import Json
+from cluster.free_ports import free_port
 
 QUICKSTART = ROOT / "ray_configs" / "quickstart.yaml"
 START_TIMEOUT_S = 120.0
@@ -42,12 +42,6 @@ def running_cluster(changes: Json) -> Iterator[int]:
             yield port
         finally:
             _stop(process)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def _document(changes: Json) -> dict[str, Any]:

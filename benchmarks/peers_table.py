@@ -32,7 +32,7 @@ _TITLES = {
 _SETTINGS = ("over HTTP", "1 prefill + 1 decode, over HTTP", "in the process")
 ELSEWHERE = (
     "Measured by parts of `make bench`: what the gateway costs ([gateway](#gateway)), where a start's seconds go "
-    "([startup](#startup)), how good weights of 8 and 4 bits are ([quantisation](#quantisation)).\n"
+    "([startup](#startup)), how good weights of 8 and 4 bits are (`python -m benchmarks quantisation`).\n"
 )
 
 

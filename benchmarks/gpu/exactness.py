@@ -9,35 +9,26 @@ import sys
 
 import torch
 
-from benchmarks.gpu.random_model import RandomModel, checkpoint, kept_checkpoint
+from benchmarks.gpu.random_model import checkpoint, kept_checkpoint, small_model
 from benchmarks.workload import MODEL
 from decode_workers.local_engine import LocalEngine
 from engine.builtin_models import ModelUnavailableError
 from engine.loading import EngineConfig, load_model
 from engine.model_store import resolve_model
-from engine.roofline import ModelShape
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
 _PROMPT_LENGTHS = (1, 63, 1000)
 _NUM_TOKENS = 32
 _VOCAB_SIZE = 49_152
-_STAND_IN = RandomModel(
-    shape=ModelShape(
-        name="SmolLM2-135M-shape",
-        num_layers=30,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        vocab_size=_VOCAB_SIZE,
-        tied_embeddings=True,
-        bytes_per_value=4,
-    ),
-    max_tokens=8192,
-    spread=0.05,
-    dtype=torch.float32,
+_STAND_IN = small_model(
+    "SmolLM2-135M-shape",
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=_VOCAB_SIZE,
 )
 
 

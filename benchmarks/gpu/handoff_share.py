@@ -20,7 +20,6 @@ from benchmarks.handoff_cluster import running_handoffs
 from benchmarks.handoff_worker import Transporting
 from benchmarks.summary import spread
 from benchmarks.workload import draw_prompts
-from engine.loading import DtypeName
 from kv_transfer.timeline import HandoffTimeline
 
 AIM = 0.02  # of prefill time
@@ -32,7 +31,6 @@ class Scale:
     """Chunks and slabs as in `ray_configs/gpu_1p1d.yaml`."""
 
     model: RandomModel = LLAMA_8B
-    dtype: DtypeName = "bfloat16"
     ways: tuple[Transporting, ...] = ("device", "shm")
     prompt_tokens: int = 8192
     chunk_tokens: int = 8192
@@ -58,7 +56,7 @@ async def _handed_over(way: Transporting, folder: Path, device: torch.device, sc
     async with running_handoffs(
         way,
         model_ref=str(folder),
-        dtype=scale.dtype,
+        dtype=scale.model.dtype_name,
         device=str(device),
         kv_blocks=scale.kv_blocks,
         chunk_tokens=scale.chunk_tokens,

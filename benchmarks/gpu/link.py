@@ -1,11 +1,13 @@
 """`python -m benchmarks.gpu.link`: slabs to and from pinned memory of the host, beside the link's own rate.
 
 The whole way of a slab over shared memory as workers go it: gathered and digested on the GPU, copied to a segment that
-is shared and pinned, waited for. Beside it stands the rate of one large copy between the same kinds of memory.
+is shared and pinned, waited for by the threads that workers have for it, so that a few are on their way at once. Beside
+it stands the rate of one large copy between the same kinds of memory.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import statistics
@@ -22,6 +24,7 @@ from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.kernel_cases import Shape, filled_cache
 from engine.devices import pinning_for
 from engine.mappings import map_memory
+from kv_transfer.copying_threads import CopyingThreads
 from kv_transfer.device_copying import DeviceCopies, copies_on
 
 AIM = 0.9
@@ -77,7 +80,7 @@ def _link_rates(device: torch.device, scale: Scale) -> tuple[float, float]:
 def _slab_seconds(
     device: torch.device, scale: Scale, num_tokens: int, copies: DeviceCopies
 ) -> tuple[float, float, int]:
-    """Of one slab out and in, many in a row, each in a place of its own; and its bytes."""
+    """Of one slab out and in, of many as they follow each other, each in a place of its own; and its bytes."""
     shape = scale.shape
     cache, table = filled_cache(shape, device, 1, num_tokens)
     row = np.ascontiguousarray(table[0])
@@ -85,15 +88,18 @@ def _slab_seconds(
     segment = pinned_segment(scale.num_slabs * num_bytes, device).view(shape.dtype)
     slabs = segment.view(scale.num_slabs, 2, num_tokens, shape.num_kv_heads, shape.head_dim)
 
-    def send() -> None:
-        for slab in slabs:
-            copies.fill(cache, row, 0, 0, slab, "row_sum_64")
+    threads = CopyingThreads("link")
 
-    def land() -> None:
-        for slab in slabs:
-            copies.land(cache, row, 0, 0, slab, "row_sum_64")
+    def all_slabs(copy: Callable[..., int]) -> None:
+        jobs = [functools.partial(copy, cache, row, 0, 0, slab, "row_sum_64") for slab in slabs]
+        for copied in [threads.submit(job) for job in jobs]:
+            copied.result()
 
-    out_s, in_s = (_seconds(run, device, scale.repeats) / scale.num_slabs for run in (send, land))
+    out_s, in_s = (
+        _seconds(functools.partial(all_slabs, copy), device, scale.repeats) / scale.num_slabs
+        for copy in (copies.fill, copies.land)
+    )
+    threads.stop()
     return out_s, in_s, num_bytes
 
 

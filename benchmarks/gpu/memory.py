@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
 from benchmarks.gpu.figures import Figure, Report, run_step
-from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint
+from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, engine_config
 from benchmarks.gpu.stepping import Stepper
 from benchmarks.workload import draw_prompts
-from engine.loading import DtypeName, EngineConfig, LoadedModel, load_model
+from engine.loading import LoadedModel, load_model
 from engine.memory_profile import StepSize
 from engine.sampling_params import SamplingParams
 
@@ -31,7 +31,6 @@ class Scale:
     """`kv_blocks` None: what is left of `kv_share`. `waves` of requests, each of another size."""
 
     model: RandomModel = LLAMA_8B
-    dtype: DtypeName = "bfloat16"
     kv_share: float = 0.9
     kv_blocks: int | None = None
     chunk_tokens: int = 2048
@@ -61,11 +60,8 @@ def used_bytes(device: torch.device) -> int:
 
 
 def _loaded(scale: Scale, device: torch.device) -> LoadedModel:
-    config = EngineConfig(
-        model_ref=str(checkpoint(scale.model, device)),
-        model_name=scale.model.shape.name,
-        dtype=scale.dtype,
-        device=str(device),
+    config = replace(
+        engine_config(scale.model, device),
         kv_blocks=scale.kv_blocks,
         kv_share=scale.kv_share if scale.kv_blocks is None else None,
         largest_step=StepSize(num_tokens=scale.chunk_tokens + scale.num_seqs, num_seqs=scale.num_seqs),

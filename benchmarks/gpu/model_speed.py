@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.figures import Figure, Report, run_step
-from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint
+from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, engine_config
 from benchmarks.gpu.stepping import Stepper, decode_step_seconds
 from benchmarks.summary import spread
 from benchmarks.workload import draw_prompts, greedy
-from engine.loading import DtypeName, EngineConfig, LoadedModel, load_model
+from engine.loading import LoadedModel, load_model
 from engine.memory_profile import StepSize
 from engine.roofline import H100_SXM, ModelShape, roofline_cost
 from engine.step_cost import StepWork
@@ -39,7 +39,6 @@ class Scale:
     """What is timed. `prefills`: lengths of prompts that are computed in one step; aims are for the longest."""
 
     model: RandomModel = LLAMA_8B
-    dtype: DtypeName = "bfloat16"
     decodes: tuple[int, ...] = (1, 8, 64)
     context_tokens: int = 1024
     num_steps: int = 64
@@ -58,7 +57,7 @@ class Scale:
 
 def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> None:
     shape = scale.model.shape
-    report.note(model=shape.name, dtype=scale.dtype, context_tokens=scale.context_tokens)
+    report.note(model=shape.name, dtype=scale.model.dtype_name, context_tokens=scale.context_tokens)
     limits = ceilings(device, scale.model.dtype, matrix=scale.matrix, copied_bytes=scale.copied_bytes)
     _tell_ceilings(report, limits)
     model = loaded(scale, device)
@@ -79,11 +78,8 @@ def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> Non
 def loaded(scale: Scale, device: torch.device) -> LoadedModel:
     """With decode steps recorded, where the device can."""
     largest = StepSize(num_tokens=max(scale.prefills), num_seqs=max(scale.decodes))
-    config = EngineConfig(
-        model_ref=str(checkpoint(scale.model, device)),
-        model_name=scale.model.shape.name,
-        dtype=scale.dtype,
-        device=str(device),
+    config = replace(
+        engine_config(scale.model, device),
         kv_blocks=scale.kv_blocks,
         largest_step=largest,
         decode_graphs=device.type == "cuda",

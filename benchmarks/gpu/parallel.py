@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -19,35 +19,26 @@ import torch
 
 from benchmarks.gpu import model_speed
 from benchmarks.gpu.figures import Figure, Report, run_step
-from benchmarks.gpu.random_model import RandomModel, checkpoint
+from benchmarks.gpu.random_model import RandomModel, engine_config, small_model
 from benchmarks.part import GateError
 from benchmarks.workload import draw_prompts, greedy, sequences
 from decode_workers.local_engine import LocalEngine
-from engine.loading import EngineConfig, LoadedModel, load_model
+from engine.loading import LoadedModel, load_model
 from engine.memory_profile import StepSize
 from engine.parallel.leader import STEP_S
 from engine.parallel.processes import GroupError
-from engine.roofline import ModelShape
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import DigestKind
 
-_CHECKED = RandomModel(
-    shape=ModelShape(
-        name="small-with-even-heads",
-        num_layers=8,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=64,
-        vocab_size=32_000,
-        tied_embeddings=True,
-        bytes_per_value=4,
-    ),
-    max_tokens=8192,
-    spread=0.05,
-    dtype=torch.float32,
+_CHECKED = small_model(
+    "small-with-even-heads",
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=32_000,
 )
 
 
@@ -87,12 +78,9 @@ def _degree(num_gpus: int) -> int:
 
 @contextmanager
 def _checked(scale: Scale, device: torch.device, degree: int) -> Iterator[LoadedModel]:
-    config = EngineConfig(
-        model_ref=str(checkpoint(scale.checked, torch.device("cpu"))),
-        model_name=scale.checked.shape.name,
-        dtype="float32",
+    config = replace(
+        engine_config(scale.checked, device),
         kv_blocks=len(scale.prompts) * (max(scale.prompts) + scale.num_tokens) // 16 + 64,
-        device=str(device),
         tensor_parallel=degree,
         prefix_caching=False,
     )
@@ -191,11 +179,8 @@ def _kill(group: LoadedModel, device: torch.device) -> float:
 
 def _times(report: Report, scale: model_speed.Scale, device: torch.device, degree: int) -> dict[str, float]:
     """Seconds, by what took them. No step is recorded: those of a group cannot be."""
-    config = EngineConfig(
-        model_ref=str(checkpoint(scale.model, device)),
-        model_name=scale.model.shape.name,
-        dtype=scale.dtype,
-        device=str(device),
+    config = replace(
+        engine_config(scale.model, device),
         kv_blocks=scale.kv_blocks,
         largest_step=StepSize(num_tokens=max(scale.prefills), num_seqs=max(scale.decodes)),
         tensor_parallel=degree,

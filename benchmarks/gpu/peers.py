@@ -26,7 +26,6 @@ from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint
 from benchmarks.part import GateError
 from benchmarks.provenance import ROOT, version_of
 from benchmarks.timing import RequestTiming, Wave, describe_waves
-from engine.loading import DtypeName
 
 LEAST_AGREEMENT = 0.75  # of first tokens: bfloat16 rounds otherwise in another order
 ENGINE_TIMEOUT_S = 400.0
@@ -38,7 +37,6 @@ class Scale:
     """The load is that of `make bench-peers` on CPUs."""
 
     model: RandomModel = LLAMA_8B
-    dtype: DtypeName = "bfloat16"
     engines: tuple[EngineName, ...] = ENGINES
     num_concurrent: tuple[int, ...] = (1, 8, 64)
     prompt_tokens: int = 256
@@ -49,7 +47,7 @@ class Scale:
         return EngineOrder(
             engine=engine,
             folder=folder,
-            dtype=self.dtype,
+            dtype=self.model.dtype_name,
             device=str(device),
             vocab_size=self.model.shape.vocab_size,
             num_concurrent=self.num_concurrent,

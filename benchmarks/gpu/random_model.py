@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.loading import DtypeName, EngineConfig
 from engine.model_config import ModelConfig
 from engine.roofline import LLAMA_3_1_8B, ModelShape
 from engine.weights import expected_shapes
@@ -35,8 +36,51 @@ class RandomModel:
     spread: float = 0.02
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def dtype_name(self) -> DtypeName:
+        return "float32" if self.dtype == torch.float32 else "bfloat16"
+
 
 LLAMA_8B = RandomModel(shape=LLAMA_3_1_8B)
+
+
+def small_model(
+    name: str,
+    *,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    vocab_size: int,
+    tied_embeddings: bool = True,
+    max_tokens: int = 8192,
+    spread: float = 0.05,
+) -> RandomModel:
+    """In float32, for checks of what is computed. A hidden state is as wide as the heads together."""
+    shape = ModelShape(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=num_heads * head_dim,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        tied_embeddings=tied_embeddings,
+        bytes_per_value=4,
+    )
+    return RandomModel(shape=shape, max_tokens=max_tokens, spread=spread, dtype=torch.float32)
+
+
+def engine_config(model: RandomModel, device: torch.device) -> EngineConfig:
+    """What loads it, its checkpoint made if there is none. How large its KV is, `dataclasses.replace` adds."""
+    return EngineConfig(
+        model_ref=str(checkpoint(model, device)),
+        model_name=model.shape.name,
+        dtype=model.dtype_name,
+        device=str(device),
+    )
 
 
 def checkpoint(model: RandomModel, device: torch.device) -> Path:
@@ -106,7 +150,7 @@ def _hugging_face_config(model: RandomModel) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": model.dtype_name,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,

