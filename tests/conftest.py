@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from hypothesis import HealthCheck, settings
 
 import tests.interpreted  # noqa: F401 - before the module of any test imports a kernel
 from engine.model_store import resolve_model
+
+if TYPE_CHECKING:
+    from tests.small_models import SmallModel
 
 # What fails depends on the code alone: the same examples in every run, and no limit on the time that one takes.
 settings.register_profile(
@@ -20,10 +25,23 @@ settings.register_profile("random", settings.get_profile("repeatable"), derandom
 settings.load_profile("repeatable")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_torch_thread() -> None:
-    """Tests run beside each other and beside worker processes; more threads would only make their timing vary."""
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Tests run beside each other and beside worker processes; more threads would only make their timing vary. What a
+    test sets, or what it loads, is no other's."""
+    yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    """A small random Llama, for whoever only asks it."""
+    from tests.small_models import SmallModel  # most tests need none of what it imports
+
+    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")

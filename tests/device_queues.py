@@ -1,10 +1,11 @@
 """Streams of a device that does nothing before it is waited for, so that whatever is not ordered goes wrong.
 
-On a machine with a GPU its own streams.
+Any thread may queue and wait. On a machine with a GPU its own streams.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.device_streams import Event
+from kv_transfer.copying_threads import COPIES_AT_ONCE
 from kv_transfer.device_copying import DeviceCopies, copies_on
 from tests.interpreted import device
+
+_WORKING = threading.RLock()  # what a device does it does one thing at a time, as Triton's interpreter must
 
 
 class LazyStream:
@@ -26,24 +30,27 @@ class LazyStream:
         self.allocated: list[int] = []  # bytes
 
     def queue(self, work: Callable[[], object]) -> None:
-        self._queue.append(work)
+        with _WORKING:
+            self._queue.append(work)
 
     def follow(self, event: Event) -> None:
         assert isinstance(event, LazyEvent)
-        self._queue.append(event.reach)
+        self.queue(event.reach)
 
     def record(self) -> LazyEvent:
-        return LazyEvent(self, self._num_done + len(self._queue))
+        with _WORKING:
+            return LazyEvent(self, self._num_done + len(self._queue))
 
     def empty(self, num_bytes: int) -> Tensor:
         self.allocated.append(num_bytes)
         return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device())
 
     def reach(self, place: int) -> None:
-        while self._num_done < place:
-            work = self._queue.popleft()
-            self._num_done += 1
-            work()
+        with _WORKING:
+            while self._num_done < place:
+                work = self._queue.popleft()
+                self._num_done += 1
+                work()
 
 
 class LazyEvent:
@@ -63,4 +70,5 @@ def device_copies() -> DeviceCopies:
     """Of the device that there is."""
     if torch.cuda.is_available():
         return copies_on(torch.device("cuda", torch.cuda.current_device()))
-    return DeviceCopies(LazyStream(), LazyStream(), LazyStream().record)
+    outward, inward = ([LazyStream() for _ in range(COPIES_AT_ONCE)] for _ in range(2))
+    return DeviceCopies(outward, inward, LazyStream().record)

@@ -12,26 +12,20 @@ import torch
 
 from benchmarks.gpu import random_model
 from benchmarks.gpu.figures import Report, path_of, reported
-from benchmarks.gpu.random_model import RandomModel
+from benchmarks.gpu.random_model import small_model
 from engine.devices import CPU
-from engine.roofline import ModelShape
 
-TINY = RandomModel(
-    shape=ModelShape(
-        name="tiny-for-tests",
-        num_layers=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=211,
-        tied_embeddings=False,
-        bytes_per_value=4,
-    ),
+TINY = small_model(
+    "tiny-for-tests",
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=211,
+    tied_embeddings=False,
     max_tokens=512,
     spread=0.3,
-    dtype=torch.float32,
 )
 
 

@@ -56,7 +56,8 @@ class MiniClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     digest_kinds: dict[Role, DigestKind] = field(default_factory=dict)  # in place of what `transfer` says
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
-    policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
+    # Patient: the workers' reports wait while a test computes on the loop that all of it shares.
+    policy: SchedulerPolicy = field(default_factory=lambda: SchedulerPolicy(stale_after_s=HANGS_S))
     pools: PoolsPlan | None = None
     prefill_sources: tuple[ColumnSource, ...] = ()  # below the prefill workers' host memory, if they have any
     prefill_sink: ColumnSink | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ import openai
 import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.free_ports import free_port
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 120.0
@@ -84,13 +85,6 @@ class ServedCluster:
             return all(roles.count(role) == number for role, number in wanted.items())
 
         self.wait_until(there, f"{wanted} workers are up", timeout_s)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def config_file(folder: Path, args: dict[str, Any], port: int = 8000) -> Path:

@@ -17,6 +17,7 @@ from engine.pending_output import KnownTokens
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import BlockTable, SampledToken, ScheduledSequence, Sequence, StepPlan, TokenLogprobs
+from engine.step_threads import StepThreads
 from engine.weights import load_weights
 from kernels.interface import Kernels
 
@@ -51,6 +52,7 @@ def recording_runner(
     dtype: torch.dtype = torch.float32,
     num_blocks: int = 600,
     kernels: Kernels | None = None,
+    threads: StepThreads | None = None,
 ) -> tuple[ModelRunner, RecordingSampler]:
     """A runner whose KV cache is full of NaN: whatever is read that nobody wrote shows in the output."""
     config = ModelConfig.from_folder(folder)
@@ -66,7 +68,7 @@ def recording_runner(
     kv_cache.tensor.fill_(torch.nan)
     sampler = RecordingSampler()
     weights = load_weights(folder, config, dtype=dtype)
-    return ModelRunner(config, weights, kv_cache, sampler=sampler, kernels=kernels), sampler
+    return ModelRunner(config, weights, kv_cache, sampler=sampler, kernels=kernels, threads=threads), sampler
 
 
 class Stepper:

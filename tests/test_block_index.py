@@ -1,11 +1,8 @@
-"""Block events and the index made of them: exact over a bad channel, then over real connections."""
+"""The index of workers' blocks, under channels that lose, repeat and reorder."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,48 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.block_index import BlockIndex, PrefixReach
-from cluster.global_scheduler import SchedulerPolicy
-from cluster.scheduler_server import SchedulerServer
 from engine.block_pool import BlockPool
 from kv_transfer import block_events
 from kv_transfer.block_events import BlockEventLog
-from kv_transfer.messages import (
-    BlockChange,
-    BlockEvents,
-    BlockIndexRequest,
-    BlockIndexSnapshot,
-    Endpoint,
-    Tier,
-    decode,
-    encode,
-)
-from kv_transfer.transports.base import Identity
-from kv_transfer.worker_port import Registration
-from tests.waiting import eventually
-from tests.worker_reports import worker_info, worker_snapshot
+from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, Tier, decode, encode
+from tests.block_index_tools import LAYER_GROUPS, digest_of, log_with_pool, store_columns
 
-LAYER_GROUPS = 2
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-
-
-def _hash(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
-
-def _store(pool: BlockPool, numbers: list[int], groups: int = LAYER_GROUPS) -> None:
-    """Compute these columns, publish them, and release them."""
-    lease = pool.lease(len(numbers) * groups)
-    keys = [(_hash(number), group) for number in numbers for group in range(groups)]
-    for block, key in zip(lease.blocks, keys, strict=True):
-        pool.publish(lease, block, key)
-    pool.release(lease)
 
 
 def _whole_columns(pool: BlockPool, numbers: range) -> set[bytes]:
     return {
-        _hash(number)
+        digest_of(number)
         for number in numbers
-        if all(pool.find((_hash(number), group)) is not None for group in range(LAYER_GROUPS))
+        if all(pool.find((digest_of(number), group)) is not None for group in range(LAYER_GROUPS))
     }
 
 
@@ -98,15 +67,15 @@ class ChannelMachine(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(TIERS), numbers=st.lists(st.sampled_from(numbers), max_size=2, unique=True))
     def store(self, tier: Tier, numbers: list[int]) -> None:
-        _store(self.pools[tier], numbers)
+        store_columns(self.pools[tier], numbers)
 
     @rule(tier=st.sampled_from(TIERS), number=st.sampled_from(numbers))
     def store_half_a_column(self, tier: Tier, number: int) -> None:
-        _store(self.pools[tier], [number], groups=1)
+        store_columns(self.pools[tier], [number], groups=1)
 
     @rule(tier=st.sampled_from(TIERS), number=st.sampled_from(numbers), seconds=st.sampled_from([0.1, 3.0]))
     def change_and_report(self, tier: Tier, number: int, seconds: float) -> None:
-        _store(self.pools[tier], [number])
+        store_columns(self.pools[tier], [number])
         self.report(seconds)
 
     @rule(tier=st.sampled_from(TIERS))
@@ -164,7 +133,7 @@ class ChannelMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_not_known_is_not_claimed(self) -> None:
         if self.index.num_columns("worker") is None:
-            assert self.index.longest_prefix(b"".join(map(_hash, self.numbers))) == {}
+            assert self.index.longest_prefix(b"".join(map(digest_of, self.numbers))) == {}
 
     @invariant()
     def the_report_counts_what_is_known(self) -> None:
@@ -201,10 +170,10 @@ TestSmallMessages.settings = _SETTINGS
 
 
 def test_the_report_tells_of_gaps_and_of_what_was_done_about_them() -> None:
-    log, pool = _log_with_pool()
+    log, pool = log_with_pool()
     index = _index_after(*log.snapshot())
     assert [(r.in_step, r.num_gaps, r.num_snapshots_taken) for r in index.report()] == [(True, 0, 1)]
-    _store(pool, [1])
+    store_columns(pool, [1])
     log.take()  # lost
     for now in (1.0, 2.0):
         index.on_events(log.take()[0], now)
@@ -217,65 +186,59 @@ def test_the_report_tells_of_gaps_and_of_what_was_done_about_them() -> None:
     assert report.num_snapshots_taken == 2
 
 
-def _log_with_pool(num_blocks: int = 8, layer_groups: int = LAYER_GROUPS) -> tuple[BlockEventLog, BlockPool]:
-    log, pool = BlockEventLog("worker", layer_groups=layer_groups, epoch=7), BlockPool(num_blocks)
-    log.watch("device", pool)
-    return log, pool
-
-
 def test_a_column_is_stored_with_its_last_group_and_removed_with_its_first() -> None:
-    log, pool = _log_with_pool()
+    log, pool = log_with_pool()
     lease = pool.lease(2)
-    pool.publish(lease, lease.blocks[0], (_hash(1), 0))
+    pool.publish(lease, lease.blocks[0], (digest_of(1), 0))
     assert [e.changes for e in log.take()] == [[]]
-    pool.publish(lease, lease.blocks[1], (_hash(1), 1))
+    pool.publish(lease, lease.blocks[1], (digest_of(1), 1))
     [events] = log.take()
-    assert events.changes == [BlockChange(tier="device", stored=_hash(1), removed=b"")]
+    assert events.changes == [BlockChange(tier="device", stored=digest_of(1), removed=b"")]
     pool.release(lease)
     pool.lease(7)  # six free blocks, and one of the column's
     [events] = log.take()
-    assert events.changes == [BlockChange(tier="device", stored=b"", removed=_hash(1))]
+    assert events.changes == [BlockChange(tier="device", stored=b"", removed=digest_of(1))]
     assert events.first_id == 1
 
 
 def test_what_comes_and_goes_between_two_reports_is_not_told() -> None:
-    log, pool = _log_with_pool()
-    _store(pool, [1])
+    log, pool = log_with_pool()
+    store_columns(pool, [1])
     pool.drop_cached()
     assert log.take() == [BlockEvents(worker_id="worker", epoch=7, first_id=0, changes=[])]
 
 
 def test_a_pool_that_held_something_before_it_was_watched_is_told_whole() -> None:
     pool = BlockPool(4)
-    _store(pool, [1, 2])
+    store_columns(pool, [1, 2])
     log = BlockEventLog("worker", layer_groups=LAYER_GROUPS)
     log.watch("host", pool)
     index = _index_after(*log.snapshot())
-    assert index.columns("worker", "host") == {_hash(1), _hash(2)}
+    assert index.columns("worker", "host") == {digest_of(1), digest_of(2)}
     assert index.num_columns("worker") == 2
 
 
 def test_a_tier_has_one_source() -> None:
-    log, _ = _log_with_pool()
+    log, _ = log_with_pool()
     with pytest.raises(AssertionError, match="device tier is being watched"):
         log.watch("device", BlockPool(1))
 
 
 def test_a_listener_is_told_at_once_when_many_changes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_events, "MANY_CHANGES", 3)
-    log, pool = _log_with_pool()
+    log, pool = log_with_pool()
     calls: list[int] = []
     log.on_many = lambda: calls.append(1)
-    _store(pool, [1, 2])
+    store_columns(pool, [1, 2])
     assert not calls
-    _store(pool, [3])
+    store_columns(pool, [3])
     assert len(calls) == 1
 
 
 def test_a_listener_that_missed_anothers_snapshot_notices() -> None:
-    log, pool = _log_with_pool()
+    log, pool = log_with_pool()
     index = _index_after(*log.snapshot())
-    _store(pool, [1])
+    store_columns(pool, [1])
     log.snapshot()  # for somebody else
     [events] = log.take()
     assert index.on_events(events, 0.0) == BlockIndexRequest(worker_id="worker")
@@ -290,7 +253,7 @@ def _parts(next_id: int, epoch: int = 7) -> list[BlockIndexSnapshot]:
             part=part,
             num_parts=3,
             tier="device",
-            hashes=_hash(100 * next_id + part),
+            hashes=digest_of(100 * next_id + part),
         )
         for part in range(3)
     ]
@@ -310,14 +273,14 @@ def test_a_snapshot_counts_only_when_it_is_whole() -> None:
 
 def test_a_new_life_is_known_by_its_snapshot_however_few_changes_it_has_seen() -> None:
     index = _index_after(*_parts(next_id=50))
-    assert index.columns("worker", "device") == {_hash(5000 + part) for part in range(3)}
+    assert index.columns("worker", "device") == {digest_of(5000 + part) for part in range(3)}
     for part in _parts(next_id=0, epoch=8):
         assert index.on_snapshot(part, 0.0) is None
-    assert index.columns("worker", "device") == {_hash(part) for part in range(3)}
+    assert index.columns("worker", "device") == {digest_of(part) for part in range(3)}
 
 
 def test_a_lost_request_is_repeated_but_not_at_every_message() -> None:
-    log, _ = _log_with_pool()
+    log, _ = log_with_pool()
     index = BlockIndex(retry_s=2.0)
     [events] = log.take()
     answers = [index.on_events(events, now) is not None for now in (0.0, 1.0, 1.9, 2.1, 3.0, 4.5)]
@@ -337,114 +300,12 @@ def test_the_longest_prefix_by_tier() -> None:
         for tier, numbers in tiers.items():
             observer = log.observer(tier)
             for number in numbers:
-                observer.stored(number, (_hash(number), 0))
+                observer.stored(number, (digest_of(number), 0))
         for part in log.snapshot():
             assert index.on_snapshot(part, 0.0) is None
-    found = index.longest_prefix(b"".join(map(_hash, range(8))))
+    found = index.longest_prefix(b"".join(map(digest_of, range(8))))
     assert found == {"a": PrefixReach(device=2, host=4, disk=6), "c": PrefixReach(device=0, host=0, disk=2)}
     assert index.longest_prefix(b"") == {}
-
-
-# --- over real connections ---
-
-
-def _identity(worker_id: str) -> Identity:
-    return Identity(worker_id=worker_id, node_id="node", secret=b"secret of the test", compatibility={})
-
-
-def _registration(worker_id: str, server: SchedulerServer, log: BlockEventLog, period_s: float) -> Registration:
-    async def locate() -> Endpoint:
-        return server.endpoint
-
-    numbers = iter(range(1, 1_000_000))
-    info = worker_info(worker_id, layer_groups=LAYER_GROUPS)
-    return Registration(
-        _identity(worker_id),
-        info,
-        locate_scheduler=locate,
-        snapshot=lambda: worker_snapshot(worker_id, next(numbers)),
-        period_s=period_s,
-        events=log,
-    )
-
-
-@asynccontextmanager
-async def _worker(server: SchedulerServer, log: BlockEventLog, period_s: float = 0.02) -> AsyncIterator[Registration]:
-    registration = _registration("worker", server, log, period_s)
-    registration.start()
-    try:
-        yield registration
-    finally:
-        await registration.stop()
-
-
-@asynccontextmanager
-async def _server() -> AsyncIterator[SchedulerServer]:
-    server = SchedulerServer(SchedulerPolicy(), _identity("scheduler"), broadcast_period_s=0.05)
-    await server.start("127.0.0.1")
-    try:
-        yield server
-    finally:
-        await server.stop()
-
-
-async def test_the_scheduler_follows_a_worker_and_forgets_it_when_it_leaves() -> None:
-    log, pool = _log_with_pool(num_blocks=40)
-    _store(pool, [1, 2, 3])
-    async with _server() as server:
-        index = server.block_index
-        async with _worker(server, log):
-            await eventually(lambda: index.columns("worker", "device") == {_hash(1), _hash(2), _hash(3)})
-            pool.drop_cached()
-            _store(pool, [4])
-            await eventually(lambda: index.columns("worker", "device") == {_hash(4)})
-            assert index.longest_prefix(_hash(4)) == {"worker": PrefixReach(device=1, host=1, disk=1)}
-        await eventually(lambda: index.num_columns("worker") is None)
-        assert index.longest_prefix(_hash(4)) == {}
-
-
-async def test_a_gap_is_healed_by_a_snapshot() -> None:
-    log, pool = _log_with_pool(num_blocks=40)
-    async with _server() as server:
-        index = server.block_index
-        async with _worker(server, log):
-            await eventually(lambda: index.num_columns("worker") == 0)
-            _store(pool, [1, 2])
-            log.take()  # as if this report had been lost
-            await eventually(lambda: index.columns("worker", "device") == {_hash(1), _hash(2)})
-
-
-async def test_a_scheduler_that_forgot_asks_and_many_changes_do_not_wait_for_the_next_report() -> None:
-    log, pool = _log_with_pool(num_blocks=2 * 5000)
-    async with _server() as server:
-        index = server.block_index
-        async with _worker(server, log, period_s=60.0):
-            await eventually(lambda: index.num_columns("worker") == 0)
-            index.forget("worker")
-            _store(pool, list(range(5000)))
-            async with asyncio.timeout(30.0):
-                await eventually(lambda: index.num_columns("worker") == 5000)
-
-
-async def test_a_worker_finds_a_new_scheduler_and_tells_it_everything() -> None:
-    log, pool = _log_with_pool(num_blocks=40)
-    _store(pool, [1, 2])
-    async with _server() as first, _server() as second:
-        registration = _registration("worker", first, log, 0.02)
-        current = [first]
-
-        async def locate() -> Endpoint:
-            return current[0].endpoint
-
-        registration._locate_scheduler = locate
-        registration.start()
-        try:
-            await eventually(lambda: first.block_index.num_columns("worker") == 2)
-            current[0] = second
-            await first.stop()
-            await eventually(lambda: second.block_index.num_columns("worker") == 2)
-        finally:
-            await registration.stop()
 
 
 def test_the_garbage_collector_does_not_look_through_what_is_indexed() -> None:

@@ -14,8 +14,6 @@ from kernels import reference
 from kernels.block_copies import copy_blocks
 from tests.interpreted import device, wait_for_device
 
-torch.set_num_threads(1)
-
 SCATTERED = BlockPairs(host=np.array([7, 3, 4, 0], dtype=np.int32), device=np.array([2, 5, 6, 1], dtype=np.int32))
 IN_A_ROW = BlockPairs(host=np.arange(3, 9, dtype=np.int32), device=np.arange(1, 7, dtype=np.int32))
 NONE = BlockPairs(host=np.array([], dtype=np.int32), device=np.array([], dtype=np.int32))
@@ -71,7 +69,8 @@ def test_blocks_go_pairwise(
     else:
         expected["host"][pairs.host.tolist()] = expected["device"][pairs.device.tolist()]
     link = BlockLink(on_device, on_host)
-    (link.load if loads else link.save)(pairs)
+    for listed in link.listed([NONE, pairs, NONE])[:2]:
+        (link.load if loads else link.save)(listed)
     wait_for_device()
     for name, cache in (("device", on_device), ("host", on_host)):
         assert torch.equal(cache.blocks.cpu().view(torch.uint8), expected[name].view(torch.uint8)), name
@@ -81,11 +80,13 @@ def test_many_short_stretches_are_one_launch_and_long_ones_are_copied(monkeypatc
     launched: list[int] = []
     monkeypatch.setattr("kernels.block_copies.copy_blocks", lambda *arguments: launched.append(len(arguments[1])))
     link = BlockLink(*tiers())
-    link.load(SCATTERED)
+    [listed] = link.listed([SCATTERED])
+    link.load(listed)
     assert launched == [4]
     monkeypatch.setattr(block_link, "_STRETCH_BYTES", IN_A_ROW.host.size * 192)
-    link.load(IN_A_ROW)
-    assert launched == [4]
+    for listed in link.listed([IN_A_ROW, SCATTERED, IN_A_ROW]):
+        link.load(listed)
+    assert launched == [4, 4]
 
 
 def test_stretches_end_where_either_end_does() -> None:

@@ -130,10 +130,6 @@ def test_defaults_are_valid_and_frozen() -> None:
             },
             ("decode.autoscaling.min_replicas is 0", "use 1"),
         ),
-        (
-            {"model": {"quantization": "int8"}, "decode": {"tensor_parallel": 3}},
-            ("decode.tensor_parallel is 3 with model.quantization", "set decode.tensor_parallel: 1"),
-        ),
         ({"model": {"quantization_group": 32}}, ("quantization_group is 32 without quantization", "int8 or int4")),
         (
             {"model": {"batch_invariant": True}, "prefill": {"num_gpus": 1}},

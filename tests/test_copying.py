@@ -17,7 +17,6 @@ from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import pieces_digest, slab_digest
 from tests.interpreted import device
 
-torch.set_num_threads(1)
 NUM_LAYERS = 3
 NUM_TOKENS = 21
 

@@ -30,11 +30,6 @@ TOKENS = greedy(8)
 SLOW, FAST = 1.0, 1e12  # tokens that are computed in a second
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
-
-
 @asynccontextmanager
 async def cluster_of(
     model: SmallModel, *, host_columns: int = 64, disk: Path | None = None, **config: Any

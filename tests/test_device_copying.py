@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from tests.device_queues import LazyStream
 from tests.interpreted import device
 from tests.test_copying import End
 
-torch.set_num_threads(1)
 COUNT = 9
 PLACE = (2, 5)  # layer, first token
 
@@ -26,8 +25,10 @@ PLACE = (2, 5)  # layer, first token
 class World:
     """A device that computes and copies, and a cache on it."""
 
-    def __init__(self, where: torch.device | None = None) -> None:
-        self.compute, self.outward, self.inward = LazyStream(), LazyStream(), LazyStream()
+    def __init__(self, where: torch.device | None = None, outward: Sequence[LazyStream] = ()) -> None:
+        """`outward`: the streams for slabs that leave, if not two that are like the others."""
+        self.compute = LazyStream()
+        self.outward, self.inward = list(outward) or [LazyStream(), LazyStream()], [LazyStream(), LazyStream()]
         self.copies = DeviceCopies(self.outward, self.inward, self.compute.record)
         self.end = End.make(3, 2, torch.float16, seed=1)
         cache = KVCache(self.end.cache.layout, self.end.cache.num_blocks, where or device())
@@ -68,7 +69,7 @@ def test_a_gather_waits_for_its_layer_and_no_further() -> None:
     assert (world.fill(after=stored) == 7).all()
     assert (world.fill() == 8).all(), "without an event: all that was queued"
     assert world.compute.num_waits == 0, "the copy's stream waits for compute, the thread for its copy alone"
-    assert world.outward.num_waits == 2
+    assert world.outward[0].num_waits == 2
 
 
 @pytest.mark.parametrize("kind", DIGEST_KINDS)
@@ -93,7 +94,7 @@ def test_directions_do_not_wait_for_one_another() -> None:
     def must_not_run() -> None:
         raise AssertionError("a copy out waited for a copy in")
 
-    world.inward.queue(must_not_run)
+    world.inward[0].queue(must_not_run)
     world.fill()
 
 
@@ -102,13 +103,14 @@ def test_buffers_are_used_again_and_bounded() -> None:
     for count in (9, 9, 3, 9, 3, 1, 9):
         slab = world.fill(count)
         world.land(slab)
-    for stream in (world.outward, world.inward):
-        assert stream.allocated == [512], "the smaller ones fit what is kept"
+    for first, second in (world.outward, world.inward):
+        assert first.allocated == [512], "the smaller ones fit what is kept"
+        assert second.allocated == [], "for one at a time one stream will do"
     world = World()
     for count in (1, 3, 9, 16, 1, 16, 9):
         world.fill(count)
-    assert world.outward.allocated == [32, 128, 512], "of one at a time, each size once at most"
-    assert sum(map(len, world.copies._sent._kept)) <= 128 + 512
+    assert world.outward[0].allocated == [32, 128, 512], "of one at a time, each size once at most"
+    assert sum(map(len, world.copies._outward._lanes[0]._kept)) <= 128 + 512
 
 
 def test_nothing_runs_on_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +126,9 @@ def test_nothing_runs_on_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> N
         world.land(torch.zeros(2, COUNT, 2, 4, dtype=torch.float16))
     monkeypatch.undo()
     assert done == ["compute"]
-    assert world.inward.num_waits == 1
+    assert world.inward[0].num_waits == 1
     world.land(torch.ones(2, COUNT, 2, 4, dtype=torch.float16))
-    assert len(world.inward.allocated) == 1, "its buffer came back"
+    assert len(world.inward[0].allocated) == 1, "its buffer came back"
 
 
 def test_what_is_read_back_comes_from_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from decode_workers import landings
 from engine.device_streams import MarkQueued, nothing_queued, queued_on
 from engine.sampling_params import SamplingParams
-from kv_transfer.copying_thread import CopyingThread
+from kv_transfer.copying_threads import CopyingThreads
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.choosing import TransportKind
 from prefill_workers import worker as prefill_worker
@@ -25,14 +25,8 @@ from tests.mini_cluster import MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel
 from tests.waiting import HANGS_S
 
-torch.set_num_threads(1)
 PROMPT = [7 + (3 * n) % 90 for n in range(150)]
 CHUNK = 64
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
 class Marks:
@@ -104,7 +98,7 @@ async def test_on_a_cpu_there_are_neither_events_nor_threads(llama: SmallModel) 
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-copies-")]
 
 
-# --- the thread that waits ---
+# --- the threads that wait ---
 
 
 def held(begun: threading.Event, goes_on: threading.Event) -> Callable[[], int]:
@@ -117,7 +111,7 @@ def held(begun: threading.Event, goes_on: threading.Event) -> Callable[[], int]:
 
 
 async def test_who_is_cancelled_waits_for_the_copy_to_end() -> None:
-    thread, begun, goes_on = CopyingThread("copies"), threading.Event(), threading.Event()
+    thread, begun, goes_on = CopyingThreads("copies"), threading.Event(), threading.Event()
     waiting = asyncio.create_task(thread.run(held(begun, goes_on)))
     await asyncio.to_thread(begun.wait, HANGS_S)
     for _ in range(3):
@@ -135,7 +129,7 @@ async def test_who_is_cancelled_waits_for_the_copy_to_end() -> None:
 
 
 async def test_what_was_taken_before_the_stop_is_done() -> None:
-    thread, begun, goes_on = CopyingThread("copies"), threading.Event(), threading.Event()
+    thread, begun, goes_on = CopyingThreads("copies"), threading.Event(), threading.Event()
     running = thread.submit(held(begun, goes_on))
     thread.stop()
     goes_on.set()
@@ -143,7 +137,7 @@ async def test_what_was_taken_before_the_stop_is_done() -> None:
 
 
 async def test_an_error_of_a_copy_is_its_callers() -> None:
-    thread = CopyingThread("copies")
+    thread = CopyingThreads("copies")
 
     def failing() -> None:
         raise ValueError("no such block")

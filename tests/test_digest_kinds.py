@@ -16,13 +16,7 @@ from tests.mini_cluster import MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel
 from tests.test_copying import NUM_TOKENS, End, slab_for
 
-torch.set_num_threads(1)
 PROMPT = [7 + (3 * n) % 90 for n in range(150)]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.pool_sizing import PoolRules
 from cluster.pool_watch import PoolsPlan
-from cluster.simulation.elastic import Elasticity, ElasticSimulation, Worker
+from cluster.simulation.elastic import Elasticity, ElasticSimulation
 from cluster.simulation.fleet import KnownCosts
 from cluster.simulation.legato_router import LegatoRouter
 from cluster.simulation.records import Record
@@ -18,6 +18,7 @@ from cluster.simulation.simulate import SimulationConfig, SimulationResult
 from cluster.simulation.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
 from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.workers import Worker
 from cluster.slo import SloClass, SloConfig
 from engine.step_cost import StepCost
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from engine.loading import EngineConfig, load_model
 from engine.model_config import ModelConfig
 from engine.model_store import resolve_model
 from engine.quantisation import Quantisation
-from engine.quantised_weights import load_mixed_weights, require_whole
+from engine.quantised_weights import load_mixed_weights
 from engine.sequence import Sequence
+from kernels.native_library import native_library
 from kernels.quantised_weight import QuantisedWeight
 from tests.model_families import VOCAB_SIZE, build_oracle
 from tests.small_models import greedy
@@ -41,15 +41,8 @@ BLOCKS = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_library()  # else it would be compiled anew for that cache
     monkeypatch.setenv("LEGATO_CACHE", str(tmp_path / "cache"))
 
 
@@ -193,8 +186,6 @@ def test_what_cannot_be_done_with_it_is_said(gguf_file: Path, tmp_path: Path) ->
     config = ModelConfig.from_folder(folder)
     with pytest.raises(ValueError, match="quantised already"):
         load_mixed_weights(folder, config, Quantisation(name="int8", group_size=32), dtype=torch.float32)
-    with pytest.raises(ValueError, match="set tensor_parallel to 1"):
-        require_whole(folder, config, None)
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF but no more")
     with pytest.raises(ValueError, match=r"damaged\.gguf cannot be used as the GGUF file"):

@@ -16,9 +16,7 @@ from benchmarks.gpu.random_model import checkpoint
 from benchmarks.workload import draw_prompts
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
-SMALL = Scale(
-    model=TINY, dtype="float32", ways=("shm",), prompt_tokens=100, chunk_tokens=64, slab_bytes=1 << 16, repeats=1
-)
+SMALL = Scale(model=TINY, ways=("shm",), prompt_tokens=100, chunk_tokens=64, slab_bytes=1 << 16, repeats=1)
 
 
 def test_what_a_hand_off_exposes_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,12 @@ import functools
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu import host_gap
 from benchmarks.gpu.model_speed import Scale
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
-torch.set_num_threads(1)
-SMALL = Scale(model=TINY, dtype="float32", decodes=(1, 2), context_tokens=8, num_steps=14, prefills=(32,))
+SMALL = Scale(model=TINY, decodes=(1, 2), context_tokens=8, num_steps=14, prefills=(32,))
 
 
 def test_the_step_runs_in_all_four_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

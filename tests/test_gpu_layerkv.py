@@ -16,8 +16,6 @@ from benchmarks.gpu.trace import Activity, share_beside
 from benchmarks.part import GateError
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
-torch.set_num_threads(1)
-
 
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scale:
     models_in(tmp_path, monkeypatch)

@@ -14,8 +14,6 @@ from tests.device_queues import device_copies
 from tests.gpu_steps import TINY, figures, models_in, run_here
 from tests.interpreted import device
 
-torch.set_num_threads(1)
-
 
 def test_slabs_of_both_sizes_stand_beside_the_link(tmp_path: Path) -> None:
     shape = Shape(num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float16)
@@ -31,7 +29,6 @@ def test_what_is_in_use_is_watched_under_requests_of_all_kinds(tmp_path: Path, m
     models_in(tmp_path, monkeypatch)
     small = memory.Scale(
         model=TINY,
-        dtype="float32",
         kv_blocks=64,
         chunk_tokens=32,
         num_seqs=4,

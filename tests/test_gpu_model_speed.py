@@ -20,10 +20,8 @@ from engine.step_cost import StepWork
 from engine.weights import load_weights
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
-torch.set_num_threads(1)
 SMALL = Scale(
     model=TINY,
-    dtype="float32",
     decodes=(1, 3),
     context_tokens=20,
     num_steps=6,

@@ -15,15 +15,12 @@ from benchmarks.gpu.figures import path_of, reported
 from engine.loading import LoadedModel
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
-torch.set_num_threads(1)
 SMALL = parallel.Scale(
     degree=2,
     checked=TINY,
     prompts=(1, 40),
     num_tokens=5,
-    timed=model_speed.Scale(
-        model=TINY, dtype="float32", decodes=(2,), context_tokens=8, num_steps=3, prefills=(16,), repeats=1
-    ),
+    timed=model_speed.Scale(model=TINY, decodes=(2,), context_tokens=8, num_steps=3, prefills=(16,), repeats=1),
 )
 
 

@@ -17,8 +17,7 @@ from benchmarks.gpu.peers import Scale, first_token_agreement
 from benchmarks.gpu.random_model import write_checkpoint
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
-torch.set_num_threads(1)
-SMALL = Scale(model=TINY, dtype="float32", num_concurrent=(1, 3), prompt_tokens=20, output_tokens=4, repeats=1)
+SMALL = Scale(model=TINY, num_concurrent=(1, 3), prompt_tokens=20, output_tokens=4, repeats=1)
 
 
 def test_all_engines_answer_with_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,6 @@ def _logprobs(found: list[list[Emission]]) -> list[list[float]]:
     return [[e.token.logprobs.logprob for e in emissions if e.token.logprobs] for emissions in found]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
-
-
 # --- real weights ---
 
 

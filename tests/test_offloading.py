@@ -13,7 +13,6 @@ from kv_transfer.tiers.offloading import StreamOffload
 from tests.device_queues import LazyStream
 from tests.interpreted import device, wait_for_device
 
-torch.set_num_threads(1)
 LAYOUT = KVLayout(num_layers=2, layers_per_group=1, num_kv_heads=1, head_dim=8, block_size=4, dtype=torch.float32)
 
 

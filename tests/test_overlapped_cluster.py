@@ -13,8 +13,8 @@ from decode_workers.worker import DecodeWorkerConfig
 from engine.sequence import StepPlan
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, cluster_of
+from tests.mini_requests import cancel_a_third, fail_once, sampled, tokens
 from tests.small_models import SmallModel, greedy, random_prompts
-from tests.test_mini_cluster import cancel_a_third, fail_once, sampled, tokens
 
 OVERLAPPED = DecodeWorkerConfig(overlap_steps=True, reserve_wait_s=60.0)
 
@@ -53,11 +53,6 @@ async def test_tokens_are_hugging_face_s(family: str, tmp_path_factory: pytest.T
         together = await asyncio.gather(*(tokens(cluster, f"r{n}", p, greedy()) for n, p in enumerate(prompts)))
         for prompt, found in zip(prompts, together, strict=True):
             assert found == model.hugging_face(prompt, 24)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
 async def test_prompts_that_decode_computes_share_steps_with_decodes(llama: SmallModel) -> None:

@@ -14,17 +14,22 @@ from engine.kv_cache import KVLayout
 from engine.model_config import ModelConfig
 from engine.parallel.batches import num_on_device, pack_batch, unpack_batch
 from engine.parallel.spec import JOIN, STEP, RankSpec, with_number, word_and_number
+from engine.quantisation import Quantisation
+from engine.weight_packing import WeightPacking
 from kernels.interface import Segment
 from tests.model_families import FAMILIES, build_oracle
 
+PACKINGS = {"as stored": None, "awq": WeightPacking(method="awq", bits=4, zero_offset=0)}
 
+
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_specification_arrives_as_it_was(family: str, tmp_path: Path) -> None:
+def test_a_specification_arrives_as_it_was(family: str, packing: str, tmp_path: Path) -> None:
     build_oracle(family, tmp_path)
     layout = KVLayout(num_layers=4, layers_per_group=2, num_kv_heads=2, head_dim=16, block_size=8, dtype=torch.bfloat16)
     spec = RankSpec(
         model_folder=str(tmp_path),
-        config=ModelConfig.from_folder(tmp_path),
+        config=dataclasses.replace(ModelConfig.from_folder(tmp_path), packing=PACKINGS[packing]),
         rank=1,
         degree=2,
         layout=layout,
@@ -33,6 +38,8 @@ def test_a_specification_arrives_as_it_was(family: str, tmp_path: Path) -> None:
         timeout_s=2.5,
         device="cuda:1",
         batch_invariant=True,
+        activation_bits=16,
+        quantisation=Quantisation(name="int4", group_size=32) if packing == "as stored" else None,
     )
     assert RankSpec.from_bytes(spec.to_bytes()) == spec
 

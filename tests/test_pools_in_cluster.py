@@ -9,18 +9,13 @@ import pytest
 
 from cluster.pool_sizing import FlipRules, PoolRules
 from cluster.pool_watch import PoolsPlan
+from tests.mini_requests import tokens
 from tests.replica_cluster import ReplicaCluster, replica_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
-from tests.test_mini_cluster import tokens
 from tests.waiting import eventually
 
 # Whatever is asked of prefill is much, and of decode little.
 SCALING = PoolRules(max_workers=6, target=0.005, hold_s=1.0, start_s=1.0)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
 async def ask_until(cluster: ReplicaCluster, model: SmallModel, over: asyncio.Event) -> int:

@@ -26,11 +26,6 @@ PROMPT = random_prompts([150], seed=7)[0]
 TOKENS = greedy(8)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
-
-
 @asynccontextmanager
 async def cluster_of(
     model: SmallModel, *, device_columns: int = 32, host_columns: int = 64, staging_columns: int = 0, **config: Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,6 @@ from tests.small_models import greedy, random_prompts
 
 INT8 = Quantisation(name="int8", group_size=32)
 INT4 = Quantisation(name="int4", group_size=32)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def squared_error(weight: torch.Tensor, quantised: QuantisedWeight) -> float:
@@ -128,12 +119,3 @@ def test_company_changes_no_answer(tmp_path: Path, quantisation: Quantisation) -
     prompts = random_prompts([3, 5, 17, 40, 41, 64, 90, 7, 8, 30, 12])
     alone = [answers(model, [prompt])[0] for prompt in prompts]
     assert answers(model, prompts) == alone
-
-
-def test_a_group_of_processes_is_refused(tmp_path: Path) -> None:
-    folder = small_model(tmp_path, tied=True)
-    config = EngineConfig(
-        model_ref=str(folder), model_name="small", kv_blocks=8, tensor_parallel=2, quantisation=INT8, num_threads=1
-    )
-    with pytest.raises(ValueError, match="int8 cannot be divided among processes"):
-        load_model(config)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,14 +20,6 @@ NATIVE: dict[ActivationBits, NativeCpuKernels] = (
 )  # torch's kernels round the values of weights, and promise no answers that do not depend on company
 HALF_UNITS: dict[ActivationBits, float] = {8: 1 / 254, 16: 2**-15}
 """By which an activation is rounded at most, of the largest one of its group."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random_weight(

@@ -16,7 +16,6 @@ from tests.device_queues import LazyStream
 from tests.interpreted import device
 from tests.test_copying import End
 
-torch.set_num_threads(1)
 COUNT = 9
 PLACE = (2, 5)  # layer, first token
 
@@ -25,8 +24,8 @@ class Group:
     """A device that computes and copies, a cache of two heads, and the caches of ranks that have their parts of it."""
 
     def __init__(self, degree: int) -> None:
-        self.compute, self.outward, self.inward = LazyStream(), LazyStream(), LazyStream()
-        self.copies = DeviceCopies(self.outward, self.inward, self.compute.record)
+        self.compute = LazyStream()
+        self.copies = DeviceCopies([LazyStream()], [LazyStream()], self.compute.record)
         self.whole = End.make(3, 2, torch.float16, seed=1)
         self.row = self.whole.row(PLACE[0])
         self.broken = False

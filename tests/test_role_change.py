@@ -23,17 +23,12 @@ from kv_transfer.worker_replica import WorkerReplica
 from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.mini_cluster import brake
+from tests.mini_requests import tokens, tokens_of
 from tests.replica_cluster import ReplicaCluster, replica_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
-from tests.test_mini_cluster import tokens, tokens_of
 from tests.waiting import eventually
 
 PROMPT = random_prompts([150], seed=7)[0]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
 def memory_of(replica: WorkerReplica) -> list[int]:

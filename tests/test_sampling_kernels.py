@@ -24,8 +24,6 @@ from kernels.sampling_rows import NUM_FIELDS, RowWish, no_edits, pack_rows
 from tests.interpreted import device
 from tests.sampling_twin import EOS, params_of, random_logits, sequence
 
-torch.set_num_threads(1)
-
 _WISHES: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},

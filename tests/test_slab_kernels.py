@@ -24,8 +24,6 @@ from tests.device_queues import device_copies
 from tests.interpreted import device
 from tests.test_copying import NUM_TOKENS, End
 
-torch.set_num_threads(1)
-
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)

@@ -24,11 +24,6 @@ PROMPT = random_prompts([60], seed=3)[0]
 GOLD = SloConfig(classes=(SloClass(name="gold"),), default="gold")
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
-
-
 class Gateway:
     """As far as promises go: an orchestrator and an account."""
 

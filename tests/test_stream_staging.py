@@ -10,19 +10,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine import block_link, stream_staging
+from engine.block_link import BlockLink, ListedPairs
 from engine.device_streams import Event
+from engine.host_placement import BlockPairs
 from engine.stream_staging import StepCopies, StreamStaging
+from kernels import reference
 from tests.device_schedules import SCHEDULES, SimulatedStream
 from tests.model_families import build_oracle
 from tests.stepping import Stepper, recording_runner
 from tests.stream_world import ALL, NUM_TOKENS, PROMPTS, SCENARIOS, SOME, Scenario, World, prompts_in_chunks
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def blocks_are_copied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel has tests of its own, and its interpreter takes milliseconds for each launch."""
-    monkeypatch.setattr(block_link, "_STRETCH_BYTES", 0)
+    """By lists that are there when the device has come to them, else by what lies there, within the caches.
+
+    The kernel has tests of its own, and its interpreter takes milliseconds for each launch.
+    """
+    monkeypatch.setattr(
+        "kernels.block_copies.copy_blocks",
+        lambda source, sources, target, targets: reference.copy_blocks(
+            source, sources % len(source), target, targets % len(target)
+        ),
+    )
+    monkeypatch.setattr(block_link, "_STRETCH_BYTES", 1 << 40)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +184,18 @@ def test_both_ends_are_waited_for(
         copies.ends[1 - end].wait()
 
     monkeypatch.setattr(StepCopies, "wait", wait_for_the_other)
+    assert gives_other_tokens(folder, expected)
+
+
+def test_lists_of_blocks_come_by_what_all_copies_follow(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = BlockLink.listed
+
+    def by_another_stream(link: BlockLink, lists: list[BlockPairs], queue: Any) -> list[ListedPairs]:
+        return listed(link, lists, queue.__self__.device.outward.queue)
+
+    monkeypatch.setattr(BlockLink, "listed", by_another_stream)
     assert gives_other_tokens(folder, expected)
 
 

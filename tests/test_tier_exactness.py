@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from decode_workers.local_engine import LocalEngine
 from decode_workers.pacing import LayerKvConfig
@@ -18,7 +17,7 @@ from engine.loading import EngineConfig, LoadedModel, load_model
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, StepPlan
 from tests.small_models import SmallModel, greedy, random_prompts
-from tests.tier_shapes import LAYER_TOKEN_BYTES, NUM_LAYERS, Models, Shape, small_models, watching
+from tests.tier_shapes import LAYER_TOKEN_BYTES, NUM_LAYERS, Models, Shape, SteadyClock, small_models, watching
 
 LENGTHS = [30, 7, 44, 19, 60, 3, 33, 48]
 SAMPLED = SamplingParams(max_tokens=24, seed=11, temperature=0.9, top_p=0.95, ignore_eos=True)
@@ -39,24 +38,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return small_models(tmp_path_factory)
 
 
-class _Clock:
-    """Each look at it is a moment later, so that runs do not depend on the machine's speed."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.01
-        return self.now
-
-
 def _local_engine(model: SmallModel, family: str, shape: Shape, host_tokens: int) -> tuple[LocalEngine, LoadedModel]:
     host_bytes = host_tokens * NUM_LAYERS * LAYER_TOKEN_BYTES[family]
     config: dict[str, Any] = shape.engine(family) | {"model_name": "model", "dtype": "float32", "num_threads": 1}
     loaded = load_model(EngineConfig(model_ref=str(model.folder), host_bytes=host_bytes, **config))
     assert loaded.layout.num_layer_groups == shape.num_groups
     layerkv = LayerKvConfig(growth_tokens=8)
-    return LocalEngine(loaded, token_budget=24, layerkv=layerkv, clock=_Clock()), loaded
+    return LocalEngine(loaded, token_budget=24, layerkv=layerkv, clock=SteadyClock()), loaded
 
 
 def _run(engine: LocalEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
@@ -92,7 +80,6 @@ LOCAL: list[tuple[str, Shape, int]] = [
 @pytest.mark.parametrize(("family", "shape", "host_tokens"), LOCAL)
 def test_local_engine(models: Models, family: str, shape: Shape, host_tokens: int) -> None:
     """More sequences than the device holds; twice, so that the second time begins with prefixes in both tiers."""
-    torch.set_num_threads(1)
     model, prompts = models(family), random_prompts(LENGTHS)
     engine, loaded = _local_engine(model, family, shape, host_tokens)
     expected = [model.hugging_face(prompt, 24) for prompt in prompts]

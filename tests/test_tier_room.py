@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from threading import Event
 
-import pytest
-
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
@@ -20,11 +18,6 @@ from tests.waiting import HANGS_S, eventually
 BLOCK_BYTES = 16 * 256  # of one layer: 16 tokens
 FIRST, SECOND = random_prompts([150, 151], seed=7)
 TOKENS = greedy(4)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from engine.loading import EngineConfig, load_model
 from engine.model_config import ModelConfig
 from engine.sequence import Sequence
 from tests.small_models import SmallModel, greedy, random_prompts
+from tests.tier_shapes import SteadyClock
 
 NUM_TOKENS = 24
 LENGTHS = [30, 7, 44, 19, 52, 3, 33, 26]
@@ -22,17 +23,6 @@ LENGTHS = [30, 7, 44, 19, 52, 3, 33, 26]
 @pytest.fixture(scope="module", params=["llama", "mistral"])
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel(request.param, tmp_path_factory.mktemp(request.param))
-
-
-class _Clock:
-    """Each look at it is a moment later, so that runs do not depend on the machine's speed."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.01
-        return self.now
 
 
 def _engine(folder: Path, *, columns: int, host_columns: int, staging_columns: int, ring: int) -> LocalEngine:
@@ -60,7 +50,7 @@ def _engine(folder: Path, *, columns: int, host_columns: int, staging_columns: i
         )
     )
     assert model.staging_columns == staging_columns
-    return LocalEngine(model, token_budget=24, layerkv=LayerKvConfig(growth_tokens=8), clock=_Clock())
+    return LocalEngine(model, token_budget=24, layerkv=LayerKvConfig(growth_tokens=8), clock=SteadyClock())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,13 @@ from torch import Tensor
 
 from engine.model_config import ModelConfig
 from engine.quantisation import Quantisation
-from engine.quantised_weights import load_mixed_weights, require_whole
+from engine.quantised_weights import load_mixed_weights
 from kernels.quantised_weight import QuantisedWeight
 from tests.model_families import build_oracle
 
 GROUP = 32
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def signed(word: int) -> int:
@@ -159,10 +150,8 @@ def test_other_formats_are_refused(tmp_path: Path, changes: dict[str, Any], comp
         ModelConfig.from_folder(tmp_path)
 
 
-def test_neither_rounded_twice_nor_divided(tmp_path: Path) -> None:
+def test_it_is_not_rounded_twice(tmp_path: Path) -> None:
     write_packed(tmp_path, AWQ)
     config = ModelConfig.from_folder(tmp_path)
     with pytest.raises(ValueError, match="quantised already"):
         load_mixed_weights(tmp_path, config, Quantisation(name="int4", group_size=32), dtype=torch.float32)
-    with pytest.raises(ValueError, match="set tensor_parallel to 1"):
-        require_whole(tmp_path, config, None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import pytest
-
 from cluster.config import load_config
 from cluster.translate import decode_worker, prefill_worker
 from decode_workers.pacing import LayerKvConfig
@@ -21,11 +19,6 @@ from tests.small_models import SmallModel, greedy, random_prompts
 from tests.waiting import eventually
 
 PROMPT = random_prompts([150], seed=7)[0]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
 def told(cluster: MiniCluster, worker: PrefillWorker | DecodeWorker) -> KnownWorker:

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -32,11 +31,6 @@ PROMPT = random_prompts([150], seed=7)[0]
 COLUMNS, REST = 9, 6  # of the prompt: full blocks, and tokens after them
 SLOW = 1.0  # tokens that are computed in a second
 HOST_COLUMNS, DEVICE_BLOCKS = 64, 256
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
 
 class Scraper:
@@ -205,8 +199,9 @@ async def test_sequences_that_rest_in_host_memory_are_told(llama: SmallModel) ->
         await metric.shows(0, "legato_worker_host_sequences")
         await metric.shows(scheduler.num_host_landings, "legato_worker_host_landings_total")
         assert metric("legato_worker_host_landings_total") > 0
-        assert metric("legato_worker_restores_total") == scheduler.num_restores  # whether any depends on who ends when
-        assert metric("legato_worker_offloads_total") == scheduler.num_offloads
+        # Whether there are any depends on who ends when.
+        assert metric("legato_worker_restores_total") == scheduler.tiers.num_restores
+        assert metric("legato_worker_offloads_total") == scheduler.tiers.num_offloads
         assert metric("legato_worker_preemptions_total") == scheduler.num_preemptions
         await cluster.idle()
 

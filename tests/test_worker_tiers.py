@@ -15,11 +15,6 @@ from tests.host_segments import SHARED_MEMORY
 from tests.small_models import SmallModel
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
-
-
 @pytest.mark.parametrize("budget", [Budget(num_bytes=memory_bytes()), Budget(num_bytes=2**50)])
 def test_more_host_memory_than_there_is_is_refused(tmp_path: Path, budget: Budget) -> None:
     engine = EngineConfig(model_ref="unused", model_name="unused")

@@ -1,4 +1,4 @@
-"""Shapes of engines whose KV lies in tiers, and what their runners were asked to do, for the tests of exactness."""
+"""Shapes of engines whose KV lies in tiers, their clock, and what their runners did, for the tests of exactness."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ Models = Callable[[str], SmallModel]
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """By family, each made once."""
     return cache(lambda family: SmallModel(family, tmp_path_factory.mktemp(family)))
+
+
+class SteadyClock:
+    """Each look at it is a moment later, so that runs do not depend on the machine's speed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,6 +160,12 @@ class Worker:
     def on_prefix(self, seq: Sequence) -> None:
         raise NotImplementedError
 
+    def drop(self, key: SequenceKey) -> None:
+        raise NotImplementedError
+
+    def abandon_step(self) -> None:
+        raise NotImplementedError
+
     async def close(self, *, crash: bool) -> None:
         """All requests are lost. After a crash the host segment is there to be adopted."""
         self.stories.clear()
@@ -192,6 +198,15 @@ class Worker:
         for copy in self.plan.copies:
             cache = self.device.memory if copy.to == "device" else self.host.memory
             _words(cache)[copy.destination.tolist()] = 13
+
+    def fail_step(self) -> None:
+        """In the middle. Whoever had a part in it is gone."""
+        assert self.plan is not None
+        self.scribble()
+        plan, self.plan = self.plan, None
+        self.abandon_step()
+        for item in plan.items:
+            self.drop(item.seq.key)
 
     @property
     def is_quiet(self) -> bool:
@@ -260,13 +275,8 @@ class DecodeNode(Worker):
                 self.stories.pop(seq.key, None)
                 self.prefix.ended(seq)
 
-    def fail_step(self) -> None:
-        assert self.plan is not None
-        self.scribble()
-        plan, self.plan = self.plan, None
+    def abandon_step(self) -> None:
         self.scheduler.abandon_step()
-        for item in plan.items:
-            self.drop(item.seq.key)
 
 
 class PrefillNode(Worker):
@@ -312,13 +322,8 @@ class PrefillNode(Worker):
             self.prefix.ended(seq)
             self.handing_over[seq.key] = seq
 
-    def fail_step(self) -> None:
-        assert self.plan is not None
-        self.scribble()
-        plan, self.plan = self.plan, None
+    def abandon_step(self) -> None:
         self.scheduler.abandon_step()
-        for item in plan.items:
-            self.drop(item.seq.key)
 
     def verify_hand_overs(self) -> None:
         """What is being sent must stand until it is released."""

@@ -1,0 +1,28 @@
+"""What tests of the prefill scheduler have in common: sizes, prompts, and where they are placed."""
+
+from __future__ import annotations
+
+from engine.allocation import BlockAllocator
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from prefill_workers.placement import HostPlacement
+
+BLOCK_SIZE = 4
+TOKEN_BUDGET = 7
+
+
+def host_placement(allocator: BlockAllocator, staging_columns: int, bytes_per_token: float) -> HostPlacement:
+    """One byte for each token of a group, one second for each token computed."""
+    return HostPlacement(
+        allocator=allocator,
+        staging_columns=staging_columns,
+        chunk_tokens=TOKEN_BUDGET,
+        block_bytes=allocator.block_size,
+        host_bytes_per_s=lambda: bytes_per_token,
+        prefill_s=float,
+    )
+
+
+def prompt_of(name: str, prompt: list[int], *, logprobs: bool = False) -> Sequence:
+    params = SamplingParams(max_tokens=8, seed=0, prompt_logprobs=0 if logprobs else None)
+    return Sequence(request_id=name, attempt=0, params=params, prompt_token_ids=prompt)
