@@ -45,6 +45,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 
 @pytest.fixture(scope="session")
+def llama_folder(llama: SmallModel) -> Path:
+    """Its checkpoint, for whoever loads it in a way of their own."""
+    return llama.folder
+
+
+@pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """SmolLM2-135M-Instruct with its real weights, converted once into the default cache folder."""
     return resolve_model("smollm2-135m-instruct")

@@ -19,7 +19,6 @@ from engine.runner import ModelRunner
 from engine.sequence import Sequence, StepOutput, StepPlan
 from engine.step_cost import StepCost, StepWork
 from engine.step_cost_fit import scaled
-from tests.model_families import build_oracle
 from tests.small_models import greedy, random_prompts
 
 # Nothing like the estimate that calibration starts from.
@@ -44,14 +43,6 @@ class VirtualDevice:
         return StepOutput([None] * len(plan.items), [None] * len(plan.items))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    build_oracle("llama", path)
-    (path / "tokenizer.json").write_text("{}")
-    return path
-
-
 def loaded(folder: Path, **changes: Any) -> LoadedModel:
     wanted: dict[str, Any] = {"dtype": "float32", "kv_blocks": 400, "num_threads": 1} | changes
     return load_model(EngineConfig(model_ref=str(folder), model_name="small", **wanted))
@@ -64,8 +55,8 @@ def on_virtual_device(model: LoadedModel, cost: StepCost, budget_s: float = 2.0)
     return calibrate(model, budget_s=budget_s, clock=lambda: device.now), device
 
 
-def test_it_finds_what_the_steps_of_a_device_cost(folder: Path) -> None:
-    calibration, _ = on_virtual_device(loaded(folder), TRUTH)
+def test_it_finds_what_the_steps_of_a_device_cost(llama_folder: Path) -> None:
+    calibration, _ = on_virtual_device(loaded(llama_folder), TRUTH)
     assert calibration.num_trials == len(TRIALS)
     assert calibration.cost.relative_error < 0.05
     rng = random.Random(0)
@@ -78,8 +69,8 @@ def test_it_finds_what_the_steps_of_a_device_cost(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 5.0, 20.0])
-def test_it_keeps_to_its_time_on_slow_devices(folder: Path, factor: float) -> None:
-    calibration, device = on_virtual_device(loaded(folder), scaled(TRUTH, factor))
+def test_it_keeps_to_its_time_on_slow_devices(llama_folder: Path, factor: float) -> None:
+    calibration, device = on_virtual_device(loaded(llama_folder), scaled(TRUTH, factor))
     assert calibration.took_s == pytest.approx(device.now - 100.0)
     assert calibration.took_s <= 2.0
     assert calibration.num_trials >= 3
@@ -87,15 +78,15 @@ def test_it_keeps_to_its_time_on_slow_devices(folder: Path, factor: float) -> No
     assert calibration.cost.step_s(work) == pytest.approx(factor * TRUTH.step_s(work), rel=0.3)
 
 
-def test_without_time_it_takes_one_step(folder: Path) -> None:
-    calibration, device = on_virtual_device(loaded(folder), scaled(TRUTH, 1000), budget_s=0.5)
+def test_without_time_it_takes_one_step(llama_folder: Path) -> None:
+    calibration, device = on_virtual_device(loaded(llama_folder), scaled(TRUTH, 1000), budget_s=0.5)
     assert calibration.num_trials == 1
     assert device.works == [StepWork(decodes=1, context_tokens=251)]
     assert calibration.cost.step_s(device.works[0]) == pytest.approx(1000 * TRUTH.step_s(device.works[0]), rel=0.01)
 
 
-def test_it_sees_prefill_and_decoding_with_and_without_context(folder: Path) -> None:
-    works = on_virtual_device(loaded(folder), TRUTH)[1].works
+def test_it_sees_prefill_and_decoding_with_and_without_context(llama_folder: Path) -> None:
+    works = on_virtual_device(loaded(llama_folder), TRUTH)[1].works
     assert any(work.decodes > 8 for work in works)
     assert any(work.context_tokens > 500 * work.decodes > 0 for work in works)
     assert any(work.prefill_tokens > 200 for work in works)
@@ -114,8 +105,8 @@ def test_it_sees_prefill_and_decoding_with_and_without_context(folder: Path) -> 
     ],
     ids=str,
 )
-def test_real_steps_on_any_memory(folder: Path, changes: dict[str, Any]) -> None:
-    model = loaded(folder, **changes)
+def test_real_steps_on_any_memory(llama_folder: Path, changes: dict[str, Any]) -> None:
+    model = loaded(llama_folder, **changes)
     available = model.block_pool.num_available
     calibration = calibrate(model, budget_s=0.5)
     assert calibration.num_trials >= 1
@@ -125,8 +116,8 @@ def test_real_steps_on_any_memory(folder: Path, changes: dict[str, Any]) -> None
     model.runner.close()
 
 
-def test_cached_prefixes_stay_as_they_are(folder: Path) -> None:
-    model = loaded(folder, kv_blocks=40)
+def test_cached_prefixes_stay_as_they_are(llama_folder: Path) -> None:
+    model = loaded(llama_folder, kv_blocks=40)
     engine, prompt = LocalEngine(model), random_prompts([100])[0]
     tokens, _ = generated(engine, prompt)
     num_cached = model.block_pool.num_cached
@@ -142,15 +133,15 @@ def generated(engine: LocalEngine, prompt: list[int]) -> tuple[list[int], int]:
     return [emission.token.token_id for emission in engine.run([seq])], seq.num_cached
 
 
-def test_a_pool_without_free_blocks_is_refused(folder: Path) -> None:
-    model = loaded(folder, kv_blocks=4)
+def test_a_pool_without_free_blocks_is_refused(llama_folder: Path) -> None:
+    model = loaded(llama_folder, kv_blocks=4)
     model.block_pool.lease(4)
     with pytest.raises(ValueError, match="needs free KV blocks"):
         calibrate(model)
 
 
-def test_blocks_come_back_when_a_step_fails(folder: Path) -> None:
-    model = loaded(folder)
+def test_blocks_come_back_when_a_step_fails(llama_folder: Path) -> None:
+    model = loaded(llama_folder)
 
     class Broken(VirtualDevice):
         def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:

@@ -29,7 +29,7 @@ async def test_a_deadline_of_none_disarms_it() -> None:
 
 
 async def test_what_is_armed_after_the_end_does_not_wake() -> None:
-    """A slab that was under way reports its end to a sender that has stopped, and must not start its keep-alives anew."""
+    """A slab under way reports its end to a sender that has stopped, and must not start its keep-alives anew."""
     woken: list[None] = []
     timer = DeadlineTimer(lambda: woken.append(None))
     timer.arm(time.monotonic() + 0.01)

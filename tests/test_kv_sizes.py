@@ -13,21 +13,12 @@ from engine.kv_cache import KVLayout
 from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.loading import EngineConfig, LoadedModel, load_model
 from engine.runner_loading import HostMemory
-from tests.model_families import build_oracle
 from tests.small_models import random_prompts
 from tests.staged_stepping import StagedStepper
 from tests.stepping import Stepper, recording_runner
 
 LAYOUT = KVLayout(num_layers=4, layers_per_group=1, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
 BLOCK = LAYOUT.block_bytes
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    build_oracle("llama", path)
-    (path / "tokenizer.json").write_text("{}")
-    return path
 
 
 def load(folder: Path, host_memory: HostMemory | None = None, **wanted: Any) -> LoadedModel:
@@ -77,8 +68,8 @@ def test_impossible_sizes_are_refused(sizes: dict[str, int], complaint: str) -> 
         size_tiers(LAYOUT, KVMemory(kv_blocks=10, **sizes))
 
 
-def test_without_host_memory_all_layers_share_a_table(folder: Path) -> None:
-    model = load(folder)
+def test_without_host_memory_all_layers_share_a_table(llama_folder: Path) -> None:
+    model = load(llama_folder)
     assert model.layout.num_layer_groups == 1
     assert (model.host_cache, model.host_pool, model.staging_columns) == (None, None, 0)
     assert model.block_pool.num_blocks == 40
@@ -95,9 +86,9 @@ def test_without_host_memory_all_layers_share_a_table(folder: Path) -> None:
     ],
 )
 def test_the_longest_sequence_is_that_of_either_tier(
-    folder: Path, host_blocks: int, staging_blocks: int, expected: int
+    llama_folder: Path, host_blocks: int, staging_blocks: int, expected: int
 ) -> None:
-    model = load(folder, host_bytes=host_blocks * BLOCK, staging_bytes=staging_blocks * BLOCK)
+    model = load(llama_folder, host_bytes=host_blocks * BLOCK, staging_bytes=staging_blocks * BLOCK)
     model.runner.close()
     assert model.layout.num_layer_groups == 4
     assert model.max_model_len == expected
@@ -108,7 +99,7 @@ def test_the_longest_sequence_is_that_of_either_tier(
     assert model.host_pool.num_blocks == host_blocks
 
 
-def test_a_loaded_model_computes_over_memory_that_others_read(folder: Path) -> None:
+def test_a_loaded_model_computes_over_memory_that_others_read(llama_folder: Path) -> None:
     """The prompt's KV is longer than the device holds and is found in the mapping."""
     prompt = random_prompts([50])[0]
     asked: list[tuple[KVLayout, int]] = []
@@ -118,7 +109,7 @@ def test_a_loaded_model_computes_over_memory_that_others_read(folder: Path) -> N
         asked.append((layout, num_blocks))
         return memoryview(mapping)
 
-    model = load(folder, host_memory, host_bytes=80 * BLOCK, staging_bytes=36 * BLOCK)
+    model = load(llama_folder, host_memory, host_bytes=80 * BLOCK, staging_bytes=36 * BLOCK)
     assert asked == [(model.layout, 80)]
     stepper = StagedStepper(model.runner)
     seq = stepper.place(stepper.add(prompt), range(4))
@@ -127,5 +118,5 @@ def test_a_loaded_model_computes_over_memory_that_others_read(folder: Path) -> N
     seen = torch.frombuffer(bytearray(mapping), dtype=torch.int32)
     assert torch.equal(seen, stepper.host_cache.tensor.view(torch.int32).flatten())
     assert seen.count_nonzero() > 50 * LAYOUT.bytes_per_token_layer // 4
-    plain = Stepper(recording_runner(folder)[0])
+    plain = Stepper(recording_runner(llama_folder)[0])
     assert tokens == plain.generate(plain.add(prompt), 6)

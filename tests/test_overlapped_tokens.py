@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 
 from decode_workers.building import decode_scheduler, step_overlap
@@ -17,18 +17,10 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, StepOutput, StepPlan
 from engine.step_loop import Overlap, StepLoop, StepRates
 from tests.late_tokens import LateTokens
-from tests.model_families import VOCAB_SIZE, build_oracle
+from tests.model_families import VOCAB_SIZE
 from tests.waiting import eventually
 
 NOTHING = StepPlan(())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    build_oracle("llama", path)
-    (path / "tokenizer.json").write_text("{}")
-    return path
 
 
 def _model(folder: Path, kv_blocks: int) -> LoadedModel:
@@ -158,30 +150,36 @@ class Generation:
             self._scheduler.drop(seq.key)
 
 
-async def test_tokens_are_those_of_steps_one_after_the_other(folder: Path) -> None:
-    alone, overlapped = [await Generation(folder, overlap=overlap).outcome() for overlap in (False, True)]
+async def both(folder: Path, **changes: Any) -> tuple[Outcome, Outcome]:
+    """Of steps one after the other, and of overlapped ones."""
+    alone = await Generation(folder, overlap=False, **changes).outcome()
+    return alone, await Generation(folder, overlap=True, **changes).outcome()
+
+
+async def test_tokens_are_those_of_steps_one_after_the_other(llama_folder: Path) -> None:
+    alone, overlapped = await both(llama_folder)
     assert overlapped.tokens == alone.tokens
     assert overlapped.num_ahead > 20
     stopped = [name for name, ids in alone.tokens.items() if int(name[1:]) % 6 == 3 and len(ids) < 30]
     assert stopped, "some ended while a step was on its way that computes their next token"
 
 
-async def test_tokens_are_the_same_where_they_are_known_late(folder: Path) -> None:
-    alone = await Generation(folder, overlap=False).outcome()
-    overlapped = await Generation(folder, overlap=True, late=True).outcome()
+async def test_tokens_are_the_same_where_they_are_known_late(llama_folder: Path) -> None:
+    alone = await Generation(llama_folder, overlap=False).outcome()
+    overlapped = await Generation(llama_folder, overlap=True, late=True).outcome()
     assert overlapped.tokens == alone.tokens
     assert overlapped.num_ahead > 20
 
 
-async def test_tokens_are_the_same_where_memory_lacks_and_sequences_are_preempted(folder: Path) -> None:
-    alone, overlapped = [await Generation(folder, overlap=overlap, kv_blocks=20).outcome() for overlap in (False, True)]
+async def test_tokens_are_the_same_where_memory_lacks_and_sequences_are_preempted(llama_folder: Path) -> None:
+    alone, overlapped = await both(llama_folder, kv_blocks=20)
     assert overlapped.tokens == alone.tokens
     assert overlapped.num_preemptions
     assert overlapped.num_ahead
 
 
-async def test_a_sequence_that_is_given_up_in_flight_leaves_nothing(folder: Path) -> None:
-    alone, overlapped = [await Generation(folder, overlap=overlap, drop="r1").outcome() for overlap in (False, True)]
+async def test_a_sequence_that_is_given_up_in_flight_leaves_nothing(llama_folder: Path) -> None:
+    alone, overlapped = await both(llama_folder, drop="r1")
     assert overlapped.tokens == alone.tokens
     assert len(overlapped.tokens["r1"]) == 5
 
@@ -196,8 +194,8 @@ def _decoding(scheduler: DecodeScheduler, model: LoadedModel, prompts: list[list
     scheduler.finish_step(plan, model.runner.execute(plan))
 
 
-def test_a_sequence_is_not_planned_beyond_its_last_token(folder: Path) -> None:
-    model = _model(folder, 50)
+def test_a_sequence_is_not_planned_beyond_its_last_token(llama_folder: Path) -> None:
+    model = _model(llama_folder, 50)
     scheduler = _scheduler(model)
     _decoding(scheduler, model, [[5, 6, 7]], max_tokens=2)
     plan = scheduler.plan()
@@ -208,9 +206,9 @@ def test_a_sequence_is_not_planned_beyond_its_last_token(folder: Path) -> None:
     model.block_pool.check_idle()
 
 
-def test_nobody_is_preempted_for_a_step_ahead(folder: Path) -> None:
+def test_nobody_is_preempted_for_a_step_ahead(llama_folder: Path) -> None:
     """Blocks of 4 tokens, 3 of them: two sequences of 4 tokens, of which one can take its next token."""
-    model = _model(folder, 3)
+    model = _model(llama_folder, 3)
     scheduler = _scheduler(model)
     _decoding(scheduler, model, [[5, 6, 7], [8, 9, 10]], max_tokens=6)
     plan = scheduler.plan()
@@ -222,8 +220,8 @@ def test_nobody_is_preempted_for_a_step_ahead(folder: Path) -> None:
     assert scheduler.num_preemptions == 1
 
 
-def test_an_ended_sequence_keeps_its_blocks_until_the_step_ahead_is_over(folder: Path) -> None:
-    model = _model(folder, 50)
+def test_an_ended_sequence_keeps_its_blocks_until_the_step_ahead_is_over(llama_folder: Path) -> None:
+    model = _model(llama_folder, 50)
     scheduler = _scheduler(model)
     params = SamplingParams(
         max_tokens=24, temperature=0.0, seed=0, stop_token_ids=tuple(range(VOCAB_SIZE)), min_tokens=2
