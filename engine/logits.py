@@ -59,16 +59,26 @@ def adjusted(row: Row, seq: Sequence, eos_token_ids: frozenset[int]) -> Row:
     return changed
 
 
-def tempered(row: Row, temperature: float) -> Row:
-    """Step 5: logits relative to the best one, so that nothing overflows; the best token's is exactly 0."""
-    relative: Row = row - row.max()
+def tempered(row: Row, temperature: float, best: np.float32 | None = None) -> Row:
+    """Step 5: logits relative to the best one, so that nothing overflows; the best token's is exactly 0.
+
+    `best`: None if the row has it.
+    """
+    relative: Row = row - (row.max() if best is None else best)
     if temperature != 1.0:
         relative /= np.float32(temperature)
     return relative
 
 
+def is_truncated(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether steps 6 to 8 may leave tokens out."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+
+
 def survivors(relative: Row, params: SamplingParams) -> TokenIds | None:
     """Steps 6 to 8: ids of the tokens kept, ascending; never empty. None: all of them."""
+    if not is_truncated(params, len(relative)):
+        return None
     floor = -math.inf
     if 0 < params.top_k < len(relative):
         floor = kth_largest(relative, params.top_k)

@@ -65,12 +65,12 @@ def gumbel(
     if 4 * len(token_ids) >= vocab_size:  # one counter serves four tokens of the whole vocabulary, but one of a subset
         return _vocabulary_noise(seed, position, vocab_size)[token_ids]
     words = philox4x32(_counters(token_ids >> 2, position), seed)
-    return _noise(words[token_ids & 3, np.arange(len(token_ids))].astype(np.float64))
+    return noise(words[token_ids & 3, np.arange(len(token_ids))])
 
 
 def _vocabulary_noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
     words = philox4x32(_counters(np.arange(-(-vocab_size // 4)), position), seed)
-    return _noise(words.T.astype(np.float64, order="C").reshape(-1)[:vocab_size])
+    return noise(words.T.reshape(-1)[:vocab_size])
 
 
 def _counters(first_words: npt.NDArray[np.int64], position: int) -> UInt64s:
@@ -80,11 +80,12 @@ def _counters(first_words: npt.NDArray[np.int64], position: int) -> UInt64s:
     return counters
 
 
-def _noise(words: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The noise that 32-bit words stand for; written over them."""
-    words += 0.5
-    words *= 2.0**-32
-    np.log(words, out=words)
-    np.negative(words, out=words)
-    np.log(words, out=words)
-    return np.negative(words, out=words)
+def noise(words: UInt64s | npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
+    """The noise that 32-bit words stand for."""
+    values = words.astype(np.float64)
+    values += 0.5
+    values *= 2.0**-32
+    np.log(values, out=values)
+    np.negative(values, out=values)
+    np.log(values, out=values)
+    return np.negative(values, out=values)

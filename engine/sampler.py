@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.logits import Row, adjusted, is_adjusted, kth_largest, survivors, tempered
+from engine.logits import Row, adjusted, is_adjusted, is_truncated, kth_largest, survivors, tempered
 from engine.pending_output import KnownTokens
-from engine.philox import gumbel
+from engine.philox import gumbel, noise
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from kernels.native_sampling import contenders
 
 if TYPE_CHECKING:
     from engine.device_sampler import DeviceSampler
@@ -114,15 +115,20 @@ def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:
 
 
 def _draw(row: Row, seq: Sequence) -> int:
+    """The token of the largest score: of all that survive, or, where everybody does, of the few that can have it."""
     params = seq.params
+    if not is_truncated(params, len(row)):
+        best = row.max()
+        found = contenders(row, best, params.temperature, seed=params.seed, position=seq.num_tokens)
+        if found is not None:
+            ids, words = found
+            return int(ids[(noise(words) + tempered(row[ids], params.temperature, best)).argmax()])
     relative = tempered(row, params.temperature)
-    ids = survivors(relative, params)
-    scores = gumbel(params.seed, seq.num_tokens, ids, len(row))
-    if ids is None:
-        scores += relative
-        return int(scores.argmax())
-    scores += relative[ids]
-    return int(ids[scores.argmax()])
+    survived = survivors(relative, params)
+    scores = gumbel(params.seed, seq.num_tokens, survived, len(row))
+    if survived is None:
+        return int((scores + relative).argmax())
+    return int(survived[(scores + relative[survived]).argmax()])
 
 
 def _top(row: Row, relative: Row, num_top: int) -> list[int]:

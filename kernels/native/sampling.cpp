@@ -1,0 +1,138 @@
+// Which tokens of a row of logits can win a draw, so that exact noise is needed of these alone.
+//
+// A draw takes the token with the largest sum of logit and Gumbel noise, -log(-log(u)); see engine/philox.py. That is the
+// token with the least time E = -log(u) / exp(logit). Since -log(u) >= 1 - u, a token whose 1 - u is above exp(logit) times
+// somebody's E has lost: two logarithms less for all but a handful of a vocabulary.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "sigmoid.h"
+
+using legato::accurate_exp;
+
+namespace {
+
+constexpr int64_t kCounters = 16, kTokens = 4 * kCounters;  // of a block: a counter gives the words of four tokens
+constexpr double kLatest = 23.0;                            // above -log(2^-33), which the best token's E cannot exceed
+constexpr float kSlack = 1.001f;                            // for what exponentials and roundings are off by
+
+struct Words {
+  __m512i of[4];
+};
+
+struct Product {
+  __m512i low, high;
+};
+
+inline Product multiply(__m512i x, uint32_t factor) {
+  const __m512i wide = _mm512_set1_epi64(factor);
+  const __m512i even = _mm512_mul_epu32(x, wide), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), wide);
+  return {_mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32)),
+          _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd)};
+}
+
+// Philox4x32-10 of 16 counters (counter, position, 0, 0).
+inline Words philox(__m512i counters, uint32_t position, uint64_t seed) {
+  __m512i a = counters, b = _mm512_set1_epi32(static_cast<int>(position)), c = _mm512_setzero_si512(), d = c;
+  auto left = static_cast<uint32_t>(seed), right = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const Product first = multiply(a, 0xD2511F53u), second = multiply(c, 0xCD9E8D57u);
+    a = _mm512_xor_si512(_mm512_xor_si512(second.high, b), _mm512_set1_epi32(static_cast<int>(left)));
+    c = _mm512_xor_si512(_mm512_xor_si512(first.high, d), _mm512_set1_epi32(static_cast<int>(right)));
+    b = second.low;
+    d = first.low;
+    left += 0x9E3779B9u;
+    right += 0xBB67AE85u;
+  }
+  return {{a, b, c, d}};
+}
+
+// From the words of counters to those of 64 tokens in order, if lane i has counter i / 4 + i % 4 * 4.
+inline Words by_token(const Words& words) {
+  const __m512i low = _mm512_unpacklo_epi32(words.of[0], words.of[1]);
+  const __m512i high = _mm512_unpackhi_epi32(words.of[0], words.of[1]);
+  const __m512i low_end = _mm512_unpacklo_epi32(words.of[2], words.of[3]);
+  const __m512i high_end = _mm512_unpackhi_epi32(words.of[2], words.of[3]);
+  return {{_mm512_unpacklo_epi64(low, low_end), _mm512_unpackhi_epi64(low, low_end),
+           _mm512_unpacklo_epi64(high, high_end), _mm512_unpackhi_epi64(high, high_end)}};
+}
+
+inline double time_of(uint32_t word, float relative) {
+  const double u = (static_cast<double>(word) + 0.5) * 0x1p-32;
+  return -std::log(u) * std::exp(-static_cast<double>(relative));
+}
+
+struct Row {
+  const float* logits;
+  int64_t tokens;
+  float best, temperature;
+
+  // Of 16 tokens; of those beyond the vocabulary as if they were impossible.
+  __m512 relative(int64_t first, __mmask16 present) const {
+    const __m512 values = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), present, logits + first);
+    const __m512 below = _mm512_sub_ps(values, _mm512_set1_ps(best));
+    return temperature == 1.0f ? below : _mm512_div_ps(below, _mm512_set1_ps(temperature));
+  }
+
+  __mmask16 present(int64_t first) const {
+    const int64_t left = tokens - first;
+    return static_cast<__mmask16>(left >= 16 ? 0xffff : left > 0 ? (1 << left) - 1 : 0);
+  }
+};
+
+// Those found so far, and the least time of any of them.
+struct Contenders {
+  int64_t* ids;
+  uint32_t* words;
+  int64_t capacity, count;
+  double earliest;
+
+  // Of 16 tokens from `first` on. False if there is no room.
+  bool add(int64_t first, __mmask16 present, __m512 relative, __m512i drawn) {
+    const __m512i missing = _mm512_xor_si512(drawn, _mm512_set1_epi32(-1));  // (1 - u) * 2^32, rounded down
+    const __m512 limit = _mm512_set1_ps(static_cast<float>(earliest * 0x1p32) * kSlack);
+    __mmask16 left = _mm512_mask_cmp_ps_mask(present, _mm512_cvtepu32_ps(missing),
+                                             _mm512_mul_ps(accurate_exp(relative), limit), _CMP_LE_OQ);
+    if (!left) return true;
+    alignas(64) uint32_t word[16];
+    alignas(64) float logit[16];
+    _mm512_store_si512(word, drawn);
+    _mm512_store_ps(logit, relative);
+    for (; left; left &= left - 1) {
+      const int lane = __builtin_ctz(left);
+      if (count == capacity) return false;
+      ids[count] = first + lane;
+      words[count++] = word[lane];
+      earliest = std::min(earliest, time_of(word[lane], logit[lane]));
+    }
+    return true;
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Writes the ids of all tokens that may have the largest score, rising, and of some that have not, with the words that are
+// drawn for them, and returns how many; -1 if they are more than `capacity`. `best` is the largest of the `logits [tokens]`,
+// none of which is NaN.
+int64_t sampling_contenders(const float* logits, int64_t tokens, float best, float temperature, uint64_t seed,
+                            uint32_t position, int64_t capacity, int64_t* ids, uint32_t* words) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const Row row{logits, tokens, best, temperature};
+  Contenders contenders{ids, words, capacity, 0, kLatest};
+  for (int64_t block = 0; block < tokens; block += kTokens) {
+    const __m512i counters = _mm512_add_epi32(order, _mm512_set1_epi32(static_cast<int>(block / 4)));
+    const Words drawn = by_token(philox(counters, position, seed));
+    for (int64_t part = 0; part < 4; ++part) {
+      const int64_t first = block + 16 * part;
+      const __mmask16 present = row.present(first);
+      if (!contenders.add(first, present, row.relative(first, present), drawn.of[part])) return -1;
+    }
+  }
+  return contenders.count;
+}
+
+}  // extern "C"
