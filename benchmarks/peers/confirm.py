@@ -1,7 +1,7 @@
 """The main rows once more by GuideLLM, a load generator that others trust, beside ours: same server, same load.
 
 A new request follows each answer, so that so many are open from beginning to end and rates are higher than those of a
-wave. Its prompts are texts of as many tokens.
+wave. Its prompts are texts of as many tokens, and it says nothing of a temperature, so that both have drawn tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def confirm(num_open: int, num_requests: int, asker: Asker, draw: Draw) -> Json:
     """Ours, GuideLLM's, and by how many percent its rate differs from ours."""
     if not isinstance(asker, HttpAsker):
         raise PeerUnavailableError("GuideLLM asks servers only")
-    requests = [Request(prompt=draw(PROMPT_TOKENS), num_tokens=OUTPUT_TOKENS) for _ in range(num_requests)]
+    requests = [
+        Request(prompt=draw(PROMPT_TOKENS), num_tokens=OUTPUT_TOKENS, seed=number) for number in range(num_requests)
+    ]
     ours = summed_up(asker.keep_open(requests, num_open))
     shop = Workshop("guidellm")
     output = shop.folder / f"{num_open}-open.json"
