@@ -77,8 +77,6 @@ def is_truncated(params: SamplingParams, vocab_size: int) -> bool:
 
 def survivors(relative: Row, params: SamplingParams) -> TokenIds | None:
     """Steps 6 to 8: ids of the tokens kept, ascending; never empty. None: all of them."""
-    if not is_truncated(params, len(relative)):
-        return None
     floor = -math.inf
     if 0 < params.top_k < len(relative):
         floor = kth_largest(relative, params.top_k)

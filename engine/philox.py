@@ -70,7 +70,7 @@ def gumbel(
 
 def _vocabulary_noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
     words = philox4x32(_counters(np.arange(-(-vocab_size // 4)), position), seed)
-    return noise(words.T.reshape(-1)[:vocab_size])
+    return noise(words).T.reshape(-1)[:vocab_size]
 
 
 def _counters(first_words: npt.NDArray[np.int64], position: int) -> UInt64s:
@@ -82,8 +82,7 @@ def _counters(first_words: npt.NDArray[np.int64], position: int) -> UInt64s:
 
 def noise(words: UInt64s | npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
     """The noise that 32-bit words stand for."""
-    values = words.astype(np.float64)
-    values += 0.5
+    values: npt.NDArray[np.float64] = words + np.float64(0.5)
     values *= 2.0**-32
     np.log(values, out=values)
     np.negative(values, out=values)
