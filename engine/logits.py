@@ -7,34 +7,22 @@ In this order, and each a function of the row and the request alone:
 3. presence and frequency penalties, of output tokens only (OpenAI);
 4. tokens that would end the sequence are banned while it has fewer than `min_tokens`;
 5. `temperature`;
-6. `top_k`, 7. `top_p` of what top-k left, 8. `min_p`: the order of Hugging Face's logits warpers.
-
-6 to 8 each keep the tokens that are at least as likely as some least likely one, so that what survives depends on the
-logits alone: tokens exactly as likely as the last one kept are kept too, whatever their order.
+6. to 8. some tokens are left out: `engine.truncation`.
 
 Knows nothing of batches, devices or random numbers. Legend: a `Row` is [vocab_size] float32.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
 Row = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
-
-_RADII = (
-    2.0,
-    5.0,
-    10.0,
-    15.0,
-)  # below the best logit: where the most likely tokens are looked for, before all are sorted
 
 
 def is_adjusted(seq: Sequence, eos_token_ids: frozenset[int]) -> bool:
@@ -68,57 +56,6 @@ def tempered(row: Row, temperature: float, best: np.float32 | None = None) -> Ro
     if temperature != 1.0:
         relative /= np.float32(temperature)
     return relative
-
-
-def is_truncated(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether steps 6 to 8 may leave tokens out."""
-    return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def survivors(relative: Row, params: SamplingParams) -> TokenIds | None:
-    """Steps 6 to 8: ids of the tokens kept, ascending; never empty. None: all of them."""
-    floor = -math.inf
-    if 0 < params.top_k < len(relative):
-        floor = kth_largest(relative, params.top_k)
-    if params.top_p < 1.0:
-        floor = _nucleus_floor(relative, floor, params.top_p)
-    if params.min_p > 0.0:
-        floor = max(floor, math.log(params.min_p))
-    if floor == -math.inf:
-        return None
-    return np.flatnonzero(relative >= np.float32(floor))
-
-
-def kth_largest(relative: Row, k: int) -> float:
-    """The k-th largest value of a row whose largest is 0; 1 ≤ k ≤ its length."""
-    candidates = _nearest(relative, lambda near: len(near) >= k)
-    return float(np.partition(candidates, len(candidates) - k)[len(candidates) - k])
-
-
-def _nucleus_floor(relative: Row, floor: float, top_p: float) -> float:
-    """The least value kept by top-p among those at or above `floor`.
-
-    A token is kept if those more likely than it have less than `top_p` of the mass.
-    """
-    kept = relative if floor == -math.inf else relative[relative >= np.float32(floor)]
-    wanted = top_p * _mass(kept)
-    candidates = _nearest(kept, lambda near: _mass(near) >= wanted)
-    descending = np.sort(candidates)[::-1]
-    last = int(np.searchsorted(np.cumsum(np.exp(descending), dtype=np.float64), wanted))
-    return float(descending[min(last, len(descending) - 1)])
-
-
-def _nearest(relative: Row, suffices: Callable[[Row], bool]) -> Row:
-    """The values within the smallest of some distances from the best that suffices; all of them where none does."""
-    for radius in _RADII:
-        near = relative[relative >= -radius]
-        if suffices(near):
-            return near
-    return relative
-
-
-def _mass(relative: Row) -> float:
-    return float(np.exp(relative).sum(dtype=np.float64))
 
 
 def _penalise_repetition(row: Row, seq: Sequence, penalty: float) -> None:

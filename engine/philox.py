@@ -22,6 +22,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kernels.native_sampling import words as native_words
+
 UInt64s = npt.NDArray[np.uint64]
 
 _MULTIPLIERS: Final[UInt64s] = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
@@ -62,6 +64,9 @@ def gumbel(
     """
     if token_ids is None:
         return _vocabulary_noise(seed, position, vocab_size)
+    drawn = native_words(token_ids, seed=seed, position=position)
+    if drawn is not None:
+        return noise(drawn)
     if 4 * len(token_ids) >= vocab_size:  # one counter serves four tokens of the whole vocabulary, but one of a subset
         return _vocabulary_noise(seed, position, vocab_size)[token_ids]
     words = philox4x32(_counters(token_ids >> 2, position), seed)

@@ -3,7 +3,7 @@
 A draw is the Gumbel-max trick: the surviving token with the largest sum of logit and noise, where the noise is a pure
 function of the request's seed, the new token's position and its id (`engine.philox`). So the sampler has no state, and
 a token depends on nothing but its own row of logits and its own request: not on the batch, nor on the worker. What is
-done to a row first, and in which order, is told in `engine.logits`.
+done to a row first, and in which order, is told in `engine.logits` and `engine.truncation`.
 
 Log-probabilities are those that the model gave: before bias, penalties, temperature and truncation.
 
@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.logits import Row, adjusted, is_adjusted, is_truncated, kth_largest, survivors, tempered
+from engine.logits import Row, adjusted, is_adjusted, tempered
 from engine.pending_output import KnownTokens
 from engine.philox import gumbel, noise
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from engine.truncation import is_truncated, kth_largest, survivors
 from kernels.native_sampling import contenders
 
 if TYPE_CHECKING:
@@ -117,13 +118,13 @@ def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:
 def _draw(row: Row, seq: Sequence) -> int:
     """The token of the largest score: of all that survive, or, where everybody does, of the few that can have it."""
     params = seq.params
+    best = row.max()
     if not is_truncated(params, len(row)):
-        best = row.max()
         found = contenders(row, best, params.temperature, seed=params.seed, position=seq.num_tokens)
         if found is not None:
             ids, words = found
             return int(ids[(noise(words) + tempered(row[ids], params.temperature, best)).argmax()])
-    relative = tempered(row, params.temperature)
+    relative = tempered(row, params.temperature, best)
     survived = survivors(relative, params)
     scores = gumbel(params.seed, seq.num_tokens, survived, len(row))
     if survived is None:

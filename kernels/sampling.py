@@ -1,4 +1,4 @@
-"""From logits to tokens on a GPU: what `engine.logits` and `engine.philox` define, in their order, with their ties.
+"""From logits to tokens on a GPU: what `engine.logits`, `.truncation` and `.philox` define, with their ties.
 
 Up to five launches, none of which waits for the host: the best token of every row; edits (bias, penalties, bans); the
 least likely token that top-k and top-p keep (`kernels.sampling_floor`); a draw; log-probabilities

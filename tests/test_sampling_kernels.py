@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.device_sampler import DeviceSampler
-from engine.logits import survivors, tempered
+from engine.logits import tempered
 from engine.philox import gumbel as defined_noise
 from engine.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler, sampler_for
 from engine.sampling_params import SamplingParams
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from engine.truncation import survivors
 from kernels.sampling import SPLIT, best_of_splits, gumbel
 from kernels.sampling_floor import find_floors
 from kernels.sampling_rows import NUM_FIELDS, RowWish, no_edits, pack_rows

@@ -1,4 +1,5 @@
-// Which tokens of a row of logits can win a draw, so that exact noise is needed of these alone.
+// Which tokens of a row of logits can win a draw, so that exact noise is needed of these alone; and what truncates a draw
+// needs: the likely tokens, the mass of all, and the random words of those that are left.
 //
 // A draw takes the token with the largest sum of logit and Gumbel noise, -log(-log(u)); see engine/philox.py. That is the
 // token with the least time E = -log(u) / exp(logit). Since -log(u) >= 1 - u, a token whose 1 - u is above exp(logit) times
@@ -133,6 +134,41 @@ int64_t sampling_contenders(const float* logits, int64_t tokens, float best, flo
     }
   }
   return contenders.count;
+}
+
+// Writes the words that are drawn for the tokens of the `ids [count]`, none of them negative, in their order.
+void sampling_words(const int64_t* ids, int64_t count, uint64_t seed, uint32_t position, uint32_t* words) {
+  for (int64_t first = 0; first < count; first += 16) {
+    const int64_t size = std::min<int64_t>(16, count - first);
+    alignas(64) uint32_t counters[16] = {}, drawn[4][16];
+    for (int64_t i = 0; i < size; ++i) counters[i] = static_cast<uint32_t>(ids[first + i] / 4);
+    const Words all = philox(_mm512_load_si512(counters), position, seed);
+    for (int word = 0; word < 4; ++word) _mm512_store_si512(drawn[word], all.of[word]);
+    for (int64_t i = 0; i < size; ++i) words[first + i] = drawn[ids[first + i] % 4][i];
+  }
+}
+
+// Writes the values of a row that are at least `least`, in their order, and returns how many; -1 if they are more than
+// `capacity`. There is room for 16 more than that. `mass` becomes the sum of e^value of the whole row, none of which is
+// above 0, to one part in a million.
+int64_t sampling_likely(const float* relative, int64_t tokens, float least, int64_t capacity, float* likely, double* mass) {
+  const Row row{relative, tokens, 0.0f, 1.0f};
+  __m512d low = _mm512_setzero_pd(), high = low;
+  int64_t count = 0;
+  for (int64_t first = 0; first < tokens; first += 16) {
+    const __mmask16 present = row.present(first);
+    const __m512 values = row.relative(first, present);
+    const __m512 masses = accurate_exp(values);
+    low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(masses)));
+    high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(masses, 1)));
+    const __mmask16 near = _mm512_mask_cmp_ps_mask(present, values, _mm512_set1_ps(least), _CMP_GE_OQ);
+    if (!near) continue;
+    _mm512_storeu_ps(likely + count, _mm512_maskz_compress_ps(near, values));
+    count += __builtin_popcount(near);
+    if (count > capacity) return -1;
+  }
+  *mass = _mm512_reduce_add_pd(low) + _mm512_reduce_add_pd(high);
+  return count;
 }
 
 }  // extern "C"
