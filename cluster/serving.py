@@ -45,7 +45,6 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
     tune_environment()
     interrupted = interrupted_by_signals()
     import ray
-    from ray import serve
 
     _fetch_model(config)
     print("Starting Ray ...", flush=True)
@@ -62,13 +61,12 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
         wait_until_ready(url, interrupted)
         if not interrupted.is_set():
             _show_first_answer(url, config.model.name)
-        if stay:
+        if stay and not interrupted.is_set():
             print(f"\nServing on {url}/v1 (Ctrl-C to stop).", flush=True)
             interrupted.wait()
     finally:
         print("Stopping.", flush=True)
-        serve.shutdown()
-        ray.shutdown()
+        _stop(document["applications"][0])
 
 
 def interrupted_by_signals() -> threading.Event:
@@ -112,6 +110,25 @@ def start_serve(http_options: dict[str, Any]) -> None:
         proxies.result()
 
 
+def _stop(application: dict[str, Any]) -> None:
+    """End the application, then Ray, whatever state they are in; its workers have time for what they do."""
+    import ray
+    from ray import serve
+
+    try:
+        # `serve.shutdown` lets Ray tell of a task that failed "and will be retried": the last one of the controller.
+        if ray.is_initialized() and serve.status().applications:
+            serve.delete(_name(application))
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        print(f"It did not end in order: {error}", flush=True)
+    finally:
+        ray.shutdown()
+
+
+def _name(application: dict[str, Any]) -> str:
+    return str(application.get("name", "legato"))
+
+
 def needed_resources(config: LegatoConfig) -> dict[str, float]:
     """What Ray must have to set aside, "CPU" and "GPU", for everything that the configuration may start at once."""
     pools: list[PrefillSettings | DecodeSettings] = [config.decode]
@@ -144,7 +161,7 @@ def run_application(application: dict[str, Any], config: LegatoConfig) -> None:
 
     target = serve.RunTarget(
         target=build_application(config),
-        name=application.get("name", "legato"),
+        name=_name(application),
         route_prefix=application.get("route_prefix", "/"),
     )
     # Serve's own waiting has no deadline and hears no Ctrl-C.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ def test_a_worker_changes_its_role_and_back(tmp_path: Path, smollm2_folder: Path
         cluster.wait_for_workers(prefill=1, decode=2)
         assert {worker["pid"] for worker in cluster.workers()} == pids
         cluster.wait_idle()
+    assert cluster.process.returncode == 0
+    last_words = cluster.log.read_text().split("Stopping.")[1]
+    assert not re.search("fail|error|retried|not end", last_words, re.IGNORECASE), last_words
 
 
 async def _streams(cluster: ServedCluster, body: dict[str, Any]) -> tuple[Answer, Answer]:
