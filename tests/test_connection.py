@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from dataclasses import replace
 
@@ -233,6 +234,7 @@ def test_closing_a_server_tells_its_peers_and_leaves_nothing(run: Run) -> None:
     async def scenario() -> None:
         async with serving(echo) as first:  # a loop's first connection opens descriptors of the loop's own
             await assert_alive(await connect_to(first))
+        gc.collect()  # what earlier tests left is not to be closed meanwhile
         before, tasks = num_open_files(), asyncio.all_tasks()
         server = await serve("127.0.0.1", WORKER, keep_open)
         connections = [await connect_to(server) for _ in range(5)]
@@ -242,7 +244,7 @@ def test_closing_a_server_tells_its_peers_and_leaves_nothing(run: Run) -> None:
             with pytest.raises(LinkClosedError, match="closed by the peer: the worker stops"):
                 await connection.receive()
             await connection.wait_closed()
-        await eventually(lambda: num_open_files() <= before)
+        await eventually(lambda: num_open_files() == before)
         await eventually(lambda: asyncio.all_tasks() == tasks)
 
     run(scenario())

@@ -290,7 +290,7 @@ class TransportConformance:
                 self._use_and_stop(make, loop_kind)
                 gc.collect()
                 resident.append(resident_bytes())
-        assert num_open_files() <= files
+        assert num_open_files() == files
         assert threading.active_count() <= threads
         assert mapped_memory_files() == []
         # Each round writes 17 MiB of slabs or more. A leak grows every round.
