@@ -91,7 +91,8 @@ class Sampler:
             return SampledToken(best)
         row = _host(logits_V)
         allowed = adjusted(row, seq, self.eos_token_ids) if changed else row
-        token_id = int(allowed.argmax()) if params.greedy else _draw(allowed, seq)
+        best = int(allowed.argmax()) if changed else best
+        token_id = best if params.greedy else _draw(allowed, allowed[best], seq)
         if params.logprobs is None:
             return SampledToken(token_id)
         return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))
@@ -115,10 +116,12 @@ def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprobs[0], list(zip(ids, logprobs[1:], strict=True)))
 
 
-def _draw(row: Row, seq: Sequence) -> int:
-    """The token of the largest score: of all that survive, or, where everybody does, of the few that can have it."""
+def _draw(row: Row, best: np.float32, seq: Sequence) -> int:
+    """The token of the largest score: of all that survive, or, where everybody does, of the few that can have it.
+
+    `best` is the largest logit of the `row`.
+    """
     params = seq.params
-    best = row.max()
     if not is_truncated(params, len(row)):
         found = contenders(row, best, params.temperature, seed=params.seed, position=seq.num_tokens)
         if found is not None:

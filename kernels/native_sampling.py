@@ -15,6 +15,12 @@ _CAPACITY = 1024  # three to thirty are usual
 _LIKELY_CAPACITY = 8192
 _LANES = 16  # are written at a time
 
+_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
+    "contenders": ([Pointer, Size, Float, Float, ctypes.c_uint64, ctypes.c_uint32, Size, Pointer, Pointer], Size),
+    "likely": ([Pointer, Size, Float, Size, Pointer, Pointer], Size),
+    "words": ([Pointer, Size, ctypes.c_uint64, ctypes.c_uint32, Pointer], None),
+}
+
 
 class Likely(NamedTuple):
     """The values of a row that are close to the largest."""
@@ -24,7 +30,7 @@ class Likely(NamedTuple):
 
 
 def contenders(
-    row: npt.NDArray[np.float32], best: float, temperature: float, *, seed: int, position: int
+    row: npt.NDArray[np.float32], best: np.float32 | float, temperature: float, *, seed: int, position: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]] | None:
     """Ids, ascending, of all tokens that may have the largest score and of a few that have not, and their random words.
 
@@ -32,7 +38,7 @@ def contenders(
     Noise, words, `seed` in [0, 2^64) and `position` in [0, 2^32): see `engine.philox`. None: the machine has
     no C++ kernels, or they are too many to be worth it.
     """
-    function = _contenders()
+    function = _function("contenders")
     if function is None:
         return None
     assert row.dtype == np.float32 and row.flags.c_contiguous
@@ -47,7 +53,7 @@ def likely(relative: npt.NDArray[np.float32], radius: float) -> Likely | None:
 
     None is NaN. None: the machine has no C++ kernels, or they are too many to be worth it.
     """
-    function = _likely()
+    function = _function("likely")
     if function is None:
         return None
     assert relative.dtype == np.float32 and relative.flags.c_contiguous
@@ -59,7 +65,7 @@ def likely(relative: npt.NDArray[np.float32], radius: float) -> Likely | None:
 
 def words(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -> npt.NDArray[np.uint32] | None:
     """The random words of tokens, in their order: see `engine.philox`. None: the machine has no C++ kernels."""
-    function = _words()
+    function = _function("words")
     if function is None:
         return None
     assert token_ids.dtype == np.int64 and token_ids.flags.c_contiguous
@@ -69,21 +75,6 @@ def words(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -> npt.
 
 
 @functools.cache
-def _contenders() -> Function | None:
-    parameters = [Pointer, Size, Float, Float, ctypes.c_uint64, ctypes.c_uint32, Size, Pointer, Pointer]
-    return _declared("sampling_contenders", parameters, Size)
-
-
-@functools.cache
-def _likely() -> Function | None:
-    return _declared("sampling_likely", [Pointer, Size, Float, Size, Pointer, Pointer], Size)
-
-
-@functools.cache
-def _words() -> Function | None:
-    return _declared("sampling_words", [Pointer, Size, ctypes.c_uint64, ctypes.c_uint32, Pointer], None)
-
-
-def _declared(name: str, parameters: list[Any], result: Any) -> Function | None:
+def _function(name: str) -> Function | None:
     library = native_library()
-    return None if library is None else declare(library, name, parameters, result)
+    return None if library is None else declare(library, f"sampling_{name}", *_FUNCTIONS[name])
