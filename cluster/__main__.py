@@ -1,5 +1,7 @@
 """`python -m cluster serve FILE`: start Ray and Legato here, show a first answer, serve until interrupted.
 
+`python -m cluster environment`: what to set before a Ray of one's own starts, for a shell's `eval`.
+
 `python -m cluster simulate`: what requests would see of N prefill and M decode workers, without any.
 
 `python -m cluster plan`: the fewest GPUs that would serve a trace within given targets.
@@ -26,12 +28,14 @@ def main() -> int:
     serve.add_argument("file", help="a Serve config file, such as ray_configs/quickstart.yaml")
     serve.add_argument("--port", type=int, help="HTTP port; default: the file's")
     serve.add_argument("--exit", action="store_true", help="stop after the first answer")
+    commands.add_parser("environment", help="print what to set before a Ray of one's own starts")
     simulate = commands.add_parser("simulate", help="play a trace over simulated workers")
     add_arguments(simulate)
     add_plan_arguments(commands.add_parser("plan", help="the fewest GPUs that serve a trace within its targets"))
     add_whatif_arguments(commands.add_parser("whatif", help="replay a log with other pools or targets"))
     arguments = parser.parse_args()
-    return {"serve": _serve, "simulate": _simulate, "plan": _plan, "whatif": _what_if}[arguments.command](arguments)
+    run = {"serve": _serve, "environment": _environment, "simulate": _simulate, "plan": _plan, "whatif": _what_if}
+    return run[arguments.command](arguments)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -43,6 +47,19 @@ def _serve(arguments: argparse.Namespace) -> int:
     except (ConfigError, StartError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _environment(_: argparse.Namespace) -> int:
+    from cluster.tuning import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
+
+    for name, value in {
+        **RAY_ENVIRONMENT,
+        **SERVE_ENVIRONMENT,
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }.items():
+        print(f"export {name}={value}")
     return 0
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -13,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
+from cluster.announce import announce_when_ready, describe_start, is_first_replica, starting
 from cluster.api import Api, InFlight
 from cluster.autoscaling import autoscaling_config
+from cluster.capacity import require_room
 from cluster.config import load_config
 from cluster.heap import settle_heap
 from cluster.http import create_app
 from cluster.metrics import Metrics
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.ray_access import keep_replica_on_loopback, require_token
 from cluster.request_recorder import RequestRecorder
 from cluster.request_run import RequestRun
 from cluster.settings import LegatoConfig, PoolSettings
@@ -32,6 +37,7 @@ from cluster.slo_metrics import SloMetrics
 from cluster.tenants import Tenants
 from cluster.worker_deployment import WorkerDeployment, resolve_host
 from cluster.worker_metrics import WorkerMetrics
+from engine.builtin_models import BUILTIN_MODELS
 from engine.model_store import resolve_model
 from engine.tokenizer import Tokenizer
 from kv_transfer.messages import Endpoint, Role
@@ -45,7 +51,14 @@ UNLIMITED = 1_000_000
 
 def build(args: dict[str, Any]) -> Application:
     """The Serve application for a configuration tree (see `cluster.settings`). Raises ConfigError."""
-    return build_application(load_config(args))
+    with starting("the application"):
+        config = load_config(args)
+        require_room(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        require_token(config)
+        describe_start(config)
+        if config.model.ref in BUILTIN_MODELS:
+            resolve_model(config.model.ref)  # here, so that the download is seen, and once for all that start then
+        return build_application(config)
 
 
 def build_application(config: LegatoConfig) -> Application:
@@ -121,6 +134,7 @@ class Scheduler:
     ) -> None:
         from cluster.scheduler_setup import scheduler_server  # gateways, which import this module, too, do without
 
+        keep_replica_on_loopback()
         logging.basicConfig(level=config.log_level)
         settle_heap()
         self._server = scheduler_server(config, control_identity("scheduler", secret))
@@ -145,6 +159,7 @@ class Gateway:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: LegatoConfig, secret: bytes, scheduler: DeploymentHandle, pools: list[DeploymentHandle]
     ) -> None:
+        keep_replica_on_loopback()
         logging.basicConfig(level=config.log_level)
 
         async def locate_scheduler() -> Endpoint:
@@ -166,6 +181,12 @@ class Gateway:
         )
         self._orchestrator.start()
         self._slo.start(self._orchestrator.publish_slo)
+        if is_first_replica():
+            self._announcing = asyncio.create_task(announce_when_ready(self._is_ready, config.model.name))
+
+    def _is_ready(self) -> bool:
+        limits = self._orchestrator.limits()
+        return limits is not None and limits.ready
 
     def _request_recorder(self, config: LegatoConfig) -> Callable[[RequestRun], None]:
         if config.gateway.request_log is None:
@@ -175,7 +196,10 @@ class Gateway:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve after the constructor."""
-        config = self._config
+        with starting("a gateway"):
+            return self._app(self._config)
+
+    def _app(self, config: LegatoConfig) -> FastAPI:
         metrics = Metrics()
         metrics.registry.register(WorkerMetrics(self._orchestrator.reports, self._orchestrator.pools))
         metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))

@@ -6,8 +6,6 @@ For a newcomer's first minute and for tests; on a cluster that exists already, u
 from __future__ import annotations
 
 import json
-import math
-import os
 import signal
 import socket
 import threading
@@ -21,12 +19,12 @@ from typing import Any
 
 import yaml
 
+from cluster.capacity import require_room
 from cluster.config import load_config
-from cluster.settings import DecodeSettings, LegatoConfig, PrefillSettings
+from cluster.settings import LegatoConfig
 from cluster.tuning import tune_environment
 
 START_TIMEOUT_S = 300.0
-MIN_CPUS = 4  # that Ray counts with, at least, however few there are: it keeps books of them, and binds nobody to them
 FIRST_QUESTION = "What is the capital of France?"
 
 
@@ -51,10 +49,9 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
     # Ray's processes take seconds to come up, in which this one would only wait.
     threading.Thread(target=import_module, args=("cluster.app",), daemon=True).start()
     try:
-        needed = needed_resources(config)
-        start_ray(num_cpus=max(MIN_CPUS, os.cpu_count() or 0, math.ceil(needed["CPU"])))
-        require_gpus(needed["GPU"], ray.cluster_resources())
-        start_serve(http)
+        start_ray()
+        require_room(config, [node["Resources"] for node in ray.nodes()])
+        start_serve(http, document.get("controller_options"))
         print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
         run_application(document["applications"][0], config)
         url = f"http://{http['host']}:{http['port']}"
@@ -83,7 +80,6 @@ def start_ray(**options: Any) -> None:
 
     defaults = {
         "address": "local",
-        "num_cpus": max(MIN_CPUS, os.cpu_count() or 0),
         "object_store_memory": 200 * 2**20,
         "include_dashboard": False,
         "log_to_driver": False,
@@ -92,7 +88,7 @@ def start_ray(**options: Any) -> None:
     ray.init(**{**defaults, **options})
 
 
-def start_serve(http_options: dict[str, Any]) -> None:
+def start_serve(http_options: dict[str, Any], controller_options: dict[str, Any] | None = None) -> None:
     """Returns once Serve's controller is there, which takes applications. Raises what Serve raises until then.
 
     Its proxies take seconds more, in which workers can start; Serve replaces one that is not ready in time.
@@ -101,7 +97,9 @@ def start_serve(http_options: dict[str, Any]) -> None:
     from ray import serve
 
     with_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-start")
-    proxies: Future[None] = with_thread.submit(serve.start, http_options=http_options)
+    proxies: Future[None] = with_thread.submit(
+        serve.start, http_options=http_options, controller_options=controller_options
+    )
     with_thread.shutdown(wait=False)
     while not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
         if wait([proxies], 0.05).done:
@@ -127,30 +125,6 @@ def _stop(application: dict[str, Any]) -> None:
 
 def _name(application: dict[str, Any]) -> str:
     return str(application.get("name", "legato"))
-
-
-def needed_resources(config: LegatoConfig) -> dict[str, float]:
-    """What Ray must have to set aside, "CPU" and "GPU", for everything that the configuration may start at once."""
-    pools: list[PrefillSettings | DecodeSettings] = [config.decode]
-    if not config.colocated:
-        pools.append(config.prefill)
-    sizes = [p.replicas if p.autoscaling is None else max(p.replicas, p.autoscaling.max_replicas) for p in pools]
-    gateways = config.gateway.replicas * config.gateway.num_cpus
-    workers = sum(size * pool.num_cpus for size, pool in zip(sizes, pools, strict=True))
-    return {
-        "CPU": gateways + config.scheduler.num_cpus + workers,
-        "GPU": sum(pool.replicas * pool.num_gpus for pool in pools),
-    }
-
-
-def require_gpus(needed: float, resources: dict[str, float]) -> None:
-    """Raises StartError: workers would wait for ever for GPUs that are not there."""
-    present = resources.get("GPU", 0.0)
-    if needed > present:
-        raise StartError(
-            f"The configuration's workers need {needed:g} GPUs and Ray finds {present:g} on this machine. "
-            "Lower `replicas` or `num_gpus`, or deploy to a Ray cluster that has them with `serve run`."
-        )
 
 
 def run_application(application: dict[str, Any], config: LegatoConfig) -> None:

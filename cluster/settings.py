@@ -26,7 +26,12 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 class PoolSettings(Settings):
     """What both pools of workers have."""
 
-    num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray sets aside for each worker.")
+    num_cpus: float = Field(
+        0.5,
+        ge=0,
+        description="CPUs that Ray sets aside for each worker, in its books: it binds nobody to a core, `threads` says"
+        " what computes.",
+    )
     num_gpus: float = Field(
         0.0, ge=0, description="GPUs that Ray sets aside for each worker; 0: it computes on the CPU."
     )
@@ -133,6 +138,11 @@ class NetworkSettings(Settings):
         min_length=1,
         description="Address that workers and the scheduler listen on; `node`: each node's own, for several machines.",
     )
+    require_ray_token: bool = Field(
+        True,
+        description="Where `host` is not loopback, refuse a Ray that does not ask for its token"
+        " (`RAY_AUTH_MODE=token`): whoever reaches such a Ray can run anything on it.",
+    )
 
 
 class SchedulerSettings(Settings):
@@ -182,6 +192,11 @@ class LegatoConfig(Settings):
         None, description="Classes of service and their targets; empty: one class, `default`, without targets."
     )
     network: NetworkSettings = Field(NetworkSettings(), description="Between Legato's own processes.")
+    wait_for_nodes: bool = Field(
+        False,
+        description="Ray adds nodes by itself (an autoscaler): start although the nodes that are there now do not hold"
+        " everything.",
+    )
     secret: SecretStr | None = Field(
         None,
         min_length=16,

@@ -8,6 +8,8 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.announce import starting
+from cluster.ray_access import keep_replica_on_loopback
 from cluster.settings import LegatoConfig
 from kv_transfer.messages import Endpoint, Role
 
@@ -24,6 +26,7 @@ class WorkerDeployment:
         secret: bytes,
         scheduler: DeploymentHandle,
     ) -> None:
+        keep_replica_on_loopback()
         # Read by torch at its first allocation: huge pages for weights and KV are worth 4 to 10 % of a decode step.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         # Read with torch: a thread that waits for the others of its step looks for some 80 us before it sleeps. By
@@ -43,8 +46,9 @@ class WorkerDeployment:
             host=resolve_host(config.network.host),
             secret=secret,
         )
-        self._replica = worker_replica(role, config, site, locate_scheduler)
-        await self._replica.start()
+        with starting(f"a {role} worker"):
+            self._replica = worker_replica(role, config, site, locate_scheduler)
+            await self._replica.start()
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica after repeated failures."""

@@ -87,6 +87,22 @@ class ServedCluster:
         self.wait_until(there, f"{wanted} workers are up", timeout_s)
 
 
+def listening_sockets(process: subprocess.Popen[bytes]) -> list[tuple[str, str, int]]:
+    """Program, address and port of each socket on which the process or one of its children listens."""
+    found = []
+    for child in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in child.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.append((child.name(), connection.laddr.ip, connection.laddr.port))
+    return found
+
+
+def post_job(host: str, port: int) -> httpx.Response:
+    """What would run a command, if a Ray job agent listens there and lets anybody in."""
+    return httpx.post(f"http://{host}:{port}/api/job_agent/jobs/", json={"entrypoint": "id"}, timeout=10)
+
+
 def config_file(folder: Path, args: dict[str, Any], port: int = 8000) -> Path:
     """A Serve config file for `args`."""
     document = {
@@ -130,7 +146,7 @@ def served_cluster(
         children = psutil.Process(process.pid).children(recursive=True)
         yield cluster
     finally:
-        _stop(process, children)
+        end_with_its_children(process, children)
 
 
 def _wait_until_serving(cluster: ServedCluster) -> None:
@@ -149,7 +165,7 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _stop(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> None:
+def end_with_its_children(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> None:
     """Stop as a user would; kill what remains, by its id, so that no test leaves a process behind."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)

@@ -7,9 +7,12 @@ that differ at the two ends and a decode pool so small that sequences are preemp
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import itertools
 import os
 import random
+import socket
 import statistics
 import time
 from collections.abc import Iterator
@@ -24,7 +27,7 @@ from engine.tokenizer import Tokenizer
 from tests.exactness import LONGEST, count_near_ties, exactness_prompts, hf_reference
 from tests.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
 from tests.openai_conformance import CHECKS, Target
-from tests.served_cluster import MODEL, ServedCluster, served_cluster
+from tests.served_cluster import MODEL, ServedCluster, listening_sockets, post_job, served_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -38,8 +41,8 @@ CONFIG: dict[str, Any] = {
         # 2,048 tokens: about twenty of the test's sequences, while up to 64 arrive.
         "decode": {"block_size": 32, "memory": "64 blocks", "host_memory": 0},
     },
-    "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 96, "calibration_s": 0},
-    "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240, "calibration_s": 0},
+    "prefill": {"threads": 1, "chunk_tokens": 96, "calibration_s": 0},
+    "decode": {"threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240, "calibration_s": 0},
     "gateway": {"retries": 20},
     "slo": {"default": "plain", "classes": {"plain": {}, "batch": {"service_tiers": ["flex"]}}},
     "transfer": {"transport": "shm", "lease_ttl_s": 5},
@@ -62,6 +65,37 @@ def prompts(smollm2_folder: Path) -> list[list[int]]:
 def test_first_answer_is_shown(cluster: ServedCluster) -> None:
     cluster.wait_until(lambda: "Serving on" in cluster.log.read_text(), "the first answer is shown")
     assert "The capital of France is Paris." in cluster.log.read_text()
+
+
+def test_nothing_listens_beyond_loopback(cluster: ServedCluster) -> None:
+    """Ray's GCS, raylet, agents and workers, HAProxy's statistics and metrics, Serve's gRPC, Legato's own."""
+    listening = listening_sockets(cluster.process)
+    programs = {program for program, _, _ in listening}
+    assert {"gcs_server", "raylet", "haproxy"} <= programs, programs
+    assert len(listening) > 20, listening
+    assert [
+        found for found in listening if not ipaddress.ip_address(found[1].removeprefix("::ffff:")).is_loopback
+    ] == []
+
+
+def test_nobody_else_runs_jobs_here(cluster: ServedCluster) -> None:
+    """The job agent takes a command; other users of the machine reach its port, others none."""
+    elsewhere = {
+        found.address
+        for addresses in psutil.net_if_addrs().values()
+        for found in addresses
+        if found.family == socket.AF_INET and not ipaddress.ip_address(found.address).is_loopback
+    }
+    refused = 0
+    for _, _, port in listening_sockets(cluster.process):
+        for host in elsewhere:
+            with pytest.raises(httpx.ConnectError):
+                post_job(host, port)
+        with contextlib.suppress(httpx.HTTPError):
+            answer = post_job("127.0.0.1", port)
+            assert answer.status_code >= 400, f"port {port} took the job: {answer.text}"
+            refused += answer.status_code == 401
+    assert refused >= 1  # by the job agent, for want of a token
 
 
 def test_workers_are_separate_processes(cluster: ServedCluster) -> None:

@@ -1,0 +1,18 @@
+#!/bin/sh
+# HAProxy as Ray Serve starts it, for a Ray that keeps to its machine (cluster/loopback.py): before it reads the
+# configuration that Ray wrote, its statistics and metrics are put on loopback, its admin socket is closed to other
+# users, and a client that does not send its headers is given up after a while. Ray's template (2.60) has a setting for
+# none of these.
+set -eu
+previous=
+for argument; do
+  if [ "$previous" = -f ]; then
+    sed -i \
+      -e "s/^\( *bind \)\*\{0,1\}:\($RAY_SERVE_HAPROXY_STATS_PORT\|$RAY_SERVE_HAPROXY_METRICS_PORT\) *\$/\1127.0.0.1:\2/" \
+      -e 's/^\( *stats socket .*\) mode 666 /\1 mode 600 /' \
+      -e 's/^defaults$/defaults\n    timeout http-request 30s/' \
+      "$argument"
+  fi
+  previous=$argument
+done
+exec "$LEGATO_HAPROXY" "$@"
