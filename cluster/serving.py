@@ -6,6 +6,7 @@ For a newcomer's first minute and for tests; on a cluster that exists already, u
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import socket
 import threading
@@ -96,6 +97,8 @@ def start_serve(http_options: dict[str, Any], controller_options: dict[str, Any]
     import ray
     from ray import serve
 
+    # Its word on a controller that is there already would be on the one that this very call has started.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-start")
     proxies: Future[None] = with_thread.submit(
         serve.start, http_options=http_options, controller_options=controller_options
