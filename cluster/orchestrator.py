@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import asdict, dataclass
+from typing import Final
 
 from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.generation import Arrivals, ServingLimits
@@ -44,15 +46,21 @@ from kv_transfer.transports.base import Identity
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_DELAY: Final = 4  # between attempts, in units of the configured one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrchestratorConfig:
-    """A decode that has begun and is silent for `stall_s` is taken for hung. `max_attempts` counts the first one."""
+    """A decode that has begun and is silent for `stall_s` is taken for hung.
+
+    A request fails after `max_attempts` faults without progress between them. The second attempt begins at once, the
+    next ones after about `retry_delay_s`, two of them, and so on up to four.
+    """
 
     request_deadline_s: float = 600.0
     stall_s: float = 60.0
     link_timeout_s: float = 5.0
-    max_attempts: int = 8
+    max_attempts: int = 4
     retry_delay_s: float = 0.25
 
 
@@ -185,13 +193,13 @@ class Orchestrator:
         """Up to the first good news, if there is any. Raises what bad news means for the attempt or the request."""
         while run.inbox:
             match run.inbox.popleft():
-                case WorkerLost(worker_id) if run.concerns(worker_id):
-                    raise AttemptFailedError("the worker is gone", worker_id)
+                case WorkerLost(worker_id, in_order) if run.concerns(worker_id):
+                    raise AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault")
                 case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
                     if not failure.retryable:
                         raise FailedError(f"The request failed: {failure.reason}.")
                     if run.concerns(worker_id):
-                        raise AttemptFailedError(failure.reason, worker_id)
+                        raise AttemptFailedError(failure.reason, worker_id, failure.cause)
                 case FromWorker(worker_id, Refused() as refused) if refused.attempt == run.attempt:
                     self._refused(run, worker_id, refused)
                 case FromWorker(_, Reserved() as reserved) if reserved.attempt == run.attempt:
@@ -222,22 +230,25 @@ class Orchestrator:
             raise OverloadedError(
                 f"Overloaded: {refused.reason}. Try again later.", retry_after_s=refused.retry_after_s
             )
-        raise AttemptFailedError(refused.reason, worker_id)
+        raise AttemptFailedError(refused.reason, worker_id, "full")
 
     async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:
         worker_id = failure.worker_id
-        logger.warning("request %s attempt %d failed: %s (%s)", run.request_id, run.attempt, failure, worker_id)
-        if run.attempt + 1 - run.request.attempt >= self._config.max_attempts:
-            raise FailedError(
-                f"The request failed {self._config.max_attempts} times, the last time because: {failure}."
-            )
+        level = logging.WARNING if failure.cause == "fault" else logging.INFO
+        logger.log(level, "request %s attempt %d ended: %s (%s)", run.request_id, run.attempt, failure, worker_id)
         # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
         for touched in list(run.touched):
             if not self._placer.is_decode(touched) or touched == worker_id:
                 self._links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
                 run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
-        run.next_attempt(worker_id)
-        await sleep_within(run, self._config.retry_delay_s * (run.attempt - run.request.attempt - 1))
+        run.next_attempt(worker_id, failure.cause)
+        if run.num_faults >= self._config.max_attempts:
+            raise FailedError(
+                f"The request failed {self._config.max_attempts} times, the last time because: {failure}."
+            )
+        # All of a worker's requests come back at once: the second time not all in the same moment.
+        delay_s = self._config.retry_delay_s * min(run.num_stumbles - 1, _LONGEST_DELAY) * random.uniform(0.5, 1.5)
+        await sleep_within(run, delay_s)
 
     def _post(self, worker_id: str, message: Message) -> None:
         if not self._links.post(worker_id, message):
@@ -291,8 +302,8 @@ class Orchestrator:
         if run is not None:
             run.tell(event)
 
-    def _on_worker_lost(self, worker_id: str) -> None:
+    def _on_worker_lost(self, worker_id: str, in_order: bool) -> None:
         self._scheduler.worker_lost(worker_id)
         for run in self._runs.values():
             if run.concerns(worker_id):
-                run.tell(WorkerLost(worker_id))
+                run.tell(WorkerLost(worker_id, in_order))

@@ -10,12 +10,14 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 from cluster.doorbell import Doorbell
 from cluster.generation import Arrival, Arrivals
 from cluster.journey import Journey
 from cluster.request_terms import RequestTerms
 from kv_transfer.messages import (
+    FailureCause,
     FailureEvent,
     Place,
     Placement,
@@ -42,7 +44,10 @@ TERMINAL = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.C
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
+    """`in_order`: it stopped as it was told to."""
+
     worker_id: str
+    in_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,17 @@ class FromWorker:
 RunEvent = WorkerLost | FromWorker
 
 
-class AttemptFailedError(Exception):
-    """This attempt is over, the request is not. `worker_id`: who is to blame, if anybody."""
+AttemptEnd = FailureCause | Literal["full"]
+"""A worker that is full has done nothing for the attempt, and another may."""
 
-    def __init__(self, reason: str, worker_id: str | None) -> None:
+
+class AttemptFailedError(Exception):
+    """This attempt is over, the request is not. `worker_id`: whose doing it was, if anybody's."""
+
+    def __init__(self, reason: str, worker_id: str | None, cause: AttemptEnd = "fault") -> None:
         super().__init__(reason)
         self.worker_id = worker_id
+        self.cause = cause
 
 
 class RequestRun:
@@ -89,6 +99,8 @@ class RequestRun:
         self.touched: set[str] = set()  # workers that may hold something for it
         self.decode_took_over = False  # decode has emitted in this attempt: prefill's fate matters no more
         self.excluded: set[str] = set()
+        self.num_faults = 0  # that ended an attempt since one that made progress
+        self.num_stumbles = 0  # the same, and whatever else ended one
         self.prefix_hashes = b""  # of the prompt's blocks, as the workers name them
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
@@ -194,9 +206,13 @@ class RequestRun:
             return True
         return worker_id == self.placement.prefill and not self.decode_took_over
 
-    def next_attempt(self, failed_worker: str | None) -> None:
+    def next_attempt(self, failed_worker: str | None, cause: AttemptEnd = "fault") -> None:
         """Forget the attempt, keep what was emitted."""
-        self.excluded = self._suspects(failed_worker)
+        if len(self.emitted) > self._num_before + 1:  # progress: one token each comes of computing the prompt again
+            self.num_faults = self.num_stumbles = 0
+        self.num_faults += cause == "fault"
+        self.num_stumbles += 1
+        self.excluded = self._suspects(failed_worker, cause)
         self.attempt += 1
         self.state = RequestState.PLACING
         self.placement = None
@@ -204,13 +220,13 @@ class RequestRun:
         self._num_before, self._decoding_since = len(self.emitted), None
         self._early.clear()
 
-    def _suspects(self, failed_worker: str | None) -> set[str]:
+    def _suspects(self, failed_worker: str | None, cause: AttemptEnd) -> set[str]:
         """Who should not have the next attempt. A hand-off that decode reports as failed may be its prefill's fault."""
         if failed_worker is None:
             return set()
         started = self.state in (RequestState.PREFILLING, RequestState.DECODING) and not self.decode_took_over
         prefill = None if self.placement is None else self.placement.prefill
-        if prefill is None or failed_worker == prefill or not started:
+        if prefill is None or failed_worker == prefill or not started or cause != "fault":
             return {failed_worker}
         return {failed_worker, prefill}
 

@@ -124,7 +124,11 @@ class GatewaySettings(Settings):
     max_concurrent: int = Field(
         512, ge=1, description="Sequences (choices) in flight in one gateway; more are answered with 429."
     )
-    retries: int = Field(3, ge=0, description="How often a sequence is placed again after a worker failed.")
+    retries: int = Field(
+        3,
+        ge=0,
+        description="How often in a row a sequence is placed again after a failure without progress.",
+    )
     request_log: str | None = Field(
         None,
         min_length=1,

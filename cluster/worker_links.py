@@ -16,14 +16,17 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class WorkerLinks:
-    """Connects to the workers it is told of. `on_message(worker_id, message)`, `on_lost(worker_id)`."""
+    """Connects to the workers it is told of.
+
+    `on_message(worker_id, message)`; `on_lost(worker_id, in_order)`: whether the worker stopped as it was told to.
+    """
 
     def __init__(
         self,
         identity: Identity,
         *,
         on_message: Callable[[str, Message], None],
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str, bool], None],
     ) -> None:
         self._identity = identity
         self._on_message = on_message
@@ -84,7 +87,7 @@ class WorkerLinks:
             connection.close("the gateway closes its link")
             del self._tasks[info.worker_id]
             self._connections.pop(info.worker_id, None)
-            self._on_lost(info.worker_id)
+            self._on_lost(info.worker_id, connection.peer_left_in_order)
 
     async def _set(self, worker_id: str, connection: Connection) -> None:
         async with self._changed:

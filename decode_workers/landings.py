@@ -139,7 +139,7 @@ class Landings:
     def give_up_waiting(self, reason: str) -> None:
         """Whoever has no blocks yet is to ask another worker."""
         for gateway, request in self._pending.clear():
-            self._port.fail(gateway, (request.request_id, request.attempt), reason, retryable=True)
+            self._port.fail(gateway, (request.request_id, request.attempt), reason, retryable=True, cause="moved")
 
     def _grant(self, gateway: GatewayId, request: RequestSpec) -> None:
         seq = sequence_of(request)

@@ -20,7 +20,7 @@ from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.step_loop import StepLoop
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
-from kv_transfer.messages import Cancel, Message, RequestSpec, Reserve, Start, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages import Cancel, FailureCause, Message, RequestSpec, Reserve, Start, WorkerInfo, WorkerSnapshot
 from kv_transfer.prefix_loading import Columns, PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.worker_parts import WorkerParts
@@ -141,7 +141,7 @@ class DecodeWorker:
         """Let go of all that is left, for other workers to go on with. `drain` first, and again until it is gone."""
         self._landings.give_up_waiting(reason)
         for key in list(self._gateway_of):
-            self._fail(key, reason, True)
+            self._fail(key, reason, True, "moved")
             self._let_go(key)
         self._on_room()
 
@@ -177,7 +177,7 @@ class DecodeWorker:
             return False
         if self._drain.has_begun:  # since it was placed: no reason to turn the client away
             key = (request.request_id, request.attempt)
-            self._port.fail(gateway, key, "the decode worker is about to stop", retryable=True)
+            self._port.fail(gateway, key, "the decode worker is about to stop", retryable=True, cause="moved")
             return False
         if self._num_waiting >= self._config.max_waiting:
             self._port.refuse(gateway, request, "the decode queue is full", self._config.reserve_wait_s)
@@ -245,10 +245,10 @@ class DecodeWorker:
         self._drain.note()
         self._steps.wake()
 
-    def _fail(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+    def _fail(self, key: SequenceKey, reason: str, retryable: bool, cause: FailureCause = "fault") -> None:
         gateway = self._gateway_of.pop(key, None)
         if gateway is not None:
-            self._port.fail(gateway, key, reason, retryable=retryable)
+            self._port.fail(gateway, key, reason, retryable=retryable, cause=cause)
 
     # --- steps ---
 

@@ -78,6 +78,7 @@ class Connection:
             on_lost=self._on_lost,
         )
         self._closed_because: str | None = None
+        self.peer_left_in_order = False  # see `Goodbye`
         self._gone = asyncio.Event()
         self._backlog_bytes = 0
         self._heard_at = self._loop.time()
@@ -135,12 +136,12 @@ class Connection:
             while True:
                 yield await self.receive()
 
-    def close(self, reason: str) -> None:
-        """Close both directions and let the peer know why; idempotent. See `wait_closed`."""
+    def close(self, reason: str, *, in_order: bool = False) -> None:
+        """Close both directions and let the peer know why; idempotent. See `Goodbye` and `wait_closed`."""
         if self._closed_because is not None:
             return
         self._end(f"{self._who}: closed here: {reason}")
-        self._wire.write([frame_head(Goodbye(reason=reason[:_MAX_REASON_CHARS]))])
+        self._wire.write([frame_head(Goodbye(reason=reason[:_MAX_REASON_CHARS], in_order=in_order))])
         self._wire.finish()
         self._timer = self._loop.call_later(self._config.linger_s, self._wire.abort)
 
@@ -160,8 +161,9 @@ class Connection:
         match frame.message:
             case Ping():
                 _discard(frame)
-            case Goodbye(reason=reason):
+            case Goodbye(reason=reason, in_order=in_order):
                 _discard(frame)
+                self.peer_left_in_order = in_order
                 self._end(f"{self._who}: closed by the peer: {reason}")
                 self._wire.abort()
             case message:
@@ -247,6 +249,7 @@ class Server:
         self._handler = handler
         self._config = config
         self._ending = "the handler has ended"
+        self._is_closing = False
         self._listener = Listener(
             sock,
             identity,
@@ -261,8 +264,8 @@ class Server:
         return self._listener.endpoint
 
     async def close(self, reason: str = "the server closes") -> None:
-        """Stop listening, close every connection with `reason` and cancel its handler; idempotent."""
-        self._ending = reason
+        """Stop listening, close every connection in order with `reason` and cancel its handler; idempotent."""
+        self._ending, self._is_closing = reason, True
         await self._listener.close()
 
     async def _run(self, meeting: Meeting) -> None:
@@ -272,7 +275,7 @@ class Server:
         except LinkClosedError:
             pass  # how a handler usually ends
         finally:
-            connection.close(self._ending)
+            connection.close(self._ending, in_order=self._is_closing)
             await connection.wait_closed()
 
 

@@ -22,6 +22,7 @@ from kv_transfer.connection import Connection, Server, connect, serve
 from kv_transfer.messages import (
     BlockIndexRequest,
     Endpoint,
+    FailureCause,
     FailureEvent,
     Heartbeat,
     Message,
@@ -127,9 +128,12 @@ class GatewayPort:
             Refused(request_id=request.request_id, attempt=request.attempt, reason=reason, retry_after_s=retry_after_s),
         )
 
-    def fail(self, gateway: GatewayId, key: SequenceKey, reason: str, *, retryable: bool) -> None:
+    def fail(
+        self, gateway: GatewayId, key: SequenceKey, reason: str, *, retryable: bool, cause: FailureCause = "fault"
+    ) -> None:
         """This attempt ends here; goes out at once, after what the last step brought."""
-        self.emit(gateway, FailureEvent(request_id=key[0], attempt=key[1], reason=reason, retryable=retryable))
+        event = FailureEvent(request_id=key[0], attempt=key[1], reason=reason, retryable=retryable, cause=cause)
+        self.emit(gateway, event)
         self.flush()
 
     def emit(self, gateway: GatewayId, event: TokenEvent | FailureEvent) -> None:

@@ -19,7 +19,7 @@ from engine.stopping import finish_reason
 from kv_transfer.cost_report import cost_report
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
-from kv_transfer.messages import Cancel, Message, RequestSpec, Start, Ticket, WorkerSnapshot
+from kv_transfer.messages import Cancel, FailureCause, Message, RequestSpec, Start, Ticket, WorkerSnapshot
 from kv_transfer.prefix_loading import PrefixLoading
 from kv_transfer.requests import sequence_of, token_event
 from kv_transfer.sending import KvSender
@@ -172,7 +172,7 @@ class PrefillWorker:
     def give_up(self, reason: str) -> None:
         """Let go of all that is left, for other workers to go on with. `drain` first, and again until it is gone."""
         for key in list(self._gateway_of):
-            self._fail(key, reason, True)
+            self._fail(key, reason, True, "moved")
             self._sender.cancel(key, reason)
 
     async def stop(self) -> None:
@@ -206,7 +206,7 @@ class PrefillWorker:
             self._port.refuse(gateway, request, f"{request.num_tokens} tokens exceed {self.info.max_model_len}", None)
             return
         if self._drain.has_begun:  # since it was placed: no reason to turn the client away
-            self._port.fail(gateway, key, "the prefill worker is about to stop", retryable=True)
+            self._port.fail(gateway, key, "the prefill worker is about to stop", retryable=True, cause="moved")
             return
         if not self._scheduler.can_add():
             queue_s = self._steps.rates.prefill_s(self._scheduler.num_uncomputed_tokens)
@@ -288,7 +288,7 @@ class PrefillWorker:
         self._steps.wake()
         self._drain.note()
 
-    def _fail(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+    def _fail(self, key: SequenceKey, reason: str, retryable: bool, cause: FailureCause = "fault") -> None:
         gateway = self._gateway_of.pop(key, None)
         if gateway is not None:
-            self._port.fail(gateway, key, reason, retryable=retryable)
+            self._port.fail(gateway, key, reason, retryable=retryable, cause=cause)

@@ -120,7 +120,13 @@ class MiniCluster:
         return worker
 
     async def remove(self, worker: PrefillWorker | DecodeWorker) -> None:
-        """Stop a worker at once, in the middle of whatever it does; what it held dies with it."""
+        """A worker dies in the middle of whatever it does, and what it held with it: nobody hears a word of it."""
+        for connection in list(worker._port._connections.values()):
+            connection._wire.abort()
+        await self.retire(worker)
+
+    async def retire(self, worker: PrefillWorker | DecodeWorker) -> None:
+        """Stop a worker as it is stopped in production."""
         if isinstance(worker, PrefillWorker):
             self.prefills.remove(worker)
         else:

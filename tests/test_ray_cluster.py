@@ -43,7 +43,6 @@ CONFIG: dict[str, Any] = {
     },
     "prefill": {"threads": 1, "chunk_tokens": 96, "calibration_s": 0},
     "decode": {"threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240, "calibration_s": 0},
-    "gateway": {"retries": 20},
     "slo": {"default": "plain", "classes": {"plain": {}, "batch": {"service_tiers": ["flex"]}}},
     "transfer": {"transport": "shm", "lease_ttl_s": 5},
 }

@@ -76,7 +76,6 @@ def settings(model: Path, disk: Path) -> dict[str, Any]:
         },
         "prefill": {"threads": 1, "chunk_tokens": 96, "calibration_s": 0},
         "decode": {"threads": 1, "max_num_seqs": 16, "reserve_wait_s": 60, "calibration_s": 0},
-        "gateway": {"retries": 20},
     }
 
 

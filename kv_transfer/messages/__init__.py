@@ -45,6 +45,7 @@ from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, Sla
 from kv_transfer.messages.requests import (
     Cancel,
     Endpoint,
+    FailureCause,
     FailureEvent,
     Fence,
     Refused,
@@ -84,7 +85,7 @@ from kv_transfer.messages.workers import (
     WorkerSnapshot,
 )
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 
 __all__ = [
     "MAX_EVENT_CHANGES",
@@ -105,6 +106,7 @@ __all__ = [
     "DiskReport",
     "Ended",
     "Endpoint",
+    "FailureCause",
     "FailureEvent",
     "Fence",
     "FirstToken",

@@ -16,10 +16,14 @@ class Ping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
-    """Either way on any connection, its last message: why this end closes it."""
+    """Either way on any connection, its last message: why this end closes it.
+
+    `in_order`: it ends because this process stops as it was told to, not because of anything that went wrong.
+    """
 
     __pydantic_config__ = STRICT
     reason: Text
+    in_order: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

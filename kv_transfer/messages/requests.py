@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -90,6 +90,10 @@ class TokenEvent:
     prompt_logprobs: Items[tuple[Real, Items[tuple[TokenId, Real]]]] | None = None
 
 
+FailureCause = Literal["fault", "moved"]
+"""Why an attempt ended: something went wrong, or its worker leaves in order and others are to go on with it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureEvent:
     """This attempt of the request ends without finishing; the gateway decides what follows."""
@@ -99,6 +103,7 @@ class FailureEvent:
     attempt: Count
     reason: Text
     retryable: Flag
+    cause: FailureCause = "fault"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
