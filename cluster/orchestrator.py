@@ -7,6 +7,7 @@ Knows nothing of HTTP, and no block ever crosses it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import random
@@ -19,7 +20,7 @@ from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestT
 from cluster.generation import Arrivals, ServingLimits
 from cluster.journey import Journey
 from cluster.placer import Placer, sleep_within
-from cluster.request_run import AttemptFailedError, FromWorker, RequestRun, RequestState, WorkerLost
+from cluster.request_run import AttemptFailedError, FromWorker, RequestRun, RequestState, WorkerLost, WorkerSuspected
 from cluster.request_terms import RequestTerms
 from cluster.scheduler_client import SchedulerClient
 from cluster.slo_report import SloReport
@@ -39,6 +40,7 @@ from kv_transfer.messages import (
     StandingRequest,
     Start,
     StepFrame,
+    StepOverdue,
     TokenEvent,
     WorkerInfo,
 )
@@ -46,6 +48,7 @@ from kv_transfer.transports.base import Identity
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S: Final = 0.25  # at workers, whether they give a sign of life
 _LONGEST_DELAY: Final = 4  # between attempts, in units of the configured one
 
 
@@ -88,8 +91,11 @@ class Orchestrator:
 
     def start(self) -> None:
         self._scheduler.start()
+        self._watching = asyncio.create_task(self._watch_workers(), name="watch-workers")
 
     async def stop(self) -> None:
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
         await self._scheduler.stop()
         await self._links.stop()
 
@@ -108,11 +114,13 @@ class Orchestrator:
 
     def workers(self) -> list[dict[str, object]]:
         """Each live worker by its registration, its newest snapshot, and what the scheduler's block index knows."""
+        suspects = self._links.suspects()
         return [
             {
                 **asdict(info),
                 **asdict(snapshot),
                 "connected": self._links.is_up(info.worker_id),
+                "suspect": info.worker_id in suspects,
                 "index": self._scheduler.index_of(info.worker_id),
             }
             for info, snapshot in self._scheduler.workers.values()
@@ -195,6 +203,10 @@ class Orchestrator:
             match run.inbox.popleft():
                 case WorkerLost(worker_id, in_order) if run.concerns(worker_id):
                     raise AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault")
+                case WorkerSuspected(worker_id) if run.concerns(worker_id) and self._has_another(run, worker_id):
+                    if self._links.is_silent(worker_id):
+                        raise AttemptFailedError("the worker is silent", worker_id, "silent")
+                    raise AttemptFailedError("the worker's step does not end", worker_id, "hung")
                 case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
                     if not failure.retryable:
                         raise FailedError(f"The request failed: {failure.reason}.")
@@ -286,6 +298,9 @@ class Orchestrator:
                 self._deliver(ticket.request_id, FromWorker(worker_id, message))
             case Refused(request_id=request_id):
                 self._deliver(request_id, FromWorker(worker_id, message))
+            case StepOverdue(is_overdue=is_overdue):
+                self._links.step_overdue(worker_id, is_overdue)
+                self._tell_of_suspects()
             case _:
                 logger.warning("worker %s sent %s to a gateway", worker_id, type(message).__name__)
 
@@ -301,6 +316,33 @@ class Orchestrator:
         run = self._runs.get(request_id)
         if run is not None:
             run.tell(event)
+
+    async def _watch_workers(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._tell_of_suspects()
+
+    def _tell_of_suspects(self) -> None:
+        for worker_id in self._links.suspects():
+            told = WorkerSuspected(worker_id)
+            for run in self._runs.values():
+                if run.concerns(worker_id) and told not in run.inbox:
+                    run.tell(told)
+
+    def _has_another(self, run: RequestRun, worker_id: str) -> bool:
+        """Whether a decode worker could take the request, the prompt included: if not, waiting is better."""
+        suspects = self._links.suspects()
+        if worker_id not in suspects:
+            return False
+        length = len(run.request.prompt_token_ids) + run.request.params.max_tokens
+        return any(
+            info.role == "decode"
+            and info.worker_id not in suspects
+            and self._links.is_up(info.worker_id)
+            and not snapshot.draining
+            and info.max_model_len >= length
+            for info, snapshot in self._scheduler.workers.values()
+        )
 
     def _on_worker_lost(self, worker_id: str, in_order: bool) -> None:
         self._scheduler.worker_lost(worker_id)

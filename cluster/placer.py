@@ -50,11 +50,12 @@ class Placer:
         return placement
 
     async def _ask(self, run: RequestRun) -> Placement:
-        held = next((w for w in run.touched - run.excluded if self.is_decode(w) and self._links.is_up(w)), None)
         while True:
+            avoided = run.excluded | self._links.suspects()
+            held = next((w for w in run.touched - avoided if self.is_decode(w) and self._links.is_up(w)), None)
             try:
                 async with asyncio.timeout(run.deadline - time.monotonic()):
-                    return await self._scheduler.place(run.place_query(prefer_decode=held))
+                    return await self._scheduler.place(run.place_query(prefer_decode=held, avoid=avoided))
             except TimeoutError:
                 raise DeadlineError("No worker had room for the request before its deadline.") from None
             except (UnavailableError, OverloadedError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -51,6 +52,13 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSuspected:
+    """It is silent, or a step of it may never end. Told again for as long as that is so."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class FromWorker:
     """An event and who it came from."""
 
@@ -58,11 +66,12 @@ class FromWorker:
     event: FailureEvent | Reserved | Refused
 
 
-RunEvent = WorkerLost | FromWorker
+RunEvent = WorkerLost | WorkerSuspected | FromWorker
 
 
-AttemptEnd = FailureCause | Literal["full"]
-"""A worker that is full has done nothing for the attempt, and another may."""
+AttemptEnd = FailureCause | Literal["full", "silent", "hung"]
+"""Or what a gateway finds: a worker that is full has done nothing for the attempt; nothing is heard of one, or its step
+does not end, and another one is there."""
 
 
 class AttemptFailedError(Exception):
@@ -152,13 +161,14 @@ class RequestRun:
         """The request as this attempt should run it: going on from what was emitted."""
         return replace(self.request, attempt=self.attempt, output_token_ids=list(self.emitted))
 
-    def place_query(self, *, prefer_decode: str | None) -> Place:
+    def place_query(self, *, prefer_decode: str | None, avoid: Collection[str] = ()) -> Place:
+        """`avoid`: besides those that it avoids by itself."""
         return Place(
             request_id=self.request_id,
             attempt=self.attempt,
             num_tokens=len(self.request.prompt_token_ids) + len(self.emitted),
             max_new_tokens=max(1, self.request.params.max_tokens - len(self.emitted)),
-            exclude=sorted(self.excluded),
+            exclude=sorted(self.excluded.union(avoid)),
             prefer_decode=prefer_decode,
             slo_class=self.terms.slo.slo_class,
             tenant=self.terms.tenant,

@@ -18,6 +18,7 @@ from typing import Any
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.role_changes import require_ordered
+from cluster.worker_links import SILENCE_S
 from engine.sequence import SequenceKey
 from kv_transfer.connection import Connection, connect
 from kv_transfer.messages import (
@@ -165,7 +166,7 @@ class SchedulerClient:
 
     async def _ask(self, request: Place) -> Placement | Unplaceable:
         connection = self._connection
-        if connection is None:
+        if connection is None or connection.silent_s >= SILENCE_S:
             return self._place_alone(request)
         answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
         key = (request.request_id, request.attempt)

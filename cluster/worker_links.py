@@ -13,6 +13,7 @@ from kv_transfer.transports.base import Identity, TransportError
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+SILENCE_S = 1.5  # three pings that did not come
 
 
 class WorkerLinks:
@@ -32,11 +33,24 @@ class WorkerLinks:
         self._on_message = on_message
         self._on_lost = on_lost
         self._connections: dict[str, Connection] = {}
+        self._overdue: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
 
     def is_up(self, worker_id: str) -> bool:
         return worker_id in self._connections
+
+    def is_silent(self, worker_id: str) -> bool:
+        connection = self._connections.get(worker_id)
+        return connection is not None and connection.silent_s >= SILENCE_S
+
+    def suspects(self) -> set[str]:
+        """Workers that are connected, and silent, or at a step that may never end."""
+        return {worker_id for worker_id in self._connections if self.is_silent(worker_id)} | self._overdue
+
+    def step_overdue(self, worker_id: str, is_overdue: bool) -> None:
+        """What the worker says of its step."""
+        (self._overdue.add if is_overdue else self._overdue.discard)(worker_id)
 
     def update(self, workers: list[WorkerInfo]) -> None:
         """Connect to every listed worker that is not connected. A link that works outlives its worker's listing."""
@@ -87,6 +101,7 @@ class WorkerLinks:
             connection.close("the gateway closes its link")
             del self._tasks[info.worker_id]
             self._connections.pop(info.worker_id, None)
+            self._overdue.discard(info.worker_id)
             self._on_lost(info.worker_id, connection.peer_left_in_order)
 
     async def _set(self, worker_id: str, connection: Connection) -> None:

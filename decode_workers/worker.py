@@ -17,7 +17,7 @@ from decode_workers.reporting import DecodeReport
 from decode_workers.states import DecodeState
 from engine.calibration import calibrate
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
-from engine.step_loop import StepLoop
+from engine.step_loop import OVERDUE_S, StepLoop
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import Cancel, FailureCause, Message, RequestSpec, Reserve, Start, WorkerInfo, WorkerSnapshot
@@ -36,7 +36,8 @@ class DecodeWorkerConfig:
     A reservation that does not fit waits up to `reserve_wait_s` for room; one whose prefill is not heard of for
     `lease_ttl_s` lapses. `calibration_s`: how long steps are tried out before the worker takes requests; 0: they are
     learnt from requests. `layerkv`: how sequences rest in host memory too; None: on the device only. `overlap_steps`:
-    the next step is prepared while one computes; None: on a GPU, not on a CPU.
+    the next step is prepared while one computes; None: on a GPU, not on a CPU. `overdue_s`: see `StepLoop`;
+    gateways are told.
     """
 
     max_num_seqs: int = 64
@@ -46,6 +47,7 @@ class DecodeWorkerConfig:
     lease_ttl_s: float = 30.0
     heartbeat_s: float = 0.5
     calibration_s: float = 0.0
+    overdue_s: float = OVERDUE_S
     layerkv: LayerKvConfig | None = None
     overlap_steps: bool | None = None
 
@@ -101,6 +103,8 @@ class DecodeWorker:
             plan=self._plan,
             finish=self._finish,
             failed=self._step_failed,
+            on_overdue=lambda is_overdue: self._port.step_overdue(is_overdue),
+            overdue_s=self._config.overdue_s,
             overlap=step_overlap(self._model, self._scheduler, wanted=self._config.overlap_steps),
         )
         if calibration_s := self._config.calibration_s:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from engine.step_cost import StepCost, StepWork
-from engine.step_cost_fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps
+from engine.step_cost_fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps, kind_of
 from engine.step_noise import StepNoise
 
 # Enough that one which pays for what libraries make once is seen through, too few to tell much more than the speed.
@@ -79,6 +79,12 @@ class StepCosts:
         """See `StepCostFit`."""
         fit = self._fit
         return StepNoise() if fit is None else fit.noise(kind)
+
+    def predicted_s(self, work: StepWork) -> float | None:
+        """With what the latest steps of its kind took beyond their cost. None: too little is known, or it has no
+        tokens."""
+        cost = self.cost() if self._is_seeded and (work.prefill_tokens or work.decodes) else None
+        return None if cost is None else cost.step_s(work) * max(1.0, self.stretch(kind_of(work)))
 
     def shared_tokens(self) -> float:
         """See `StepCost`; without bound as long as nothing was measured."""

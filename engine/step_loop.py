@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from engine.compute_thread import ComputeThread
 from engine.sequence import StepOutput, StepPlan
-from engine.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
+from engine.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost, StepWork
 from engine.step_costs import StepCosts
 from engine.step_flight import OverlappingRunner, Runner, StepFlight, StepSkippedError
 
@@ -23,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 3
 MAX_STEP_S = 300.0  # a step that takes longer will not come back: the device hangs
+# See docs/decisions/0017: who takes so many times as long as predicted, and so much longer, is late enough for its
+# requests to go elsewhere; who takes so many times as long, and so long, is taken for hung.
+OVERDUE_S = 0.75
+_OVERDUE_TIMES = 2.5
+_HUNG_S, _HUNG_TIMES = 60.0, 30.0
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +61,68 @@ class StepRates:
         return new if old == 0.0 else old + self._smoothing * (new - old)
 
 
+class _StepWatch:
+    """Looks, while steps are computed, at how old the one that is waited for is, beside what was predicted for it.
+
+    Its age counts in looks: time in which this thread was kept from running is not the step's.
+    """
+
+    def __init__(self, costs: StepCosts, on_overdue: Callable[[bool], None], overdue_s: float) -> None:
+        self._costs = costs
+        self._on_overdue = on_overdue
+        self._overdue_s = overdue_s
+        self._work: StepWork | None = None
+        self._num_looks = 0
+        self._is_overdue = False
+        self.is_hung = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, work: StepWork) -> None:
+        self._work, self._num_looks = work, 0
+        if self._timer is None:
+            self._arm()
+
+    def end(self) -> None:
+        self._work = None
+        if self._is_overdue:
+            self._is_overdue = self.is_hung = False
+            self._on_overdue(False)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._work is None:
+            return
+        age_s = self._num_looks * _LOOK_S  # at least: the first look may come at once
+        self._num_looks += 1
+        if age_s >= min(self._overdue_s, _HUNG_S):
+            self._judge(age_s, self._costs.predicted_s(self._work))
+        self._arm()
+
+    def _judge(self, age_s: float, predicted_s: float | None) -> None:
+        if predicted_s is None:
+            return
+        if not self._is_overdue and age_s > max(_OVERDUE_TIMES * predicted_s, predicted_s + self._overdue_s):
+            logger.warning("a step has taken %.1f s, where %.3f s were predicted", age_s, predicted_s)
+            self._is_overdue = True
+            self._on_overdue(True)
+        self.is_hung = self._is_overdue and age_s > max(_HUNG_TIMES * predicted_s, _HUNG_S)
+
+
 class StepLoop:
     """Runs steps while there is something to do; sleeps until `wake()` otherwise.
 
     `plan` may return an empty plan. `on_layer(plan, layer)` is called in the compute thread. An exception of the runner
     goes to `failed` with the plan it hit, and after it that of the step which was planned ahead, if there is one. After
-    MAX_CONSECUTIVE_FAILURES in a row, or while a step takes more than MAX_STEP_S, the loop counts as unhealthy. `costs`
-    learns from every step, planning and taking in included, where they do not overlap with another one.
+    MAX_CONSECUTIVE_FAILURES in a row, or while a step hangs, the loop counts as unhealthy. `costs` learns from every
+    step, planning and taking in included, where they do not overlap with another one. `on_overdue(is_overdue)` is told
+    when a step takes several times as long as predicted, and `overdue_s` longer, and when it has ended after all.
     """
 
     def __init__(
@@ -73,6 +134,8 @@ class StepLoop:
         finish: Callable[[StepPlan, StepOutput], None],
         failed: Callable[[StepPlan, Exception], None],
         on_layer: Callable[[StepPlan, int], None] | None = None,
+        on_overdue: Callable[[bool], None] = lambda is_overdue: None,
+        overdue_s: float = OVERDUE_S,
         overlap: Overlap | None = None,
     ) -> None:
         self._runner = runner
@@ -86,6 +149,7 @@ class StepLoop:
         self._waiting = ComputeThread("device")  # for what an overlapped step brings
         self._num_failures = 0
         self._step_began: float | None = None
+        self._watch = _StepWatch(costs, on_overdue, overdue_s)
         self._task: asyncio.Task[None] | None = None
         self.rates = StepRates()
         self.costs = costs
@@ -94,7 +158,7 @@ class StepLoop:
     def healthy(self) -> bool:
         alive = self._task is not None and not self._task.done()
         hangs = self._step_began is not None and time.perf_counter() - self._step_began > MAX_STEP_S
-        return alive and not hangs and self._num_failures < MAX_CONSECUTIVE_FAILURES
+        return alive and not (hangs or self._watch.is_hung) and self._num_failures < MAX_CONSECUTIVE_FAILURES
 
     async def calibrate(self, measure: Callable[[], StepCost]) -> None:
         """Begin with what steps cost as `measure()` finds it in the compute thread, unless that is known already.
@@ -111,6 +175,7 @@ class StepLoop:
 
     async def stop(self) -> None:
         """End after the step in flight."""
+        self._watch.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -168,6 +233,7 @@ class StepLoop:
     async def _land(self, flight: StepFlight, began: float) -> bool:
         """Whether it succeeded."""
         self._step_began = began
+        self._watch.begin(flight.work)
         try:
             output = await flight.result
         except Exception as error:  # the boundary of the compute thread: one bad step must not end the worker
@@ -176,6 +242,7 @@ class StepLoop:
             return False
         finally:
             self._step_began = None
+            self._watch.end()
         self._num_failures = 0
         self.rates.record(flight.plan, time.perf_counter() - began)
         self._finish(flight.plan, output)

@@ -29,8 +29,8 @@ _MAX_JOINED_BYTES: Final = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionConfig:
     limits: FrameLimits = field(default_factory=FrameLimits)
-    ping_interval_s: float = 2.0
-    idle_timeout_s: float = 15.0  # a peer that is silent for so long is taken for dead
+    ping_interval_s: float = 0.5
+    idle_timeout_s: float = 15.0  # a peer that is silent for so long (see `silent_s`) is taken for dead
     linger_s: float = 1.0  # how long a closing connection tries to tell the peer why
     inbox_bytes: int = 16 * MIB  # received and not yet taken; beyond it, reading stops
     backlog_bytes: int = 16 * MIB  # posted and not yet taken by the peer; beyond it, the connection closes
@@ -81,8 +81,8 @@ class Connection:
         self.peer_left_in_order = False  # see `Goodbye`
         self._gone = asyncio.Event()
         self._backlog_bytes = 0
-        self._heard_at = self._loop.time()
         self._num_heard = 0
+        self._num_silent_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
@@ -94,6 +94,15 @@ class Connection:
     def closed(self) -> str | None:
         """Why the connection is closed; None while it is open."""
         return self._closed_because
+
+    @property
+    def silent_s(self) -> float:
+        """For how long at least nothing has been heard of the peer, which pings when it has nothing else to say.
+
+        Counted in our own pings, and no time in which this loop could not hear: while it was kept from running, or
+        did not read, the silence was ours.
+        """
+        return self._num_silent_ticks * self._config.ping_interval_s
 
     async def send(self, message: Message, payload: Sequence[memoryview] = ()) -> None:
         """Send in the order of the calls; returns when the kernel has taken all of it. Raises LinkClosedError.
@@ -171,14 +180,12 @@ class Connection:
                     self._inbox.put(frame)
 
     def _on_tick(self) -> None:
-        """Ping the peer, unless bytes for it wait anyway; give it up when it is silent for too long.
-
-        While we do not read, its silence is ours.
-        """
-        now = self._loop.time()
+        """Ping the peer, unless bytes for it wait anyway; give it up when it is silent for too long."""
         if self._wire.num_received != self._num_heard or not self._wire.reading:
-            self._num_heard, self._heard_at = self._wire.num_received, now
-        if now - self._heard_at > self._config.idle_timeout_s:
+            self._num_heard, self._num_silent_ticks = self._wire.num_received, 0
+        else:
+            self._num_silent_ticks += 1
+        if self.silent_s >= self._config.idle_timeout_s:
             self.close(f"nothing was heard of {self.peer.worker_id} for {self._config.idle_timeout_s:g} s")
             return
         if not self._wire.backlogged:

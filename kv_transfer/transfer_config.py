@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
 from engine.devices import CPU, pinning_for
+from kv_transfer.connection import ConnectionConfig
 from kv_transfer.digest import DigestKind
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Transport
@@ -15,6 +16,10 @@ from kv_transfer.transports.choosing import TransportKind, open_transport
 from kv_transfer.transports.group_ends import DistributedConfig
 from kv_transfer.transports.shm import SharedMemoryConfig
 from kv_transfer.transports.tcp import TcpConfig
+
+# A hand-off that waits for a silent peer is begun again with another one: sooner than a link to a gateway is given up,
+# since the tokens of nobody are lost by it.
+SILENCE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +40,14 @@ class TransferConfig:
 
     def open(self, identity: Identity, host: str, device: torch.device = CPU) -> Transport:
         """A transport that listens on `host` when asked to, for KV on `device`."""
+        connection = ConnectionConfig(idle_timeout_s=SILENCE_S)
         slabs = SlabConfig(slab_bytes=self.slab_bytes, num_slabs=self.num_slabs, pin=pinning_for(device))
         return open_transport(
             self.transport,
             identity,
             host=host,
             device=device,
-            shm=SharedMemoryConfig(slabs=slabs),
-            tcp=TcpConfig(slabs=slabs, num_stripes=self.num_connections),
+            shm=SharedMemoryConfig(slabs=slabs, connection=connection),
+            tcp=TcpConfig(slabs=slabs, num_stripes=self.num_connections, connection=connection),
             groups=DistributedConfig(slabs=slabs),
         )

@@ -31,6 +31,7 @@ from kv_transfer.messages import (
     RequestSpec,
     Role,
     StepFrame,
+    StepOverdue,
     TokenEvent,
     WorkerInfo,
     WorkerSnapshot,
@@ -109,6 +110,7 @@ class GatewayPort:
         self._next_id = 1
         self._tokens: defaultdict[GatewayId, list[TokenEvent]] = defaultdict(list)
         self._failures: defaultdict[GatewayId, list[FailureEvent]] = defaultdict(list)
+        self._is_overdue = False
         self._server: Server | None = None
 
     async def start(self, host: str) -> Endpoint:
@@ -120,6 +122,12 @@ class GatewayPort:
         connection = self._connections.get(gateway)
         if connection is not None:
             connection.post(message)
+
+    def step_overdue(self, is_overdue: bool) -> None:
+        """Tell all gateways, those that are yet to come included."""
+        self._is_overdue = is_overdue
+        for connection in self._connections.values():
+            connection.post(StepOverdue(is_overdue=is_overdue))
 
     def refuse(self, gateway: GatewayId, request: RequestSpec, reason: str, retry_after_s: float | None) -> None:
         """Nothing was or will be done for this attempt. `retry_after_s` None: it never could be."""
@@ -155,6 +163,8 @@ class GatewayPort:
         gateway = self._next_id
         self._next_id += 1
         self._connections[gateway] = connection
+        if self._is_overdue:
+            connection.post(StepOverdue(is_overdue=True))
         try:
             while True:
                 message, _ = await connection.receive()

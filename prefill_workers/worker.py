@@ -14,7 +14,7 @@ from engine.allocation import BlockAllocator
 from engine.calibration import calibrate
 from engine.device_streams import queued_on
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
-from engine.step_loop import StepLoop
+from engine.step_loop import OVERDUE_S, StepLoop
 from engine.stopping import finish_reason
 from kv_transfer.cost_report import cost_report
 from kv_transfer.draining import Drain
@@ -39,6 +39,7 @@ class PrefillWorkerConfig:
     """`chunk_tokens` is the token budget of one step; `max_slab_bytes` the most KV announced at a time.
 
     `calibration_s`: how long steps are tried out before the worker takes requests; 0: they are learnt from requests.
+    `overdue_s`: see `StepLoop`; gateways are told.
     """
 
     chunk_tokens: int = 512
@@ -46,6 +47,7 @@ class PrefillWorkerConfig:
     max_slab_bytes: int = 4 * 2**20
     heartbeat_s: float = 0.5
     calibration_s: float = 0.0
+    overdue_s: float = OVERDUE_S
 
 
 class PrefillWorker:
@@ -118,6 +120,8 @@ class PrefillWorker:
             plan=self._plan,
             finish=self._finish,
             failed=self._step_failed,
+            on_overdue=lambda is_overdue: self._port.step_overdue(is_overdue),
+            overdue_s=self._config.overdue_s,
             on_layer=self._stream.on_layer,
         )
         if calibration_s := self._config.calibration_s:

@@ -58,6 +58,7 @@ class MiniClusterConfig:
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
     # Patient: the workers' reports wait while a test computes on the loop that all of it shares.
     policy: SchedulerPolicy = field(default_factory=lambda: SchedulerPolicy(stale_after_s=HANGS_S))
+    overdue_s: float = HANGS_S  # of a step, beyond its prediction: a brake, or a busy machine, must not pass for a hang
     pools: PoolsPlan | None = None
     prefill_sources: tuple[ColumnSource, ...] = ()  # below the prefill workers' host memory, if they have any
     prefill_sink: ColumnSink | None = None
@@ -69,7 +70,11 @@ class MiniCluster:
     """Use `async with mini_cluster(config) as cluster`."""
 
     def __init__(self, config: MiniClusterConfig) -> None:
-        self.config = config
+        self.config = replace(
+            config,
+            prefill=replace(config.prefill, overdue_s=config.overdue_s),
+            decode=replace(config.decode, overdue_s=config.overdue_s),
+        )
         self._secret = secrets.token_bytes(32)
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []

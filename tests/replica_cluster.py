@@ -32,8 +32,8 @@ class ReplicaCluster(MiniCluster):
         super().__init__(config)
         self._tiers_config = TiersConfig(host=Budget(num_bytes=2**23), host_folder=folder)
         self.roles: dict[Role, WorkerRole] = {
-            "prefill": PrefillRole(config.prefill),
-            "decode": DecodeRole(config.decode),
+            "prefill": PrefillRole(self.config.prefill),
+            "decode": DecodeRole(self.config.decode),
         }
         self.replicas: list[WorkerReplica] = []
 

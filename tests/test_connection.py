@@ -9,8 +9,9 @@ import pytest
 
 from kv_transfer import auth
 from kv_transfer.connection import Connection, ConnectionConfig, connect, serve
+from kv_transfer.frames import frame_head
 from kv_transfer.meeting import dial, listening_socket
-from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Ended, Endpoint
+from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Ended, Endpoint, Ping
 from kv_transfer.transports.base import LinkClosedError, PeerRefusedError
 from tests.loops import LOOP_KINDS, num_open_files, run_on
 from tests.serving import GATEWAY, WORKER, Run, assert_alive, connect_to, echo, keep_open, serving
@@ -168,6 +169,29 @@ def test_a_receiver_that_is_busy_does_not_take_its_peer_for_dead(run: Run) -> No
             for number in range(20):
                 assert await connection.receive() == (Ended(request_id=str(number)), None)
             connection.close("done")
+
+    run(scenario())
+
+
+def test_how_long_a_peer_has_been_silent(run: Run) -> None:
+    hasty = ConnectionConfig(ping_interval_s=0.1)
+    served: dict[str, Connection] = {}
+
+    async def keep(connection: Connection) -> None:
+        served[connection.peer.purpose] = connection
+        await connection.wait_closed()
+
+    async def scenario() -> None:
+        async with serving(keep, hasty) as server:
+            quiet = await connect(server.endpoint, GATEWAY, purpose="quiet", timeout_s=HANGS_S, config=hasty)
+            mute = await dial(server.endpoint, GATEWAY, purpose="mute", timeout_s=HANGS_S)
+            await eventually(lambda: len(served) == 2)
+            await eventually(lambda: served["mute"].silent_s >= 0.8)
+            assert served["quiet"].silent_s < 0.5, "it pings"
+            await asyncio.get_running_loop().sock_sendall(mute.sock, frame_head(Ping()))
+            await eventually(lambda: served["mute"].silent_s < 0.5)
+            mute.sock.close()
+            quiet.close("done")
 
     run(scenario())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,7 @@ from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
 from engine.step_cost import StepCost, StepWork
 from engine.step_costs import StepCosts
 from engine.step_loop import StepLoop, StepRates
-from tests.waiting import eventually
+from tests.waiting import HANGS_S, eventually
 
 NOTHING = StepPlan(())
 ESTIMATE = StepCost(base_s=1.0, prefill_token_s=1.0, prefill_pair_s=0.1, decode_s=1.0, context_token_s=0.1)
@@ -40,8 +41,9 @@ class RecordingCosts(StepCosts):
 class Bench:
     """The loop's surroundings: plans to be made, a runner that may fail or wait, and what was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, overdue_s: float = HANGS_S) -> None:
         self.plans: list[StepPlan] = []
+        self.overdue: list[bool] = []
         self.finished: list[StepPlan] = []
         self.failed: list[tuple[StepPlan, str]] = []
         self.layers: list[tuple[StepPlan, int, str]] = []
@@ -57,6 +59,8 @@ class Bench:
             finish=self._finish,
             failed=self._fail,
             on_layer=self._on_layer,
+            on_overdue=self.overdue.append,
+            overdue_s=overdue_s,
         )
 
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
@@ -88,8 +92,8 @@ class Bench:
 
 
 @asynccontextmanager
-async def _running(*plans: StepPlan) -> AsyncIterator[Bench]:
-    bench = Bench()
+async def _running(*plans: StepPlan, overdue_s: float = HANGS_S) -> AsyncIterator[Bench]:
+    bench = Bench(overdue_s)
     bench.plans += plans
     bench.loop.start()
     try:
@@ -178,6 +182,63 @@ async def test_a_step_that_does_not_come_back_is_ill_health(monkeypatch: pytest.
         bench.may_end.clear()
         bench.plans.append(_plan())
         bench.loop.wake()
+        await eventually(lambda: not bench.loop.healthy)
+        bench.may_end.set()
+        await eventually(lambda: bench.loop.healthy)
+
+
+SECONDS = StepCost(base_s=0.02, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=0.0)
+
+
+async def late_step(bench: Bench) -> None:
+    bench.may_end.clear()
+    bench.plans.append(_plan())
+    bench.loop.wake()
+    await eventually(lambda: bench.layers)
+
+
+async def test_a_step_that_takes_far_longer_than_predicted_is_told_of_and_so_is_its_end() -> None:
+    async with _running(overdue_s=0.2) as bench:
+        bench.costs.seed(SECONDS)
+        await late_step(bench)
+        await eventually(lambda: bench.overdue == [True])
+        assert bench.loop.healthy, "it may end yet"
+        bench.may_end.set()
+        await eventually(lambda: bench.overdue == [True, False])
+
+
+async def test_a_step_is_not_judged_by_a_guess() -> None:
+    """Nor while others go on, each of which takes as long as it should."""
+    async with _running(overdue_s=0.2) as bench:
+        await late_step(bench)
+        await asyncio.sleep(0.6)
+        bench.may_end.set()
+        await eventually(lambda: bench.finished)
+        bench.costs.seed(SECONDS)
+        for _ in range(10):
+            bench.layers.clear()
+            await late_step(bench)
+            await asyncio.sleep(0.05)
+            bench.may_end.set()
+        assert not bench.overdue
+
+
+async def test_time_in_which_the_loop_did_not_run_is_not_the_step_s() -> None:
+    async with _running(overdue_s=0.5) as bench:
+        bench.costs.seed(SECONDS)
+        await late_step(bench)
+        asyncio.get_running_loop().call_soon(time.sleep, 1.5)
+        await asyncio.sleep(0.02)
+        bench.may_end.set()
+        await eventually(lambda: bench.finished)
+        assert not bench.overdue
+
+
+async def test_a_step_that_is_late_by_very_much_is_ill_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_loop, "_HUNG_S", 0.3)
+    async with _running(overdue_s=0.2) as bench:
+        bench.costs.seed(SECONDS)
+        await late_step(bench)
         await eventually(lambda: not bench.loop.healthy)
         bench.may_end.set()
         await eventually(lambda: bench.loop.healthy)

@@ -54,6 +54,7 @@ from kv_transfer.messages.requests import (
     Reserved,
     Start,
     StepFrame,
+    StepOverdue,
     Ticket,
     TokenEvent,
 )
@@ -154,6 +155,7 @@ __all__ = [
     "Start",
     "StepCostReport",
     "StepFrame",
+    "StepOverdue",
     "Text",
     "Ticket",
     "Tier",

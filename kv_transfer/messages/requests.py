@@ -151,6 +151,14 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepOverdue:
+    """Worker to gateway: its step takes far longer than predicted, and may never end; or it has ended after all."""
+
+    __pydantic_config__ = STRICT
+    is_overdue: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFrame:
     """Worker to gateway: what one step brought for all requests of that gateway."""
 
