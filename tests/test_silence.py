@@ -171,12 +171,17 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel("llama", tmp_path_factory.mktemp("roomy"), max_position_embeddings=4096)
 
 
+def is_back(cluster: MiniCluster, worker_id: str) -> bool:
+    (told,) = (worker for worker in cluster.orchestrator.workers() if worker["worker_id"] == worker_id)
+    return not (told["suspect"] or told["num_running"] or told["num_leases"]) and bool(told["connected"])
+
+
 async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) -> None:
     """First of the one that decodes, then of the one that is to compute the prompt."""
     params = greedy(600)
     async with processes(roomy, "prefill", "decode", "decode") as (cluster, workers):
         expected = tokens_of(await cluster.generate("undisturbed", PROMPT, params))
-        gap_s, last_at, found = 0.0, time.monotonic(), list[TokenEvent]()
+        gap_s, last_at, found, stopped = 0.0, time.monotonic(), list[TokenEvent](), ""
         async with aclosing(cluster.stream("r", PROMPT, params)) as events:
             while not found or found[-1].finish_reason is None:
                 found.append(await asyncio.wait_for(anext(events), NOT_BY_DEATH_S))
@@ -184,9 +189,12 @@ async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) ->
                 if len(found) == 100:
                     placement = cluster.orchestrator._runs["r"].placement
                     assert placement is not None
-                    workers[placement.decode].send_signal(signal.SIGSTOP)
+                    stopped = placement.decode
+                    workers[stopped].send_signal(signal.SIGSTOP)
         assert tokens_of(found) == expected
         assert found[-1].attempt == 1, "it had ended before its worker was stopped"
+        workers[stopped].send_signal(signal.SIGCONT)
+        await eventually(lambda: is_back(cluster, stopped), what="it did not let go of what had gone elsewhere")
         await cluster.scheduler.stop()  # without it every prompt is for a prefill worker, if there is one
         await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
         next(p for name, p in workers.items() if name.startswith("prefill")).send_signal(signal.SIGSTOP)
