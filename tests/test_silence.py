@@ -14,10 +14,13 @@ from subprocess import Popen
 
 import pytest
 
-from cluster.orchestrator import _LOOK_S
+from cluster import scheduler_client
+from cluster.generation import one_by_one
+from cluster.orchestrator import _LOOK_S, Orchestrator, OrchestratorConfig
+from cluster.worker_links import SILENCE_S
 from engine.step_cost import StepCost
 from kv_transfer.connection import ConnectionConfig
-from kv_transfer.messages import Endpoint, Role, TokenEvent
+from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
 from kv_transfer.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake, cluster_of
@@ -142,6 +145,35 @@ async def test_a_hand_off_whose_peers_hear_nothing_of_each_other_is_begun_again(
         found = await asyncio.wait_for(request, NOT_BY_DEATH_S)
         assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
         for cable in cables:
+            await cable.stop()
+
+
+async def test_a_silent_scheduler_is_not_asked(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_client, "PLACE_TIMEOUT_S", HANGS_S)
+    async with cluster_of(llama) as cluster:
+        cable = Cable(cluster.scheduler.endpoint)
+        endpoint = await cable.start()
+
+        async def locate() -> Endpoint:
+            return endpoint
+
+        gateway = Orchestrator(cluster._identity("cut off"), OrchestratorConfig(), locate)
+        gateway.start()
+        try:
+            await eventually(lambda: (limits := gateway.limits()) is not None and limits.ready)
+            cable.cut()
+            line = gateway._scheduler._connection
+            assert line is not None
+            await eventually(lambda: line.silent_s >= SILENCE_S)
+            request = RequestSpec(request_id="r", attempt=0, prompt_token_ids=PROMPT, params=greedy())
+
+            async def answer() -> list[TokenEvent]:
+                return [event async for event in one_by_one(gateway.generate(request))]
+
+            found = await asyncio.wait_for(answer(), NOT_BY_DEATH_S)
+            assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
+        finally:
+            await gateway.stop()
             await cable.stop()
 
 
