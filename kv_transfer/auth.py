@@ -112,6 +112,11 @@ class Handshake:
             return MAX_CHALLENGE_BYTES
         return MAX_MESSAGE_BYTES
 
+    @property
+    def heard(self) -> bool:
+        """The peer has said something that belongs here."""
+        return self._their_nonce is not None
+
     def opening(self) -> bytes:
         return _pack("challenge", _MAGIC, self._nonce)
 

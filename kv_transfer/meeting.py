@@ -1,7 +1,8 @@
 """Sockets whose two ends know each other: dialing, listening and the handshake over TCP.
 
-Every stranger gets a deadline, little memory, and no influence on anybody else. Nothing here outlives the handshake:
-who gets a `Meeting` owns its socket. Does not know what is spoken afterwards.
+Every stranger gets a deadline and little memory, and there is room for so many at once. Where it is full, a newcomer
+takes the place of who has been silent longest, so that a crowd that says nothing delays nobody for long. Nothing here
+outlives the handshake: who gets a `Meeting` owns its socket. Does not know what is spoken afterwards.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Collection
@@ -24,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 _LENGTH: Final = struct.Struct("<H")
-_MAX_HANDSHAKES: Final = 128  # at once, per listener
-_BACKLOG: Final = 256
+_MAX_HANDSHAKES: Final = 256  # at once, per listener
+_PATIENCE_S: Final = 0.25  # that a stranger has, however many wait for its place
+_BACKLOG: Final = 1024  # a connection beyond it is tried again only after a second, by the dialer's kernel
+_SECONDS_PER_WARNING: Final = 10.0  # of strangers who gave way
 # What accept() fails with when the process or the machine is short of something: wait a little and go on.
 _SHORTAGE: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _SHORTAGE_PAUSE_S: Final = 0.2
@@ -65,6 +69,14 @@ async def dial(
         raise LinkClosedError(f"No connection to {where}: {error}.") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Stranger:
+    """Who has been accepted and has not proved itself."""
+
+    handshake: Handshake
+    since: float  # on the loop's clock
+
+
 class Listener:
     """Accepts peers on one port and calls `on_meeting` for each, in a task of its own.
 
@@ -88,8 +100,10 @@ class Listener:
         self._hello = hello_of(identity, "listener", attributes)
         self._purposes = purposes
         self._handshake_timeout_s = handshake_timeout_s
-        self._handshakes = asyncio.Semaphore(_MAX_HANDSHAKES)
         self._meetings: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], _Stranger] = {}  # of these, the oldest first
+        self._room = asyncio.Event()  # somebody has left since it was cleared
+        self._num_dropped, self._warned_at = 0, -math.inf
         host, port = sock.getsockname()[:2]
         self.endpoint = Endpoint(host=advertised_host or host, port=port, node_id=identity.node_id)
         self._accepting = asyncio.create_task(self._accept_forever(), name=f"accept on port {port}")
@@ -104,11 +118,46 @@ class Listener:
 
     async def _accept_forever(self) -> None:
         while True:
-            await self._handshakes.acquire()
             sock, address = await self._accept()
-            task = asyncio.create_task(self._meet(sock, address))
+            try:
+                await self._make_room()
+            except BaseException:
+                sock.close()
+                raise
+            handshake = Handshake("listener", self._hello, self._secret, purposes=self._purposes)
+            task = asyncio.create_task(self._meet(sock, address, handshake))
             self._meetings.add(task)
+            self._strangers[task] = _Stranger(handshake, asyncio.get_running_loop().time())
             task.add_done_callback(self._on_done)
+            await asyncio.sleep(0)  # whoever is cancelled has begun, and closes its socket
+
+    async def _make_room(self) -> None:
+        """For one more. Who has said nothing gives way first, and among equals the oldest."""
+        loop = asyncio.get_running_loop()
+        while len(self._strangers) >= _MAX_HANDSHAKES:
+            silent = (task for task, stranger in self._strangers.items() if not stranger.handshake.heard)
+            task = next(silent, None) or next(iter(self._strangers))
+            patience_s = self._strangers[task].since + _PATIENCE_S - loop.time()
+            if patience_s > 0:
+                self._room.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(patience_s):  # `wait_for` can lose a cancellation
+                        await self._room.wait()
+            else:
+                del self._strangers[task]
+                task.cancel()
+                self._note_dropped(loop.time())
+
+    def _note_dropped(self, now: float) -> None:
+        self._num_dropped += 1
+        if now - self._warned_at >= _SECONDS_PER_WARNING:
+            logger.warning(
+                "on port %s more than %d peers are in the handshake at once: %d gave way to newcomers",
+                self.endpoint.port,
+                _MAX_HANDSHAKES,
+                self._num_dropped,
+            )
+            self._num_dropped, self._warned_at = 0, now
 
     async def _accept(self) -> tuple[socket.socket, str]:
         loop = asyncio.get_running_loop()
@@ -122,16 +171,18 @@ class Listener:
                     logger.warning("cannot accept on port %s for the moment: %s", self.endpoint.port, error)
                     await asyncio.sleep(_SHORTAGE_PAUSE_S)
 
-    async def _meet(self, sock: socket.socket, address: str) -> None:
+    async def _meet(self, sock: socket.socket, address: str, handshake: Handshake) -> None:
         try:
-            peer = await self._greet(sock)
+            peer = await self._greet(sock, handshake)
         finally:
-            self._handshakes.release()
+            task = asyncio.current_task()
+            assert task is not None
+            self._strangers.pop(task, None)
+            self._room.set()
         if peer is not None:
             await self._on_meeting(Meeting(sock, peer, address))
 
-    async def _greet(self, sock: socket.socket) -> Hello | None:
-        handshake = Handshake("listener", self._hello, self._secret, purposes=self._purposes)
+    async def _greet(self, sock: socket.socket, handshake: Handshake) -> Hello | None:
         try:
             async with asyncio.timeout(self._handshake_timeout_s):
                 return await _shake_hands(sock, handshake)
@@ -197,14 +248,14 @@ async def _shake_hands(sock: socket.socket, handshake: Handshake, opening: bytes
             if answer is not None:
                 await _send(sock, answer)
         return handshake.peer
-    except HandshakeError as error:
-        if error.refusal is not None:
-            with contextlib.suppress(OSError):
-                await _send(sock, error.refusal)
-        raise
-    finally:
-        if handshake.peer is None:
+    except BaseException as error:
+        try:
+            if isinstance(error, HandshakeError) and error.refusal is not None:
+                with contextlib.suppress(OSError):
+                    await _send(sock, error.refusal)
+        finally:
             sock.close()
+        raise
 
 
 async def _send(sock: socket.socket, message: bytes) -> None:

@@ -6,19 +6,21 @@ import asyncio
 import logging
 import socket
 import struct
-from contextlib import suppress
+from collections import Counter
+from contextlib import ExitStack, suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.connection import ConnectionConfig, serve
+from kv_transfer.auth import Handshake, hello_of
+from kv_transfer.connection import ConnectionConfig, Server, serve
 from kv_transfer.frames import FrameLimits, frame_head
 from kv_transfer.meeting import dial
 from kv_transfer.messages import Ended
 from tests.loops import LOOP_KINDS, num_open_files, run_on
 from tests.serving import GATEWAY, WORKER, Run, assert_alive, connect_to, echo, serving
-from tests.waiting import HANGS_S, wait_until
+from tests.waiting import HANGS_S, eventually, wait_until
 
 
 @pytest.fixture(params=list(LOOP_KINDS))
@@ -81,16 +83,82 @@ def test_a_stranger_is_cut_off_in_time_and_harms_nobody(run: Run, words: bytes) 
     run(scenario())
 
 
-def test_many_silent_strangers_only_delay_a_friend(run: Run) -> None:
+def test_a_crowd_of_silent_strangers_that_comes_back_only_delays_a_friend(run: Run) -> None:
+    """Without anybody's handshake timing out: 400 who say nothing, each back as soon as it is dropped."""
+
+    async def stay_silent(server: Server, num_dropped: Counter[str]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with socket.socket() as sock:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, (server.endpoint.host, server.endpoint.port))
+                with suppress(OSError):
+                    await loop.sock_recv(sock, 1)
+            num_dropped["strangers"] += 1
+
     async def scenario() -> None:
-        async with serving(echo, handshake_timeout_s=2.0) as server:
-            crowd = [socket.create_connection((server.endpoint.host, server.endpoint.port)) for _ in range(150)]
-            friend = await connect_to(server)
-            await assert_alive(friend)
+        num_dropped: Counter[str] = Counter()
+        async with serving(echo, handshake_timeout_s=100 * HANGS_S) as server:
+            old_friend = await connect_to(server)
+            crowd = [asyncio.create_task(stay_silent(server, num_dropped)) for _ in range(400)]
+            await eventually(lambda: num_dropped["strangers"] > 0)
+            for _ in range(3):
+                await assert_alive(await connect_to(server))
+            await assert_alive(old_friend)
             for stranger in crowd:
-                stranger.close()
+                stranger.cancel()
+            await asyncio.gather(*crowd, return_exceptions=True)
 
     run(scenario())
+
+
+def test_who_is_in_the_middle_of_the_handshake_stays_while_silent_ones_give_way(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(echo, handshake_timeout_s=100 * HANGS_S) as server:
+            address = (server.endpoint.host, server.endpoint.port)
+            loop = asyncio.get_running_loop()
+            friend = Handshake("dialer", hello_of(GATEWAY, "gateway"), GATEWAY.secret)
+            with socket.create_connection(address) as sock, ExitStack() as crowd:
+                sock.setblocking(False)
+                await loop.sock_sendall(sock, framed(friend.opening()))
+                proof = friend.on_message(await next_word(sock))
+                assert proof is not None
+                silent = [crowd.enter_context(socket.create_connection(address)) for _ in range(400)]
+                for stranger in silent[:100]:  # all of them older than those who stay
+                    stranger.setblocking(False)
+                    assert await asyncio.wait_for(loop.sock_recv(stranger, 1), HANGS_S) == b""
+                await loop.sock_sendall(sock, framed(proof))
+                assert friend.on_message(await next_word(sock)) is None and friend.peer is not None
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_listener_closes_while_a_crowd_leaves_it(run: Run, turns: int) -> None:
+    """Whoever waits for room is cancelled in the turn in which there is some, or a few turns away from it."""
+
+    async def scenario() -> None:
+        async with serving(echo, handshake_timeout_s=100 * HANGS_S) as server:
+            with ExitStack() as crowd:
+                for _ in range(300):
+                    stranger = crowd.enter_context(socket.socket())
+                    stranger.setblocking(False)
+                    stranger.connect_ex((server.endpoint.host, server.endpoint.port))
+                await eventually(lambda: len(server._listener._strangers) == 256)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    run(scenario())
+
+
+def framed(word: bytes) -> bytes:
+    return struct.pack("<H", len(word)) + word
+
+
+async def next_word(sock: socket.socket) -> bytes:
+    loop = asyncio.get_running_loop()
+    (length,) = struct.unpack("<H", await asyncio.wait_for(loop.sock_recv(sock, 2), HANGS_S))
+    return await asyncio.wait_for(loop.sock_recv(sock, length), HANGS_S)
 
 
 def test_random_bytes_never_bring_a_listener_down() -> None:
