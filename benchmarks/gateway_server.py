@@ -31,6 +31,7 @@ from cluster.request_terms import RequestTerms
 from cluster.settings import GatewaySettings
 from cluster.slo_account import SloAccount
 from cluster.tenants import Tenants
+from cluster.unread import Unread
 from engine.model_store import resolve_model
 from engine.tokenizer import Tokenizer
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
@@ -106,6 +107,7 @@ async def _serve_http(generator: Generator) -> None:
         slo=SloAccount(model=MODEL),
         tenants=Tenants(b""),
         in_flight=InFlight(settings.max_concurrent),
+        unread=Unread(settings.max_unread_bytes),
     )
     settle_heap()
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:

@@ -1,12 +1,12 @@
 """What every endpoint of one gateway may use: the generator, the tokenizer, the settings, the metrics.
 
-Knows nothing of HTTP's shapes; owns only the count of sequences in flight.
+Knows nothing of HTTP's shapes; owns the counts of sequences in flight and of output that waits to be read.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from cluster.metrics import Metrics
 from cluster.settings import GatewaySettings
 from cluster.slo_account import SloAccount
 from cluster.tenants import Tenants
+from cluster.unread import Unread
 from engine.tokenizer import Tokenizer
 
 
@@ -36,18 +37,27 @@ class InFlight:
             )
 
     @contextmanager
-    def enter(self, num_sequences: int) -> Iterator[None]:
-        """Hold room for that many. Raises OverloadedError when there is none now."""
+    def enter(self, num_sequences: int) -> Iterator[Callable[[], None]]:
+        """Hold room for that many; each call of what it gives returns that of one. Raises OverloadedError when there is
+        none now."""
         if self._num + num_sequences > self._limit:
             raise OverloadedError(
                 f"{self._num} of at most {self._limit} sequences are in flight here. Try again shortly.",
                 retry_after_s=1.0,
             )
-        self._num += num_sequences
+        held = num_sequences
+        self._num += held
+
+        def leave() -> None:
+            nonlocal held
+            assert held > 0, "more sequences end than have begun"
+            held -= 1
+            self._num -= 1
+
         try:
-            yield
+            yield leave
         finally:
-            self._num -= num_sequences
+            self._num -= held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +72,7 @@ class Api:
     slo: SloAccount
     tenants: Tenants
     in_flight: InFlight
+    unread: Unread
     created: int = field(default_factory=lambda: int(time.time()))
 
     def require_model(self, name: str) -> None:

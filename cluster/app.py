@@ -35,6 +35,7 @@ from cluster.settings import LegatoConfig, PoolSettings
 from cluster.slo_account import SloAccount
 from cluster.slo_metrics import SloMetrics
 from cluster.tenants import Tenants
+from cluster.unread import Unread
 from cluster.worker_deployment import WorkerDeployment, resolve_host
 from cluster.worker_metrics import WorkerMetrics
 from engine.builtin_models import BUILTIN_MODELS
@@ -212,6 +213,7 @@ class Gateway:
             slo=self._slo,
             tenants=self._tenants,
             in_flight=InFlight(config.gateway.max_concurrent),
+            unread=Unread(config.gateway.max_unread_bytes),
         )
         app = create_app(api)
         settle_heap()

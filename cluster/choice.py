@@ -6,6 +6,7 @@ or of a character waits until it is decided.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -37,6 +38,19 @@ class Delta:
     @property
     def empty(self) -> bool:
         return not (self.text or self.entries or self.token_ids or self.finish_reason)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, estimated: what the allocator takes for these objects."""
+        entries = len(self.entries) * (200 + 120 * len(self.entries[0].top)) if self.entries else 0
+        return 200 + sys.getsizeof(self.text) + 40 * len(self.token_ids) + entries
+
+    def merge(self, later: Delta) -> None:
+        """Add what came next of the same choice."""
+        self.text += later.text
+        self.entries += later.entries
+        self.token_ids += later.token_ids
+        self.finish_reason = later.finish_reason
 
 
 class Choice:

@@ -5,6 +5,7 @@
     │   ├── NotFoundError              404  no such model or URL
     │   ├── ConflictError              409  not in the state that the cluster is in
     │   ├── BodyTooLargeError          413
+    │   ├── UnreadError                400  the client does not read what it asked for
     │   └── BodyTimeoutError           408  the body did not arrive in time
     └── GenerationError                     what a `Generator` may raise
         ├── RequestTooLargeError       400  no worker of this cluster could ever hold it
@@ -73,6 +74,10 @@ class BodyTooLargeError(InvalidRequestError):
 class BodyTimeoutError(InvalidRequestError):
     status = 408
     default_code = "body_timeout"
+
+
+class UnreadError(InvalidRequestError):
+    default_code = "unread"
 
 
 class GenerationError(ApiError):

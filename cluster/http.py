@@ -21,6 +21,7 @@ def create_app(api: Api) -> FastAPI:
     for module in (http_chat, http_completions, http_decisions, http_service, http_slo):
         app.include_router(module.router)
     install_error_handlers(app)
+    api.metrics.watch_unread(lambda: api.unread.num_bytes)
     settings = api.settings
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
     return app

@@ -10,6 +10,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError
+from cluster.http_connection import note_connection
 from cluster.http_errors import error_response
 from cluster.http_terms import note_arrival
 
@@ -27,6 +28,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         note_arrival(scope)
+        note_connection(scope, receive)
         try:
             self._check_declared(scope)
             async with asyncio.timeout(self._timeout_s):

@@ -1,14 +1,17 @@
-"""The answer to a generation request: streamed or whole, and ended at once when the client goes away.
+"""The answer to a generation request: streamed or whole, and ended when the client goes away or does not read.
 
-Owns the request from the moment its sequences start. The status line is sent with the first token, so that an error
-before it (429, 503, ...) has its own status; an error after it becomes a last event of the stream.
+Owns the request from the moment its sequences start. One task generates, another sends what waits in the outbox between
+them, so that a sequence ends, and makes room for the next one, when it is done and not when its client has read it.
+The status line is sent with the first token, so that an error before it (429, 503, ...) has its own status; an error
+after it becomes a last event of the stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+import time
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Final
 
@@ -18,19 +21,20 @@ from starlette.types import Receive, Scope, Send
 from cluster.api import Api
 from cluster.choice import Delta
 from cluster.errors import ApiError, DeadlineError, FailedError
+from cluster.http_connection import Connection, connection_of
 from cluster.metrics import RequestTimeline
 from cluster.request_watch import outcome_of
 from cluster.shapes import Shape, dumps
 from cluster.slo import CLASS_HEADER
 from cluster.slo_report import Outcome
 from cluster.streaming import Generation
+from cluster.unread import PIECE_BYTES, Outbox
 
 logger = logging.getLogger(__name__)
 
 LAST_WORD_S: Final = 1.0  # for telling a client that may not be reading that its request failed
 _UNBUFFERED: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would hold it back
-
-Batches = AsyncGenerator[dict[int, Delta], None]
+_LOOKS_PER_TIMEOUT: Final = 8  # at whether a client takes anything
 
 
 class GenerationResponse(Response):
@@ -44,16 +48,37 @@ class GenerationResponse(Response):
         self._timeline = timeline
         self._watch = generation.watch
         self._outcome: Outcome | None = Outcome.CANCELLED  # unless something else is known at the end
-        self._started = False
+        self._started = self._complete = False  # what has been handed to the connection
+        self._sending_since: float | None = None  # a `send` has not returned since then
+        self._given_up = asyncio.Event()  # during such a `send`: too much waits behind it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._timeline.num_prompt_tokens = self._generation.job.num_prompt_tokens
+        connection = connection_of(scope)
         with self._api.metrics.running(self._timeline):
             try:
-                await unless_disconnected(receive, self._answer_or_fail(send))
+                await first_of(self._answer_or_fail(send), _disconnected(receive), self._unread(connection))
+                if not self._complete:
+                    connection.abort()
             finally:  # Serve cancels a request whose client has left
                 if self._outcome is not None:
                     self._watch.ended(self._outcome, self._generation.num_generated_tokens)
+
+    async def _unread(self, connection: Connection) -> None:
+        """Until the client has taken nothing for too long, or too much waits that it does not take."""
+        timeout_s = self._api.settings.unread_timeout_s
+        last_seen, since = None, 0.0
+        while not self._given_up.is_set():
+            now = time.monotonic()
+            seen = (self._sending_since, connection.num_not_taken())
+            if self._sending_since is None or seen != last_seen:
+                last_seen, since = seen, now
+            elif now - since >= timeout_s:
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s / _LOOKS_PER_TIMEOUT):
+                    await self._given_up.wait()
+        self._timeline.outcome = "unread"
 
     async def _answer_or_fail(self, send: Send) -> None:
         """Answer; whatever goes wrong is told to the client. The one place where a request's errors end."""
@@ -67,37 +92,59 @@ class GenerationResponse(Response):
 
     async def _answer(self, send: Send) -> None:
         deadline_s = self._api.settings.request_deadline_s
-        job = self._generation.job
+        outbox = self._api.unread.open(len(self._generation.choices), self._on_too_much)
+        generating = asyncio.create_task(self._generate(outbox))
         try:
-            with self._api.in_flight.enter(len(job.specs)):
-                async with asyncio.timeout(deadline_s), aclosing(self._generation.batches()) as batches:
-                    await (self._stream(send, batches) if job.stream else self._whole(send, batches))
-                    self._timeline.outcome, self._outcome = "finished", Outcome.FINISHED
+            async with asyncio.timeout(deadline_s):
+                await (self._stream if self._generation.job.stream else self._whole)(send, outbox)
+                self._timeline.outcome, self._outcome = "finished", Outcome.FINISHED
         except TimeoutError as error:
             raise DeadlineError(
                 f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
             ) from error
         finally:
+            outbox.close()
+            generating.cancel()
+            await asyncio.wait({generating})
             self._timeline.num_cached_tokens = self._generation.num_cached_tokens
             self._timeline.num_generated_tokens = self._generation.num_generated_tokens
             self._timeline.num_steps = self._generation.num_steps
             self._timeline.predicted_ttft_s = self._watch.predicted_ttft_s
 
-    async def _stream(self, send: Send, batches: Batches) -> None:
+    async def _generate(self, outbox: Outbox) -> None:
+        """Into the outbox, as fast as the workers are. Each sequence holds its place only while it runs."""
+        try:
+            with self._api.in_flight.enter(len(self._generation.choices)) as leave:
+                async with aclosing(self._generation.batches()) as batches:
+                    async for batch in batches:
+                        for index, delta in batch.items():
+                            if delta.finish_reason is not None:
+                                leave()
+                            outbox.add(index, delta)
+            outbox.end()
+        except Exception as error:
+            outbox.end(error)
+
+    def _on_too_much(self) -> None:
+        if self._sending_since is not None:  # else the next call to the outbox raises
+            self._given_up.set()
+
+    async def _stream(self, send: Send, outbox: Outbox) -> None:
         opened: set[int] = set()
-        async for batch in batches:
-            events = b"".join(self._events(batch, opened))
+        while waiting := await outbox.take():
+            events = b"".join(self._events(waiting, opened))
             if not self._started:
                 await self._start(send, 200, "text/event-stream", _UNBUFFERED)
             if events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+                await self._write(send, events)
                 self._watch.first_byte()
+            outbox.shrink(sum(delta.num_bytes for _, delta in waiting))
         usage = self._generation.usage() if self._generation.job.include_usage else None
-        await send({"type": "http.response.body", "body": self._shape.closing(usage)})
+        await self._write(send, self._shape.closing(usage), last=True)
 
-    def _events(self, batch: dict[int, Delta], opened: set[int]) -> list[bytes]:
+    def _events(self, deltas: Sequence[tuple[int, Delta]], opened: set[int]) -> list[bytes]:
         events: list[bytes] = []
-        for index, delta in batch.items():
+        for index, delta in deltas:
             if index not in opened:
                 opened.add(index)
                 events.append(self._shape.opening(index))
@@ -105,30 +152,43 @@ class GenerationResponse(Response):
                 events.append(self._shape.chunk(index, delta))
         return events
 
-    async def _whole(self, send: Send, batches: Batches) -> None:
+    async def _whole(self, send: Send, outbox: Outbox) -> None:
         wholes = [_Whole() for _ in self._generation.choices]
-        async for batch in batches:
+        while waiting := await outbox.take():
             self._watch.first_byte()
-            for index, delta in batch.items():
+            for index, delta in waiting:
                 wholes[index].add(delta)
-        body = self._shape.whole([whole.delta() for whole in wholes], self._generation.usage())
-        await self._send_json(send, 200, body)
+        data = dumps(self._shape.whole([whole.delta() for whole in wholes], self._generation.usage()))
+        del wholes
+        outbox.resize(len(data))
+        await self._send_json(send, 200, data, outbox=outbox)
 
     async def _fail(self, send: Send, error: ApiError) -> None:
         self._timeline.outcome, self._outcome = error.code or "failed", outcome_of(error)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if self._started:
-                    await send({"type": "http.response.body", "body": b"data: " + dumps(error.body()) + b"\n\n"})
+                    await self._write(send, b"data: " + dumps(error.body()) + b"\n\n", last=True)
                 else:
-                    await self._send_json(send, error.status, error.body(), error.headers())
+                    await self._send_json(send, error.status, dumps(error.body()), error.headers())
 
     async def _send_json(
-        self, send: Send, status: int, body: dict[str, Any], headers: dict[str, str] | None = None
+        self, send: Send, status: int, data: bytes, headers: dict[str, str] | None = None, outbox: Outbox | None = None
     ) -> None:
-        data = dumps(body)
         await self._start(send, status, "application/json", {"content-length": str(len(data)), **(headers or {})})
-        await send({"type": "http.response.body", "body": data})
+        await self._write(send, data, last=True, outbox=outbox)
+
+    async def _write(self, send: Send, data: bytes, *, last: bool = False, outbox: Outbox | None = None) -> None:
+        """In pieces, so that a client that reads slowly is seen to read. `outbox` is told of each."""
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            more = not last or start + PIECE_BYTES < len(data)
+            self._sending_since = time.monotonic()
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+            self._sending_since = None
+            if outbox is not None:
+                outbox.shrink(len(piece))
+        self._complete = last
 
     async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
         self._started = True
@@ -161,18 +221,18 @@ class _Whole:
         return self._last
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or cancel it as soon as the client is gone."""
+async def first_of(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, or cancel it as soon as one of `ends` is over. Raises what `work` raised."""
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
+    tasks = {working, *map(asyncio.create_task, ends)}
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        stayed = working.done()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done = working.done()
     finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.wait({working, watching})
-    if stayed:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    if done:
         working.result()
 
 

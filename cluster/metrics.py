@@ -6,7 +6,7 @@ Everything is updated once per request: a token costs no metric. `registry` is o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -70,6 +70,13 @@ class Metrics:
         self._e2e = Histogram(
             "legato_request_duration_seconds", "From arrival to the last byte", buckets=_E2E_S, registry=r
         )
+
+    def watch_unread(self, num_bytes: Callable[[], float]) -> None:
+        """What waits for clients to read it."""
+        gauge = Gauge(
+            "legato_unread_bytes", "Output in memory that waits for clients to read it", registry=self.registry
+        )
+        gauge.set_function(num_bytes)
 
     def count(self, endpoint: str, outcome: str) -> None:
         """A request that never came to generation ended so."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from cluster.errors import ApiError, GenerationError, OverloadedError, RequestTooLargeError
+from cluster.errors import ApiError, GenerationError, OverloadedError, RequestTooLargeError, UnreadError
 from cluster.journey import Journey
 from cluster.request_terms import RequestTerms
 from cluster.slo_report import Outcome, RequestEnd, Served, SloRecorder
@@ -111,6 +111,8 @@ class RequestWatch:
 
 def outcome_of(error: ApiError) -> Outcome | None:
     """What an error means for the promise; None: nothing, because what was asked for cannot be done."""
+    if isinstance(error, UnreadError):
+        return Outcome.CANCELLED
     if isinstance(error, OverloadedError):
         return Outcome.REJECTED
     if isinstance(error, GenerationError) and not isinstance(error, RequestTooLargeError):

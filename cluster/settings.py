@@ -124,6 +124,16 @@ class GatewaySettings(Settings):
     max_concurrent: int = Field(
         512, ge=1, description="Sequences (choices) in flight in one gateway; more are answered with 429."
     )
+    unread_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="An answer of which the client takes nothing for so long is ended, and counted as `unread`.",
+    )
+    max_unread_bytes: SizeBytes = Field(
+        256 * 2**20,
+        description="Output that may wait in memory for clients to read it; beyond it the answer with most of it is"
+        " ended, and one with more than half of it at once.",
+    )
     retries: int = Field(
         3,
         ge=0,

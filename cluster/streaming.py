@@ -50,7 +50,8 @@ class Generation:
                     if choice.finish_reason is not None:
                         continue  # arrived together with, but after, the end of a stop string
                     delta = self._delta(choice, event)
-                    _merge(batch, index, delta)
+                    if (earlier := batch.setdefault(index, delta)) is not delta:
+                        earlier.merge(delta)
                     if delta.finish_reason is not None:
                         remaining -= 1
                         if event.finish_reason is None:
@@ -85,12 +86,3 @@ class Generation:
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
-
-
-def _merge(batch: dict[int, Delta], index: int, delta: Delta) -> None:
-    earlier = batch.setdefault(index, delta)
-    if earlier is not delta:
-        earlier.text += delta.text
-        earlier.entries += delta.entries
-        earlier.token_ids += delta.token_ids
-        earlier.finish_reason = delta.finish_reason

@@ -20,6 +20,7 @@ from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_account import SloAccount
 from cluster.slo_metrics import SloMetrics
 from cluster.tenants import Tenants
+from cluster.unread import Unread
 from engine.tokenizer import Tokenizer
 from tests.openai_conformance import Target
 from tests.scripted_generator import ScriptedGenerator
@@ -47,6 +48,7 @@ def scripted_api(
         slo=account,
         tenants=Tenants(b"a secret of the cluster"),
         in_flight=InFlight(settings.max_concurrent),
+        unread=Unread(settings.max_unread_bytes),
     )
 
 

@@ -1,0 +1,54 @@
+"""The client's socket under a request, of which ASGI shows nothing: whether bytes are taken, and how to close it now.
+
+ASGI has no way to close a connection whose client does not read: uvicorn closes it once everything is written, which is
+never. So this looks behind `receive`, where uvicorn, also inside a Serve replica, has the transport. Where that is not
+found, nothing is known of what the client takes, and the connection is left to the server and to HAProxy's timeouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import struct
+import termios
+from typing import Final
+
+from starlette.types import Receive, Scope
+
+_CONNECTION: Final = "legato.connection"
+
+
+class Connection:
+    """Of one request."""
+
+    def __init__(self, receive: Receive) -> None:
+        # Serve's `ASGIDIReceiveProxy` keeps the server's `receive`; uvicorn's is a method of the request's cycle.
+        server_receive = getattr(receive, "_receive", receive)
+        transport = getattr(getattr(server_receive, "__self__", None), "transport", None)
+        self._transport: asyncio.Transport | None = transport if hasattr(transport, "abort") else None
+
+    def num_not_taken(self) -> int | None:
+        """Bytes that were written to the client and have not arrived at its machine; None: not known."""
+        if self._transport is None or self._transport.is_closing():
+            return None
+        sock = self._transport.get_extra_info("socket")
+        try:
+            (in_kernel,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
+        except (AttributeError, OSError):  # no socket, or it is gone
+            return None
+        return self._transport.get_write_buffer_size() + int(in_kernel)
+
+    def abort(self) -> None:
+        """Close it with whatever was not sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def note_connection(scope: Scope, receive: Receive) -> None:
+    """For `connection_of`; `receive` is the one that the server gave."""
+    scope[_CONNECTION] = Connection(receive)
+
+
+def connection_of(scope: Scope) -> Connection:
+    connection: Connection = scope[_CONNECTION]
+    return connection
