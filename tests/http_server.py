@@ -58,10 +58,14 @@ def running_server(
     tokenizer: Tokenizer,
     settings: GatewaySettings | None = None,
     slo: SloConfig = NO_TARGETS,
+    send_buffer_bytes: int | None = None,
 ) -> Iterator[Target]:
-    """A server on a port of its own, and clients for it."""
+    """A server on a port of its own, and clients for it. The kernel holds `send_buffer_bytes` for each client, or as
+    much as it likes."""
     api = scripted_api(generator, tokenizer, settings, slo)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # inherited by what it accepts
     server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", loop="uvloop", lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

@@ -45,6 +45,7 @@ class Script:
     delay_s: float = 0.0  # before each token
     tail_s: float = 0.0  # from the last token to the end of the iteration
     burst: int = 1  # tokens that come without a pause between them
+    hang_after: int | None = None  # tokens, then nothing until the stream is closed
     fail_after: int | None = None  # tokens, then `error`, or a silent end
     error: Exception | None = None
     role_error: Exception | None = None  # to any change of a worker's role
@@ -95,10 +96,12 @@ class ScriptedGenerator:
         try:
             arrivals: Arrivals = []
             for index, token_id in enumerate(self._token_ids(request)):
-                fails = self.script.fail_after == index
-                if arrivals and (fails or index % self.script.burst == 0):
+                fails, hangs = self.script.fail_after == index, self.script.hang_after == index
+                if arrivals and (fails or hangs or index % self.script.burst == 0):
                     yield arrivals
                     arrivals = []
+                if hangs:
+                    await asyncio.get_running_loop().create_future()
                 if fails:
                     if self.script.error is None:
                         return
