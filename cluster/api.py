@@ -38,9 +38,13 @@ class InFlight:
 
     @contextmanager
     def enter(self, num_sequences: int) -> Iterator[Callable[[], None]]:
-        """Hold room for that many; each call of what it gives returns that of one. Raises OverloadedError when there is
-        none now."""
-        if self._num + num_sequences > self._limit:
+        """Hold room for that many; each call of what it gives returns that of one.
+
+        Several take at most half of the room that is left, where others run: a few large requests do not shut out small
+        ones. Raises OverloadedError when there is no room now.
+        """
+        left = self._limit - self._num
+        if num_sequences > (left if num_sequences == 1 or self._num == 0 else left // 2):
             raise OverloadedError(
                 f"{self._num} of at most {self._limit} sequences are in flight here. Try again shortly.",
                 retry_after_s=1.0,

@@ -104,8 +104,8 @@ class UnavailableError(GenerationError):
     kind = "service_unavailable_error"
     default_code = "unavailable"
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+    def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, code=code)
 
 
 class DeadlineError(GenerationError):

@@ -23,5 +23,10 @@ def create_app(api: Api) -> FastAPI:
     install_error_handlers(app)
     api.metrics.watch_unread(lambda: api.unread.num_bytes)
     settings = api.settings
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        max_arriving_bytes=settings.max_arriving_bytes,
+        timeout_s=settings.body_timeout_s,
+    )
     return app

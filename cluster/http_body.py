@@ -1,27 +1,43 @@
-"""Reads every request's body before the app sees it: bounded in size and in time.
+"""Reads every request's body before the app sees it: bounded in size and in time, and all together in memory.
 
 Plain ASGI. A body over the limit is answered with 413 as soon as that is known, one that does not arrive with 408.
+Where too many arrive at once, the oldest are answered with 503: to read more slowly would not help, Serve reads ahead.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError
+from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError, UnavailableError
 from cluster.http_connection import note_connection
 from cluster.http_errors import error_response
 from cluster.http_terms import note_arrival
 
 
-class BodyLimit:
-    """Middleware. Holds one body of at most `max_bytes` per request."""
+@dataclass(slots=True, eq=False)
+class _Upload:
+    """A body that has not arrived in full."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+    time: asyncio.Timeout
+    body: bytearray = field(default_factory=bytearray)
+
+
+class BodyLimit:
+    """Middleware. Holds one body of at most `max_bytes` per request, and `max_arriving_bytes` of all unfinished ones.
+
+    Beyond that the one that has been on its way longest gives way: a crowd of slow uploads costs others nothing.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_arriving_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_arriving_bytes = max_arriving_bytes
         self._timeout_s = timeout_s
+        self._arriving: dict[_Upload, None] = {}  # the oldest first
+        self._num_bytes = 0  # of them
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
@@ -31,11 +47,7 @@ class BodyLimit:
         note_connection(scope, receive)
         try:
             self._check_declared(scope)
-            async with asyncio.timeout(self._timeout_s):
-                body = await self._read(receive)
-        except TimeoutError:
-            error = BodyTimeoutError(f"The body did not arrive within {self._timeout_s:g} s. Send it again.")
-            await self._refuse(error, scope, receive, send)
+            body = await self._receive(receive)
         except ApiError as error:
             await self._refuse(error, scope, receive, send)
         else:
@@ -47,20 +59,55 @@ class BodyLimit:
             if name == b"content-length" and value.isdigit() and int(value) > self._max_bytes:
                 raise self._too_large()
 
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _receive(self, receive: Receive) -> bytes | None:
         """The whole body, or None if the client has gone."""
-        parts: list[bytes] = []
-        size = 0
+        upload = _Upload(asyncio.timeout(self._timeout_s))
+        self._arriving[upload] = None
+        try:
+            async with upload.time:
+                return await self._read(receive, upload)
+        except TimeoutError:
+            if upload in self._arriving:
+                raise BodyTimeoutError(
+                    f"The body did not arrive within {self._timeout_s:g} s. Send it again."
+                ) from None
+            raise UnavailableError(
+                "More is being sent to the server at once than it has room for, and this body has been on its way"
+                " longest. Send it again.",
+                code="body_gave_way",
+                retry_after_s=1.0,
+            ) from None
+        finally:
+            self._forget(upload)
+
+    async def _read(self, receive: Receive, upload: _Upload) -> bytes | None:
+        body = upload.body
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_bytes:
+            piece = message.get("body", b"")
+            if upload not in self._arriving:  # it had to give way just now, and what came of it is gone
+                raise TimeoutError
+            if len(body) + len(piece) > self._max_bytes:
                 raise self._too_large()
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return bytes(body + piece) if body else piece
+            body += piece
+            self._num_bytes += len(piece)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        while self._num_bytes > self._max_arriving_bytes:
+            oldest = next(iter(self._arriving))
+            self._forget(oldest)
+            oldest.time.reschedule(asyncio.get_running_loop().time())
+
+    def _forget(self, upload: _Upload) -> None:
+        if upload in self._arriving:
+            del self._arriving[upload]
+            self._num_bytes -= len(upload.body)
+            upload.body.clear()
 
     def _too_large(self) -> BodyTooLargeError:
         return BodyTooLargeError(f"The body is larger than {self._max_bytes} bytes. Send a shorter request.")

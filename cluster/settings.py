@@ -119,10 +119,18 @@ class GatewaySettings(Settings):
     replicas: int = Field(1, ge=1, description="Gateway replicas.")
     num_cpus: float = Field(0.5, ge=0, description="CPUs that Ray sets aside for each gateway.")
     max_body_bytes: SizeBytes = Field(4 * 2**20, description="Largest request body; more is answered with 413.")
+    max_arriving_bytes: SizeBytes = Field(
+        64 * 2**20,
+        description="Of all bodies that have not arrived in full; beyond it the one that has been on its way longest is"
+        " answered with 503.",
+    )
     body_timeout_s: float = Field(30.0, gt=0, description="A request body must have arrived within this time.")
     request_deadline_s: float = Field(600.0, gt=0, description="A request that takes longer ends with 504.")
     max_concurrent: int = Field(
-        512, ge=1, description="Sequences (choices) in flight in one gateway; more are answered with 429."
+        512,
+        ge=1,
+        description="Sequences (choices) in flight in one gateway; more are answered with 429, and so is a request for"
+        " several that would take more than half of what is left by others.",
     )
     unread_timeout_s: float = Field(
         30.0,
@@ -144,6 +152,15 @@ class GatewaySettings(Settings):
         min_length=1,
         description="File that each request is appended to when it ends, for `python -m cluster whatif`; empty: none.",
     )
+
+    @model_validator(mode="after")
+    def _check_arriving(self) -> Self:
+        if self.max_arriving_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_arriving_bytes is {self.max_arriving_bytes}, less than one body may have (max_body_bytes is"
+                f" {self.max_body_bytes}); raise the first or lower the second"
+            )
+        return self
 
 
 class NetworkSettings(Settings):

@@ -20,6 +20,9 @@ SERVE_ENVIRONMENT: Final = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     # Above the longest generation: a reload of HAProxy must not cut a stream.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # A client that sends half a request, or takes nothing of an answer, gives its connection back after a minute; Ray's
+    # own value is an hour. Waiting for a worker does not count, so answers and their pauses may be longer.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
     # Workers report every second what size their pool should have; by default Serve hears of it every ten.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",

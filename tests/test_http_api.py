@@ -6,12 +6,15 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cluster.api import InFlight
 from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.generation import ServingLimits
 from cluster.prepare import derived_seed
@@ -340,6 +343,17 @@ def test_no_more_at_once_than_a_gateway_may(tokenizer: Tokenizer) -> None:
         assert target.http.post("/v1/completions", json={**SHORT, "n": 4}).status_code == 200
 
 
+def test_large_requests_leave_room_for_small_ones() -> None:
+    in_flight = InFlight(16)
+    with in_flight.enter(8), in_flight.enter(4), in_flight.enter(2):
+        with pytest.raises(OverloadedError), in_flight.enter(2):
+            pass
+        with in_flight.enter(1), in_flight.enter(1), pytest.raises(OverloadedError), in_flight.enter(1):
+            pass
+    with in_flight.enter(16):  # where nobody else is
+        pass
+
+
 def test_a_request_ends_at_the_deadline_and_makes_room(tokenizer: Tokenizer) -> None:
     settings = GatewaySettings(max_concurrent=4, request_deadline_s=0.3)
     generator = ScriptedGenerator(tokenizer)
@@ -368,6 +382,38 @@ def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer) -> No
         with socket.create_connection((url.host, url.port or 0), timeout=HANGS_S) as sock:
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
             assert sock.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_slow_uploads_together_hold_little_and_keep_nobody_out(tokenizer: Tokenizer) -> None:
+    settings = GatewaySettings(max_body_bytes=64_000, max_arriving_bytes=256_000, body_timeout_s=100 * HANGS_S)
+    body = json.dumps(SHORT).encode().ljust(60_000)
+    with running_server(ScriptedGenerator(tokenizer), tokenizer, settings) as target, ExitStack() as uploads:
+        url = target.http.base_url
+        socks = []
+        for _ in range(20):
+            sock = uploads.enter_context(socket.create_connection((url.host, url.port or 0), timeout=HANGS_S))
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n" + body[:-1])
+            socks.append(sock)
+            assert target.http.post("/v1/completions", json=SHORT).status_code == 200
+        for sock in socks[:16]:  # four of them fit
+            refusal = b"".join(iter(partial(sock.recv, 1_000), b""))
+            assert refusal.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in refusal
+            assert b'"code":"body_gave_way"' in refusal
+        for sock in socks[16:]:
+            sock.sendall(body[-1:])
+            assert sock.recv(100).startswith(b"HTTP/1.1 200")
+        assert (
+            'legato_requests_total{endpoint="other",outcome="body_gave_way"} 16.0' in target.http.get("/metrics").text
+        )
+
+
+def test_silent_connections_keep_nobody_out(target: Target, generator: ScriptedGenerator) -> None:
+    url = target.http.base_url
+    with ExitStack() as silent:
+        for words in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ") * 200:
+            sock = silent.enter_context(socket.create_connection((url.host, url.port or 0), timeout=HANGS_S))
+            sock.sendall(words)
+        assert httpx.post(f"{url}/v1/completions", json=SHORT, timeout=HANGS_S).status_code == 200
 
 
 def test_metrics_count_outcomes(tokenizer: Tokenizer) -> None:
