@@ -27,28 +27,29 @@ class InFlight:
         self._limit = limit
         self._num = 0
 
-    def require_possible(self, num_sequences: int) -> None:
-        """Raises InvalidRequestError when there will never be room for that many at once."""
+    def require_room(self, num_sequences: int) -> None:
+        """Before anything is made ready for so many.
+
+        Raises InvalidRequestError when there will never be room for them at once, OverloadedError when there is none
+        now: several take at most half of what others leave, so that a few large requests do not shut out small ones.
+        """
         if num_sequences > self._limit:
             raise InvalidRequestError(
                 f"This request asks for {num_sequences} choices (prompts × n) and the server generates at most "
                 f"{self._limit} at a time. Send fewer prompts, or a smaller n.",
                 param="n",
             )
-
-    @contextmanager
-    def enter(self, num_sequences: int) -> Iterator[Callable[[], None]]:
-        """Hold room for that many; each call of what it gives returns that of one.
-
-        Several take at most half of the room that is left, where others run: a few large requests do not shut out small
-        ones. Raises OverloadedError when there is no room now.
-        """
         left = self._limit - self._num
         if num_sequences > (left if num_sequences == 1 or self._num == 0 else left // 2):
             raise OverloadedError(
                 f"{self._num} of at most {self._limit} sequences are in flight here. Try again shortly.",
                 retry_after_s=1.0,
             )
+
+    @contextmanager
+    def enter(self, num_sequences: int) -> Iterator[Callable[[], None]]:
+        """Hold room for that many; each call of what it gives returns that of one. Raises like `require_room`."""
+        self.require_room(num_sequences)
         held = num_sequences
         self._num += held
 

@@ -141,7 +141,7 @@ def _completion_prompt(prompt: Prompt, echo: bool, api: Api) -> TokenPrompt:
 
 def _check_common(body: GenerationBody, num_prompts: int, api: Api) -> None:
     api.require_model(body.model)
-    api.in_flight.require_possible(num_prompts * (body.n or 1))
+    api.in_flight.require_room(num_prompts * (body.n or 1))
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError(
             "stream_options is only possible with stream: true. Leave it out, or stream.", param="stream_options"
