@@ -168,7 +168,11 @@ class Gateway:
             return endpoint
 
         self._config = config
-        self._tenants = Tenants(secret)
+        self._tenants = Tenants(
+            secret,
+            trust_header=config.gateway.trust_tenant_header,
+            share_prefixes=config.gateway.share_prefixes,
+        )
         self._identity = control_identity("gateway", secret)
         self._slo = SloAccount(config.slo_classes, model=config.model.name)
         self._orchestrator = Orchestrator(

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from cluster.api import Api
 from cluster.choice import Delta
 from cluster.http_response import GenerationResponse
-from cluster.http_terms import answered_tier, terms_of
+from cluster.http_terms import answered_tier, prefix_salt, terms_of
 from cluster.logprobs import chat_logprobs
 from cluster.metrics import RequestTimeline
 from cluster.openai_types import ChatBody
@@ -26,7 +26,7 @@ async def chat_completions(body: ChatBody, request: Request) -> GenerationRespon
     api: Api = request.app.state.api
     terms = terms_of(request, body, api)
     with api.slo.admitting(terms):
-        job = await prepare_chat(body, api, answered_tier(request, body))
+        job = await prepare_chat(body, api, answered_tier(request, body), prefix_salt(request, body, api))
     timeline = RequestTimeline(endpoint="/v1/chat/completions", arrived_s=terms.arrived_at)
     return GenerationResponse(api, Generation(job, api, terms, timeline), ChatShape(job, api), timeline)
 

@@ -40,6 +40,11 @@ def terms_of(request: Request, body: GenerationBody, api: Api) -> RequestTerms:
     return RequestTerms(slo=slo, tenant=tenant, arrived_at=arrival(request))
 
 
+def prefix_salt(request: Request, body: GenerationBody, api: Api) -> str:
+    """With whom it shares cached prefixes: see `Tenants.salt`. Raises InvalidRequestError where a tenant is none."""
+    return api.tenants.salt(request.headers, body.cache_salt)
+
+
 def answered_tier(request: Request, body: GenerationBody) -> str:
     """What the answer says in `service_tier`: the tier that was asked for; a class, where a header chose one."""
     chosen = request.headers.get(CLASS_HEADER) or body.service_tier or "auto"

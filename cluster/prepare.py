@@ -70,16 +70,16 @@ class Wishes:
     prompt_logprobs: int | None = None
 
 
-async def prepare_chat(body: ChatBody, api: Api, service_tier: str) -> Job:
+async def prepare_chat(body: ChatBody, api: Api, service_tier: str, prefix_salt: str) -> Job:
     """Raises ApiError."""
     _check_common(body, 1, api)
     wishes = Wishes(max_tokens=_chat_max_tokens(body), logprobs=_chat_logprobs(body))
     token_ids = await chat_token_ids(body.messages, api)
     prompt = TokenPrompt(token_ids=token_ids)
-    return _job("chatcmpl", body, api, [prompt], wishes, service_tier, param="messages")
+    return _job("chatcmpl", body, api, [prompt], wishes, service_tier, prefix_salt, param="messages")
 
 
-async def prepare_completion(body: CompletionBody, api: Api, service_tier: str) -> Job:
+async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, prefix_salt: str) -> Job:
     """Raises ApiError."""
     _check_common(body, len(body.prompt), api)
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -92,7 +92,7 @@ async def prepare_completion(body: CompletionBody, api: Api, service_tier: str) 
     num_chars = sum(len(prompt) for prompt in body.prompt)
     prompts = await _off_loop_if_long(num_chars, _completion_prompts, body.prompt, bool(body.echo), api)
     wishes = Wishes(max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
-    return _job("cmpl", body, api, prompts, wishes, service_tier, param="prompt")
+    return _job("cmpl", body, api, prompts, wishes, service_tier, prefix_salt, param="prompt")
 
 
 async def chat_token_ids(messages: list[ChatMessage], api: Api) -> list[int]:
@@ -175,6 +175,7 @@ def _job(
     prompts: list[TokenPrompt],
     wishes: Wishes,
     service_tier: str,
+    prefix_salt: str,
     *,
     param: str,
 ) -> Job:
@@ -188,7 +189,7 @@ def _job(
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         prompts=tuple(prompts),
         num_choices=body.n or 1,
-        specs=tuple(_specs(job_id, body, api, prompts, wishes, param)),
+        specs=tuple(_specs(job_id, body, api, prompts, wishes, prefix_salt, param)),
         stop=tuple(body.stop),
         return_token_ids=bool(body.return_token_ids),
         discard_output=wishes.max_tokens == 0,
@@ -196,7 +197,13 @@ def _job(
 
 
 def _specs(
-    job_id: str, body: GenerationBody, api: Api, prompts: list[TokenPrompt], wishes: Wishes, param: str
+    job_id: str,
+    body: GenerationBody,
+    api: Api,
+    prompts: list[TokenPrompt],
+    wishes: Wishes,
+    prefix_salt: str,
+    param: str,
 ) -> Iterator[RequestSpec]:
     """One per choice, all choices of a prompt side by side."""
     max_model_len = api.require_limits().max_model_len
@@ -209,7 +216,7 @@ def _specs(
                 attempt=0,
                 prompt_token_ids=prompt.token_ids,
                 params=_params(sampling, wishes, seed=seed, max_tokens=max_tokens),
-                cache_salt=body.cache_salt or "",
+                cache_salt=prefix_salt,
             )
 
 

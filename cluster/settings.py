@@ -147,6 +147,16 @@ class GatewaySettings(Settings):
         ge=0,
         description="How often in a row a sequence is placed again after a failure without progress.",
     )
+    share_prefixes: bool = Field(
+        False,
+        description="Reuse the KV of prompts among clients with different keys, too: a client that guesses another's"
+        " prompt can then tell, by `cached_tokens` and by the time, that it was sent before.",
+    )
+    trust_tenant_header: bool = Field(
+        False,
+        description="`x-tenant` says whose a request is. Only where a proxy in front sets it and drops what clients"
+        " send: whoever writes it has that tenant's share and prefixes.",
+    )
     request_log: str | None = Field(
         None,
         min_length=1,

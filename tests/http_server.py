@@ -13,6 +13,7 @@ import openai
 import uvicorn
 
 from cluster.api import Api, InFlight
+from cluster.generation import Generator
 from cluster.http import create_app
 from cluster.metrics import Metrics
 from cluster.settings import GatewaySettings
@@ -30,7 +31,7 @@ MODEL = "smollm2-135m-instruct"
 
 
 def scripted_api(
-    generator: ScriptedGenerator,
+    generator: Generator,
     tokenizer: Tokenizer,
     settings: GatewaySettings | None = None,
     slo: SloConfig = NO_TARGETS,
@@ -46,7 +47,11 @@ def scripted_api(
         settings=settings,
         metrics=metrics,
         slo=account,
-        tenants=Tenants(b"a secret of the cluster"),
+        tenants=Tenants(
+            b"a secret of the cluster",
+            trust_header=settings.trust_tenant_header,
+            share_prefixes=settings.share_prefixes,
+        ),
         in_flight=InFlight(settings.max_concurrent),
         unread=Unread(settings.max_unread_bytes),
     )

@@ -69,7 +69,7 @@ def test_conformance(check: Callable[[Target], None], target: Target, generator:
 
 
 def test_sampling_fields_reach_the_generator(target: Target, generator: ScriptedGenerator) -> None:
-    extra = {"top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "cache_salt": "tenant", "stop_token_ids": [5]}
+    extra = {"top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "stop_token_ids": [5]}
     target.complete(
         max_tokens=9,
         temperature=0.5,
@@ -88,7 +88,7 @@ def test_sampling_fields_reach_the_generator(target: Target, generator: Scripted
     assert (params.top_k, params.min_p, params.repetition_penalty) == (7, 0.25, 1.5)
     assert (params.presence_penalty, params.frequency_penalty, params.logit_bias) == (1.0, -1.0, {17: -3.5})
     assert (params.logprobs, params.prompt_logprobs, params.min_tokens, params.ignore_eos) == (3, 3, 2, True)
-    assert params.stop_token_ids == (5,) and request.cache_salt == "tenant" and request.attempt == 0
+    assert params.stop_token_ids == (5,) and request.attempt == 0
 
 
 def test_defaults_are_openais(target: Target, generator: ScriptedGenerator) -> None:
@@ -97,7 +97,7 @@ def test_defaults_are_openais(target: Target, generator: ScriptedGenerator) -> N
     completion, chat = generator.requests
     assert completion.params.max_tokens == 16 and completion.params.temperature == 1.0
     assert chat.params.max_tokens == 2_048 - len(chat.prompt_token_ids)  # what is left of the context
-    assert completion.params.seed != chat.params.seed and completion.cache_salt == ""
+    assert completion.params.seed != chat.params.seed
 
 
 def test_seeds(target: Target, generator: ScriptedGenerator) -> None:

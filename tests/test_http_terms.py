@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.settings import GatewaySettings
 from cluster.slo import RequestSlo, SloClass, SloConfig
 from engine.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server
@@ -112,11 +114,72 @@ def test_whose_a_request_is(shared: Target, asked: ScriptedGenerator) -> None:
         return terms.tenant
 
     key = {"authorization": "Bearer sk-secret"}
-    assert tenant({"x-tenant": "team-1", **key}, user="ann") == "team-1"
+    assert tenant({"x-tenant": "team-1", **key}, user="ann") == tenant(key)
+    assert tenant({"x-tenant": "team-1"}) == ""
     assert tenant(key, user="ann") == tenant(key, user="bob") == tenant(key) != tenant({"authorization": "Bearer sk-2"})
     assert tenant({}, safety_identifier="ann", user="other") == tenant({}, user="ann") != tenant({}, user="bob")
     assert tenant({}) == ""
     assert not any(word in tenant(key) + tenant({}, user="ann") for word in ("sk", "secret", "ann"))
+
+
+def test_a_trusted_proxy_says_whose_a_request_is(asked: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    with running_server(asked, tokenizer, GatewaySettings(trust_tenant_header=True)) as target:
+
+        def ask(**headers: str) -> tuple[str, str]:
+            """The tenant, and the salt of its prefixes."""
+            headers = {name.replace("_", "-"): value for name, value in headers.items()}
+            target.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, headers=headers)
+            terms = asked.terms[-1]
+            assert terms is not None
+            return terms.tenant, asked.requests[-1].cache_salt
+
+        one, other = ask(x_tenant="team-1", authorization="a"), ask(x_tenant="team-2", authorization="a")
+        assert (one[0], other[0]) == ("team-1", "team-2") and one[1] != other[1]
+        assert ask(x_tenant="team-1", authorization="b") == ask(x_tenant="team-1") == one
+        assert ask(authorization="a") not in (one, other)
+
+
+def test_with_whom_a_request_shares_prefixes(shared: Target, asked: ScriptedGenerator) -> None:
+    def salt(key: str | None = None, tenant: str | None = None, **fields: str) -> str:
+        headers = {"authorization": key, "x-tenant": tenant}
+        given = {name: value for name, value in headers.items() if value is not None}
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            body = json.dumps({"model": MODEL, "max_tokens": 1, **prompt, **fields})
+            shared.http.post(path, content=body, headers=given).raise_for_status()
+        completion, chat = (request.cache_salt for request in asked.requests[-2:])
+        assert completion == chat
+        return completion
+
+    assert salt() == salt(user="ann") == ""
+    ways: list[dict[str, str]] = [
+        {},
+        {"key": "a"},
+        {"key": "b"},
+        {"cache_salt": "a"},
+        {"tenant": "a"},
+        {"key": "a", "cache_salt": "a"},
+        {"key": "b", "cache_salt": "a"},
+        {"key": "b", "tenant": "a"},  # its word alone brings nobody to the other's
+        {"key": "a", "tenant": "b"},
+        {"key": "aa"},
+        {"cache_salt": salt(key="a")},
+    ]
+    salts = [salt(**way) for way in ways]
+    assert len(set(salts)) == len(ways)
+    assert salts == [salt(**way, user="ann", safety_identifier="x") for way in ways], "one key trusts itself"
+
+
+def test_prefixes_shared_on_purpose(asked: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    with running_server(asked, tokenizer, GatewaySettings(share_prefixes=True)) as target:
+        asked.requests.clear()
+        for headers, salt in ({"authorization": "a"}, ""), ({"x-tenant": "b"}, ""), ({}, "s"), ({"x-tenant": "b"}, "s"):
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 1, "cache_salt": salt}
+            target.http.post("/v1/completions", json=body, headers=headers).raise_for_status()
+        salts = [request.cache_salt for request in asked.requests]
+        assert salts[0] == salts[1] == "" != salts[2] == salts[3]
 
 
 def test_without_classes_there_is_one_without_targets(tokenizer: Tokenizer) -> None:
