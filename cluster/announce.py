@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from cluster.capacity import needs
+from cluster.config import draw_secret
 from cluster.ray_access import open_doors
 from cluster.settings import LegatoConfig
 from cluster.tuning import unset
@@ -51,6 +52,11 @@ def describe_start(config: LegatoConfig) -> None:
     say(f"starts {config.model.name}: {parts}.")
     for sentence in [*unset(), *open_doors()]:
         say(sentence)
+    if config.kv.disk is not None and not config.gateway.share_prefixes and draw_secret() is not None:
+        say(
+            "LEGATO_SECRET is not set: after a restart, what is on disk is found again only by clients without a key."
+            " Set it before Ray starts."
+        )
 
 
 async def announce_when_ready(is_ready: Callable[[], bool], model: str) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI
+from pydantic import SecretBytes
 from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
@@ -23,7 +23,7 @@ from cluster.announce import announce_when_ready, describe_start, is_first_repli
 from cluster.api import Api, InFlight
 from cluster.autoscaling import autoscaling_config
 from cluster.capacity import require_room
-from cluster.config import load_config
+from cluster.config import cluster_secret, draw_secret, load_config
 from cluster.heap import settle_heap
 from cluster.http import create_app
 from cluster.metrics import Metrics
@@ -64,26 +64,18 @@ def build(args: dict[str, Any]) -> Application:
 
 def build_application(config: LegatoConfig) -> Application:
     logging.basicConfig(level=config.log_level)
-    secret = cluster_secret(config)
-    scheduler = scheduler_deployment(config).bind(config, secret, config.network.host)
-    pools = [] if config.colocated else [worker_pool("prefill", config, secret, scheduler)]
-    pools.append(worker_pool("decode", config, secret, scheduler))
+    drawn_secret = draw_secret()
+    scheduler = scheduler_deployment(config).bind(config, drawn_secret, config.network.host)
+    pools = [] if config.colocated else [worker_pool("prefill", config, drawn_secret, scheduler)]
+    pools.append(worker_pool("decode", config, drawn_secret, scheduler))
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": config.gateway.num_cpus},
         graceful_shutdown_timeout_s=20,
     )
-    application: Application = gateway.bind(config, secret, scheduler, pools)
+    application: Application = gateway.bind(config, drawn_secret, scheduler, pools)
     return application
-
-
-def cluster_secret(config: LegatoConfig) -> bytes:
-    """What the processes of this application prove to each other that they belong to it."""
-    if config.secret is not None:
-        return config.secret.get_secret_value().encode()
-    given = os.environ.get("LEGATO_SECRET")
-    return given.encode() if given else secrets.token_bytes(32)
 
 
 def scheduler_deployment(config: LegatoConfig) -> Any:
@@ -95,13 +87,15 @@ def scheduler_deployment(config: LegatoConfig) -> Any:
     )
 
 
-def worker_pool(role: Role, config: LegatoConfig, secret: bytes, scheduler: Application) -> Application:
+def worker_pool(
+    role: Role, config: LegatoConfig, drawn_secret: SecretBytes | None, scheduler: Application
+) -> Application:
     """The workers that are started in this role, each with its share of the machine."""
     if role == "prefill":
         deployment = pool_deployment("PrefillWorker", config.prefill, config.prefill.replicas)
     else:
         deployment = pool_deployment("DecodeWorker", config.decode, config.decode.replicas)
-    pool: Application = deployment.bind(role, config, secret, scheduler)
+    pool: Application = deployment.bind(role, config, drawn_secret, scheduler)
     return pool
 
 
@@ -131,14 +125,14 @@ class Scheduler:
     """The one global scheduler. Found by its Serve handle, spoken to over its own port."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: LegatoConfig, secret: bytes, host: str
+        self, config: LegatoConfig, drawn_secret: SecretBytes | None, host: str
     ) -> None:
         from cluster.scheduler_setup import scheduler_server  # gateways, which import this module, too, do without
 
         keep_replica_on_loopback()
         logging.basicConfig(level=config.log_level)
         settle_heap()
-        self._server = scheduler_server(config, control_identity("scheduler", secret))
+        self._server = scheduler_server(config, control_identity("scheduler", cluster_secret(drawn_secret)))
         await self._server.start(resolve_host(host))
 
     async def endpoint(self) -> Endpoint:
@@ -158,9 +152,14 @@ class Gateway:
     """HTTP in, tokens out. Holds the worker pools' handles only so that they belong to the application."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: LegatoConfig, secret: bytes, scheduler: DeploymentHandle, pools: list[DeploymentHandle]
+        self,
+        config: LegatoConfig,
+        drawn_secret: SecretBytes | None,
+        scheduler: DeploymentHandle,
+        pools: list[DeploymentHandle],
     ) -> None:
         keep_replica_on_loopback()
+        secret = cluster_secret(drawn_secret)
         logging.basicConfig(level=config.log_level)
 
         async def locate_scheduler() -> Endpoint:

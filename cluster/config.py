@@ -1,22 +1,31 @@
 """Loading a configuration: from a YAML file or a mapping, with errors that name the setting and say what to do.
 
 Accepts Legato's own tree, or a Serve config file whose application's `args` hold it.
+
+The cluster secret is no part of it: Ray's dashboard shows a file's `args`, and Serve keeps the arguments of deployments
+in its checkpoints. It comes by `LEGATO_SECRET`, in the environment of each of Legato's processes. Only where nobody has
+given one is it drawn when the application is built, and handed on as an argument.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Final, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretBytes, ValidationError
 from pydantic_core import ErrorDetails
 
 from cluster.settings import LegatoConfig
 
-__all__ = ["ConfigError", "LegatoConfig", "load_config"]
+__all__ = ["ConfigError", "LegatoConfig", "cluster_secret", "draw_secret", "give_secret", "load_config"]
+
+_SECRET_VARIABLE: Final = "LEGATO_SECRET"
+_MIN_SECRET_BYTES: Final = 16
 
 
 class ConfigError(ValueError):
@@ -28,6 +37,44 @@ def load_config(source: str | Path | Mapping[str, Any]) -> LegatoConfig:
     if isinstance(source, Mapping):
         return _validated(source, "the configuration")
     return _validated(_args_of(_read(Path(source)), str(source)), str(source))
+
+
+def give_secret() -> None:
+    """For a Ray that this process is about to start, and that inherits its environment: where no secret is given, draw
+    one. Raises ConfigError for one that can be guessed."""
+    if _given_secret() is None:
+        os.environ[_SECRET_VARIABLE] = secrets.token_hex(32)
+
+
+def draw_secret() -> SecretBytes | None:
+    """For the arguments of an application's deployments. None where one is given: each process finds that by itself.
+    Raises ConfigError for one that can be guessed."""
+    return SecretBytes(secrets.token_bytes(32)) if _given_secret() is None else None
+
+
+def cluster_secret(drawn: SecretBytes | None) -> bytes:
+    """What Legato's processes prove to each other that they know. Raises ConfigError where this one was given none."""
+    if drawn is not None:
+        return drawn.get_secret_value()
+    given = _given_secret()
+    if given is None:
+        raise ConfigError(
+            f"{_SECRET_VARIABLE} was set where the application was built, and is not on this node. Set it to the same"
+            " value on every node before Ray starts there."
+        )
+    return given
+
+
+def _given_secret() -> bytes | None:
+    given = os.environb.get(_SECRET_VARIABLE.encode())
+    if not given:
+        return None
+    if len(given) < _MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{_SECRET_VARIABLE} has {len(given)} bytes, few enough to be guessed; give it at least {_MIN_SECRET_BYTES}"
+            " random ones, such as `openssl rand -hex 32` prints."
+        )
+    return given
 
 
 def _read(path: Path) -> Any:
@@ -73,8 +120,7 @@ def _sentence(detail: ErrorDetails) -> str:
     if detail["type"] == "value_error":
         message = detail["msg"].removeprefix("Value error, ")
         return f"{path}: {message}" if path else message
-    value = "not shown here" if path == "secret" else repr(detail["input"])
-    return f"{path}: {detail['msg'][0].lower()}{detail['msg'][1:]}, but it is {value}"
+    return f"{path}: {detail['msg'][0].lower()}{detail['msg'][1:]}, but it is {detail['input']!r}"
 
 
 def _advice(path: tuple[int | str, ...]) -> str:

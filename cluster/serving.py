@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from cluster.capacity import require_room
-from cluster.config import load_config
+from cluster.config import give_secret, load_config
 from cluster.settings import LegatoConfig
 from cluster.tuning import tune_environment
 
@@ -42,6 +42,7 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
         http["port"] = port
     _require_free_port(http["host"], http["port"])
     tune_environment()
+    give_secret()
     interrupted = interrupted_by_signals()
     import ray
 

@@ -9,9 +9,9 @@ file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
 from cluster.autoscaling_settings import AutoscalingSettings
 from cluster.config_fields import Settings, SizeBytes
@@ -238,11 +238,6 @@ class LegatoConfig(Settings):
         description="Ray adds nodes by itself (an autoscaler): start although the nodes that are there now do not hold"
         " everything.",
     )
-    secret: SecretStr | None = Field(
-        None,
-        min_length=16,
-        description="Cluster secret by which processes know each other; empty: `LEGATO_SECRET`, or drawn at start.",
-    )
     log_level: LogLevel = Field("INFO", description="Least severe messages that are logged.")
 
     @property
@@ -253,6 +248,16 @@ class LegatoConfig(Settings):
     def colocated(self) -> bool:
         """One pool does both prefill and decode."""
         return self.prefill.replicas == 0 and self.prefill.autoscaling is None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_secret(cls, tree: Any) -> Any:
+        if isinstance(tree, Mapping) and "secret" in tree:
+            raise ValueError(
+                "secret is no setting: Ray's dashboard shows a file's settings to whoever may look at it. Draw another"
+                " one, set the variable LEGATO_SECRET to it on every node before Ray starts there, and remove this one"
+            )
+        return tree
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from cluster.config import is_named, submodels
@@ -21,7 +21,6 @@ from kv_transfer.tiers.tiers_config import Budget
 _NAMES = {
     Budget: "size or share",
     KvMemory: "size, blocks or share",
-    SecretStr: "text",
     str: "text",
     int: "integer",
     float: "number",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 import ray
+from pydantic import SecretBytes
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.announce import starting
+from cluster.config import cluster_secret
 from cluster.ray_access import keep_replica_on_loopback
 from cluster.settings import LegatoConfig
 from kv_transfer.messages import Endpoint, Role
@@ -23,7 +25,7 @@ class WorkerDeployment:
         self,
         role: Role,
         config: LegatoConfig,
-        secret: bytes,
+        drawn_secret: SecretBytes | None,
         scheduler: DeploymentHandle,
     ) -> None:
         keep_replica_on_loopback()
@@ -40,13 +42,13 @@ class WorkerDeployment:
             endpoint: Endpoint = await scheduler.endpoint.remote()
             return endpoint
 
-        site = ReplicaSite(
-            name=f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}",
-            node_id=ray.get_runtime_context().get_node_id(),
-            host=resolve_host(config.network.host),
-            secret=secret,
-        )
         with starting(f"a {role} worker"):
+            site = ReplicaSite(
+                name=f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}",
+                node_id=ray.get_runtime_context().get_node_id(),
+                host=resolve_host(config.network.host),
+                secret=cluster_secret(drawn_secret),
+            )
             self._replica = worker_replica(role, config, site, locate_scheduler)
             await self._replica.start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from ray import cloudpickle
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config import ConfigError, LegatoConfig, load_config
+from cluster.app import build_application
+from cluster.config import ConfigError, LegatoConfig, cluster_secret, draw_secret, give_secret, load_config
 from cluster.config_fields import KvMemory, format_size, parse_size
 from cluster.settings_table import setting_rows, settings_table
 from cluster.slo import NO_TARGETS, SloConfig
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "ray_configs").glob("*.yaml"))
+GIVEN = "0123456789abcdef"  # the shortest that will do
 
 
 def test_the_shipped_files_are_there() -> None:
@@ -163,11 +167,51 @@ def test_every_problem_is_named() -> None:
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_a_secret_is_never_shown() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"secret": "hush-hush"})
-    assert "hush" not in str(caught.value) and "secret" in str(caught.value)
-    assert "hush" not in repr(load_config({"secret": "hush-hush-hush-hush"}))
+def test_a_secret_stands_in_no_file() -> None:
+    """Ray's dashboard would show it."""
+    for tree in {"secret": "hush-hush-hush-hush"}, {"secret": None}, {"secret": "hush", "decode": {"replicas": -1}}:
+        with pytest.raises(ConfigError, match="LEGATO_SECRET") as caught:
+            load_config(tree)
+        assert "hush" not in str(caught.value)
+
+
+def test_a_secret_comes_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGATO_SECRET", GIVEN)
+    assert draw_secret() is None and cluster_secret(None) == GIVEN.encode()
+    give_secret()
+    assert cluster_secret(None) == GIVEN.encode()
+    for short in (GIVEN[:-1], GIVEN[0]):
+        monkeypatch.setenv("LEGATO_SECRET", short)
+        for use in (draw_secret, give_secret, lambda: cluster_secret(None)):
+            with pytest.raises(ConfigError, match=f"has {len(short)} bytes.*openssl rand"):
+                use()
+
+
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_a_secret_is_drawn_where_none_is_given(monkeypatch: pytest.MonkeyPatch, nothing: str | None) -> None:
+    if nothing is None:
+        monkeypatch.delenv("LEGATO_SECRET", raising=False)
+    else:
+        monkeypatch.setenv("LEGATO_SECRET", nothing)
+    one, other = draw_secret(), draw_secret()
+    assert one is not None and other is not None
+    assert len(cluster_secret(one)) == 32 and cluster_secret(one) != cluster_secret(other)
+    assert cluster_secret(one).hex() not in repr(one) and repr(cluster_secret(one)) not in repr(one)
+    with pytest.raises(ConfigError, match="every node"):
+        cluster_secret(None)
+    give_secret()  # to the Ray that is started then
+    assert draw_secret() is None and len(cluster_secret(None)) == 64
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_given_secret_is_no_deployments_argument(monkeypatch: pytest.MonkeyPatch, colocated: bool) -> None:
+    """Serve keeps these, pickled, in its checkpoints."""
+    monkeypatch.setenv("LEGATO_SECRET", GIVEN)
+    config = load_config({"prefill": {"replicas": 0 if colocated else 1}})
+    kept = cloudpickle.dumps(build_application(config))
+    assert kept.count(b"LegatoConfig") > 0
+    raw = GIVEN.encode()
+    assert not [form for form in (raw, raw.hex().encode(), base64.b64encode(raw)) if form in kept]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ that differ at the two ends and a decode pool so small that sequences are preemp
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import ipaddress
 import itertools
 import os
 import random
+import re
 import socket
 import statistics
 import time
@@ -46,12 +48,13 @@ CONFIG: dict[str, Any] = {
     "slo": {"default": "plain", "classes": {"plain": {}, "batch": {"service_tiers": ["flex"]}}},
     "transfer": {"transport": "shm", "lease_ttl_s": 5},
 }
+SECRET = "the secret of these processes only"
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Iterator[ServedCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    with served_cluster(CONFIG, folder) as running:
+    with served_cluster(CONFIG, folder, env={"LEGATO_SECRET": SECRET}) as running:
         running.wait_for_workers(prefill=1, decode=1)
         yield running
 
@@ -95,6 +98,19 @@ def test_nobody_else_runs_jobs_here(cluster: ServedCluster) -> None:
             assert answer.status_code >= 400, f"port {port} took the job: {answer.text}"
             refused += answer.status_code == 401
     assert refused >= 1  # by the job agent, for want of a token
+
+
+def test_the_secret_is_in_no_log_and_on_no_command_line(cluster: ServedCluster) -> None:
+    """Whatever Ray, Serve and Legato have written so far, and what every user of the machine sees of processes."""
+    processes = [psutil.Process(cluster.process.pid), *psutil.Process(cluster.process.pid).children(recursive=True)]
+    lines = [" ".join(process.cmdline()) for process in processes]
+    (session,) = {found.group(1) for line in lines if (found := re.search(r"--session[-_]dir=(\S+)", line))}
+    logs = [cluster.log, *(path for path in Path(session).rglob("*") if path.is_file())]
+    assert {"gcs_server.out", "raylet.out"} <= {path.name for path in logs} and any("serve" in str(p) for p in logs)
+    raw = SECRET.encode()
+    for form in (raw, raw.hex().encode(), base64.b64encode(raw)):
+        assert [path for path in logs if form in path.read_bytes()] == []
+        assert [line for line in lines if form in line.encode()] == []
 
 
 def test_workers_are_separate_processes(cluster: ServedCluster) -> None:
