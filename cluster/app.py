@@ -196,7 +196,13 @@ class Gateway:
         if config.gateway.request_log is None:
             return lambda run: None
         path = Path(config.gateway.request_log)
-        return RequestRecorder(path, config.slo_classes, lambda: self._orchestrator.reports()).ended
+        return RequestRecorder(
+            path,
+            config.slo_classes,
+            lambda: self._orchestrator.reports(),
+            secret=self._identity.secret,
+            max_bytes=config.max_log_bytes,
+        ).ended
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve after the constructor."""

@@ -1,46 +1,85 @@
-"""A file that grows by lines, for logs that other programs read. A disk that fails costs the log and nothing else."""
+"""A file that grows by lines, for logs that other programs read. A disk that fails delays or costs lines, no more."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
-from collections.abc import Iterable
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final
 
 logger = logging.getLogger(__name__)
+
+MAX_BYTES: Final = 256 * 2**20
+MAX_WAITING_BYTES: Final = 16 * 2**20
+RETRY_S: Final = 1.0
 
 
 class LineLog:
     """Appends; several processes of one machine may share a file.
 
-    Lines are written whole, in one call each time, by an append that the system makes atomic on local disks.
+    A file that would grow beyond `max_bytes` becomes NAME.1, in place of the one before, and another one is begun.
+    `head` gives the line that each file begins with; while that is None, lines wait.
+
+    Lines that cannot be written wait for a later `append`, the newest `MAX_WAITING_BYTES` of them. Whoever writes holds
+    a lock on the file, for microseconds; nobody waits for it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES, head: Callable[[], str | None] = lambda: "") -> None:
         self._path = path
-        self._failed = False
+        self._max_bytes = max_bytes
+        self._head = head
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._num_lost = 0
+        self._retry_at = 0.0  # by `time.monotonic()`; 0: the last attempt succeeded
 
-    def create(self, first_line: str) -> None:
-        """Begin the file with that line, unless there is one."""
-        self._write("xb", [first_line])
-
-    def append(self, lines: Iterable[str]) -> None:
-        self._write("ab", lines)
-
-    def _write(self, mode: str, lines: Iterable[str]) -> None:
-        """Whatever cannot be written is lost; it is said once."""
-        data = "".join(f"{line}\n" for line in lines).encode()
-        if not data or self._failed:
+    def append(self, lines: Iterable[str] = ()) -> None:
+        """These, and those that wait. Trouble is said once, and its end."""
+        for line in lines:
+            self._keep(f"{line}\n".encode())
+        if not self._waiting or time.monotonic() < self._retry_at:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open(mode, buffering=0) as file:
-                file.write(data)
-        except FileExistsError:
-            if mode != "xb":
-                self._give_up("its folder is a file")
+            self._write()
+        except BlockingIOError:
+            pass  # another process is at it
         except OSError as error:
-            self._give_up(str(error))
+            if not self._retry_at:
+                logger.error("%s cannot be written, which is tried again each second: %s", self._path, error)
+            self._retry_at = time.monotonic() + RETRY_S
 
-    def _give_up(self, reason: str) -> None:
-        self._failed = True
-        logger.error("%s cannot be written, and is given up: %s", self._path, reason)
+    def _keep(self, line: bytes) -> None:
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        while self._waiting_bytes > MAX_WAITING_BYTES:
+            self._waiting_bytes -= len(self._waiting.popleft())
+            self._num_lost += 1
+
+    def _write(self) -> None:
+        """Raises OSError; BlockingIOError where another process has the file."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            size = os.fstat(file.fileno()).st_size
+            if size and size + self._waiting_bytes > self._max_bytes:
+                if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):  # else another process was faster
+                    self._path.rename(f"{self._path}.1")
+                self._write()
+                return
+            head = "" if size else self._head()
+            if head is None:
+                return
+            data = b"".join([f"{head}\n".encode() if head else b"", *self._waiting])
+            if file.write(data) != len(data):
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        if self._retry_at:
+            logger.warning("%s is written again; %d lines were lost", self._path, self._num_lost)
+        self._retry_at, self._num_lost = 0.0, 0

@@ -1,18 +1,19 @@
 """A gateway's log of what it served, for `python -m cluster whatif`: a line for each request when it ends.
 
-Begins once the workers' own costs are known, which the log's first line holds; what ends before is kept until then.
+Each file begins with the workers' own costs; what ends before they are known waits until then. Blocks are named by
+keyed hashes, so that nobody can tell from a log whether a text that he guesses was sent.
 Knows the format's meaning and when a request counts; `cluster.request_log` knows how it is written.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from cluster.line_log import LineLog
+from cluster.line_log import MAX_BYTES, LineLog
 from cluster.prompt_names import naming_block_size
 from cluster.request_log import LoggedCluster, LoggedRequest, LoggedWorker, cluster_line, request_line
 from cluster.request_run import RequestRun, RequestState
@@ -21,38 +22,41 @@ from engine.prefix import HASH_BYTES
 from kv_transfer.cost_report import reported_cost, reported_noise
 from kv_transfer.messages import KnownWorker, Role
 
-_MAX_KEPT: Final = 10_000  # lines, before the workers' costs are known
 _ANY_NUMBER: Final = 100_000  # of sequences, where a worker does not bound it
 _NAME_BYTES: Final = 8  # of a block's hash: enough to tell the blocks of a log apart
 
 
 class RequestRecorder:
-    """`workers()` gives the live ones. Several gateways of one machine may share a file."""
+    """`workers()` gives the live ones. Several gateways of one machine and one `secret` may share a file."""
 
-    def __init__(self, path: Path, slo: SloConfig, workers: Callable[[], Iterable[KnownWorker]]) -> None:
-        self._file = LineLog(path)
+    def __init__(
+        self,
+        path: Path,
+        slo: SloConfig,
+        workers: Callable[[], Iterable[KnownWorker]],
+        *,
+        secret: bytes,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._file = LineLog(path, max_bytes, self._head)
         self._slo = slo
         self._workers = workers
-        self._kept: deque[str] = deque(maxlen=_MAX_KEPT)
-        self._has_begun = False
+        self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
 
     def ended(self, run: RequestRun) -> None:
         """Called when the request leaves the gateway."""
-        logged = logged_request(run, time.time() - time.monotonic())
-        if logged is None:
-            return
-        self._kept.append(request_line(logged))
-        if not self._has_begun and (cluster := logged_cluster(self._workers(), self._slo)) is not None:
-            self._file.create(cluster_line(cluster))
-            self._has_begun = True
-        if self._has_begun:
-            self._file.append(self._kept)
-            self._kept.clear()
+        logged = logged_request(run, time.time() - time.monotonic(), self._key)
+        if logged is not None:
+            self._file.append([request_line(logged)])
+
+    def _head(self) -> str | None:
+        cluster = logged_cluster(self._workers(), self._slo)
+        return None if cluster is None else cluster_line(cluster)
 
 
-def logged_request(run: RequestRun, clock_offset_s: float) -> LoggedRequest | None:
+def logged_request(run: RequestRun, clock_offset_s: float, key: bytes) -> LoggedRequest | None:
     """None for one whose client left before there was anything to see. A request that was cut short counts with the
-    tokens that it had."""
+    tokens that it had. `key`: of the hashes that name its blocks."""
     first, num_output = run.first_token_at, len(run.emitted) - len(run.request.output_token_ids)
     if first is None and run.state is not RequestState.FAILED:
         return None
@@ -62,11 +66,15 @@ def logged_request(run: RequestRun, clock_offset_s: float) -> LoggedRequest | No
         arrival_s=arrived_at + clock_offset_s,
         prompt_tokens=len(run.request.prompt_token_ids),
         output_tokens=num_output,
-        hashes=tuple(hashes[at : at + _NAME_BYTES].hex() for at in range(0, len(hashes), HASH_BYTES)),
+        hashes=tuple(_name(hashes[at : at + HASH_BYTES], key) for at in range(0, len(hashes), HASH_BYTES)),
         slo_class=run.terms.slo.slo_class,
         ttft_s=None if first is None else first - arrived_at,
         tpot_s=None if first is None or num_output < 2 else (run.last_token_at - first) / (num_output - 1),
     )
+
+
+def _name(block_hash: bytes, key: bytes) -> str:
+    return hashlib.blake2b(block_hash, key=key, digest_size=_NAME_BYTES).hexdigest()
 
 
 def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig) -> LoggedCluster | None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
@@ -47,7 +46,7 @@ MAX_DECISIONS: Final = 1000  # told at once
 class SchedulerServer:
     """Drives one `GlobalScheduler`; a connection's purpose tells a worker from a gateway.
 
-    `decision_log`: a file that every decision is appended to, as a line of JSON. `pools`: what they may become; None:
+    `decision_log`: every decision is appended to it, as a line of JSON. `pools`: what they may become; None:
     workers come and go as they will.
     """
 
@@ -58,7 +57,7 @@ class SchedulerServer:
         *,
         broadcast_period_s: float = 1.0,
         slo_classes: SloConfig = NO_TARGETS,
-        decision_log: Path | None = None,
+        decision_log: LineLog | None = None,
         pools: PoolsPlan | None = None,
     ) -> None:
         self._scheduler = GlobalScheduler(policy)
@@ -70,7 +69,7 @@ class SchedulerServer:
             self._scheduler.on_verdict = self._pools.watch.asked
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
-        self._decision_log = None if decision_log is None else LineLog(decision_log)
+        self._decision_log = decision_log
         self._role_changes = RoleChanges()
         self._gateways: set[Connection] = set()
         self._asked_by: dict[str, Connection] = {}  # of every request that has not ended

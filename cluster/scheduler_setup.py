@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from cluster.global_scheduler import SchedulerPolicy
+from cluster.line_log import LineLog
 from cluster.placement.admission import AdmissionPolicy
 from cluster.pool_sizing import FlipRules, PoolRules
 from cluster.pool_watch import PoolsPlan
@@ -25,7 +26,7 @@ def scheduler_server(config: LegatoConfig, identity: Identity) -> SchedulerServe
         identity,
         slo_classes=config.slo_classes,
         pools=pools_plan(config),
-        decision_log=None if decision_log is None else Path(decision_log),
+        decision_log=None if decision_log is None else LineLog(Path(decision_log), config.max_log_bytes),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +20,7 @@ from cluster.request_log import read_log
 from cluster.request_recorder import RequestRecorder
 from cluster.simulation.whatif import what_if
 from cluster.slo import INTERACTIVE, SloConfig
+from engine.prefix import block_hashes
 from kv_transfer.messages import (
     BlockEvents,
     BlockIndexRequest,
@@ -36,9 +39,9 @@ from kv_transfer.messages import (
 )
 from kv_transfer.tiers.tiers_config import Budget, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake
-from tests.placed_clusters import COST, cluster_of, run, terms
+from tests.placed_clusters import COST, PROMPT, cluster_of, run, terms
 from tests.small_models import SmallModel
-from tests.waiting import HANGS_S, eventually
+from tests.waiting import HANGS_S, eventually, wait_until
 
 # --- reading decisions ---
 
@@ -169,7 +172,7 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
     slo = SloConfig(classes=(INTERACTIVE,), default="interactive")
     log = tmp_path / "logs" / "requests.jsonl"
     async with cluster_of(llama) as cluster:
-        recorder = RequestRecorder(log, slo, cluster.orchestrator.reports)
+        recorder = RequestRecorder(log, slo, cluster.orchestrator.reports, secret=b"a secret")
         cluster.orchestrator._on_ended = recorder.ended
         await asyncio.gather(*(run(cluster, f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
         with brake(cluster.prefills[0]._model.runner), pytest.raises(OverloadedError):
@@ -190,6 +193,8 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
     assert all(request.slo_class == "interactive" and (request.tpot_s or 0) > 0 for request in served.values())
     assert all(len(request.hashes) == 9 for request in requests), "149 tokens may be cached, in blocks of 16"
     assert len({request.hashes for request in requests}) == 1
+    known = {digest[:8].hex() for digest in block_hashes(PROMPT, 16)}
+    assert known.isdisjoint(requests[0].hashes), "whoever guesses the prompt finds it"
     assert any(request.ttft_s is None for request in requests)
     assert "left" not in {request.request_id for request in requests}
     assert all(abs(request.arrival_s - time.time()) < 10 * HANGS_S for request in requests)
@@ -206,8 +211,83 @@ async def test_decisions_are_written_down(llama: SmallModel, tmp_path: Path) -> 
 
 
 def test_a_disk_that_fails_costs_the_log_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = LineLog(tmp_path / "a-file" / "log")
+    path = tmp_path / "a-file" / "log"
+    log = LineLog(path)
     (tmp_path / "a-file").write_text("in the way")
-    for _ in range(3):
-        log.append(["a line"])
+    for number in range(3):
+        log.append([f"line {number}"])
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+    (tmp_path / "a-file").unlink()
+    wait_until(lambda: (log.append(), path.exists())[1])
+    assert path.read_text() == "line 0\nline 1\nline 2\n"
+    log.append(["line 3"])
+    assert path.read_text().endswith("line 2\nline 3\n")
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+
+
+def test_a_full_disk_cuts_no_line(tmp_path: Path) -> None:
+    """A process that may write no file beyond a size is told so in the middle of a line."""
+    told = """
+import resource, signal, sys, time
+from pathlib import Path
+from cluster.line_log import LineLog
+from tests.waiting import wait_until
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+log = LineLog(path)
+log.append(["a" * 50])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+log.append(["b" * 80, "c"])
+assert path.read_text() == "a" * 50 + "\\n", path.read_text()
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+wait_until(lambda: log.append() or path.stat().st_size > 60)
+assert path.read_text().split() == ["a" * 50, "b" * 80, "c"]
+"""
+    subprocess.run([sys.executable, "-c", told, str(tmp_path / "log")], check=True, timeout=10 * HANGS_S)
+
+
+def test_what_waits_for_a_disk_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log"
+    path.mkdir()
+    log = LineLog(path, head=lambda: "head")
+    for number in range(20):
+        log.append([f"{number} " + "x" * 2**20])
+    path.rmdir()
+    wait_until(lambda: (log.append(), path.exists())[1])
+    assert [line.partition(" ")[0] for line in path.read_text().splitlines()] == ["head", *map(str, range(5, 20))]
+    assert "5 lines were lost" in caplog.records[-1].getMessage()
+
+
+def test_a_log_has_a_size_and_each_file_its_head(tmp_path: Path) -> None:
+    path, heads = tmp_path / "log", iter([None, "head 0", "head 1", "head 2"])
+    log = LineLog(path, max_bytes=30, head=lambda: next(heads))
+    for number in range(9):
+        log.append([f"line {number}"])
+    assert path.read_text().splitlines() == ["head 2", "line 6", "line 7", "line 8"]
+    assert (tmp_path / "log.1").read_text().splitlines() == ["head 1", "line 3", "line 4", "line 5"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["log", "log.1"]
+
+
+def test_processes_share_a_log(tmp_path: Path) -> None:
+    """Each line is there once, each file begins with its head, and only what is older than the last two is gone."""
+    told = """
+import sys
+from pathlib import Path
+from cluster.line_log import LineLog
+log = LineLog(Path(sys.argv[1]), max_bytes=40_000, head=lambda: "head")
+for number in range(4000):
+    log.append([f"{sys.argv[2]} {number}"])
+while log._waiting:
+    log.append()
+"""
+    path = tmp_path / "log"
+    writers = [subprocess.Popen([sys.executable, "-c", told, str(path), name]) for name in "abc"]
+    assert [writer.wait(10 * HANGS_S) for writer in writers] == [0, 0, 0]
+    lines: list[str] = []
+    for file in (tmp_path / "log.1", path):
+        head, *rest = file.read_text().splitlines()
+        assert head == "head" and "head" not in rest and file.stat().st_size <= 40_000
+        lines += rest
+    for name in "abc":
+        numbers = [int(line[2:]) for line in lines if line[0] == name]
+        assert numbers == list(range(4000 - len(numbers), 4000))
