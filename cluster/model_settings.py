@@ -17,12 +17,13 @@ class ModelSettings(Settings):
     ref: str = Field(
         "smollm2-135m-instruct",
         min_length=1,
-        description="Built-in model name, local Hugging Face folder, GGUF file, or hub id.",
+        description="Built-in model name, local Hugging Face folder, GGUF file, or hub id, which `@REVISION` pins:"
+        " `Qwen/Qwen3-0.6B@COMMIT`.",
     )
     served_name: str | None = Field(
         None,
         min_length=1,
-        description="Name that clients use; empty: `ref`, or the last part of it where it is a path.",
+        description="Name that clients use; empty: `ref` without revision, or the last part of it where it is a path.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights, activations and KV; `auto`: the checkpoint's own."
@@ -63,7 +64,7 @@ class ModelSettings(Settings):
         if self.served_name is not None:
             return self.served_name
         is_path = self.ref.startswith((".", "/", "~"))
-        return PurePath(self.ref).name if is_path else self.ref
+        return PurePath(self.ref).name if is_path else self.ref.partition("@")[0]
 
     @property
     def quantisation(self) -> Quantisation | None:

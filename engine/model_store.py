@@ -2,8 +2,8 @@
 
 The folder holds config.json, *.safetensors, the tokenizer, and where the model has them generation_config.json and a
 chat template. Built-in models are converted once into the cache folder; local folders are used as they are; a GGUF file
-gets a folder in the cache that points to it; anything like `owner/name` is fetched from the Hugging Face hub, without a
-single file that could carry code.
+gets a folder in the cache that points to it; anything like `owner/name`, or `owner/name@revision`, is fetched from the
+Hugging Face hub, without a single file that could carry code.
 
     python -m engine.model_store smollm2-135m-instruct      # prints the folder
 """
@@ -34,7 +34,7 @@ from kernels.cache_folder import default_cache_dir
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _LOCK_DEADLINE_S = 3600.0
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w-][\w.-]*))?")
 _HUB_FILES = [
     "config.json",
     "generation_config.json",
@@ -64,7 +64,7 @@ def resolve_model(
     verify: bool = False,
 ) -> Path:
     """The local folder of a model: a built-in name, a Hugging Face checkpoint folder, a GGUF file or the folder of one,
-    or a hub id `owner/name`.
+    or a hub id `owner/name`, `owner/name@revision` (a commit, tag or branch).
 
     `verify` compares the checksums of a built-in model's files, not only their sizes; a faulty folder is replaced.
     Raises ValueError for a reference that names nothing usable, ModelUnavailableError when fetching it failed.
@@ -77,11 +77,12 @@ def resolve_model(
         return gguf_folder(gguf_file, cache_dir or default_cache_dir())
     if ref and folder.is_dir():
         return _require_checkpoint(folder)
-    if _HUB_ID.fullmatch(ref):
-        return _require_checkpoint(_fetch_from_hub(ref, cache_dir, progress))
+    if hub_id := _HUB_ID.fullmatch(ref):
+        return _require_checkpoint(_fetch_from_hub(hub_id["name"], hub_id["revision"], cache_dir, progress))
     raise ValueError(
         f"model {ref!r} is not known: give a built-in name ({', '.join(BUILTIN_MODELS)}), the path of an existing "
-        "folder with a Hugging Face checkpoint, of a GGUF file, or a hub id such as Qwen/Qwen3-0.6B"
+        "folder with a Hugging Face checkpoint, of a GGUF file, or a hub id such as Qwen/Qwen3-0.6B or"
+        " Qwen/Qwen3-0.6B@main"
     )
 
 
@@ -143,13 +144,15 @@ def _require_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def _fetch_from_hub(ref: str, cache_dir: Path | None, progress: Callable[[str], None]) -> Path:
+def _fetch_from_hub(name: str, revision: str | None, cache_dir: Path | None, progress: Callable[[str], None]) -> Path:
     import httpx  # both take half a second, which processes that fetch nothing need not spend
     from huggingface_hub import snapshot_download
 
+    ref = name if revision is None else f"{name}@{revision}"
     progress(f"Fetching {ref} from the Hugging Face hub")
+    hub_cache = cache_dir and cache_dir / "hub"
     try:
-        return Path(snapshot_download(ref, allow_patterns=_HUB_FILES, cache_dir=cache_dir and cache_dir / "hub"))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, cache_dir=hub_cache))
     except (OSError, httpx.HTTPError) as error:
         raise ModelUnavailableError(
             f"{ref!r} is no local folder and could not be fetched from the Hugging Face hub. Check the name, the "

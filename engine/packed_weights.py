@@ -24,7 +24,7 @@ from torch import Tensor
 
 import kernels
 from kernels import huge_pages
-from kernels.cache_folder import default_cache_dir
+from kernels.cache_folder import default_cache_dir, is_private, private_folder
 from kernels.packing_memory import PRIVATE, PackingMemory
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ def packing_memory(
         return PRIVATE
     path = default_cache_dir() / "packed" / f"{_digest(folder, facts)}.weights"
     try:
+        private_folder(path.parent)
         if not _is_whole(path):
             _make(path, build)
         os.utime(path)  # used last
@@ -67,7 +68,8 @@ class _FileMemory:
     """Writes what is packed, and keeps nothing."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        path.unlink(missing_ok=True)
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
 
     def lay_out(self, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
         packed = huge_pages.zeros([num_elements], dtype)
@@ -148,6 +150,8 @@ def _large_pages(mapping: mmap.mmap, mapped: Tensor) -> float:
 
 
 def _is_whole(path: Path) -> bool:
+    if not is_private(path):
+        return False
     try:
         with path.open("rb") as file:
             file.seek(-_TRAILER.size, os.SEEK_END)
@@ -159,7 +163,6 @@ def _is_whole(path: Path) -> bool:
 
 def _make(path: Path, build: Callable[[PackingMemory], object]) -> None:
     """Raises OSError, and Timeout where another process takes too long."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock"), timeout=_MAKING_S):
         if _is_whole(path):  # another process was faster
             return

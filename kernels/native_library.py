@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from kernels.cache_folder import default_cache_dir
+from kernels.cache_folder import default_cache_dir, is_private, private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +65,17 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def _library() -> Path:
-    """The compiled file. Raises NativeUnavailableError."""
+    """The compiled file. Raises NativeUnavailableError, OSError."""
     if os.environ.get(SWITCH) == "0":
         raise NativeUnavailableError(f"{SWITCH}=0 asks for it")
     _require_processor()
     compiler = _compiler()
-    target = default_cache_dir() / "native" / f"legato-{_digest(compiler)}.so"
-    if target.exists():
+    target = private_folder(default_cache_dir() / "native") / f"legato-{_digest(compiler)}.so"
+    if is_private(target):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(target.with_suffix(".lock"), timeout=_COMPILE_DEADLINE_S):
-            if not target.exists():  # another process may have been faster
+            if not is_private(target):  # another process may have been faster
                 _compile(compiler, target)
     except Timeout as error:
         raise NativeUnavailableError(f"another process has been compiling {target} for too long") from error
@@ -132,6 +131,7 @@ def _compile(compiler: str, target: Path) -> None:
             raise NativeUnavailableError(f"compiling them failed: {error}") from error
         if done.returncode:
             raise NativeUnavailableError(f"compiling them with {compiler} failed: {done.stderr[-2000:]}")
+        made.chmod(0o700)
         made.replace(target)
 
 

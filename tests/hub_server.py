@@ -15,12 +15,14 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @contextmanager
-def serve_repository(repository: str, files: dict[str, bytes]) -> Iterator[str]:
-    """The endpoint to give as HF_ENDPOINT; every other repository is unknown there."""
+def serve_repository(repository: str, files: dict[str, bytes], asked: list[str] | None = None) -> Iterator[str]:
+    """The endpoint to give as HF_ENDPOINT; every other repository is unknown there. `asked`: gets the paths."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = urlparse(self.path).path
+            if asked is not None:
+                asked.append(path)
             if path.startswith(f"/api/models/{repository}/tree/"):
                 self._answer(json.dumps(_tree(files)).encode())
             elif path.startswith(f"/api/models/{repository}"):

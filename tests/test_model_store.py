@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cluster.model_settings import ModelSettings
 from engine.builtin_models import BUILTIN_MODELS, ModelUnavailableError
 from engine.checkpoint_manifest import find_fault, write_manifest
 from engine.gguf_checkpoint import hugging_face_name
@@ -238,6 +239,21 @@ def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> N
     assert files == wanted
     assert missing.returncode == 1
     assert missing.stderr.splitlines()[1].startswith("error: 'owner/none' is no local folder and could not be fetched")
+
+
+def test_a_hub_model_is_pinned_to_a_revision(tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
+    asked: list[str] = []
+    with serve_repository("owner/name", files, asked) as endpoint:
+        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-m", "engine.model_store", "owner/name@v1.0"]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert found.returncode == 0, found.stderr
+    assert "/api/models/owner/name/revision/v1.0" in asked, asked
+    assert ModelSettings(ref="owner/name@v1.0").name == "owner/name"
+    for ref in ("owner/name@", "owner/name@../../x", "owner/name@a/b"):
+        with pytest.raises(ValueError, match="is not known"):
+            resolve_model(ref, cache_dir=tmp_path)
 
 
 def test_tensor_without_a_place_is_refused() -> None:

@@ -19,7 +19,8 @@ from engine.loading import EngineConfig, load_model
 from engine.packed_weights import packing_memory
 from engine.quantisation import Quantisation
 from engine.sequence import Sequence, TokenLogprobs
-from kernels.native_library import native_library
+from kernels import native_library as native_files
+from kernels.native_library import NativeUnavailableError, native_library
 from kernels.packing_memory import PRIVATE, PackingMemory
 from tests.model_families import build_oracle
 from tests.small_models import greedy, random_prompts
@@ -68,6 +69,63 @@ def numbers(memory: PackingMemory) -> list[list[float]]:
 
 
 PACKED = [[3.0] * 5, [4] * 70]
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To another user than root."""
+    if os.geteuid() == 0:
+        os.chown(path, 4711, -1)
+    else:
+        stranger = os.geteuid() + 1
+        monkeypatch.setattr("kernels.cache_folder.os.geteuid", lambda: stranger)
+
+
+def test_nobody_else_can_write_what_is_loaded_later(folder: Path, cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        packing_memory(folder, "facts", pack_two, "on")
+    finally:
+        os.umask(before)
+    (made,) = cache.glob("*.weights")
+    assert (cache.stat().st_mode & 0o777, made.stat().st_mode & 0o777) == (0o700, 0o600)
+    cache.chmod(0o777)  # as an earlier version may have left it
+    assert numbers(packing_memory(folder, "facts", refuse, "on")) == PACKED
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_others_could_have_written_is_packed_anew(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packing_memory(folder, "facts", pack_two, "on")
+    (made,) = cache.glob("*.weights")
+    calls: list[PackingMemory] = []
+
+    def pack_again(memory: PackingMemory) -> None:
+        calls.append(memory)
+        pack_two(memory)
+
+    made.chmod(0o666)
+    assert numbers(packing_memory(folder, "facts", pack_again, "on")) == PACKED and len(calls) == 1
+    elsewhere = folder.parent / "elsewhere"
+    made.rename(elsewhere)
+    made.symlink_to(elsewhere)
+    assert numbers(packing_memory(folder, "facts", pack_again, "on")) == PACKED and len(calls) == 2
+    with monkeypatch.context() as patch:
+        if os.geteuid() == 0:  # else the folder is the other's as well
+            give_away(made, patch)
+            assert numbers(packing_memory(folder, "facts", pack_again, "on")) == PACKED and len(calls) == 3
+
+
+def test_another_users_folder_is_not_used(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kind in (cache, cache.parent / "native"):
+        kind.mkdir(parents=True)
+        give_away(kind, monkeypatch)
+    assert packing_memory(folder, "facts", pack_two, "on") is PRIVATE
+    with pytest.raises((PermissionError, NativeUnavailableError), match=r"belongs to another user|processor|compiler"):
+        native_files._library()
+    assert "belongs to another user" in caplog.text and "LEGATO_CACHE" in caplog.text
 
 
 @pytest.mark.parametrize("sharing", ["auto", "on"])

@@ -113,7 +113,8 @@ def tokenizer(smollm2_folder: Path) -> Tokenizer:
 async def test_two_keys_find_nothing_of_each_other_in_any_tier(
     llama: SmallModel, tokenizer: Tokenizer, tmp_path: Path, num_prefill: int
 ) -> None:
-    async with clients_of(llama, tokenizer, tmp_path, num_prefill=num_prefill) as clients:
+    folder = tmp_path / "disk"
+    async with clients_of(llama, tokenizer, folder, num_prefill=num_prefill) as clients:
         workers = {worker.info.worker_id for worker in clients.cluster.workers}
         assert await clients.cached("one") == 0
         for number, tier in enumerate(("device", "host", "disk")):
@@ -124,6 +125,10 @@ async def test_two_keys_find_nothing_of_each_other_in_any_tier(
             assert await clients.cached("one") == CACHED, f"not found in {tier}"
         assert await clients.cached(None) == 0
         assert await clients.cached(None) == CACHED, "who has no key is one of many"
+    kept = [folder, *folder.rglob("*")]
+    assert len(kept) > len(workers) and not any(path.stat().st_mode & 0o077 for path in kept), (
+        "prompts can be told from it"
+    )
 
 
 async def test_keys_share_prefixes_where_the_operator_says_so(

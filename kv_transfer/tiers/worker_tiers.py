@@ -167,7 +167,7 @@ def _host_bytes(budget: Budget) -> int:
 def _open_disk(config: DiskConfig, fingerprint: str, layout: KVLayout, events: BlockEventLog) -> DiskTier:
     folder = Path(config.folder).expanduser()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise DiskTierError(
             f"The folder for KV on disk, {folder}, cannot be made: {error}. Name one that this user may write to in"
