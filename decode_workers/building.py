@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from decode_workers.pacing import LayerKvConfig, Speeds
@@ -10,6 +9,7 @@ from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
 from engine.allocation import BlockAllocator
 from engine.loading import LoadedModel
+from engine.sequence import StepPlan
 from engine.step_loop import Overlap, StepRates
 
 
@@ -39,13 +39,13 @@ def decode_scheduler(
     )
 
 
-def step_overlap(model: LoadedModel, scheduler: DecodeScheduler, *, wanted: bool | None) -> Overlap | None:
+def step_overlap(model: LoadedModel, plan_ahead: Callable[[], StepPlan], *, wanted: bool | None) -> Overlap | None:
     """The next step is prepared while one computes. `wanted` None: on a GPU, which idles otherwise; not on a CPU."""
     if wanted is None:
         wanted = model.runner.kv_cache.device.type != "cpu"
     if not wanted:
         return None
-    return Overlap(runner=model.runner, plan=lambda: scheduler.plan_ahead(time.monotonic()))
+    return Overlap(runner=model.runner, plan=plan_ahead)
 
 
 def _residency(

@@ -73,8 +73,13 @@ class LocalPrefill:
 
     @property
     def _unplanned(self) -> list[Sequence]:
-        """Those with blocks but for the ones whose last chunk is in flight."""
-        return [seq for seq in self._computing if not seq.num_awaited]
+        """Those with blocks, but for the ones whose last chunk is in flight or that share no step."""
+        return [seq for seq in self._computing if not (seq.num_awaited or seq.num_alone)]
+
+    @property
+    def suspects(self) -> list[Sequence]:
+        """Those with blocks that share no step."""
+        return [seq for seq in self._computing if seq.num_alone]
 
     @property
     def staged_columns(self) -> int:
@@ -113,8 +118,15 @@ class LocalPrefill:
 
     def chunks(self, budget: int, ring_left: int) -> list[ScheduledSequence]:
         """Oldest first; those in host memory only while their columns fit what decodes leave of the staging ring."""
+        return self._chunks(self._unplanned, budget, ring_left)
+
+    def chunk_alone(self, seq: Sequence, budget: int, ring_left: int) -> list[ScheduledSequence]:
+        """The next chunk of one that shares no step."""
+        return self._chunks([seq], budget, ring_left)
+
+    def _chunks(self, seqs: list[Sequence], budget: int, ring_left: int) -> list[ScheduledSequence]:
         chunks = []
-        for seq in self._unplanned:
+        for seq in seqs:
             num_tokens = min(budget, seq.num_unplanned)
             if num_tokens <= 0:
                 break

@@ -2,7 +2,8 @@
 
 A pure class: driven by calls, does no I/O, and is told the time. Every step advances all running sequences by one
 token, or, where some of them rest in host memory, those whose turn it is; what the token budget leaves goes to
-sequences that must be computed here (placed locally, or preempted), in chunks.
+sequences that must be computed here (placed locally, or preempted), in chunks. Those that may be what makes steps fail
+(`Sequence.num_alone`) have steps of their own between these.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class DecodeScheduler:
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
         self._emissions = Emissions(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._flights = Flights()
+        self._was_alone = False  # the step planned last was a suspect's
         self.num_preemptions = 0
         self.num_host_landings = 0
 
@@ -166,7 +168,10 @@ class DecodeScheduler:
         `now`: seconds on any clock that does not go back; only with `tiers` does it matter.
         """
         assert not self._flights, "a step is in flight: finish it, or plan ahead of its results"
-        return self._plan(self._running, now)
+        if not self._was_alone and (plan := self._plan_alone(now)):
+            return plan
+        plan = self._plan([seq for seq in self._running if not seq.num_alone], now)
+        return plan if plan.items or plan.copies else self._plan_alone(now) or plan
 
     def plan_ahead(self, now: float = 0.0) -> StepPlan:
         """The step after the one in flight, as if that one ended well and nobody's last token came of it.
@@ -176,10 +181,42 @@ class DecodeScheduler:
         """
         assert len(self._flights) == 1, "a step is planned ahead of one that is in flight"
         running = [seq for seq in self._running if not self._emissions.is_last_in_flight(seq)]
-        waits = self._flights.are_moving or self._local.needs_host_memory or not self._tiers.is_calm(running)
+        waits = (
+            bool(self._suspects())
+            or self._flights.are_moving
+            or self._local.needs_host_memory
+            or not self._tiers.is_calm(running)
+        )
         return StepPlan(()) if waits else self._plan(running, now)
 
+    def suspect(self, plan: StepPlan) -> None:
+        """A step failed, and one of its sequences may be the reason: each computes alone until it has a token more."""
+        for item in plan.items:
+            item.seq.num_alone = max(item.seq.num_alone, 1)
+
+    def _suspects(self) -> list[Sequence]:
+        """That have blocks."""
+        return [seq for seq in self._running if seq.num_alone] + self._local.suspects
+
+    def _plan_alone(self, now: float) -> StepPlan | None:
+        """A step of the first suspect that can have one. Every other step is the others', who are not to wait long."""
+        self._was_alone = False
+        for seq in self._suspects():
+            if seq in self._running:
+                turn = self._take_turn([seq], now)
+                items = [ScheduledSequence(ready, 1) for ready in turn.ready]
+            else:
+                turn = Turn(ring_left=self._tiers.staging_columns)
+                items = self._local.chunk_alone(seq, self._token_budget, turn.ring_left)
+            plan = StepPlan(tuple(items), tuple(turn.copies))
+            if plan.items or plan.copies:
+                self._flights.begin(plan, turn.moving)
+                self._was_alone = True
+                return plan
+        return None
+
     def _plan(self, running: list[Sequence], now: float) -> StepPlan:
+        self._was_alone = False
         turn = self._take_turn(running, now)
         items = [ScheduledSequence(seq, 1) for seq in turn.ready]
         wanted = min(self._token_budget - len(items), self._local.num_unplanned_tokens)
@@ -235,6 +272,7 @@ class DecodeScheduler:
             entry.state = DecodeState.RUNNING
             self._local.remove(seq)
             self._running.append(seq)
+        seq.num_alone = max(seq.num_alone - 1, 0)
         emission = self._emissions.emit(seq, sampled)
         if emission.finish is not None:
             self._end(entry)
@@ -249,7 +287,12 @@ class DecodeScheduler:
         kept = self._local.staged_columns if self._tiers.prefill_is_overdue else 0
         limit = min(self._max_num_seqs, self._token_budget - bool(kept))
         ring_columns = self._tiers.staging_columns - kept
-        turn = self._tiers.turn(running, now, limit=limit, ring_columns=ring_columns, preempt=self._preempt)
+
+        def preempt(seq: Sequence) -> None:
+            self._preempt(seq)
+            running.remove(seq)
+
+        turn = self._tiers.turn(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt)
         turn.ring_left += kept
         return turn
 

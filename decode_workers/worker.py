@@ -16,7 +16,9 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.reporting import DecodeReport
 from decode_workers.states import DecodeState
 from engine.calibration import calibrate
+from engine.fault_finding import FaultFinder
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
+from engine.step_flight import StepSkippedError
 from engine.step_loop import OVERDUE_S, StepLoop
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
@@ -73,6 +75,7 @@ class DecodeWorker:
             on_over=self._compute,
             on_room=self._on_room,
         )
+        self._faults = FaultFinder(model)
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._drain = Drain(lambda: not (self._gateway_of or self._num_waiting or self._scheduler.num_running))
         self._report = DecodeReport(
@@ -105,7 +108,7 @@ class DecodeWorker:
             failed=self._step_failed,
             on_overdue=lambda is_overdue: self._port.step_overdue(is_overdue),
             overdue_s=self._config.overdue_s,
-            overlap=step_overlap(self._model, self._scheduler, wanted=self._config.overlap_steps),
+            overlap=step_overlap(self._model, self._plan_ahead, wanted=self._config.overlap_steps),
         )
         if calibration_s := self._config.calibration_s:
             await self._steps.calibrate(lambda: calibrate(self._model, budget_s=calibration_s).cost)
@@ -249,17 +252,34 @@ class DecodeWorker:
         self._drain.note()
         self._steps.wake()
 
-    def _fail(self, key: SequenceKey, reason: str, retryable: bool, cause: FailureCause = "fault") -> None:
+    def _fail(
+        self, key: SequenceKey, reason: str, retryable: bool, cause: FailureCause = "fault", flush: bool = True
+    ) -> None:
         gateway = self._gateway_of.pop(key, None)
         if gateway is not None:
-            self._port.fail(gateway, key, reason, retryable=retryable, cause=cause)
+            self._port.fail(gateway, key, reason, retryable=retryable, cause=cause, flush=flush)
 
     # --- steps ---
 
     def _plan(self) -> StepPlan:
-        return self._scheduler.plan(time.monotonic())
+        if self._faults.probe is not None:
+            return self._faults.probe
+        plan = self._scheduler.plan(time.monotonic())
+        self._port.computing(plan, self._gateway_of)
+        return plan
+
+    def _plan_ahead(self) -> StepPlan:
+        if self._faults.probe is not None:
+            return StepPlan(())
+        plan = self._scheduler.plan_ahead(time.monotonic())
+        self._port.computing(plan, self._gateway_of)
+        return plan
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
+        self._faults.succeeded()
+        if plan is self._faults.probe:
+            self._blame(self._faults.end_probe())
+            return
         completed = self._prefix.completed_by(plan)
         emissions = self._scheduler.finish_step(plan, output)
         self._prefix.stored(completed)
@@ -286,8 +306,32 @@ class DecodeWorker:
         self._on_room()
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        if plan is self._faults.probe:
+            self._faults.end_probe()
+            self._give_up_device()
+            return
         self._scheduler.abandon_step()
-        for item in plan.items:
-            self._fail(item.seq.key, f"the decode step failed: {error}", True)
-            self._scheduler.drop(item.seq.key)
+        self._on_room()
+        if isinstance(error, StepSkippedError):
+            return
+        accused = self._faults.failed(plan)
+        if accused is None:
+            self._scheduler.suspect(plan)
+            return
+        self._scheduler.drop(accused.key)
+        if not self._faults.begin_probe(accused):
+            self._blame(accused)
+
+    def _blame(self, seq: Sequence) -> None:
+        """Its steps fail, and the device computes others."""
+        self._fail(seq.key, "its steps fail, alone as well", True, "raised")
+        self._on_room()
+
+    def _give_up_device(self) -> None:
+        """It computes nothing: everyone has to go elsewhere. Whose step it was may be the reason."""
+        for key in list(self._gateway_of):
+            cause: FailureCause = "broke" if self._faults.was_there(key) else "moved"
+            self._fail(key, "the worker computes nothing any more", True, cause, flush=False)
+            self._let_go(key)
+        self._port.flush()
         self._on_room()

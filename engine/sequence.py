@@ -83,6 +83,7 @@ class Sequence:
     num_brought: dict[Literal["neighbours", "disk"], int] = field(default_factory=dict)
     prefix: PrefixHasher | None = None  # of the tokens hashed so far; tokens never change, so it is only extended
     num_published: int = 0  # leading full blocks already made findable in the prefix cache
+    num_alone: int = 0  # of its next tokens, those whose steps nobody shares: it may be what makes steps fail
     accepted_at: float = field(default_factory=time.monotonic)  # this and the next: seconds of `time.monotonic()`
     began_at: float | None = None  # when its first step was planned
 

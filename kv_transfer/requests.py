@@ -6,6 +6,9 @@ from engine.sequence import SampledToken, Sequence, TokenLogprobs
 from engine.stopping import FinishReason
 from kv_transfer.messages import RequestSpec, TokenEvent
 
+NUM_ALONE = 2
+"""Tokens for which a suspect computes alone: as many may have been on their way from the worker that it was on."""
+
 
 def sequence_of(request: RequestSpec) -> Sequence:
     """A new sequence for this attempt of the request; owns its list of output tokens."""
@@ -17,6 +20,7 @@ def sequence_of(request: RequestSpec) -> Sequence:
         output_token_ids=list(request.output_token_ids),
         num_prior_output=len(request.output_token_ids),
         cache_salt=request.cache_salt,
+        num_alone=NUM_ALONE if request.alone else 0,
     )
 
 

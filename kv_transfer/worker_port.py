@@ -12,15 +12,16 @@ import contextlib
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from engine.loading import LoadedModel
-from engine.sequence import SequenceKey
+from engine.sequence import SequenceKey, StepPlan
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.compatibility import describe, fingerprint
 from kv_transfer.connection import Connection, Server, connect, serve
 from kv_transfer.messages import (
     BlockIndexRequest,
+    Computing,
     Endpoint,
     FailureCause,
     FailureEvent,
@@ -111,6 +112,7 @@ class GatewayPort:
         self._tokens: defaultdict[GatewayId, list[TokenEvent]] = defaultdict(list)
         self._failures: defaultdict[GatewayId, list[FailureEvent]] = defaultdict(list)
         self._is_overdue = False
+        self._told_alone: set[GatewayId] = set()  # that the step is one sequence's
         self._server: Server | None = None
 
     async def start(self, host: str) -> Endpoint:
@@ -136,13 +138,35 @@ class GatewayPort:
             Refused(request_id=request.request_id, attempt=request.attempt, reason=reason, retry_after_s=retry_after_s),
         )
 
+    def computing(self, plan: StepPlan, gateway_of: Mapping[SequenceKey, GatewayId]) -> None:
+        """Before a step: whoever has requests here learns which of them it may be that takes this process down."""
+        seqs = [item.seq for item in plan.items if item.seq.num_alone or item.seq.began_at is None]
+        alone = any(seq.num_alone for seq in seqs)
+        if not (seqs or self._told_alone):
+            return
+        newcomers: dict[GatewayId, list[SequenceKey]] = {}
+        for seq in seqs:
+            if seq.key in gateway_of:
+                newcomers.setdefault(gateway_of[seq.key], []).append(seq.key)
+        for gateway in set(gateway_of.values()) if alone else newcomers.keys() | self._told_alone:
+            self.post(gateway, Computing(sequences=newcomers.get(gateway, []), alone=alone))
+        self._told_alone = set(gateway_of.values()) if alone else set()
+
     def fail(
-        self, gateway: GatewayId, key: SequenceKey, reason: str, *, retryable: bool, cause: FailureCause = "fault"
+        self,
+        gateway: GatewayId,
+        key: SequenceKey,
+        reason: str,
+        *,
+        retryable: bool,
+        cause: FailureCause = "fault",
+        flush: bool = True,
     ) -> None:
-        """This attempt ends here; goes out at once, after what the last step brought."""
+        """This attempt ends here; goes out at once, unless `flush` follows, after what the last step brought."""
         event = FailureEvent(request_id=key[0], attempt=key[1], reason=reason, retryable=retryable, cause=cause)
         self.emit(gateway, event)
-        self.flush()
+        if flush:
+            self.flush()
 
     def emit(self, gateway: GatewayId, event: TokenEvent | FailureEvent) -> None:
         if isinstance(event, TokenEvent):

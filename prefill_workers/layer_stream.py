@@ -36,6 +36,7 @@ class LayerStream:
         self._mark_queued = mark_queued
         self._loop = asyncio.get_running_loop()
         self._copied_in: frozenset[SequenceKey] = frozenset()  # by the step in flight: prefix hits
+        self._was_told = False  # anything of the step in flight
 
     def entered(self, seqs: Iterable[Sequence]) -> None:
         """These are new in the step that is about to be made. What they found goes out before anything is computed."""
@@ -47,6 +48,11 @@ class LayerStream:
         for seq in hits:
             for layer in range(self._num_layers) if seq.key not in self._copied_in else ():
                 self._layer_ready(seq.key, layer, 0, seq.num_cached, stored)
+
+    def ended(self) -> bool:
+        """The step is over. Whether anything was told of it."""
+        was_told, self._was_told = self._was_told, False
+        return was_told
 
     def on_layer(self, plan: StepPlan, layer: int) -> None:
         """A layer of the step stands, or its storing is what the device was given last.
@@ -60,5 +66,6 @@ class LayerStream:
         self._loop.call_soon_threadsafe(self._tell, layer, ready, self._mark_queued())
 
     def _tell(self, layer: int, ready: list[tuple[SequenceKey, int, int]], stored: Event | None) -> None:
+        self._was_told = True
         for key, start, num_tokens in ready:
             self._layer_ready(key, layer, start, num_tokens, stored)

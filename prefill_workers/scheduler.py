@@ -2,7 +2,8 @@
 
 A pure class: driven by calls, does no I/O, knows no clock. First come, first served; a long prompt is cut into chunks
 under the token budget. Where a step would be short, the next prompt shares it; beyond that it would only make the first
-one wait. Only a prompt whose prefix is being loaded lets others pass.
+one wait. Only a prompt whose prefix is being loaded lets others pass. One that may be what makes steps fail
+(`Sequence.num_alone`) shares its steps with nobody.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class PrefillState(Enum):
     WAITING = "accepted; has no blocks yet"
     RUNNING = "has its blocks; chunks are being computed"
     HANDING_OVER = "computed; the blocks are held until decode has verified them"
-    BROKEN = "its prefix was lost in a failed step; the blocks are held until nobody reads them"
+    BROKEN = "cannot be computed, or has lost its prefix in a failed step; the blocks are held until nobody reads them"
 
 
 @dataclass(slots=True)
@@ -127,9 +128,13 @@ class PrefillScheduler:
             staging_columns=self._staging_columns,
             shared_tokens=self._shared_tokens(),
         )
+        admitted: list[Sequence] = []
         for seq in self._running:
+            if not step.admits(seq):
+                break
             step.add(seq)
-        admitted = self._admit(step)
+        else:
+            admitted = self._admit(step)
         plan = step.plan()
         self._in_flight = {item.seq.key for item in plan.items}
         return plan, admitted
@@ -160,8 +165,23 @@ class PrefillScheduler:
         for key in in_flight & self._entries.keys():
             entry = self._entries[key]
             if self._allocator.is_moving(entry.seq):
-                entry.state = PrefillState.BROKEN
-                self._running.remove(entry.seq)
+                self._break(entry)
+
+    def suspect(self, plan: StepPlan) -> list[Sequence]:
+        """A step failed, and one of its sequences may be the reason: each shares no step any more.
+
+        Returns those that cannot go on here, because the step was to bring their prefix.
+        """
+        for item in plan.items:
+            item.seq.num_alone = max(item.seq.num_alone, 1)
+        entries = [self._entries.get(item.seq.key) for item in plan.items]
+        return [entry.seq for entry in entries if entry is not None and entry.state is PrefillState.BROKEN]
+
+    def give_up(self, key: SequenceKey) -> None:
+        """Compute it no further, between two steps; `release` follows. Unknown ids are fine."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.state is PrefillState.RUNNING:
+            self._break(entry)
 
     def release(self, key: SequenceKey) -> None:
         """Forget a sequence and free its blocks, at once or when the step in flight is over. Unknown ids are fine."""
@@ -173,6 +193,10 @@ class PrefillScheduler:
         else:
             self._drop(entry)
 
+    def _break(self, entry: _Entry) -> None:
+        entry.state = PrefillState.BROKEN
+        self._running.remove(entry.seq)
+
     def _end_step(self) -> set[SequenceKey]:
         doomed = {key for key in self._in_flight if self._entries[key].doomed}
         self._in_flight = set()
@@ -182,7 +206,7 @@ class PrefillScheduler:
         """Give blocks to waiting sequences, in order, while the running ones leave token budget."""
         admitted = []
         for entry in [entry for entry in self._waiting.values() if entry.state is PrefillState.WAITING]:
-            if step.is_full:
+            if step.is_full or not step.admits(entry.seq):
                 break
             copies = self._open(entry.seq, step.columns_left)
             if copies is None:

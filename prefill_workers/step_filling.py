@@ -33,6 +33,10 @@ class StepFilling:
     def is_full(self) -> bool:
         return self._tokens_left == 0
 
+    def admits(self, seq: Sequence) -> bool:
+        """Whether the step may be shared by this one and those that it has."""
+        return not self._items or not (seq.num_alone or self._items[0].seq.num_alone)
+
     @property
     def columns_left(self) -> int:
         """Of the staging ring."""

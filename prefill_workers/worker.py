@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from engine.allocation import BlockAllocator
 from engine.calibration import calibrate
 from engine.device_streams import queued_on
+from engine.fault_finding import FaultFinder
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
 from engine.step_loop import OVERDUE_S, StepLoop
 from engine.stopping import finish_reason
@@ -86,6 +87,7 @@ class PrefillWorker:
             host_groups=placement.host_groups,
             shared_tokens=lambda: self._steps.costs.shared_tokens(),
         )
+        self._faults = FaultFinder(model)
         self._gateway_of: dict[SequenceKey, GatewayId] = {}
         self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
         self._num_snapshots = 0
@@ -233,8 +235,11 @@ class PrefillWorker:
     # --- steps ---
 
     def _plan(self) -> StepPlan:
+        if self._faults.probe is not None:
+            return self._faults.probe
         plan, admitted = self._scheduler.plan()
         self._stream.entered(admitted)
+        self._port.computing(plan, self._gateway_of)
         return plan
 
     def _on_prefix(self, seq: Sequence) -> None:
@@ -242,6 +247,11 @@ class PrefillWorker:
         self._steps.wake()
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
+        self._faults.succeeded()
+        self._stream.ended()
+        if plan is self._faults.probe:
+            self._end(self._faults.end_probe(), "its steps fail, alone as well", "raised")
+            return
         for item, logprobs in zip(plan.items, output.prompt_logprobs, strict=True):
             if logprobs and item.seq.wants_prompt_logprobs and item.seq.key in self._gateway_of:
                 self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
@@ -276,10 +286,36 @@ class PrefillWorker:
             self._sender.cancel(seq.key, "the request ended with its first token")
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        was_told = self._stream.ended()
+        if plan is self._faults.probe:
+            self._faults.end_probe()
+            self._give_up_device()
+            return
         self._scheduler.abandon_step()
-        for item in plan.items:
-            self._fail(item.seq.key, f"the prefill step failed: {error}", True)
-            self._sender.cancel(item.seq.key, "the prefill step failed")
+        self._drain.note()
+        accused = self._faults.failed(plan)
+        if accused is None:
+            cannot_go_on = self._scheduler.suspect(plan)
+            if was_told:  # what went out of such a step is not to be trusted, and nothing goes out twice
+                cannot_go_on = [item.seq for item in plan.items]
+            for seq in cannot_go_on:
+                self._end(seq, "a step of it and others failed", "shared")
+        elif not self._faults.begin_probe(accused):
+            self._end(accused, "its steps fail, alone as well", "raised")
+
+    def _give_up_device(self) -> None:
+        """It computes nothing: everyone has to go elsewhere. Whose step it was may be the reason."""
+        for key in list(self._gateway_of):
+            seq = self._scheduler.sequence(key)
+            if seq is not None:
+                cause: FailureCause = "broke" if self._faults.was_there(key) else "moved"
+                self._end(seq, "the worker computes nothing any more", cause, flush=False)
+        self._port.flush()
+
+    def _end(self, seq: Sequence, reason: str, cause: FailureCause, *, flush: bool = True) -> None:
+        self._fail(seq.key, reason, True, cause, flush)
+        self._scheduler.give_up(seq.key)
+        self._sender.cancel(seq.key, reason)
         self._drain.note()
 
     # --- ends ---
@@ -292,7 +328,9 @@ class PrefillWorker:
         self._steps.wake()
         self._drain.note()
 
-    def _fail(self, key: SequenceKey, reason: str, retryable: bool, cause: FailureCause = "fault") -> None:
+    def _fail(
+        self, key: SequenceKey, reason: str, retryable: bool, cause: FailureCause = "fault", flush: bool = True
+    ) -> None:
         gateway = self._gateway_of.pop(key, None)
         if gateway is not None:
-            self._port.fail(gateway, key, reason, retryable=retryable, cause=cause)
+            self._port.fail(gateway, key, reason, retryable=retryable, cause=cause, flush=flush)

@@ -144,6 +144,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert len(set(keys)) == len(keys) and set(keys) <= self.stories.keys(), "a sequence that is not there"
         assert plan.num_tokens <= TOKEN_BUDGET
         assert not any(self.scheduler.state(key) is DecodeState.RESERVED for key in keys)
+        assert len(keys) == 1 or not any(item.seq.num_alone for item in plan.items), "a suspect's step is shared"
         if not (plan.items or plan.copies):
             assert self._reserved() or not self.stories, "there is work, and nothing is done"
             return
@@ -159,6 +160,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert len(set(keys)) == len(keys) and set(keys) <= self.stories.keys(), "a sequence that is not there"
         assert plan.num_tokens <= TOKEN_BUDGET
         assert not plan.copies, "what moves has to wait"
+        assert not any(item.seq.num_alone for item in plan.items), "a suspect's steps are known before they begin"
         assert all(item.stop <= MAX_MODEL_LEN for item in plan.items)
         self.ahead = plan if plan.items else None
 
@@ -174,16 +176,18 @@ class DecodeMachine(RuleBasedStateMachine):
         self._check_lingering()
 
     @precondition(lambda self: self.plan is not None)
-    @rule(lose_all=st.booleans())
-    def fail_step(self, lose_all: bool) -> None:
-        """Either everything it held is given up, as the worker does, or it is simply tried again. With it goes what was
-        planned ahead."""
+    @rule(then=st.sampled_from(["lose all", "try again", "suspect all"]))
+    def fail_step(self, then: str) -> None:
+        """Everything it held is given up, or it is simply tried again, or each on its own, as the worker does. With it
+        goes what was planned ahead."""
         failed = [plan for plan in (self.plan, self.ahead) if plan is not None]
         for plan in failed:
             self.plan, self.ahead = self.ahead, None
             self.scheduler.abandon_step()
             self._check_lingering()
-            for item in plan.items if lose_all else ():
+            if then == "suspect all" and plan is failed[0]:
+                self.scheduler.suspect(plan)
+            for item in plan.items if then == "lose all" else ():
                 if self.stories.pop(item.seq.key, None):
                     self.scheduler.drop(item.seq.key)
                     self.lingering |= {item.seq.key} if item.seq.key in self.scheduler else set()

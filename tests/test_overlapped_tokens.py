@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ class Generation:
 
     def _overlap(self, *, wanted: bool) -> Overlap | None:
         """Its plans are kept."""
-        overlap = step_overlap(self._model, self._scheduler, wanted=wanted)
+        overlap = step_overlap(self._model, lambda: self._scheduler.plan_ahead(time.monotonic()), wanted=wanted)
         if overlap is None:
             return None
         plan_ahead = overlap.plan

@@ -132,6 +132,7 @@ class PrefillMachine(RuleBasedStateMachine):
             and set(keys) <= self.sequences.keys() - self.computed - self.loading - self.broken
         )
         assert plan.num_tokens <= TOKEN_BUDGET
+        assert len(keys) == 1 or not any(item.seq.num_alone for item in plan.items), "a suspect's step is shared"
         if plan.items:
             self.plan = plan
         else:
@@ -155,8 +156,8 @@ class PrefillMachine(RuleBasedStateMachine):
         self._check_released()
 
     @precondition(lambda self: self.plan is not None)
-    @rule()
-    def fail_step(self) -> None:
+    @rule(suspect=st.booleans())
+    def fail_step(self, suspect: bool) -> None:
         assert self.plan is not None
         plan, self.plan = self.plan, None
         broken = {item.seq.key for item in plan.items if self.allocator.is_moving(item.seq)}
@@ -164,6 +165,18 @@ class PrefillMachine(RuleBasedStateMachine):
         self._check_released()
         for key in broken & self.sequences.keys():
             self.broken.add(key)
+        if suspect:
+            lost = self.scheduler.suspect(plan)
+            assert {seq.key for seq in lost} == broken & self.sequences.keys()
+
+    @precondition(lambda self: self.plan is None and self.scheduler._running)
+    @rule(which=some)
+    def give_up(self, which: int) -> None:
+        """Its steps fail, alone as well."""
+        running = self.scheduler._running
+        key = running[which % len(running)].key
+        self.scheduler.give_up(key)
+        self.broken.add(key)
 
     @invariant()
     def the_pool_is_whole(self) -> None:

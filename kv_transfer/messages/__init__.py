@@ -44,6 +44,7 @@ from kv_transfer.messages.fields import (
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
 from kv_transfer.messages.requests import (
     Cancel,
+    Computing,
     Endpoint,
     FailureCause,
     FailureEvent,
@@ -101,6 +102,7 @@ __all__ = [
     "Cancel",
     "ChangeRole",
     "Commit",
+    "Computing",
     "Count",
     "Decisions",
     "Digest",

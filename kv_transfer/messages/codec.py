@@ -23,7 +23,7 @@ from kv_transfer.messages.connections import (
 )
 from kv_transfer.messages.decisions import AskDecisions, Decisions
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
-from kv_transfer.messages.requests import Cancel, Refused, Reserve, Reserved, Start, StepFrame, StepOverdue
+from kv_transfer.messages.requests import Cancel, Computing, Refused, Reserve, Reserved, Start, StepFrame, StepOverdue
 from kv_transfer.messages.scheduling import (
     Ended,
     FirstToken,
@@ -50,6 +50,7 @@ Message = (
     | Refused
     | Start
     | Cancel
+    | Computing
     | StepFrame
     | StepOverdue
     | SlabHeader

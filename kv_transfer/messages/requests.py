@@ -24,6 +24,7 @@ class RequestSpec:
     params: SamplingParams
     output_token_ids: Items[TokenId] = field(default_factory=list)
     cache_salt: Text = ""
+    alone: Flag = False  # its steps are shared with nobody at first: it may be what makes workers fail
 
     @property
     def num_tokens(self) -> int:
@@ -90,8 +91,10 @@ class TokenEvent:
     prompt_logprobs: Items[tuple[Real, Items[tuple[TokenId, Real]]]] | None = None
 
 
-FailureCause = Literal["fault", "moved"]
-"""Why an attempt ended: something went wrong, or its worker leaves in order and others are to go on with it."""
+FailureCause = Literal["fault", "moved", "shared", "raised", "broke"]
+"""Why an attempt ended: something went wrong; its worker leaves in order, or for another request's sake, and others are
+to go on with it; a step of it and others failed, after which it cannot go on there; its own steps fail while the worker
+computes others'; the worker's device failed in a step of it, and has computed nothing since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +159,19 @@ class StepOverdue:
 
     __pydantic_config__ = STRICT
     is_overdue: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    """Worker to gateway, before a step: which requests it may be that take the worker down.
+
+    `sequences`, each (request id, attempt): those of this gateway that compute here for the first time. `alone`: of
+    this gateway's they are the only ones in a step, until the next message of this kind.
+    """
+
+    __pydantic_config__ = STRICT
+    sequences: Items[tuple[Text, Count]]
+    alone: Flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
