@@ -9,6 +9,7 @@
     │   └── BodyTimeoutError           408  the body did not arrive in time
     └── GenerationError                     what a `Generator` may raise
         ├── RequestTooLargeError       400  no worker of this cluster could ever hold it
+        ├── PoisonRequestError         422  it makes workers fail, and will not be tried again
         ├── OverloadedError            429  not now; `Retry-After` says when
         ├── UnavailableError           503  no worker is ready
         ├── DeadlineError              504  the request's deadline passed
@@ -88,6 +89,20 @@ class RequestTooLargeError(GenerationError):
     status = 400
     kind = "invalid_request_error"
     default_code = "request_too_large"
+
+
+class PoisonRequestError(GenerationError):
+    """The fault is ours, but clients repeat what gets a 5xx by themselves, and this must not be repeated."""
+
+    status = 422
+    kind = "invalid_request_error"
+    default_code = "makes_workers_fail"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This request makes the workers that compute it fail, two of them so far; it is not tried again. Change it,"
+            " and report it to whoever operates this service."
+        )
 
 
 class OverloadedError(GenerationError):

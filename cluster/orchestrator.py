@@ -16,17 +16,35 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from cluster.errors import DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.errors import (
+    DeadlineError,
+    FailedError,
+    GenerationError,
+    OverloadedError,
+    PoisonRequestError,
+    RequestTooLargeError,
+)
 from cluster.generation import Arrivals, ServingLimits
 from cluster.journey import Journey
 from cluster.placer import Placer, sleep_within
-from cluster.request_run import AttemptFailedError, FromWorker, RequestRun, RequestState, WorkerLost, WorkerSuspected
+from cluster.quarantine import Quarantine
+from cluster.request_run import (
+    AttemptFailedError,
+    FoundGuilty,
+    FromWorker,
+    Recalled,
+    RequestRun,
+    RequestState,
+    WorkerLost,
+    WorkerSuspected,
+)
 from cluster.request_terms import RequestTerms
 from cluster.scheduler_client import SchedulerClient
 from cluster.slo_report import SloReport
 from cluster.worker_links import WorkerLinks
 from kv_transfer.messages import (
     Cancel,
+    Computing,
     Endpoint,
     FailureEvent,
     KnownWorker,
@@ -48,6 +66,7 @@ from kv_transfer.transports.base import Identity
 
 logger = logging.getLogger(__name__)
 
+_COPY_IS_TRIED: Final = "a copy of it is suspected of making workers fail"
 _LOOK_S: Final = 0.25  # at workers, whether they give a sign of life
 _LONGEST_DELAY: Final = 4  # between attempts, in units of the configured one
 
@@ -83,6 +102,8 @@ class Orchestrator:
         self._config = config
         self._on_ended = on_ended
         self._runs: dict[str, RequestRun] = {}
+        self._quarantine = Quarantine()
+        self._alone_on: dict[str, set[str]] = {}  # worker: the only requests of ours that may be in its step
         self._links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
         self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas, on_slo, self._standing)
         self._placer = Placer(
@@ -162,7 +183,7 @@ class Orchestrator:
                     if ready := run.take_ready():  # the next attempt goes on behind them
                         yield ready
                     await self._prepare_retry(run, failure)
-        except (DeadlineError, FailedError, OverloadedError, RequestTooLargeError, UnavailableError):
+        except GenerationError:
             run.end(RequestState.FAILED)
             raise
         finally:
@@ -172,7 +193,10 @@ class Orchestrator:
     # --- one attempt ---
 
     async def _attempt(self, run: RequestRun) -> AsyncGenerator[Arrivals, None]:
+        await self._quarantine.admit(run)
         placement = await self._placer.place(run)
+        if not self._quarantine.allows(run):
+            raise AttemptFailedError(_COPY_IS_TRIED, None, "moved")
         spec = run.spec()
         if placement.prefill is None:
             self._post(placement.decode, Start(request=spec, ticket=None))
@@ -201,9 +225,13 @@ class Orchestrator:
         """Up to the first good news, if there is any. Raises what bad news means for the attempt or the request."""
         while run.inbox:
             match run.inbox.popleft():
+                case FoundGuilty():
+                    raise PoisonRequestError
+                case Recalled(attempt) if attempt == run.attempt and run.placement is not None:
+                    raise AttemptFailedError(_COPY_IS_TRIED, run.placement.decode, "moved")
                 case WorkerLost(worker_id, in_order) if run.concerns(worker_id):
                     raise AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault")
-                case WorkerSuspected(worker_id) if run.concerns(worker_id) and self._has_another(run, worker_id):
+                case WorkerSuspected(worker_id) if self._may_leave(run, worker_id):
                     if self._links.is_silent(worker_id):
                         raise AttemptFailedError("the worker is silent", worker_id, "silent")
                     raise AttemptFailedError("the worker's step does not end", worker_id, "hung")
@@ -233,6 +261,7 @@ class Orchestrator:
                     f"The request was not finished within {self._config.request_deadline_s:g} s. Ask for fewer tokens."
                 ) from None
             assert run.placement is not None
+            self._lost_in_a_step(run.placement.decode)
             raise AttemptFailedError("the worker is silent", run.placement.decode) from None
 
     def _refused(self, run: RequestRun, worker_id: str, refused: Refused) -> None:
@@ -248,6 +277,9 @@ class Orchestrator:
         worker_id = failure.worker_id
         level = logging.WARNING if failure.cause == "fault" else logging.INFO
         logger.log(level, "request %s attempt %d ended: %s (%s)", run.request_id, run.attempt, failure, worker_id)
+        if failure.cause in ("hung", "silent"):
+            assert worker_id is not None
+            self._lost_in_a_step(worker_id)
         # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
         for touched in list(run.touched):
             if not self._placer.is_decode(touched) or touched == worker_id:
@@ -269,6 +301,7 @@ class Orchestrator:
     def _forget(self, run: RequestRun) -> None:
         del self._runs[run.request_id]
         run.bell.close()
+        self._quarantine.ended(run)
         self._scheduler.ended(run.request_id, run.num_output_tokens)
         self._on_ended(run)
         finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
@@ -292,14 +325,21 @@ class Orchestrator:
                 now = time.monotonic()
                 for token in tokens:
                     self._deliver_token(worker_id, token, now)
+                if tokens:
+                    self._quarantine.heard(worker_id)
+                self._look_who_failed(worker_id, failures)
                 for failure in failures:
                     self._deliver(failure.request_id, FromWorker(worker_id, failure))
+            case Computing(sequences=sequences, alone=alone):
+                self._note_computing(worker_id, sequences, alone)
             case Reserved(ticket=ticket):
                 self._deliver(ticket.request_id, FromWorker(worker_id, message))
             case Refused(request_id=request_id):
                 self._deliver(request_id, FromWorker(worker_id, message))
             case StepOverdue(is_overdue=is_overdue):
                 self._links.step_overdue(worker_id, is_overdue)
+                if is_overdue and self._quarantine.had(worker_id):
+                    self._lost_in_a_step(worker_id)
                 self._tell_of_suspects()
             case _:
                 logger.warning("worker %s sent %s to a gateway", worker_id, type(message).__name__)
@@ -311,6 +351,8 @@ class Orchestrator:
         was_prefilling = run.state is RequestState.PREFILLING
         if run.take(worker_id, token, now) and was_prefilling:
             self._scheduler.first_token(run.request_id)
+        if run.alone:
+            self._quarantine.came(run)
 
     def _deliver(self, request_id: str, event: FromWorker) -> None:
         run = self._runs.get(request_id)
@@ -329,6 +371,10 @@ class Orchestrator:
                 if run.concerns(worker_id) and told not in run.inbox:
                     run.tell(told)
 
+    def _may_leave(self, run: RequestRun, worker_id: str) -> bool:
+        is_bound = self._is_in_step(run, worker_id) and self._quarantine.must_stay(run, worker_id)
+        return run.concerns(worker_id) and not is_bound and self._has_another(run, worker_id)
+
     def _has_another(self, run: RequestRun, worker_id: str) -> bool:
         """Whether a decode worker could take the request, the prompt included: if not, waiting is better."""
         suspects = self._links.suspects()
@@ -346,6 +392,63 @@ class Orchestrator:
 
     def _on_worker_lost(self, worker_id: str, in_order: bool) -> None:
         self._scheduler.worker_lost(worker_id)
+        if not in_order:
+            self._lost_in_a_step(worker_id)
+        self._alone_on.pop(worker_id, None)
         for run in self._runs.values():
             if run.concerns(worker_id):
                 run.tell(WorkerLost(worker_id, in_order))
+
+    # --- who is to blame ---
+
+    def _note_computing(self, worker_id: str, sequences: list[tuple[str, int]], alone: bool) -> None:
+        for request_id, attempt in sequences:
+            run = self._runs.get(request_id)
+            if run is not None and run.attempt == attempt:
+                run.computing_on.add(worker_id)
+        if alone:
+            self._alone_on[worker_id] = {request_id for request_id, _ in sequences}
+        else:
+            self._alone_on.pop(worker_id, None)
+
+    def _is_in_step(self, run: RequestRun, worker_id: str) -> bool:
+        """Whether it may be, by what the worker told before its last step."""
+        alone = self._alone_on.get(worker_id)
+        return worker_id in run.computing_on and (not run.alone if alone is None else run.request_id in alone)
+
+    def _lost_in_a_step(self, worker_id: str) -> None:
+        """It died, or hangs: whoever was in its step may be the reason."""
+        runs = [run for run in self._runs.values() if run.concerns(worker_id) and self._is_in_step(run, worker_id)]
+        if self._quarantine.lost(worker_id, runs):
+            self._end_guilty()
+        self._recall_copies()
+
+    def _recall_copies(self) -> None:
+        for run in self._runs.values():
+            if self._quarantine.recall(run, run.computing_on):
+                run.tell(Recalled(run.attempt))
+
+    def _look_who_failed(self, worker_id: str, failures: list[FailureEvent]) -> None:
+        broke: list[RequestRun] = []
+        found = False
+        for failure in failures:
+            run = self._runs.get(failure.request_id)
+            if run is None or run.attempt != failure.attempt or not run.concerns(worker_id):
+                continue
+            if failure.cause == "broke":
+                broke.append(run)
+            if failure.cause == "shared":
+                self._quarantine.suspect(run)
+            if failure.cause == "raised":
+                found |= self._quarantine.raised(worker_id, run)
+        if broke:
+            found |= self._quarantine.lost(worker_id, broke)
+            self._recall_copies()
+        if found:
+            self._end_guilty()
+
+    def _end_guilty(self) -> None:
+        """Also the copies that have done nothing yet."""
+        for run in self._runs.values():
+            if self._quarantine.is_guilty(run):
+                run.tell(FoundGuilty())

@@ -46,7 +46,7 @@ class Placer:
         await self._links.wait_up(needed, self._link_timeout_s)
         for worker_id in needed:
             if not self._links.is_up(worker_id):
-                raise AttemptFailedError("the worker cannot be reached", worker_id)
+                raise AttemptFailedError("the worker cannot be reached", worker_id, "full")
         return placement
 
     async def _ask(self, run: RequestRun) -> Placement:

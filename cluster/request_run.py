@@ -59,6 +59,18 @@ class WorkerSuspected:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundGuilty:
+    """It, or a copy of it, makes workers fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """A copy of it is suspected of that: it must not compute any more meanwhile."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class FromWorker:
     """An event and who it came from."""
 
@@ -66,7 +78,7 @@ class FromWorker:
     event: FailureEvent | Reserved | Refused
 
 
-RunEvent = WorkerLost | WorkerSuspected | FromWorker
+RunEvent = WorkerLost | WorkerSuspected | FromWorker | FoundGuilty | Recalled
 
 
 AttemptEnd = FailureCause | Literal["full", "silent", "hung"]
@@ -110,6 +122,10 @@ class RequestRun:
         self.excluded: set[str] = set()
         self.num_faults = 0  # that ended an attempt since one that made progress
         self.num_stumbles = 0  # the same, and whatever else ended one
+        self.computing_on: set[str] = set()  # workers that may be in a step of this attempt
+        self.alone = False  # it is suspected of making workers fail: see `cluster.quarantine`, as for the next two
+        self.num_raised = 0  # attempts that failed by its own doing
+        self.fingerprint: bytes | None = None
         self.prefix_hashes = b""  # of the prompt's blocks, as the workers name them
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
@@ -147,6 +163,11 @@ class RequestRun:
         self.last_token_at = now
 
     @property
+    def num_of_attempt(self) -> int:
+        """Tokens that this attempt has brought."""
+        return len(self.emitted) - self._num_before
+
+    @property
     def num_output_tokens(self) -> int | None:
         """Where it came to its own end."""
         return len(self.emitted) if self.state is RequestState.FINISHED else None
@@ -159,7 +180,7 @@ class RequestRun:
 
     def spec(self) -> RequestSpec:
         """The request as this attempt should run it: going on from what was emitted."""
-        return replace(self.request, attempt=self.attempt, output_token_ids=list(self.emitted))
+        return replace(self.request, attempt=self.attempt, output_token_ids=list(self.emitted), alone=self.alone)
 
     def place_query(self, *, prefer_decode: str | None, avoid: Collection[str] = ()) -> Place:
         """`avoid`: besides those that it avoids by itself."""
@@ -184,7 +205,7 @@ class RequestRun:
             return None
         now = time.monotonic()
         first_after_s = (self.first_token_at or now) - self.terms.arrived_at
-        num_emitted = len(self.emitted) - self._num_before
+        num_emitted = self.num_of_attempt
         asked = self.place_query(prefer_decode=None)
         return StandingRequest(
             place=replace(
@@ -220,13 +241,14 @@ class RequestRun:
         """Forget the attempt, keep what was emitted."""
         if len(self.emitted) > self._num_before + 1:  # progress: one token each comes of computing the prompt again
             self.num_faults = self.num_stumbles = 0
-        self.num_faults += cause == "fault"
+        self.num_faults += cause in ("fault", "raised", "broke")
         self.num_stumbles += 1
         self.excluded = self._suspects(failed_worker, cause)
         self.attempt += 1
         self.state = RequestState.PLACING
         self.placement = None
         self.decode_took_over = False
+        self.computing_on.clear()
         self._num_before, self._decoding_since = len(self.emitted), None
         self._early.clear()
 
@@ -246,6 +268,8 @@ class RequestRun:
             return []
         if self.placement is not None and worker_id == self.placement.decode:
             self.decode_took_over = True
+        else:
+            self.computing_on.discard(worker_id)  # its part is done
         if event.index >= len(self.emitted):
             self._early[event.index] = event
         ready = []

@@ -13,6 +13,7 @@ from kv_transfer.transports.base import Identity, TransportError
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+_MAX_FALLEN = 1024
 SILENCE_S = 1.5  # three pings that did not come
 
 
@@ -34,6 +35,7 @@ class WorkerLinks:
         self._on_lost = on_lost
         self._connections: dict[str, Connection] = {}
         self._overdue: set[str] = set()
+        self._fallen: dict[str, None] = {}  # that were connected, and are not now; the oldest first
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
 
@@ -67,15 +69,18 @@ class WorkerLinks:
         return True
 
     async def wait_up(self, worker_ids: set[str], timeout_s: float) -> bool:
-        """Whether all of these were connected within the time."""
+        """Whether all of these were connected within the time. One whose connection was lost is not waited for."""
         async with self._changed:
             try:
                 await asyncio.wait_for(
-                    self._changed.wait_for(lambda: worker_ids <= self._connections.keys()), timeout_s
+                    self._changed.wait_for(
+                        lambda: worker_ids <= self._connections.keys() or worker_ids & self._fallen.keys()
+                    ),
+                    timeout_s,
                 )
             except TimeoutError:
                 return False
-        return True
+        return worker_ids <= self._connections.keys()
 
     async def stop(self) -> None:
         tasks = list(self._tasks.values())
@@ -102,9 +107,15 @@ class WorkerLinks:
             del self._tasks[info.worker_id]
             self._connections.pop(info.worker_id, None)
             self._overdue.discard(info.worker_id)
+            self._fallen[info.worker_id] = None
+            if len(self._fallen) > _MAX_FALLEN:
+                del self._fallen[next(iter(self._fallen))]
             self._on_lost(info.worker_id, connection.peer_left_in_order)
+            async with self._changed:
+                self._changed.notify_all()
 
     async def _set(self, worker_id: str, connection: Connection) -> None:
         async with self._changed:
             self._connections[worker_id] = connection
+            self._fallen.pop(worker_id, None)
             self._changed.notify_all()

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cluster.api import InFlight
-from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.errors import FailedError, OverloadedError, PoisonRequestError, RequestTooLargeError, UnavailableError
 from cluster.generation import ServingLimits
 from cluster.prepare import derived_seed
 from cluster.settings import GatewaySettings
@@ -225,6 +225,7 @@ def test_logprob_of_part_of_a_character(target: Target, generator: ScriptedGener
         (OverloadedError("Full. Wait.", retry_after_s=2.5), 429, "rate_limit_error"),
         (UnavailableError("Nobody home. Wait.", retry_after_s=7), 503, "service_unavailable_error"),
         (RequestTooLargeError("Too large. Shorten it."), 400, "invalid_request_error"),
+        (PoisonRequestError(), 422, "invalid_request_error"),
         (FailedError("Three attempts failed. Try again."), 500, "server_error"),
         (RuntimeError("a secret of the server"), 500, "server_error"),
     ],

@@ -6,7 +6,15 @@ import time
 
 import pytest
 
-from cluster.errors import ApiError, DeadlineError, FailedError, InvalidRequestError, OverloadedError, UnavailableError
+from cluster.errors import (
+    ApiError,
+    DeadlineError,
+    FailedError,
+    InvalidRequestError,
+    OverloadedError,
+    PoisonRequestError,
+    UnavailableError,
+)
 from cluster.request_terms import RequestTerms
 from cluster.request_watch import GAPS_AT_ONCE, RequestWatch, SequenceWatch, outcome_of
 from cluster.slo import SloConfig
@@ -111,6 +119,7 @@ def test_where_the_start_is_not_known_no_queue_is_told() -> None:
         (UnavailableError("Nobody.", retry_after_s=1), Outcome.FAILED),
         (DeadlineError("Late."), Outcome.FAILED),
         (FailedError("Lost."), Outcome.FAILED),
+        (PoisonRequestError(), Outcome.FAILED),
         (InvalidRequestError("Wrong."), None),
     ],
 )
