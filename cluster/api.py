@@ -16,6 +16,7 @@ from cluster.metrics import Metrics
 from cluster.settings import GatewaySettings
 from cluster.slo_account import SloAccount
 from cluster.tenants import Tenants
+from cluster.turns import Turns
 from cluster.unread import Unread
 from engine.tokenizer import Tokenizer
 
@@ -78,6 +79,7 @@ class Api:
     tenants: Tenants
     in_flight: InFlight
     unread: Unread
+    turns: Turns = field(default_factory=Turns)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def require_model(self, name: str) -> None:

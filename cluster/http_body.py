@@ -1,20 +1,38 @@
-"""Reads every request's body before the app sees it: bounded in size and in time, and all together in memory.
+"""Reads every request's body before a route sees it: bounded in size and in time, and all together in memory.
 
-Plain ASGI. A body over the limit is answered with 413 as soon as that is known, one that does not arrive with 408.
-Where too many arrive at once, the oldest are answered with 503: to read more slowly would not help, Serve reads ahead.
+`BodyLimit` is plain ASGI: a body over the limit is answered with 413 as soon as that is known, one that does not arrive
+with 408. Where too many arrive at once, the oldest are answered with 503: to read more slowly would not help, Serve
+reads ahead. `JsonRoute` parses and checks what came without holding up the loop; what would hold the parser up for long
+is answered with 413, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, Final
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api import Api
 from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError, UnavailableError
 from cluster.http_connection import note_connection
-from cluster.http_errors import error_response
+from cluster.http_errors import error_response, from_validation
 from cluster.http_terms import note_arrival
+from cluster.turns import Turns
+
+MAX_VALUES: Final = 2**18  # in a body: the parsers hold the interpreter's lock for up to 60 ms for as many
+_SMALL_BYTES: Final = 16 * 2**10  # of a body that is parsed and checked on the loop, in 2 ms at most
+
+# What begins a value, or parts two; and whole texts, whose commas count for nothing. It matches a text without an end,
+# too: else it would look for the end again from each of its quotes.
+_VALUES_OR_TEXT: Final = re.compile(rb'[,\[{]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +65,7 @@ class BodyLimit:
         note_connection(scope, receive)
         try:
             self._check_declared(scope)
-            body = await self._receive(receive)
+            body = await self._receive(receive, scope["app"].state.api.turns)
         except ApiError as error:
             await self._refuse(error, scope, receive, send)
         else:
@@ -59,13 +77,13 @@ class BodyLimit:
             if name == b"content-length" and value.isdigit() and int(value) > self._max_bytes:
                 raise self._too_large()
 
-    async def _receive(self, receive: Receive) -> bytes | None:
+    async def _receive(self, receive: Receive, turns: Turns) -> bytes | None:
         """The whole body, or None if the client has gone."""
         upload = _Upload(asyncio.timeout(self._timeout_s))
         self._arriving[upload] = None
         try:
             async with upload.time:
-                return await self._read(receive, upload)
+                return await self._read(receive, turns, upload)
         except TimeoutError:
             if upload in self._arriving:
                 raise BodyTimeoutError(
@@ -80,7 +98,8 @@ class BodyLimit:
         finally:
             self._forget(upload)
 
-    async def _read(self, receive: Receive, upload: _Upload) -> bytes | None:
+    async def _read(self, receive: Receive, turns: Turns, upload: _Upload) -> bytes | None:
+        """Of a hundred clients that send at once, each turn of the loop takes one piece."""
         body = upload.body
         while True:
             message = await receive()
@@ -96,6 +115,7 @@ class BodyLimit:
             body += piece
             self._num_bytes += len(piece)
             self._make_room()
+            await turns.on_loop(lambda: None)
 
     def _make_room(self) -> None:
         while self._num_bytes > self._max_arriving_bytes:
@@ -127,3 +147,57 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replay
+
+
+class JsonRoute(APIRoute):
+    """A route that gets its body parsed and checked."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        model = None if self.body_field is None else self.body_field.field_info.annotation
+
+        async def handle_checked(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive, model))
+
+        return handle_checked
+
+
+class _JsonRequest(Request):
+    """What `json()` gives is an object of the route's model, which FastAPI then has nothing to check about."""
+
+    def __init__(self, scope: Scope, receive: Receive, model: Any) -> None:
+        super().__init__(scope, receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        body = await self.body()
+        api: Api = self.scope["app"].state.api
+        if len(body) <= _SMALL_BYTES:
+            return await api.turns.on_loop(_checked, body, self._model)
+        return await api.turns.reading(len(body), _checked, body, self._model)
+
+
+def _checked(body: bytes, model: type[BaseModel]) -> BaseModel:
+    """Raises ApiError, or ValueError where the body is no JSON."""
+    _require_few_values(body)
+    value = json.loads(body)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        raise from_validation([{**problem, "loc": ("body", *problem["loc"])} for problem in problems[:1]]) from None
+
+
+def _require_few_values(body: bytes) -> None:
+    """Raises BodyTooLargeError. Counts only where a body of so many bytes could hold so many values, and in Python, so
+    that others have their turn meanwhile."""
+    if body.count(b",") + body.count(b"[") + body.count(b"{") <= MAX_VALUES:
+        return
+    num_values = 0
+    for found in _VALUES_OR_TEXT.finditer(body):
+        num_values += found[0][:1] != b'"'
+        if num_values > MAX_VALUES:
+            raise BodyTooLargeError(
+                f"The body holds more than {MAX_VALUES} JSON values (numbers, texts, lists, objects). Send it in"
+                " several requests, or texts in place of token ids."
+            )

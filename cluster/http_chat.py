@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 
 from cluster.api import Api
 from cluster.choice import Delta
+from cluster.http_body import JsonRoute
 from cluster.http_response import GenerationResponse
 from cluster.http_terms import answered_tier, prefix_salt, terms_of
 from cluster.logprobs import chat_logprobs
@@ -18,7 +19,7 @@ from cluster.prepare import Job, prepare_chat
 from cluster.shapes import ChunkFrame, dumps, token_ids_member
 from cluster.streaming import Generation
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions", response_model=None)

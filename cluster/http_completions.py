@@ -9,16 +9,17 @@ from fastapi import APIRouter, Request
 
 from cluster.api import Api
 from cluster.choice import Delta
+from cluster.http_body import JsonRoute
 from cluster.http_response import GenerationResponse
 from cluster.http_terms import answered_tier, prefix_salt, terms_of
 from cluster.logprobs import CompletionLogprobs
 from cluster.metrics import RequestTimeline
 from cluster.openai_types import CompletionBody
 from cluster.prepare import Job, TokenPrompt, prepare_completion
-from cluster.shapes import ChunkFrame, dumps, token_ids_member
+from cluster.shapes import ChunkFrame, dumps, dumps_large, token_ids_member
 from cluster.streaming import Generation
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions", response_model=None)
@@ -53,7 +54,7 @@ class CompletionShape:
             return b""
         logprobs = CompletionLogprobs(self._tokenizer)
         self._add_prompt(logprobs, index)
-        return self._frame.chunk(index, b'"text":' + dumps(echo), logprobs.as_json(), None)
+        return self._frame.chunk(index, b'"text":' + dumps_large(echo), logprobs.as_json(), None)
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         logprobs = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ApiError):  # FastAPI takes whatever the parser of a body raises for a 400 of its own
+        return await _api_error(request, error.__cause__)
     sentences = {
         404: f"There is no {request.url.path[:200]}. See /openapi.json for what there is.",
         405: f"{request.method} is not possible on {request.url.path[:200]}. See /openapi.json for what is.",
@@ -112,5 +115,6 @@ def _dotted(path: Sequence[int | str]) -> str:
 
 
 def _shown(value: object) -> str:
-    shown = repr(value)
+    """The beginning of what came, however large or deep it is."""
+    shown = reprlib.repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from cluster.errors import ApiError, DeadlineError, FailedError
 from cluster.http_connection import Connection, connection_of
 from cluster.metrics import RequestTimeline
 from cluster.request_watch import outcome_of
-from cluster.shapes import Shape, dumps
+from cluster.shapes import Shape, dumps, dumps_large
 from cluster.slo import CLASS_HEADER
 from cluster.slo_report import Outcome
 from cluster.streaming import Generation
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 LAST_WORD_S: Final = 1.0  # for telling a client that may not be reading that its request failed
 _UNBUFFERED: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would hold it back
 _LOOKS_PER_TIMEOUT: Final = 8  # at whether a client takes anything
+_LARGE_BYTES: Final = 64 * 2**10  # of JSON, which take about a millisecond
 
 
 class GenerationResponse(Response):
@@ -132,7 +133,7 @@ class GenerationResponse(Response):
     async def _stream(self, send: Send, outbox: Outbox) -> None:
         opened: set[int] = set()
         while waiting := await outbox.take():
-            events = b"".join(self._events(waiting, opened))
+            events = await self._made(self._size(waiting, opened), self._events, waiting, opened)
             if not self._started:
                 await self._start(send, 200, "text/event-stream", _UNBUFFERED)
             if events:
@@ -142,7 +143,17 @@ class GenerationResponse(Response):
         usage = self._generation.usage() if self._generation.job.include_usage else None
         await self._write(send, self._shape.closing(usage), last=True)
 
-    def _events(self, deltas: Sequence[tuple[int, Delta]], opened: set[int]) -> list[bytes]:
+    def _size(self, deltas: Sequence[tuple[int, Delta]], opened: Collection[int]) -> int:
+        """About the bytes of their events."""
+        job = self._generation.job
+        opening = {index for index, _ in deltas}.difference(opened) if len(opened) < len(job.specs) else ()
+        return sum(map(job.opening_size, opening)) + sum(job.size(delta) for _, delta in deltas)
+
+    async def _made(self, size: int, work: Callable[..., bytes], *args: Any) -> bytes:
+        """What takes long is made in a thread."""
+        return work(*args) if size <= _LARGE_BYTES else await self._api.turns.writing(work, *args)
+
+    def _events(self, deltas: Sequence[tuple[int, Delta]], opened: set[int]) -> bytes:
         events: list[bytes] = []
         for index, delta in deltas:
             if index not in opened:
@@ -150,7 +161,7 @@ class GenerationResponse(Response):
                 events.append(self._shape.opening(index))
             if not delta.empty:
                 events.append(self._shape.chunk(index, delta))
-        return events
+        return b"".join(events)
 
     async def _whole(self, send: Send, outbox: Outbox) -> None:
         wholes = [_Whole() for _ in self._generation.choices]
@@ -158,10 +169,16 @@ class GenerationResponse(Response):
             self._watch.first_byte()
             for index, delta in waiting:
                 wholes[index].add(delta)
-        data = dumps(self._shape.whole([whole.delta() for whole in wholes], self._generation.usage()))
+        deltas = [whole.delta() for whole in wholes]
         del wholes
+        job = self._generation.job
+        size = sum(job.opening_size(index) + job.size(delta) for index, delta in enumerate(deltas))
+        data = await self._made(size, self._whole_json, deltas)
         outbox.resize(len(data))
         await self._send_json(send, 200, data, outbox=outbox)
+
+    def _whole_json(self, deltas: list[Delta]) -> bytes:
+        return dumps_large(self._shape.whole(deltas, self._generation.usage()))
 
     async def _fail(self, send: Send, error: ApiError) -> None:
         self._timeline.outcome, self._outcome = error.code or "failed", outcome_of(error)

@@ -10,10 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from cluster.api import Api
 from cluster.errors import InvalidRequestError
+from cluster.http_body import JsonRoute
 from cluster.openai_types import DetokenizeBody, RoleBody, TokenizeBody
-from cluster.prepare import chat_token_ids, check_token_ids, text_token_ids
+from cluster.prepare import chat_token_ids, text_token_ids, token_text
+from cluster.shapes import dumps_large
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 def _api(request: Request) -> Api:
@@ -45,7 +47,7 @@ def _model_card(api: Api) -> dict[str, Any]:
 
 
 @router.post("/tokenize", response_model=None)
-async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
     api = _api(request)
     if body.model is not None:
         api.require_model(body.model)
@@ -56,16 +58,21 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     else:
         tokens = await text_token_ids(body.prompt or "", api, add_special_tokens=body.add_special_tokens)
     limits = api.generator.limits()
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": None if limits is None else limits.max_model_len}
+    context = None if limits is None else limits.max_model_len
+    return await _json({"tokens": tokens, "count": len(tokens), "max_model_len": context}, api)
+
+
+async def _json(answer: dict[str, Any], api: Api) -> Response:
+    """Of any size."""
+    return Response(await api.turns.writing(dumps_large, answer), media_type="application/json")
 
 
 @router.post("/detokenize", response_model=None)
-async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     api = _api(request)
     if body.model is not None:
         api.require_model(body.model)
-    check_token_ids(body.tokens, api, "tokens")
-    return {"prompt": api.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    return await _json({"prompt": await token_text(body.tokens, api)}, api)
 
 
 @router.get("/health", response_model=None)

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from engine.sampling_params import MAX_LOGIT_BIAS
+
 MAX_STOP_STRINGS: Final = 4
+MAX_STOP_CHARS: Final = 1024  # of one
 
 Prompt = str | list[int]
 
@@ -50,6 +53,8 @@ def parse_stop(value: object) -> list[str]:
         raise _error("invalid_value", f"{len(texts)} stop texts were sent; at most {MAX_STOP_STRINGS} are possible")
     if not all(texts):
         raise _error("invalid_value", "a stop text must not be empty; leave it out instead")
+    if (longest := max(map(len, texts), default=0)) > MAX_STOP_CHARS:
+        raise _error("invalid_value", f"a stop text has {longest} characters; at most {MAX_STOP_CHARS} are possible")
     return texts
 
 
@@ -82,6 +87,8 @@ def parse_logit_bias(value: object) -> dict[int, float]:
         return {}
     if not isinstance(value, Mapping):
         raise _error("invalid_type", 'send an object of token ids and numbers, such as {"50": -100}')
+    if len(value) > MAX_LOGIT_BIAS:
+        raise _error("invalid_value", f"{len(value)} tokens were sent; at most {MAX_LOGIT_BIAS} are possible")
     return {_token_id(key): _bias(key, bias) for key, bias in value.items()}
 
 
@@ -126,7 +133,8 @@ Content = Annotated[str, BeforeValidator(parse_content, json_schema_input_type=A
 LogitBias = Annotated[
     dict[int, float], BeforeValidator(parse_logit_bias, json_schema_input_type=dict[str, float] | None)
 ]
-TokenIds = Annotated[list[int], AfterValidator(_non_negative)]
+# The first bad item is enough: a million of them must not cost a million error reports.
+TokenIds = Annotated[list[int], Field(fail_fast=True), AfterValidator(_non_negative)]
 Unsupported = Annotated[Any, AfterValidator(refuse)]
 TextOnly = Annotated[Any, AfterValidator(_only_text)]
 TextFormat = Annotated[Any, AfterValidator(_only_text_format)]

@@ -6,9 +6,9 @@ declared `Unsupported` and refused with a sentence; what makes no difference is 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster.openai_fields import (
     Content,
@@ -21,14 +21,24 @@ from cluster.openai_fields import (
     TokenIds,
     Unsupported,
 )
-from engine.sampling_params import MAX_LOGPROBS
+from engine.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from kv_transfer.messages import Role
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_MESSAGES = 2**14  # of a chat: what is made of more takes long at a stretch
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stranger(cls, fields: Any) -> Any:
+        """One unknown field is enough to refuse a body: a million must not cost a million error reports."""
+        if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
+            return fields
+        stranger = next(name for name in fields if name not in cls.model_fields)
+        return {name: fields[name] for name in (*cls.model_fields, stranger) if name in fields}
 
 
 class StreamOptions(Body):
@@ -56,7 +66,7 @@ class GenerationBody(Body):
     logit_bias: LogitBias = {}
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: Stop = []
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, max_length=256)
@@ -85,7 +95,7 @@ class ChatMessage(Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`"""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -117,7 +127,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool = True
 
 

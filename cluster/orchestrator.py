@@ -69,6 +69,9 @@ logger = logging.getLogger(__name__)
 _COPY_IS_TRIED: Final = "a copy of it is suspected of making workers fail"
 _LOOK_S: Final = 0.25  # at workers, whether they give a sign of life
 _LONGEST_DELAY: Final = 4  # between attempts, in units of the configured one
+_LONG_PROMPT_TOKENS: Final = (
+    2_000  # 512 shorter ones, as many as a gateway runs, are below what a link may have waiting
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,12 +202,12 @@ class Orchestrator:
             raise AttemptFailedError(_COPY_IS_TRIED, None, "moved")
         spec = run.spec()
         if placement.prefill is None:
-            self._post(placement.decode, Start(request=spec, ticket=None))
+            await self._post(run, placement.decode, Start(request=spec, ticket=None))
         else:
             run.state = RequestState.RESERVING
-            self._post(placement.decode, Reserve(request=spec))
+            await self._post(run, placement.decode, Reserve(request=spec))
             reserved = await self._await_reservation(run)
-            self._post(placement.prefill, Start(request=spec, ticket=reserved.ticket))
+            await self._post(run, placement.prefill, Start(request=spec, ticket=reserved.ticket))
         run.state = RequestState.PREFILLING
         run.journey.started()
         while True:
@@ -294,8 +297,17 @@ class Orchestrator:
         delay_s = self._config.retry_delay_s * min(run.num_stumbles - 1, _LONGEST_DELAY) * random.uniform(0.5, 1.5)
         await sleep_within(run, delay_s)
 
-    def _post(self, worker_id: str, message: Message) -> None:
-        if not self._links.post(worker_id, message):
+    async def _post(self, run: RequestRun, worker_id: str, message: Reserve | Start) -> None:
+        """A long prompt waits for the link to take those before it: 128 choices of one would be taken for a backlog."""
+        if message.request.num_tokens <= _LONG_PROMPT_TOKENS:
+            posted = self._links.post(worker_id, message)
+        else:
+            try:
+                async with asyncio.timeout(run.deadline - time.monotonic()):
+                    posted = await self._links.post_large(worker_id, message)
+            except TimeoutError:
+                raise DeadlineError("The request's worker did not take it before its deadline.") from None
+        if not posted:
             raise AttemptFailedError("the worker is gone", worker_id)
 
     def _forget(self, run: RequestRun) -> None:

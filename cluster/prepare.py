@@ -9,7 +9,6 @@ list samples as if it were sent alone. Without a seed each prompt draws a random
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from cluster.api import Api
+from cluster.choice import Delta
 from cluster.errors import InvalidRequestError
 from cluster.openai_fields import Prompt
 from cluster.openai_types import ChatBody, ChatMessage, CompletionBody, GenerationBody
@@ -25,7 +25,18 @@ from engine.sampling_params import SamplingParams
 from kv_transfer.messages import RequestSpec
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default of the completions endpoint
+# A request's bounds, whatever the model. They keep stretches of work that nothing can interrupt well below 100 ms, and
+# messages between processes well below the 16 MiB that a connection takes.
+MAX_PROMPT_TOKENS: Final = 2**22  # of all choices together: every choice brings its prompt to its workers
+MAX_ECHOED_CHARS: Final = 2**24  # of all choices together
+MAX_PROMPT_LOGPROBS: Final = 2**16  # that one choice gets with its echo: a worker sends them in one message
+MAX_ALL_PROMPT_LOGPROBS: Final = 2**18  # of all choices together
+MAX_TOKENIZED: Final = 2**20  # tokens in an answer of /tokenize
+
 LONG_TEXT_CHARS: Final = 2_000  # longer texts are tokenised off the event loop, which they would hold for over 1 ms
+MANY_TOKENS: Final = 10_000  # to turn into text, or to check, on the event loop, which they would hold for over 1 ms
+_MESSAGE_CHARS: Final = 20  # that rendering and tokenising a message costs besides its own, roughly
+_LOGPROB_BYTES: Final = 50  # of JSON, for a token with its log probability, roughly
 _SEED_MASK: Final = 2**63 - 1
 
 T = TypeVar("T")
@@ -60,6 +71,17 @@ class Job:
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
+    def opening_size(self, index: int) -> int:
+        """About the bytes of JSON that choice `index` begins with: its echo and the log probabilities of that."""
+        prompt = self.prompts[index // self.num_choices]
+        num_logprobs = self.specs[index].params.prompt_logprobs
+        each = 0 if num_logprobs is None else len(prompt.token_ids) * (num_logprobs + 1)
+        return len(prompt.echo) + _LOGPROB_BYTES * each
+
+    def size(self, delta: Delta) -> int:
+        """About the bytes of JSON that it becomes."""
+        return len(delta.text) + sum(_LOGPROB_BYTES * (len(entry.top) + 1) for entry in delta.entries)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
@@ -86,36 +108,90 @@ async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, 
         raise InvalidRequestError(
             "best_of is supported only where it equals n. Leave it out.", param="best_of", code="unsupported_value"
         )
+    for prompt in body.prompt:
+        _require_fits(prompt, api, "prompt")
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise InvalidRequestError("max_tokens is 0, which needs echo. Ask for at least 1 token.", param="max_tokens")
-    num_chars = sum(len(prompt) for prompt in body.prompt)
-    prompts = await _off_loop_if_long(num_chars, _completion_prompts, body.prompt, bool(body.echo), api)
+    size = sum(len(prompt) for prompt in body.prompt)
+    prompts = await _off_loop_if_long(size, api, _completion_prompts, body.prompt, bool(body.echo), api)
     wishes = Wishes(max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
     return _job("cmpl", body, api, prompts, wishes, service_tier, prefix_salt, param="prompt")
 
 
 async def chat_token_ids(messages: list[ChatMessage], api: Api) -> list[int]:
     """The messages in the form the model was trained on, ending where its answer begins."""
-    plain = [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        for message in messages
-    ]
+    if len(messages) > _context(api):
+        raise _too_long(f"{len(messages)} messages", api, "messages")
     num_chars = sum(len(message.content) for message in messages)
+    _require_chars_fit(num_chars, api, "messages")
+    size = num_chars + _MESSAGE_CHARS * len(messages)
     try:
-        return await _off_loop_if_long(num_chars, api.tokenizer.apply_chat_template, plain)
+        return await _off_loop_if_long(size, api, _chat_token_ids, messages, api)
     except ValueError as error:
         raise InvalidRequestError(f"These messages make no prompt: {error}.", param="messages") from error
 
 
+def _chat_token_ids(messages: list[ChatMessage], api: Api) -> list[int]:
+    plain = [
+        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+        for message in messages
+    ]
+    return api.tokenizer.apply_chat_template(plain)
+
+
 async def text_token_ids(text: str, api: Api, *, add_special_tokens: bool = True) -> list[int]:
-    return await _off_loop_if_long(len(text), api.tokenizer.encode, text, add_special_tokens)
+    """Of any text, whether or not it fits the context. Raises InvalidRequestError."""
+    token_ids = await _off_loop_if_long(len(text), api, api.tokenizer.encode, text, add_special_tokens)
+    if len(token_ids) > MAX_TOKENIZED:
+        raise InvalidRequestError(
+            f"The text has {len(token_ids)} tokens; one answer holds at most {MAX_TOKENIZED}. Send it in parts.",
+            param="prompt",
+        )
+    return token_ids
 
 
-async def _off_loop_if_long(num_chars: int, function: Callable[..., T], *args: Any) -> T:
+async def token_text(token_ids: list[int], api: Api) -> str:
+    """Of ids in the vocabulary, special tokens included. Raises InvalidRequestError."""
+    size = LONG_TEXT_CHARS * len(token_ids) // MANY_TOKENS
+    return await _off_loop_if_long(size, api, _text_of, token_ids, api)
+
+
+def _text_of(token_ids: list[int], api: Api) -> str:
+    check_token_ids(token_ids, api, "tokens")
+    return api.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+async def _off_loop_if_long(num_chars: int, api: Api, function: Callable[..., T], *args: Any) -> T:
     if num_chars <= LONG_TEXT_CHARS:
-        return function(*args)
-    return await asyncio.to_thread(function, *args)
+        return await api.turns.on_loop(function, *args)
+    return await api.turns.reading(num_chars, function, *args)
+
+
+def _context(api: Api) -> int:
+    limits = api.generator.limits()
+    return MAX_TOKENIZED if limits is None else limits.max_model_len
+
+
+def _require_fits(prompt: Prompt, api: Api, param: str) -> None:
+    """Raises InvalidRequestError for a prompt that is too long whatever it says, before anything is made of it."""
+    if isinstance(prompt, str):
+        _require_chars_fit(len(prompt), api, param)
+    elif len(prompt) > _context(api):
+        raise _too_long(f"{len(prompt)} tokens", api, param)
+
+
+def _require_chars_fit(num_chars: int, api: Api, param: str) -> None:
+    if num_chars > _context(api) * api.tokenizer.longest_token_chars:
+        raise _too_long(f"{num_chars} characters, more than {_context(api)} tokens can stand for,", api, param)
+
+
+def _too_long(what: str, api: Api, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The model's context is {_context(api)} tokens, but {what} were sent. Shorten the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def check_token_ids(token_ids: list[int], api: Api, param: str) -> None:
@@ -179,6 +255,7 @@ def _job(
     *,
     param: str,
 ) -> Job:
+    _require_bounded(body.n or 1, prompts, wishes)
     job_id = f"{kind}-{secrets.token_hex(12)}"
     return Job(
         id=job_id,
@@ -210,13 +287,40 @@ def _specs(
     sampling = _sampling(body, api)
     for index, prompt in enumerate(prompts):
         max_tokens = _max_tokens(len(prompt.token_ids), wishes.max_tokens, max_model_len, param)
+        params: SamplingParams | None = None  # of the first choice
         for choice, seed in enumerate(_seeds(body.seed, body.n or 1)):
+            if params is None:
+                params = _params(sampling, wishes, seed=seed, max_tokens=max_tokens)
             yield RequestSpec(
                 request_id=f"{job_id}-{index * (body.n or 1) + choice}",
                 attempt=0,
                 prompt_token_ids=prompt.token_ids,
-                params=_params(sampling, wishes, seed=seed, max_tokens=max_tokens),
+                params=params.with_seed(seed),
                 cache_salt=prefix_salt,
+            )
+
+
+def _require_bounded(num_choices: int, prompts: list[TokenPrompt], wishes: Wishes) -> None:
+    """Raises InvalidRequestError for what would be too much to send to workers, or to answer, in one request."""
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    each = 0 if wishes.prompt_logprobs is None else wishes.prompt_logprobs + 1
+    for what, number, limit in (
+        ("prompt tokens, of all choices,", num_choices * num_tokens, MAX_PROMPT_TOKENS),
+        ("characters of echoed prompts", num_choices * sum(len(prompt.echo) for prompt in prompts), MAX_ECHOED_CHARS),
+        ("log probabilities of one prompt's tokens", longest * each, MAX_PROMPT_LOGPROBS),
+        (
+            "log probabilities of prompts' tokens, of all choices,",
+            num_choices * num_tokens * each,
+            MAX_ALL_PROMPT_LOGPROBS,
+        ),
+    ):
+        if number > limit:
+            raise InvalidRequestError(
+                f"This request comes to {number} {what} and {limit} are possible. Send a smaller n, fewer or shorter"
+                " prompts" + (", or ask for fewer logprobs." if each else "."),
+                param="n" if num_choices > 1 else "logprobs" if each else "prompt",
+                code="request_too_large",
             )
 
 

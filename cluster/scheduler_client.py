@@ -173,7 +173,7 @@ class SchedulerClient:
         try:
             async with asyncio.timeout(PLACE_TIMEOUT_S) as patience:
                 self._waiting[key] = _Question(answer, patience)
-                connection.post(request)
+                await connection.post_large(request)  # it names every block of the prompt
                 return await answer
         except TransportError:
             return self._place_alone(request)

@@ -7,7 +7,7 @@ request is encoded once.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from cluster.choice import Delta
@@ -39,11 +39,44 @@ class Shape(Protocol):
 
 # Made once: `json.dumps` with settings of its own makes an encoder for each call.
 _encode: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_LIST_PIECE: Final = 64  # items
+_TEXT_PIECE: Final = 64 * 1024  # characters
 
 
 def dumps(value: object) -> bytes:
     """Compact JSON, ASCII only."""
     return _encode(value).encode()
+
+
+def dumps_large(value: object) -> bytes:
+    """The same, piece by piece, so that other threads go on meanwhile."""
+    return b"".join(_pieces(value, 0))
+
+
+def _pieces(value: object, depth: int) -> Iterator[bytes]:
+    match value:
+        case str() if len(value) > _TEXT_PIECE:
+            yield b'"'
+            for at in range(0, len(value), _TEXT_PIECE):
+                yield dumps(value[at : at + _TEXT_PIECE])[1:-1]
+            yield b'"'
+        case [dict(), *_] if depth == 1:  # choices, each of which may be large
+            for index, item in enumerate(value):
+                yield b"," if index else b"["
+                yield from _pieces(item, depth + 1)
+            yield b"]"
+        case list() if len(value) > _LIST_PIECE:
+            for at in range(0, len(value), _LIST_PIECE):
+                yield b"," if at else b"["
+                yield dumps(value[at : at + _LIST_PIECE])[1:-1]
+            yield b"]"
+        case {**members} if members:
+            for index, (name, member) in enumerate(members.items()):
+                yield (b"," if index else b"{") + dumps(name) + b":"
+                yield from _pieces(member, depth + 1)
+            yield b"}"
+        case _:
+            yield dumps(value)
 
 
 def token_ids_member(job: Job, delta: Delta) -> dict[str, Any]:
@@ -78,7 +111,7 @@ class ChunkFrame:
         if delta is not None and self._job.return_token_ids:
             content += b',"token_ids":' + dumps(delta.token_ids)
         ending = b',"logprobs":%b,"finish_reason":%b' % (
-            b"null" if logprobs is None else dumps(logprobs),
+            b"null" if logprobs is None else dumps_large(logprobs) if delta is None else dumps(logprobs),
             b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
         )
         return self._head + b"%d," % index + content + ending + self._tail

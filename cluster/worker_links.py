@@ -68,6 +68,14 @@ class WorkerLinks:
         connection.post(message)
         return True
 
+    async def post_large(self, worker_id: str, message: Message) -> bool:
+        """The same for what holds a prompt: waits until the link has taken those before it."""
+        connection = self._connections.get(worker_id)
+        if connection is None:
+            return False
+        await connection.post_large(message)
+        return connection.closed is None
+
     async def wait_up(self, worker_ids: set[str], timeout_s: float) -> bool:
         """Whether all of these were connected within the time. One whose connection was lost is not waited for."""
         async with self._changed:

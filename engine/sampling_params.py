@@ -5,6 +5,7 @@ Knows nothing of tensors or of HTTP: the gateway builds it from a request, the w
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
@@ -12,6 +13,7 @@ from pydantic import Strict
 
 MAX_LOGPROBS: Final = 20  # OpenAI's limit on `top_logprobs`
 MAX_LOGIT_BIAS: Final = 1024  # entries; OpenAI's limit is 300
+MAX_STOP_TOKEN_IDS: Final = 1024  # every choice brings them to its workers
 GREEDY_BELOW: Final = 1e-5  # a lower temperature could not be told from greedy, and would overflow float32
 
 _MAX_INT: Final = 2**31 - 1  # token ids and counts are 32 bits wide in the engine
@@ -79,6 +81,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _require_within("a token id in logit_bias", token_id, 0, _MAX_INT)
             _require_within(f"the logit_bias of token {token_id}", bias, -100.0, 100.0)
+        if (num_stops := len(self.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"stop_token_ids names {num_stops} tokens; at most {MAX_STOP_TOKEN_IDS} are possible")
         for token_id in self.stop_token_ids:
             _require_within("a token id in stop_token_ids", token_id, 0, _MAX_INT)
 
@@ -88,6 +92,13 @@ class SamplingParams:
             unknown = [token_id for token_id in ids if token_id >= vocab_size]
             if unknown:
                 raise ValueError(f"{name} names token {unknown[0]}; this model's ids lie in [0, {vocab_size})")
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same but for its seed, and not checked again: there may be many choices, with a thousand biases each."""
+        _require_within("seed", seed, 0, 2**63 - 1)
+        other = copy.copy(self)
+        object.__setattr__(other, "seed", seed)
+        return other
 
     @property
     def greedy(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.checkpoint_cache import Json, remembered
 from engine.token_spelling import read_spelling
 
 _MAX_CHARACTER_BYTES = 4  # of one character in UTF-8
+_LONG_TEXT_CHARS = 1_000  # from here on a second switch of threads costs nothing beside the work
 
 
 class Tokenizer:
@@ -39,6 +41,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = known["vocab_size"]
+        self.longest_token_chars: int = known["longest_token_chars"]  # no token stands for more characters of a text
         self.eos_token_ids = _eos_token_ids(folder, known["eos_token_id"])
 
     @property
@@ -46,9 +49,16 @@ class Tokenizer:
         return self._chat.exists
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises ValueError for text that is no Unicode: half of a surrogate pair."""
+        """Raises ValueError for text that is no Unicode: half of a surrogate pair.
+
+        While it works on a long text, other threads run.
+        """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= _LONG_TEXT_CHARS:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # the same, without the interpreter's lock
+                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         except TypeError:
             raise ValueError("the text holds half of a surrogate pair, which is no Unicode character") from None
         return ids
@@ -120,6 +130,7 @@ def _read(folder: Path) -> Json:
     return {
         "backend": backend.to_str(),
         "vocab_size": len(tokenizer),
+        "longest_token_chars": max(map(len, backend.get_vocab(with_added_tokens=True))),
         "eos_token_id": tokenizer.eos_token_id,
         "chat_templates": {"default": templates} if isinstance(templates, str) else templates or {},
         "special_tokens": tokenizer.special_tokens_map,
@@ -222,17 +233,25 @@ class _Matcher:
 
     def __init__(self, string: str) -> None:
         self._string = string
-        self._fallback = [0] * len(string)  # longest proper prefix that string[:i + 1] ends with
+        self._fallback = _fallbacks(string)
         self.num_matched = 0
-        for index in range(1, len(string)):
-            self._fallback[index] = self._extend(self._fallback[index - 1], string[index])
 
     def advance(self, character: str) -> int:
         """Take one more character of the text. Gives the length of the string if the text now ends with it, else 0."""
-        self.num_matched = self._extend(self.num_matched, character)
+        self.num_matched = _extended(self._string, self._fallback, self.num_matched, character)
         return self.num_matched if self.num_matched == len(self._string) else 0
 
-    def _extend(self, num_matched: int, character: str) -> int:
-        while num_matched and self._string[num_matched] != character:
-            num_matched = self._fallback[num_matched - 1]
-        return num_matched + (self._string[num_matched] == character)
+
+@lru_cache(maxsize=64)
+def _fallbacks(string: str) -> tuple[int, ...]:
+    """For each index the longest proper prefix that string[:index + 1] ends with. All choices of a request share it."""
+    fallback = [0] * len(string)
+    for index in range(1, len(string)):
+        fallback[index] = _extended(string, fallback, fallback[index - 1], string[index])
+    return tuple(fallback)
+
+
+def _extended(string: str, fallback: Sequence[int], num_matched: int, character: str) -> int:
+    while num_matched and string[num_matched] != character:
+        num_matched = fallback[num_matched - 1]
+    return num_matched + (string[num_matched] == character)

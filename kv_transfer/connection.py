@@ -81,6 +81,7 @@ class Connection:
         self.peer_left_in_order = False  # see `Goodbye`
         self._gone = asyncio.Event()
         self._backlog_bytes = 0
+        self._large = asyncio.Lock()
         self._num_heard = 0
         self._num_silent_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -126,6 +127,17 @@ class Connection:
         self._wire.write([head])
         if self._backlog_bytes > self._config.backlog_bytes:
             self.close(f"{self.peer.worker_id} does not take its messages: {self._backlog_bytes} bytes wait for it")
+
+    async def post_large(self, message: Message) -> None:
+        """Send in the order of the calls, one at a time: what is sent so never makes a backlog with its like, and a
+        hundred large messages cost the connection no more than one. A closed connection ignores them.
+
+        Returns when the peer has taken it; who is cancelled before its turn sends nothing.
+        """
+        async with self._large:
+            if self._closed_because is None:
+                with contextlib.suppress(LinkClosedError):
+                    await self.send(message)
 
     async def receive(self) -> tuple[Message, memoryview | None]:
         """The next message. Raises LinkClosedError with the reason once the connection is closed and drained."""

@@ -132,6 +132,39 @@ def test_a_peer_that_does_not_take_posted_messages_is_cut_off(run: Run) -> None:
     run(scenario())
 
 
+def test_large_messages_wait_for_a_peer_that_takes_them_slowly(run: Run) -> None:
+    resume = asyncio.Event()
+    taken: list[int] = []
+
+    async def slow(connection: Connection) -> None:
+        await resume.wait()
+        async for message, _ in connection:
+            assert isinstance(message, Cancel)
+            taken.append(message.attempt)
+
+    async def scenario() -> None:
+        async with serving(slow, ConnectionConfig(inbox_bytes=1 << 16)) as server:
+            connection = await connect_to(server, ConnectionConfig(backlog_bytes=4 << 20, linger_s=0.1))
+            posts = [
+                asyncio.create_task(connection.post_large(Cancel(request_id="x" * (1 << 20), attempt=number)))
+                for number in range(40)
+            ]
+            await asyncio.wait(posts[:1], timeout=0.1)
+            posts[30].cancel()  # before its turn: it is never sent
+            await asyncio.wait(posts[30:31])
+            connection.post(Cancel(request_id="small", attempt=99))
+            resume.set()
+            await asyncio.wait(posts)
+            await eventually(lambda: len(taken) == 40)
+            assert connection.closed is None
+            assert sorted(taken) == [number for number in range(40) if number != 30] + [99]
+            assert [number for number in taken if number < 40] == sorted(taken)[:-1]
+            connection.close("all taken")
+            await connection.post_large(Cancel(request_id="late", attempt=0))
+
+    run(scenario())
+
+
 def test_a_silent_peer_is_given_up_and_pings_keep_a_quiet_one(run: Run) -> None:
     hasty = ConnectionConfig(ping_interval_s=0.1, idle_timeout_s=2.0, linger_s=0.1)
     closed: list[str | None] = []

@@ -290,6 +290,53 @@ def test_the_context_is_the_limit(target: Target, generator: ScriptedGenerator) 
 # Clients that go away, and limits.
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "code", "says"),
+    [
+        ("completions", {"prompt": "a" * 300_000}, "prompt", "context_length_exceeded", "300000 characters"),
+        ("completions", {"prompt": [[1], [1] * 2_049]}, "prompt", "context_length_exceeded", "2049 tokens"),
+        ("chat", {"messages": MESSAGES * 2_049}, "messages", "context_length_exceeded", "2049 messages"),
+        ("chat", {"messages": MESSAGES * 16_385}, "messages", "invalid_value", "at most 16384 items"),
+        ("chat", {"messages": MESSAGES * 2_000}, "messages", "context_length_exceeded", "Shorten the messages"),
+        (
+            "completions",
+            {"prompt": [1] * 2_000, "n": 7, "echo": True, "logprobs": 20},
+            "n",
+            "request_too_large",
+            "294000",
+        ),
+        ("completions", {"stop": "a" * 1_025}, "stop", "invalid_value", "1025 characters"),
+        ("completions", {"stop": "a" * 1_024}, None, None, None),
+        ("completions", {"stop_token_ids": [5] * 1_025}, "stop_token_ids", "invalid_value", "at most 1024"),
+        (
+            "completions",
+            {"logit_bias": {str(i): 1 for i in range(1_025)}},
+            "logit_bias",
+            "invalid_value",
+            "at most 1024",
+        ),
+    ],
+)
+def test_what_is_too_large_is_refused_with_what_to_do(
+    target: Target,
+    generator: ScriptedGenerator,
+    path: str,
+    fields: dict[str, Any],
+    param: str | None,
+    code: str | None,
+    says: str | None,
+) -> None:
+    url = "/v1/chat/completions" if path == "chat" else "/v1/completions"
+    body = {"model": MODEL, "max_tokens": 1, **({"prompt": PROMPT} if path == "completions" else {}), **fields}
+    answer = target.http.post(url, json=body)
+    if code is None:
+        assert answer.status_code == 200
+        return
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code) and says in error["message"]
+    assert not generator.requests
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("delay_s", [0.02, HANGS_S], ids=["in mid-stream", "before the first token"])
 def test_a_client_that_goes_away_ends_its_sequences(

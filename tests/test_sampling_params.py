@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 _NAN, _INF = math.nan, math.inf
 
@@ -26,7 +27,7 @@ _BAD: list[tuple[str, Any]] = [
     *[("logprobs", value) for value in (-1, 21)],
     *[("prompt_logprobs", value) for value in (-1, 21)],
     *[("min_tokens", value) for value in (-1, 11)],
-    *[("stop_token_ids", value) for value in ((-1,), (2**31,))],
+    *[("stop_token_ids", value) for value in ((-1,), (2**31,), (0,) * (MAX_STOP_TOKEN_IDS + 1))],
 ]
 
 
@@ -49,6 +50,13 @@ def test_limits_are_allowed() -> None:
         logprobs=20,
         min_tokens=1,
     )
+
+
+def test_another_seed_changes_nothing_else() -> None:
+    params = SamplingParams(max_tokens=5, seed=1, logit_bias={1: 2.0}, stop_token_ids=(7,))
+    assert params.with_seed(2) == replace(params, seed=2) and params.seed == 1
+    with pytest.raises(ValueError, match="seed"):
+        params.with_seed(-1)
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-9, True), (0.01, False)])

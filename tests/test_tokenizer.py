@@ -270,6 +270,16 @@ def test_unknown_decoder_is_refused() -> None:
         read_spelling(None)
 
 
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_long_texts_have_the_same_ids_as_short_ones(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    text = data.draw(st.text(min_size=1)) * data.draw(st.integers(1, 2_000))
+    special = data.draw(st.booleans())
+    ids = tokenizer.encode(text, special)
+    assert ids == tokenizer._backend.encode(text, add_special_tokens=special).ids
+    assert len(text) <= len(ids) * tokenizer.longest_token_chars
+
+
 def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="surrogate"):
         tokenizer.encode("broken \ud83d text")

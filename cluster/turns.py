@@ -1,0 +1,57 @@
+"""How a gateway does what may take long without keeping its event loop, and with it every other client, waiting.
+
+One client may send a hundred of the largest requests at once. So small work is done on the loop, but that of one
+request in each of its turns; large work is done in threads, one piece at a time in each, however many requests there
+are. A thread keeps the loop waiting for as long as it holds the interpreter's lock at a stretch: `_SWITCH_S` in Python
+code, and all of a call into C that does not release it. Whoever makes such calls bounds what they are given: see
+`http_body.MAX_VALUES`, the bounds in `prepare`, `shapes.dumps_large`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+_LONG: Final = 64 * 2**10  # characters, or bytes, of a request whose reading takes long: tens of milliseconds and more
+
+
+# uvloop takes the lock anew for each socket that has something to say. With Python's 5 ms a hundred of them would draw
+# a turn of the loop out to half a second while a thread computes.
+_SWITCH_S: Final = 0.0005
+
+
+class Turns:
+    """Of one gateway; belongs to the loop that uses it first."""
+
+    def __init__(self) -> None:
+        sys.setswitchinterval(_SWITCH_S)
+        self._turn = asyncio.Lock()  # given in the order of asking
+        # One thread each, so that a prompt of usual length does not wait behind a hundred of the longest, and an answer
+        # behind no prompt.
+        self._short, self._long, self._answers = (
+            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("short-requests", "long-requests", "answers")
+        )
+
+    async def on_loop(self, work: Callable[..., T], *args: Any) -> T:
+        """Call `work` on the loop; it should take a few milliseconds at most. The loop goes round before the next."""
+        async with self._turn:
+            done = work(*args)
+            await asyncio.sleep(0)
+        return done
+
+    async def reading(self, size: int, work: Callable[..., T], *args: Any) -> T:
+        """Call `work` on something large of a request, of about `size` bytes, in a thread once that is free. Who is
+        cancelled while waiting is not served."""
+        return await self._in(self._short if size <= _LONG else self._long, work, *args)
+
+    async def writing(self, work: Callable[..., T], *args: Any) -> T:
+        """The same for something large of an answer."""
+        return await self._in(self._answers, work, *args)
+
+    async def _in(self, threads: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
