@@ -2,26 +2,26 @@
 
 `BodyLimit` is plain ASGI: a body over the limit is answered with 413 as soon as that is known, one that does not arrive
 with 408. Where too many arrive at once, the oldest are answered with 503: to read more slowly would not help, Serve
-reads ahead. `JsonRoute` parses and checks what came without holding up the loop; what would hold the parser up for long
-is answered with 413, too.
+reads ahead. `JsonRoute` parses what came, strictly, and checks it without holding up the loop; what would hold the
+parser up for long is answered with 413, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import jiter
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api import Api
-from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError, UnavailableError
+from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError, InvalidRequestError, UnavailableError
 from cluster.http_connection import note_connection
 from cluster.http_errors import error_response, from_validation
 from cluster.http_terms import note_arrival
@@ -33,6 +33,18 @@ _SMALL_BYTES: Final = 16 * 2**10  # of a body that is parsed and checked on the 
 # What begins a value, or parts two; and whole texts, whose commas count for nothing. It matches a text without an end,
 # too: else it would look for the end again from each of its quotes.
 _VALUES_OR_TEXT: Final = re.compile(rb'[,\[{]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+_LONGEST_LENGTH: Final = 20  # digits of a Content-Length that matter
+_LONGEST_KEY: Final = 200  # characters of a client's words that an error repeats
+
+# What to do about each of the parser's complaints; the others are plain mistakes of syntax.
+_ADVICE: Final = {
+    "recursion limit": "It is nested too deeply: at most 200 levels are read.",
+    "number out of range": "A number in it has too many digits: at most 4300 are read.",
+    "hex escape": r"An escape such as \ud83d is half of a character: send the other half with it, or leave it out.",
+    "unicode code point": "It must be in UTF-8.",
+    "duplicate key": "Send each key of an object once.",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +86,7 @@ class BodyLimit:
 
     def _check_declared(self, scope: Scope) -> None:
         for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > self._max_bytes:
+            if name == b"content-length" and value.isdigit() and int(value[:_LONGEST_LENGTH]) > self._max_bytes:
                 raise self._too_large()
 
     async def _receive(self, receive: Receive, turns: Turns) -> bytes | None:
@@ -178,9 +190,9 @@ class _JsonRequest(Request):
 
 
 def _checked(body: bytes, model: type[BaseModel]) -> BaseModel:
-    """Raises ApiError, or ValueError where the body is no JSON."""
+    """Raises ApiError."""
     _require_few_values(body)
-    value = json.loads(body)
+    value = parse_json(body)
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -201,3 +213,21 @@ def _require_few_values(body: bytes) -> None:
                 f"The body holds more than {MAX_VALUES} JSON values (numbers, texts, lists, objects). Send it in"
                 " several requests, or texts in place of token ids."
             )
+
+
+def parse_json(body: bytes) -> Any:
+    """The value of a body in UTF-8. Raises InvalidRequestError, also for what two readers could read in two ways or
+    nobody could write again: a key that is there twice, half of a surrogate pair, NaN, a number of 5,000 digits."""
+    try:
+        return jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True)
+    except ValueError as error:
+        raise InvalidRequestError(_complaint(body, str(error)), code="invalid_json") from None
+
+
+def _complaint(body: bytes, found: str) -> str:
+    if body.startswith(b"\xef\xbb\xbf") or b"\0" in body[:4]:
+        advice = "It must be in UTF-8, without a byte order mark."
+    else:
+        advice = next((advice for word, advice in _ADVICE.items() if word in found), "Send a JSON object in UTF-8.")
+    what, _, where = found.rpartition(" at line ")
+    return f"The body is no JSON: {what[:_LONGEST_KEY]} at line {where}. {advice}"

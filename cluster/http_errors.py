@@ -52,9 +52,10 @@ async def _http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, ApiError):  # FastAPI takes whatever the parser of a body raises for a 400 of its own
         return await _api_error(request, error.__cause__)
+    path = request.scope["path"][:200]  # `request.url` would decode the query as well, which may be no UTF-8
     sentences = {
-        404: f"There is no {request.url.path[:200]}. See /openapi.json for what there is.",
-        405: f"{request.method} is not possible on {request.url.path[:200]}. See /openapi.json for what is.",
+        404: f"There is no {path}. See /openapi.json for what there is.",
+        405: f"{request.method} is not possible on {path}. See /openapi.json for what is.",
         400: "The body cannot be read. Send a JSON object in UTF-8.",
     }
     message = sentences.get(error.status_code, f"{error.detail}.")
@@ -81,10 +82,6 @@ def from_validation(problems: Sequence[Any]) -> InvalidRequestError:
     """The first problem as a sentence that names the field and says what to do."""
     problem = problems[0]
     kind, path = problem["type"], problem["loc"][1:]
-    if kind == "json_invalid":
-        where = problem["loc"][-1]
-        reason = problem.get("ctx", {}).get("error", "")
-        return InvalidRequestError(f"The body is no JSON: {reason} at character {where}.", code="invalid_json")
     if not path:
         return InvalidRequestError(
             "The body must be a JSON object, sent with the header Content-Type: application/json.", code="invalid_json"
