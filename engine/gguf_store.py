@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 GGUF_NAME = "model.gguf"
 """What a GGUF file is called in a checkpoint folder whose weights are in it."""
+
+_LONGEST_ERROR: Final = 500  # characters: some quote what they read
 
 
 def gguf_in(path: Path) -> Path | None:
@@ -51,7 +56,17 @@ def _digest(gguf_file: Path) -> str:
 def _describe(gguf_file: Path, folder: Path) -> None:
     from engine.gguf_checkpoint import describe_gguf  # takes seconds to import, and is needed once for a file
 
-    try:
+    with _in_words(gguf_file):
         describe_gguf(gguf_file, folder)
-    except (KeyError, IndexError, OSError, ValueError) as error:
-        raise ValueError(f"{gguf_file} cannot be used as the GGUF file of a language model: {error}") from error
+
+
+@contextmanager
+def _in_words(gguf_file: Path) -> Iterator[None]:
+    """Any error is the file's: it may come from anywhere else, and who reads it raises whatever it stumbles over, such
+    as RecursionError for nested arrays, ZeroDivisionError for no heads, tokenizers' own kind of Exception."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        found = " ".join(said.split())[:_LONGEST_ERROR]
+        raise ValueError(f"{gguf_file} cannot be used as the GGUF file of a language model: {found}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ import numpy.typing as npt
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFValueType as ValueKind
+from gguf.gguf_writer import GGUFValue
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from decode_workers.local_engine import LocalEngine
@@ -81,8 +87,8 @@ NAMES = {
 KINDS = {"attn_v": Kind.Q8_0, "ffn_down": Kind.Q4_1, "attn_output": Kind.F16, "output": Kind.Q8_0}
 
 
-def write_gguf(path: Path, folder: Path, config: Any) -> None:
-    """The Llama in `folder`, its projections in blocks of several kinds."""
+def write_gguf(path: Path, folder: Path, config: Any, changes: dict[str, GGUFValue] | None = None) -> None:
+    """The Llama in `folder`, its projections in blocks of several kinds. `changes`: to what is said of it."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -102,6 +108,7 @@ def write_gguf(path: Path, folder: Path, config: Any) -> None:
         add(2)
     for name, tensor in load_file(folder / "model.safetensors").items():
         add_tensor(writer, name.removesuffix(".weight"), tensor.numpy(), config)
+    writer.kv_data[0].update(changes or {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -190,3 +197,65 @@ def test_what_cannot_be_done_with_it_is_said(gguf_file: Path, tmp_path: Path) ->
     damaged.write_bytes(b"GGUF but no more")
     with pytest.raises(ValueError, match=r"damaged\.gguf cannot be used as the GGUF file"):
         resolve_model(str(damaged))
+
+
+def mutated(data: bytes, seed: int) -> bytes:
+    """With a few things wrong before its tensors begin."""
+    rng = random.Random(seed)
+    described = data.index(b"output_norm.weight") + 500
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        at = rng.randrange(min(described, len(changed)))
+        few = rng.choice([rng.randbytes(1), rng.randbytes(4), bytes(8), b"\xff" * 8, b"\1" + bytes(7)])
+        kept = rng.choice([at, at + len(few), at + len(few), at + len(few), at + 4, len(changed) - 8])
+        changed[at:kept] = few
+    return bytes(changed)
+
+
+def test_a_damaged_file_is_refused_in_words(gguf_file: Path) -> None:
+    """Or it is one that works: whatever its readers stumble over is a ValueError that names the file."""
+    data = gguf_file.read_bytes()
+    damaged = gguf_file.with_name("damaged.gguf")
+    refused = 0
+
+    @settings(max_examples=60)
+    @given(st.integers(0, 2**32))
+    def load(seed: int) -> None:
+        nonlocal refused
+        damaged.write_bytes(mutated(data, seed))
+        try:
+            folder = resolve_model(str(damaged))
+            load_mixed_weights(folder, ModelConfig.from_folder(folder), None, dtype=torch.float32)
+        except ValueError as error:
+            assert "gguf" in str(error).lower() or str(folder) in str(error), error
+            refused += 1
+
+    load()
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "stumbled"),
+    [
+        ("llama.attention.head_count", 0, ValueKind.UINT32, "ZeroDivisionError"),
+        ("tokenizer.ggml.tokens", 7, ValueKind.UINT32, "TypeError"),
+        ("tokenizer.ggml.merges", ["no token"], ValueKind.ARRAY, "Exception: Error while initializing BPE"),
+        ("llama.embedding_length", "many", ValueKind.STRING, "StrictDataclassFieldValidationError"),
+    ],
+)
+def test_a_value_that_its_readers_stumble_over_is_the_file_s(
+    key: str, value: Any, kind: ValueKind, stumbled: str, tmp_path: Path
+) -> None:
+    model = build_oracle("llama", tmp_path / "hf", intermediate_size=128)
+    write_gguf(tmp_path / "odd.gguf", tmp_path / "hf", model.config, {key: GGUFValue(value, kind)})
+    with pytest.raises(ValueError, match=rf"odd\.gguf cannot be used .*{stumbled}"):
+        resolve_model(str(tmp_path / "odd.gguf"))
+
+
+def test_arrays_within_arrays_are_refused(tmp_path: Path) -> None:
+    nested = struct.pack("<IQ", ValueKind.ARRAY, 1) * 3_000 + struct.pack("<IQB", ValueKind.UINT8, 1, 0)
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+    path = tmp_path / "nested.gguf"
+    path.write_bytes(header + struct.pack("<Q4sI", 4, b"deep", ValueKind.ARRAY) + nested)
+    with pytest.raises(ValueError, match=r"nested\.gguf cannot be used .*RecursionError"):
+        resolve_model(str(path))
