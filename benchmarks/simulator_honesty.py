@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -21,7 +24,7 @@ from typing import Final
 import uvloop
 
 from benchmarks.cluster_process import running_cluster
-from benchmarks.cluster_watch import ClusterWatch, read_json
+from benchmarks.cluster_watch import ClusterWatch
 from benchmarks.overheads import Overheads, lone_overheads
 from benchmarks.part import note, run_part
 from benchmarks.quiet import QuietMachine
@@ -41,6 +44,7 @@ from cluster.slo import NO_TARGETS
 BUSY: Final = 0.6  # share of its time that the prefill worker is to compute
 NUM_WARM: Final = 100  # requests at the start that are not judged
 DEADLINE_S: Final = 900.0
+LOGGED_WITHIN_S: Final = 3.0  # decisions, after they were made
 NUM_REPLAYS: Final = 8  # a spell or two decide a single one's slowest answers
 AIM: Final = 0.15
 PREDICTION_AIMS: Final = {"median": 0.10, "p90": 0.25}
@@ -53,7 +57,12 @@ SETTINGS: Final[Json] = {
 
 def measure(arguments: argparse.Namespace) -> Json:
     requests = _requests(arguments)
-    with running_cluster(SETTINGS) as port:
+    with tempfile.TemporaryDirectory() as folder:
+        return _measured(arguments, requests, Path(folder) / "decisions")
+
+
+def _measured(arguments: argparse.Namespace, requests: list[TraceRequest], decision_log: Path) -> Json:
+    with running_cluster({**SETTINGS, "scheduler": {"decision_log": str(decision_log)}}) as port:
         http_wave(port, MODEL, Load(num_requests=4, prompt_tokens=300, output_tokens=8))
         with ClusterWatch(port) as watch:
             overheads = lone_overheads(port, watch)
@@ -63,7 +72,8 @@ def measure(arguments: argparse.Namespace) -> Json:
         quiet = QuietMachine(0.0)  # once: a repetition would find its prompts cached
         with ClusterWatch(port) as watch:
             timings = quiet.run(lambda: uvloop.run(_send(port, load)))
-        decisions = _decisions(port, len(load))
+        time.sleep(LOGGED_WITHIN_S)
+    decisions = _decisions(decision_log)
     cluster = _logged_cluster(watch, overheads)
     log = _logged_requests(load, timings, cluster.block_size)
     if arguments.log is not None:
@@ -169,12 +179,12 @@ def compared(log: Sequence[LoggedRequest], records: Sequence[Record]) -> list[Js
     return rows
 
 
-def _decisions(port: int, num_requests: int) -> dict[str, float]:
-    """TTFT as it was predicted when the request was placed, by the id of the answer."""
-    told = read_json(port, f"/cluster/decisions?limit={min(1000, 2 * num_requests)}")["decisions"]
+def _decisions(decision_log: Path) -> dict[str, float]:
+    """TTFT as it was predicted when the request was first placed, by the id of the answer."""
+    told = [json.loads(line) for line in decision_log.read_text(encoding="utf-8").splitlines()]
     return {
         decision["request_id"].rsplit("-", 1)[0]: decision["candidates"][0]["ttft_s"]
-        for decision in told
+        for decision in reversed(told)
         if decision["outcome"] == "placed"
     }
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.api import Api
+from kv_transfer.messages import MAX_DECISIONS
 
 router = APIRouter()
 
@@ -16,10 +17,10 @@ router = APIRouter()
 @router.get("/cluster/decisions", response_model=None)
 async def decisions(
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    limit: Annotated[int, Query(ge=1, le=MAX_DECISIONS)] = 20,
     format: Literal["json", "text"] = "json",
 ) -> Response:
-    """The newest first. `format=text`: the tables that they were made from."""
+    """The newest first. `format=text`: the tables that they were made from. `scheduler.decision_log` has them all."""
     api: Api = request.app.state.api
     as_text = format == "text"
     told = await api.generator.decisions(limit, as_text=as_text)

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from dataclasses import replace
-from typing import Final
 
 from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.line_log import LineLog
@@ -18,6 +17,7 @@ from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_tracker import SloTracker
 from kv_transfer.connection import Connection, Server, serve
 from kv_transfer.messages import (
+    MAX_DECISIONS,
     AskDecisions,
     BlockEvents,
     BlockIndexSnapshot,
@@ -39,8 +39,6 @@ from kv_transfer.messages import (
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
-
-MAX_DECISIONS: Final = 1000  # told at once
 
 
 class SchedulerServer:

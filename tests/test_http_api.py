@@ -263,7 +263,8 @@ def test_decisions_of_the_scheduler(target: Target, generator: ScriptedGenerator
     answer = target.http.get("/cluster/decisions", params={"limit": 2})
     assert answer.json() == {"decisions": [{"request_id": "r0"}, {"request_id": "r1"}]}
     assert target.http.get("/cluster/decisions", params={"limit": 2, "format": "text"}).text == "table 0\n\ntable 1\n"
-    for params in ({"limit": "0"}, {"limit": "many"}, {"format": "xml"}):
+    assert len(target.http.get("/cluster/decisions", params={"limit": 100}).json()["decisions"]) == 100
+    for params in ({"limit": "0"}, {"limit": "101"}, {"limit": "many"}, {"format": "xml"}):
         refused = target.http.get("/cluster/decisions", params=params)
         assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 

@@ -23,7 +23,7 @@ from kv_transfer.messages.connections import (
     SlabsFreed,
     SlabsWanted,
 )
-from kv_transfer.messages.decisions import AskDecisions, Decisions
+from kv_transfer.messages.decisions import MAX_DECISIONS, AskDecisions, Decisions
 from kv_transfer.messages.fields import (
     MAX_EVENT_CHANGES,
     MAX_HASHES,
@@ -90,6 +90,7 @@ from kv_transfer.messages.workers import (
 PROTOCOL_VERSION: Final = 4
 
 __all__ = [
+    "MAX_DECISIONS",
     "MAX_EVENT_CHANGES",
     "MAX_HASHES",
     "PROTOCOL_VERSION",
