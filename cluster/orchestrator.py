@@ -240,7 +240,8 @@ class Orchestrator:
                     raise AttemptFailedError("the worker's step does not end", worker_id, "hung")
                 case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
                     if not failure.retryable:
-                        raise FailedError(f"The request failed: {failure.reason}.")
+                        logger.error("request %s cannot go on: %s (%s)", run.request_id, failure.reason, worker_id)
+                        raise FailedError(f"A worker cannot go on with the request. {_what_to_do(run)}")
                     if run.concerns(worker_id):
                         raise AttemptFailedError(failure.reason, worker_id, failure.cause)
                 case FromWorker(worker_id, Refused() as refused) if refused.attempt == run.attempt:
@@ -268,17 +269,20 @@ class Orchestrator:
             raise AttemptFailedError("the worker is silent", run.placement.decode) from None
 
     def _refused(self, run: RequestRun, worker_id: str, refused: Refused) -> None:
+        logger.info("request %s attempt %d: %s refuses it: %s", run.request_id, run.attempt, worker_id, refused.reason)
         if refused.retry_after_s is None:
-            raise RequestTooLargeError(f"This request cannot be served: {refused.reason}.")
+            raise RequestTooLargeError(
+                "The workers have no room for so many tokens. Shorten the prompt, or lower max_tokens."
+            )
         if run.attempt == run.request.attempt:
             raise OverloadedError(
-                f"Overloaded: {refused.reason}. Try again later.", retry_after_s=refused.retry_after_s
+                "Overloaded: the workers are full. Try again later.", retry_after_s=refused.retry_after_s
             )
         raise AttemptFailedError(refused.reason, worker_id, "full")
 
     async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:
         worker_id = failure.worker_id
-        level = logging.WARNING if failure.cause == "fault" else logging.INFO
+        level = logging.INFO if failure.cause in ("moved", "full") else logging.WARNING
         logger.log(level, "request %s attempt %d ended: %s (%s)", run.request_id, run.attempt, failure, worker_id)
         if failure.cause in ("hung", "silent"):
             assert worker_id is not None
@@ -290,9 +294,7 @@ class Orchestrator:
                 run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         run.next_attempt(worker_id, failure.cause)
         if run.num_faults >= self._config.max_attempts:
-            raise FailedError(
-                f"The request failed {self._config.max_attempts} times, the last time because: {failure}."
-            )
+            raise FailedError(f"The request failed {self._config.max_attempts} times. {_what_to_do(run)}")
         # All of a worker's requests come back at once: the second time not all in the same moment.
         delay_s = self._config.retry_delay_s * min(run.num_stumbles - 1, _LONGEST_DELAY) * random.uniform(0.5, 1.5)
         await sleep_within(run, delay_s)
@@ -464,3 +466,8 @@ class Orchestrator:
         for run in self._runs.values():
             if self._quarantine.is_guilty(run):
                 run.tell(FoundGuilty())
+
+
+def _what_to_do(run: RequestRun) -> str:
+    """Reasons are a worker's words, with its paths and addresses: they go to the log, where this id finds them."""
+    return f"Try again; if it fails again, tell whoever operates this service the request's id: {run.request_id}."
