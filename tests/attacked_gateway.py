@@ -64,12 +64,15 @@ ATTACKS: Final[dict[str, tuple[int, Callable[[], tuple[str, dict[str, Any]]]]]] 
     "1,390,000 token ids": (413, lambda: _completion(prompt=[1] * 1_390_000)),
     "130,000 token ids": (200, lambda: _completion(prompt=[1] * 130_000)),
     "650,000 lists of token ids": (413, lambda: _completion(prompt=[[1]] * 650_000)),
-    "n: 128, echo, logprobs: 20, long": (400, lambda: _completion(prompt=[7] * 5_000, n=128, echo=True, logprobs=20)),
+    "n: 128, echo, logprobs: 20, long": (
+        400,
+        lambda: _completion(prompt=[1_000] * 5_000, n=128, echo=True, logprobs=20),
+    ),
     "n: 128, echo, logprobs: 20, streamed": (
         200,
-        lambda: _completion(prompt=[7] * 97, n=128, echo=True, logprobs=20, stream=True),
+        lambda: _completion(prompt=[1_000] * 97, n=128, echo=True, logprobs=20, stream=True),
     ),
-    "n: 4, echo, logprobs: 20, whole": (200, lambda: _completion(prompt=[7] * 3_100, n=4, echo=True, logprobs=20)),
+    "n: 4, echo, logprobs: 20, whole": (200, lambda: _completion(prompt=[1_000] * 3_100, n=4, echo=True, logprobs=20)),
     "290,000 biases": (413, lambda: _completion(prompt="a", logit_bias={str(i): 1 for i in range(290_000)})),
     "n: 128 with 1,024 biases": (200, lambda: _completion(prompt="a", n=128, logit_bias=dict.fromkeys(range(1024), 1))),
     "640,000 stop tokens": (413, lambda: _completion(prompt="a", n=128, stop_token_ids=list(range(40_000)) * 16)),
@@ -115,7 +118,7 @@ def attack(port: int, data: bytes, number: int) -> Counter[int]:
 
 
 def get(port: int, path: str) -> Any:
-    with socket.create_connection(("127.0.0.1", port), timeout=HANGS_S) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=10 * HANGS_S) as sock:
         sock.sendall(f"GET {path} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: sock.recv(1 << 16), b""))
     return json.loads(answer.partition(b"\r\n\r\n")[2])
