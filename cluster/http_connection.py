@@ -36,14 +36,14 @@ class Connection:
         sock = self._transport.get_extra_info("socket")
         try:
             (in_kernel,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
-        except (AttributeError, OSError):  # no socket, or it is gone
+        except (AttributeError, OSError, ValueError):  # no socket, or it is gone
             return None
         return self._transport.get_write_buffer_size() + int(in_kernel)
 
     def abort(self) -> None:
         """Close it and forget what was not sent, in the kernel as well."""
         if self._transport is not None:
-            with suppress(AttributeError, OSError):  # as in `num_not_taken`
+            with suppress(AttributeError, OSError, ValueError):  # as in `num_not_taken`
                 sock = self._transport.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._transport.abort()

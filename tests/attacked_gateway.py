@@ -21,6 +21,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -57,7 +58,7 @@ ATTACKS: Final[dict[str, tuple[int, Callable[[], tuple[str, dict[str, Any]]]]]] 
         lambda: _chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 60_000}]),
     ),
     "4 MB of words": (400, lambda: _completion(prompt="a word " * 590_000)),
-    "4 MB of digits": (400, lambda: _completion(prompt="1" * 4_100_000)),
+    "2 MB of digits": (400, lambda: _completion(prompt="1" * 2_000_000)),
     "a prompt of 120,000 tokens": (200, lambda: _completion(prompt=" word" * 120_000)),
     "the same, echoed 16 times": (200, lambda: _completion(prompt=" word" * 120_000, echo=True, stream=True, n=16)),
     "the same, n: 128": (400, lambda: _completion(prompt=" word" * 120_000, n=128)),
@@ -87,7 +88,7 @@ ATTACKS: Final[dict[str, tuple[int, Callable[[], tuple[str, dict[str, Any]]]]]] 
     "small requests, n: 128": (200, lambda: _chat(messages=_HELLO * 300, n=128)),
 }
 
-TAKE_SECONDS: Final = {"4 MB of words", "4 MB of digits", "/tokenize, 4 MB", "60,000 messages", "16,000 messages"}
+TAKE_SECONDS: Final = {"4 MB of words", "2 MB of digits", "/tokenize, 4 MB", "60,000 messages", "16,000 messages"}
 
 
 def request_bytes(path: str, body: dict[str, Any]) -> bytes:
@@ -118,23 +119,30 @@ def attack(port: int, data: bytes, number: int) -> Counter[int]:
 
 
 def get(port: int, path: str) -> Any:
+    return json.loads(fetch(port, path))
+
+
+def fetch(port: int, path: str) -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=10 * HANGS_S) as sock:
         sock.sendall(f"GET {path} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: sock.recv(1 << 16), b""))
-    return json.loads(answer.partition(b"\r\n\r\n")[2])
+    return answer.partition(b"\r\n\r\n")[2]
 
 
 @contextlib.contextmanager
 def gateway(folder: Path) -> Iterator[int]:
-    """Its port."""
+    """Its port. Whatever goes wrong in it is an AssertionError in the end."""
     command = [sys.executable, "-m", "tests.attacked_gateway", "serve", str(folder)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdin is not None
-    try:
-        yield int(child.stdout.readline())
-    finally:
-        child.stdin.close()  # which ends it
-        child.wait(HANGS_S)
+    with tempfile.TemporaryFile("w+") as log:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=log, text=True)
+        assert child.stdout is not None and child.stdin is not None
+        try:
+            yield int(child.stdout.readline())
+        finally:
+            child.stdin.close()  # which ends it
+            child.wait(HANGS_S)
+        log.seek(0)
+        assert not (errors := log.read()), errors
 
 
 # --- the gateway's process ---

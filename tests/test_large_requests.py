@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from cluster.errors import BodyTooLargeError
 from cluster.http_body import MAX_VALUES, _require_few_values
 from cluster.shapes import dumps, dumps_large
-from tests.attacked_gateway import ATTACKS, TAKE_SECONDS, attack, gateway, get, request_bytes
+from tests.attacked_gateway import ATTACKS, TAKE_SECONDS, attack, fetch, gateway, get, request_bytes
+from tests.waiting import wait_until
 
 LONGEST_SILENCE_S = 0.25
 
@@ -33,6 +35,17 @@ def test_one_client_cannot_silence_a_gateway(port: int, name: str) -> None:
     statuses = attack(port, data, 1 if name in TAKE_SECONDS else 3)
     assert set(statuses) == {status}
     assert get(port, "/silence")["longest_s"] <= LONGEST_SILENCE_S
+
+
+@pytest.mark.model
+def test_a_client_that_leaves_is_no_error_on_uvloop_either(port: int) -> None:
+    """`gateway` looks for errors in the end."""
+    _, make = ATTACKS["a prompt of 120,000 tokens"]
+    path, body = make()
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(request_bytes(path, {**body, "prompt": "a", "stream": True, "max_tokens": 10_000}))
+        assert sock.recv(10).startswith(b"HTTP/1.1")
+    wait_until(lambda: b"legato_requests_running 0.0" in fetch(port, "/metrics"))
 
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
