@@ -314,7 +314,7 @@ class DecodeWorker:
         self._on_room()
         if isinstance(error, StepSkippedError):
             return
-        accused = self._faults.failed(plan)
+        accused = self._faults.failed(plan, error)
         if accused is None:
             self._scheduler.suspect(plan)
             return
@@ -324,7 +324,7 @@ class DecodeWorker:
 
     def _blame(self, seq: Sequence) -> None:
         """Its steps fail, and the device computes others."""
-        self._fail(seq.key, "its steps fail, alone as well", True, "raised")
+        self._fail(seq.key, f"its steps fail, alone as well: {self._faults.why}", True, "raised")
         self._on_room()
 
     def _give_up_device(self) -> None:

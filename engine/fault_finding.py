@@ -18,7 +18,7 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 
 
 class FaultFinder:
-    """One worker's. `probe` is to be made before any other step, when there is one."""
+    """One worker's. `probe` is to be made before any other step, when there is one; `why` the last step failed."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._pool = model.block_pool
@@ -27,13 +27,15 @@ class FaultFinder:
         self._lease: BlockLease | None = None
         self._accused: Sequence | None = None
         self.probe: StepPlan | None = None
+        self.why = ""
 
     def succeeded(self) -> None:
         """A step did."""
         self._failed.clear()
 
-    def failed(self, plan: StepPlan) -> Sequence | None:
+    def failed(self, plan: StepPlan, error: Exception) -> Sequence | None:
         """A step did. Who is accused of it, because it was in it alone; None: all of them are to compute alone now."""
+        self.why = f"{type(error).__name__}: {error}"
         self._failed.update(item.seq.key for item in plan.items)
         seq = plan.items[0].seq if plan.items else None
         return seq if seq is not None and seq.num_alone else None

@@ -250,7 +250,7 @@ class PrefillWorker:
         self._faults.succeeded()
         self._stream.ended()
         if plan is self._faults.probe:
-            self._end(self._faults.end_probe(), "its steps fail, alone as well", "raised")
+            self._end(self._faults.end_probe(), f"its steps fail, alone as well: {self._faults.why}", "raised")
             return
         for item, logprobs in zip(plan.items, output.prompt_logprobs, strict=True):
             if logprobs and item.seq.wants_prompt_logprobs and item.seq.key in self._gateway_of:
@@ -293,7 +293,7 @@ class PrefillWorker:
             return
         self._scheduler.abandon_step()
         self._drain.note()
-        accused = self._faults.failed(plan)
+        accused = self._faults.failed(plan, error)
         if accused is None:
             cannot_go_on = self._scheduler.suspect(plan)
             if was_told:  # what went out of such a step is not to be trusted, and nothing goes out twice
@@ -301,7 +301,7 @@ class PrefillWorker:
             for seq in cannot_go_on:
                 self._end(seq, "a step of it and others failed", "shared")
         elif not self._faults.begin_probe(accused):
-            self._end(accused, "its steps fail, alone as well", "raised")
+            self._end(accused, f"its steps fail, alone as well: {self._faults.why}", "raised")
 
     def _give_up_device(self) -> None:
         """It computes nothing: everyone has to go elsewhere. Whose step it was may be the reason."""
