@@ -167,7 +167,7 @@ async def test_a_reservation_that_finds_no_room_in_time_is_refused(llama: SmallM
         with brake(cluster.decodes[0]._model.runner) as held:
             first = asyncio.create_task(cluster.generate("a", PROMPT, greedy()))
             await held.reached()
-            with pytest.raises(OverloadedError, match="no room") as refused:
+            with pytest.raises(OverloadedError, match="the workers are full") as refused:
                 await cluster.generate("b", PROMPT, greedy())
             assert refused.value.retry_after_s == 0.2
         assert tokens_of(await first) == llama.local(PROMPT, greedy()).tokens
