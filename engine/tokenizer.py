@@ -10,6 +10,7 @@ import codecs
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine.checkpoint_cache import Json, remembered
 from engine.token_spelling import read_spelling
 
 _MAX_CHARACTER_BYTES = 4  # of one character in UTF-8
+_MAX_TAIL_TOKENS = 256  # of a prompt; it may be long and hold no text, only special tokens, for each of 128 choices
 _LONG_TEXT_CHARS = 1_000  # from here on a second switch of threads costs nothing beside the work
 
 
@@ -177,9 +179,9 @@ class IncrementalDetokenizer:
         return self._strip(self._decoder.decode(b"", final=True))
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """Enough of the prompt's end to know whether it stops inside a character."""
+        """Enough of the prompt's end to know whether it stops inside a character, or has text at all."""
         tail = b""
-        for token_id in reversed(token_ids):
+        for token_id in islice(reversed(token_ids), _MAX_TAIL_TOKENS):
             if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
             if token_id not in self._skipped:

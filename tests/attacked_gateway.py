@@ -55,7 +55,7 @@ ATTACKS: Final[dict[str, tuple[int, Callable[[], tuple[str, dict[str, Any]]]]]] 
     "1,390,000 messages that are none": (413, lambda: _chat(messages=[{}] * 1_390_000)),
     "a message of parts": (
         200,
-        lambda: _chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 60_000}]),
+        lambda: _chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 20_000}]),
     ),
     "4 MB of words": (400, lambda: _completion(prompt="a word " * 590_000)),
     "2 MB of digits": (400, lambda: _completion(prompt="1" * 2_000_000)),
@@ -64,6 +64,7 @@ ATTACKS: Final[dict[str, tuple[int, Callable[[], tuple[str, dict[str, Any]]]]]] 
     "the same, n: 128": (400, lambda: _completion(prompt=" word" * 120_000, n=128)),
     "1,390,000 token ids": (413, lambda: _completion(prompt=[1] * 1_390_000)),
     "130,000 token ids": (200, lambda: _completion(prompt=[1] * 130_000)),
+    "n: 128 of special tokens": (200, lambda: _completion(prompt=[1] * 32_000, n=128)),
     "650,000 lists of token ids": (413, lambda: _completion(prompt=[[1]] * 650_000)),
     "n: 128, echo, logprobs: 20, long": (
         400,
@@ -79,7 +80,8 @@ ATTACKS: Final[dict[str, tuple[int, Callable[[], tuple[str, dict[str, Any]]]]]] 
     "640,000 stop tokens": (413, lambda: _completion(prompt="a", n=128, stop_token_ids=list(range(40_000)) * 16)),
     "200,000 stop tokens": (400, lambda: _completion(prompt="a", n=128, stop_token_ids=list(range(40_000)) * 5)),
     "4 MB of stop texts": (400, lambda: _completion(prompt="a", n=128, stop=["a" * 1_000_000] * 4)),
-    "130,000 unknown fields": (400, lambda: _completion(prompt="a", **{f"k{i}": 0 for i in range(130_000)})),
+    "130,000 unknown fields": (413, lambda: _completion(prompt="a", **{f"k{i}": 0 for i in range(130_000)})),
+    "50,000 unknown fields": (400, lambda: _completion(prompt="a", **{f"k{i}": 0 for i in range(50_000)})),
     "metadata of 1,390,000 objects": (413, lambda: _completion(prompt="a", metadata=[{}] * 1_390_000)),
     "/tokenize, 4 MB": (400, lambda: ("/tokenize", {"prompt": "1 23 a word " * 340_000})),
     "/tokenize, 1 MB": (200, lambda: ("/tokenize", {"prompt": "1 23 a word " * 80_000})),

@@ -63,6 +63,13 @@ def test_values_of_a_body_are_counted_and_not_its_text() -> None:
     commas = b"," * (MAX_VALUES + 1)
     _require_few_values(b'["' + commas + rb"\"," + commas + b'"]')
     _require_few_values(b"[" + b"1," * (MAX_VALUES - 1) + b"1]")
-    for body in (b"[" + b"1," * MAX_VALUES + b"1]", b"[" * (MAX_VALUES + 1), commas, b'["",' + b'"\\\\",' * MAX_VALUES):
+    _require_few_values(b"{" + b'"a":1,' * (MAX_VALUES // 5 - 1) + b'"b":1}')
+    for body in (
+        b"[" + b"1," * MAX_VALUES + b"1]",
+        b"[" * (MAX_VALUES + 1),
+        commas,
+        b'["",' + b'"\\\\",' * MAX_VALUES,
+        b"{" + b'"a":1,' * (MAX_VALUES // 5 + 1) + b'"b":1}',
+    ):
         with pytest.raises(BodyTooLargeError, match=f"more than {MAX_VALUES} JSON values"):
             _require_few_values(body)
