@@ -28,9 +28,7 @@ from cluster.http_terms import note_arrival
 from cluster.turns import Turns
 
 MAX_VALUES: Final = 2**18  # in a body: the parser holds the interpreter's lock for up to 60 ms for as many
-_NAMED_VALUES: Final = (
-    5  # that a member of an object counts as: its name costs the parser four times what its value does
-)
+_NAMED_VALUES: Final = 5  # that a member of an object counts as: its name costs the parser four times its value
 _SMALL_BYTES: Final = 16 * 2**10  # of a body that is parsed and checked on the loop, in 2 ms at most
 
 # What begins a value, or parts two; and whole texts, whose commas count for nothing. It matches a text without an end,
