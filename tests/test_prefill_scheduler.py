@@ -215,7 +215,7 @@ class PrefillMachine(RuleBasedStateMachine):
         assert seq.lease is not None, "its blocks must stay until the hand-over is done"
         ahead = self.accepted[: self.accepted.index(seq.key)]
         if self.host_pool is None and not self.overtaken.intersection(ahead):
-            assert set(ahead) <= self.computed, "first come, first served"
+            assert set(ahead) <= self.computed | self.broken, "first come, first served"
         self.computed.add(seq.key)
 
     def _check_released(self) -> None:
