@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.announce import announce_when_ready, describe_start, is_first_replica, starting
 from cluster.api import Api, InFlight
 from cluster.autoscaling import autoscaling_config
-from cluster.capacity import require_room
+from cluster.capacity import live_nodes, require_room
 from cluster.config import cluster_secret, draw_secret, load_config
 from cluster.heap import settle_heap
 from cluster.http import create_app
@@ -54,7 +54,7 @@ def build(args: dict[str, Any]) -> Application:
     """The Serve application for a configuration tree (see `cluster.settings`). Raises ConfigError."""
     with starting("the application"):
         config = load_config(args)
-        require_room(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        require_room(config, live_nodes())
         require_token(config)
         describe_start(config)
         if config.model.ref in BUILTIN_MODELS:

@@ -1,6 +1,6 @@
 """Whether a Ray cluster can hold what a configuration starts: said before anything waits for it.
 
-Plain arithmetic on what nodes have in all, in Ray's books (`num_cpus`, `num_gpus`, custom resources); what other
+Arithmetic on what nodes have in all, in Ray's books (`num_cpus`, `num_gpus`, custom resources); what other
 applications take of it is Ray's affair.
 """
 
@@ -39,6 +39,13 @@ def needs(config: LegatoConfig) -> list[Need]:
     found.append(Need("gateway", "gateway", config.gateway.replicas, {"CPU": config.gateway.num_cpus}))
     found.append(Need("scheduler", "scheduler", 1, {"CPU": config.scheduler.num_cpus}))
     return found
+
+
+def live_nodes() -> list[Resources]:
+    """What each node of the Ray cluster that this process belongs to has in all."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def require_room(config: LegatoConfig, nodes: Sequence[Resources]) -> None:

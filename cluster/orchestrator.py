@@ -69,9 +69,7 @@ logger = logging.getLogger(__name__)
 _COPY_IS_TRIED: Final = "a copy of it is suspected of making workers fail"
 _LOOK_S: Final = 0.25  # at workers, whether they give a sign of life
 _LONGEST_DELAY: Final = 4  # between attempts, in units of the configured one
-_LONG_PROMPT_TOKENS: Final = (
-    2_000  # 512 shorter ones, as many as a gateway runs, are below what a link may have waiting
-)
+_LONG_PROMPT_TOKENS: Final = 2_000  # 512 shorter ones, as many as a gateway runs, are no backlog for a link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

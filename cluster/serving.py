@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from cluster.capacity import require_room
+from cluster.capacity import live_nodes, require_room
 from cluster.config import give_secret, load_config
 from cluster.settings import LegatoConfig
 from cluster.tuning import tune_environment
@@ -44,15 +44,14 @@ def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None
     tune_environment()
     give_secret()
     interrupted = interrupted_by_signals()
-    import ray
-
+    import_module("ray")  # whole, before two threads ask for it
     _fetch_model(config)
     print("Starting Ray ...", flush=True)
     # Ray's processes take seconds to come up, in which this one would only wait.
     threading.Thread(target=import_module, args=("cluster.app",), daemon=True).start()
     try:
         start_ray()
-        require_room(config, [node["Resources"] for node in ray.nodes()])
+        require_room(config, live_nodes())
         start_serve(http, document.get("controller_options"))
         print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
         run_application(document["applications"][0], config)
