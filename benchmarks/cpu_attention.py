@@ -18,10 +18,10 @@ from torch import Tensor
 from benchmarks.part import GateError, note, run_part
 from benchmarks.summary import Json
 from engine.kv_cache import KVCache, KVLayout
-from kernels import cpu
+from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels, Segment
-from kernels.native_cpu import NativeCpuKernels
-from kernels.native_library import native_library
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import native_library
 
 ROUNDS = 7
 MAX_LAYERS = 30

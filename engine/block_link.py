@@ -87,7 +87,7 @@ class BlockLink:
     def _copy(self, listed: ListedPairs, source: Tensor, target: Tensor, ends: tuple[int, int]) -> None:
         """`ends`: which rows of the list are the source's and the target's."""
         if listed.numbers is not None:
-            from kernels.block_copies import copy_blocks  # needs Triton
+            from kernels.triton.block_copies import copy_blocks  # needs Triton
 
             copy_blocks(source, listed.numbers[ends[0]], target, listed.numbers[ends[1]])
             return

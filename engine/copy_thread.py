@@ -10,7 +10,7 @@ from queue import PriorityQueue
 
 import torch
 
-from kernels.thread_team import work_alone
+from kernels.cpu.thread_team import work_alone
 
 _STOP_AFTER_S = 10.0
 _NEVER_URGENT = 1 << 30

@@ -18,9 +18,9 @@ from torch import Tensor
 from engine.logit_edits import edits_of
 from engine.sampler import MIN_LOGPROB, InvalidLogitsError
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
-from kernels.sampling import DeviceSample, best_of_splits, sample
-from kernels.sampling_logprobs import RowLogprobs, row_logprobs
-from kernels.sampling_rows import PackedRows, RowWish, no_edits, pack_rows
+from kernels.triton.sampling.logprobs import RowLogprobs, row_logprobs
+from kernels.triton.sampling.rows import PackedRows, RowWish, no_edits, pack_rows
+from kernels.triton.sampling.sample import DeviceSample, best_of_splits, sample
 
 
 class _Download:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels import huge_pages
+from kernels.cpu import huge_pages
 from kernels.interface import CacheGeometry, KVSlots
 
 GroupRow = npt.NDArray[np.int32]

@@ -22,8 +22,8 @@ from engine.runner_loading import HostMemory, load_runner
 from engine.sequence_kv import SequenceKV
 from engine.step_cost import StepCost
 from engine.step_costs import StepCosts
+from kernels.cpu.thread_team import dissolve_team
 from kernels.quantised_weight import ActivationBits
-from kernels.thread_team import dissolve_team
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 

@@ -1,6 +1,6 @@
 """What a sequence's parameters do to single logits (steps 1 to 4 of `engine.logits`), as edits for a device.
 
-Knows nothing of tensors: edits are words that `kernels.sampling_rows` describes.
+Knows nothing of tensors: edits are words that `kernels.triton.sampling.rows` describes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.logits import Row, TokenIds, banned_ids, is_adjusted, within_vocabulary
 from engine.sequence import Sequence
-from kernels.sampling_rows import BANNED, REPEATED, Words, no_edits, pack_edits
+from kernels.triton.sampling.rows import BANNED, REPEATED, Words, no_edits, pack_edits
 
 
 def edits_of(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> Words:

@@ -23,9 +23,9 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 import kernels
-from kernels import huge_pages
 from kernels.cache_folder import default_cache_dir, is_private, private_folder
-from kernels.packing_memory import PRIVATE, PackingMemory
+from kernels.cpu import huge_pages
+from kernels.cpu.packing_memory import PRIVATE, PackingMemory
 
 logger = logging.getLogger(__name__)
 

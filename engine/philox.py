@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kernels.native_sampling import words as native_words
+from kernels.native.sampling import words as native_words
 
 UInt64s = npt.NDArray[np.uint64]
 

@@ -30,9 +30,9 @@ from engine.runner import ModelRunner
 from engine.sampler import sampler_for
 from engine.step_threads import StepThreads
 from engine.weights import AnyWeights
+from kernels.cpu.packing_memory import PackingKernels, PackingMemory
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
-from kernels.packing_memory import PackingKernels, PackingMemory
 from kernels.quantised_weight import ActivationBits
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from engine.pending_output import KnownTokens
 from engine.philox import gumbel, noise
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 from engine.truncation import is_truncated, kth_largest, survivors
-from kernels.native_sampling import contenders
+from kernels.native.sampling import contenders
 
 if TYPE_CHECKING:
     from engine.device_sampler import DeviceSampler

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from kernels.thread_team import set_team
+from kernels.cpu.thread_team import set_team
 
 FEW_TOKENS: Final = 16
 """Steps of more have work for all threads."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.logits import Row, TokenIds
 from engine.sampling_params import SamplingParams
-from kernels.native_sampling import likely
+from kernels.native.sampling import likely
 
 _RADII: Final = (2.0, 5.0, 10.0, 15.0)  # in which the most likely tokens are looked for, before all are sorted
 _LIKELY_RADIUS: Final = 8.0  # likewise in C++: 100 to 500 tokens of a language model's row, 95 to 99 % of its mass

@@ -6,10 +6,11 @@ import functools
 
 import torch
 
-from kernels import cpu, reference
+from kernels import reference
+from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels
-from kernels.native_cpu import NativeCpuKernels
-from kernels.native_library import native_library
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import native_library
 from kernels.quantised_weight import ActivationBits
 
 
@@ -40,7 +41,7 @@ def _cpu_kernels(activation_bits: ActivationBits) -> Kernels:
 
 def _gpu_kernels(device: torch.device, batch_invariant: bool) -> Kernels:
     try:
-        from kernels.gpu import GpuKernels  # an installation for CPUs only has no Triton
+        from kernels.triton.kernels import GpuKernels  # an installation for CPUs only has no Triton
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.host_digest import GAMMA, MIX_1, MIX_2, ROW_WORDS, SHIFT
+from kernels.cpu.block_digest import GAMMA, MIX_1, MIX_2, ROW_WORDS, SHIFT
 from kernels.interface import Activation, CacheGeometry, KVSlots, Segment
 from kernels.quantised_weight import ActivationBits, QuantisedWeight
 
@@ -182,7 +182,7 @@ def _slot(
 
 
 def row_sum_digest(content: bytes) -> int:
-    """The digest that `kernels.host_digest` defines, word by word."""
+    """The digest that `kernels.cpu.block_digest` defines, word by word."""
     padded = content + bytes(-len(content) % 8)
     total = _mixed(len(content))
     for row, first in enumerate(range(0, len(padded), 8 * ROW_WORDS)):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from kernels.thread_team import work_alone
+from kernels.cpu.thread_team import work_alone
 from kv_transfer.cancelling import to_the_end
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from torch import Tensor
 from engine.device_streams import CudaStream, Event, Stream, queued_on
 from engine.kv_cache import GroupRow, KVCache
 from engine.parallel.kv import GroupKV
-from kernels.block_digest import as_digest
+from kernels.triton.block_digest import as_digest
 from kv_transfer.copying_threads import COPIES_AT_ONCE
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.rank_copying import gather, scatter

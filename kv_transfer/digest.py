@@ -1,8 +1,8 @@
 """Digests of KV bytes, 64 bits wide and of two kinds.
 
 `xxh3_64` is the fastest on a CPU: it runs at memory speed. It chains its blocks, so a GPU, which computes thousands of
-them at once, has a digest of its own, `row_sum_64` (see `kernels.host_digest`), of which a CPU does several gigabytes
-a second. The two ends of a hand-off agree on one.
+them at once, has a digest of its own, `row_sum_64` (see `kernels.cpu.block_digest`), of which a CPU does several
+gigabytes a second. The two ends of a hand-off agree on one.
 
 They catch accidents (a slab reused too early, a block overwritten, a wrong offset), not forgers: peers are
 authenticated before any byte arrives, and whoever could forge a digest could as well forge the KV. Knows nothing of
@@ -16,7 +16,7 @@ from typing import Final, Literal, get_args
 
 import xxhash
 
-from kernels.host_digest import row_sum_digest
+from kernels.cpu.block_digest import row_sum_digest
 
 DigestKind = Literal["xxh3_64", "row_sum_64"]
 

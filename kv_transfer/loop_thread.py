@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import uvloop
 
-from kernels.thread_team import work_alone
+from kernels.cpu.thread_team import work_alone
 
 T = TypeVar("T")
 P = ParamSpec("P")

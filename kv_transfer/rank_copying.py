@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.device_streams import elsewhere
 from engine.kv_cache import KVCache
 from engine.parallel.kv import GroupKV
-from kernels.block_digest import block_digest
-from kernels.slabs import gather_slab, scatter_slab
+from kernels.triton.block_digest import block_digest
+from kernels.triton.slabs import gather_slab, scatter_slab
 
 
 def gather(kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ import re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from kernels import cascade_attention, decode_attention, prefill_attention
-from kernels.attention_tiles import Operands, shipped_operands
-from kernels.compilation import fresh_compilation
-from kernels.shipped import Shipped
+from benchmarks.gpu.compilation import fresh_compilation
+from kernels.triton.attention import cascade as cascade_attention
+from kernels.triton.attention import decode as decode_attention
+from kernels.triton.attention import prefill as prefill_attention
+from kernels.triton.attention.tiles import Operands, shipped_operands
+from kernels.triton.shipped import Shipped
 
 _NAMED = re.compile(r"^(#\w+) = (.*)$", re.MULTILINE)
 _PRODUCT = re.compile(r"tt\.dot .* : (tensor.*?)(?: loc\(.*\))?$", re.MULTILINE)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.gpu_attention import plan_attention
 from kernels.interface import CacheGeometry, Segment
+from kernels.triton.attention.paged import plan_attention
 from tests.interpreted import device
 
 _NUM_GROUPS = 2  # of layers, each with blocks of its own

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from kernels.compilation import all_shipped, compile_all, fingerprint
+from benchmarks.gpu.compilation import all_shipped, compile_all, fingerprint
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention_tiles import softmax_scales
-from kernels.prefill_attention import prefill_attention
+from kernels.triton.attention.prefill import prefill_attention
+from kernels.triton.attention.tiles import softmax_scales
 from tests.attention_worlds import Case, assert_like_twin, build
 from tests.interpreted import DTYPES, device
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention_tiles import SPLIT_TOKENS, Operands
-from kernels.attention_work import AttentionShape, plan_work
-from kernels.device_work import DecodeBuffers, DecodeLimits
-from kernels.gpu_attention import CapturedAttention
 from kernels.interface import Segment
+from kernels.triton.attention.device_work import DecodeBuffers, DecodeLimits
+from kernels.triton.attention.paged import CapturedAttention
+from kernels.triton.attention.tiles import SPLIT_TOKENS, Operands
+from kernels.triton.attention.work_lists import AttentionShape, plan_work
 from tests.attention_worlds import Case, World, assert_like_twin, build
 from tests.interpreted import device
 

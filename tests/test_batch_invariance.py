@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.gpu import GpuKernels
+from kernels.triton.kernels import GpuKernels
 from tests.gpu_stepping import SMALL_VOCABULARY, prompts, stepper_on
 from tests.interpreted import device
 from tests.model_families import build_oracle

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import host_digest, reference
-from kernels.host_digest import KEYS, ROW_WORDS, row_sum_digest
+from kernels import reference
+from kernels.cpu import block_digest as host_digest
+from kernels.cpu.block_digest import KEYS, ROW_WORDS, row_sum_digest
 from tests.processor_time import in_loop_turns
 
 ROW_BYTES = 8 * ROW_WORDS

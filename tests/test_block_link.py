@@ -11,7 +11,7 @@ from engine.block_link import BlockLink, stretch_bounds
 from engine.host_placement import BlockPairs
 from engine.kv_cache import KVCache, KVLayout
 from kernels import reference
-from kernels.block_copies import copy_blocks
+from kernels.triton.block_copies import copy_blocks
 from tests.interpreted import device, wait_for_device
 
 SCATTERED = BlockPairs(host=np.array([7, 3, 4, 0], dtype=np.int32), device=np.array([2, 5, 6, 1], dtype=np.int32))
@@ -78,7 +78,9 @@ def test_blocks_go_pairwise(
 
 def test_many_short_stretches_are_one_launch_and_long_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
-    monkeypatch.setattr("kernels.block_copies.copy_blocks", lambda *arguments: launched.append(len(arguments[1])))
+    monkeypatch.setattr(
+        "kernels.triton.block_copies.copy_blocks", lambda *arguments: launched.append(len(arguments[1]))
+    )
     link = BlockLink(*tiers())
     [listed] = link.listed([SCATTERED])
     link.load(listed)

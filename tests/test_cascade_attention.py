@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention_tiles import SPLIT_TOKENS, Operands
-from kernels.attention_work import AttentionShape, AttentionWork, plan_work
-from kernels.cascade_attention import SharedSplit, plan_shared_splits
 from kernels.interface import CacheGeometry, Segment
+from kernels.triton.attention.cascade import SharedSplit, plan_shared_splits
+from kernels.triton.attention.tiles import SPLIT_TOKENS, Operands
+from kernels.triton.attention.work_lists import AttentionShape, AttentionWork, plan_work
 from tests.attention_worlds import Case, World, assert_like_twin, build
 from tests.interpreted import DTYPES
 

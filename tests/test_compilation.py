@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.compilation import SHARED_LIMITS, read_record
-from kernels.shipped import Shipped
+from benchmarks.gpu.compilation import SHARED_LIMITS, read_record
+from kernels.triton.shipped import Shipped
 from tests.interpreted import device, uninterpreted_environment
 
-ADVICE = "run python -m kernels.compilation"
+ADVICE = "run python -m benchmarks.gpu.compilation"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sampling_params import SamplingParams
-from kernels.native_library import native_library
+from kernels.native.library import native_library
 from kernels.ops import kernels_for
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, cluster_of

@@ -21,10 +21,11 @@ from engine.runner import ModelRunner
 from engine.runner_loading import load_runner
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.sequence import Sequence as Seq
-from kernels import cpu, reference
-from kernels.gpu import GpuKernels
-from kernels.gpu_attention import BufferedAttention
+from kernels import reference
+from kernels.cpu import kernels as cpu
 from kernels.interface import CacheGeometry, GraphKernels, PagedAttention, Segment, StandingLimits
+from kernels.triton.attention.paged import BufferedAttention
+from kernels.triton.kernels import GpuKernels
 from tests.gpu_stepping import SMALL_VOCABULARY, stepper_on
 from tests.interpreted import device
 from tests.model_families import build_oracle

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import activation, matmul, reference, rms_norm, rotary
+from kernels import reference
 from kernels.interface import Activation, KVSlots
+from kernels.triton import activation, matmul, rms_norm, rotary
 from tests.interpreted import DTYPES, device
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -10,7 +10,7 @@ import torch
 from engine.device_streams import Event
 from engine.devices import CPU
 from engine.kv_cache import KVCache
-from kernels import slabs
+from kernels.triton import slabs
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.device_copying import DeviceCopies
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, slab_digest

@@ -13,9 +13,9 @@ from torch import Tensor
 from engine.model import Model
 from engine.runner import ModelRunner
 from kernels.interface import Kernels, Linear
-from kernels.native_cpu import NativeCpuKernels
-from kernels.native_layers import NativeLayers
-from kernels.native_library import native_library
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.layers import NativeLayers
+from kernels.native.library import native_library
 from kernels.quantised_weight import QuantisedWeight
 from kernels.reference import PlainLinear
 from tests.model_families import FAMILIES, VOCAB_SIZE, build_oracle

@@ -29,7 +29,7 @@ from engine.model_store import resolve_model
 from engine.quantisation import Quantisation
 from engine.quantised_weights import load_mixed_weights
 from engine.sequence import Sequence
-from kernels.native_library import native_library
+from kernels.native.library import native_library
 from kernels.quantised_weight import QuantisedWeight
 from tests.model_families import VOCAB_SIZE, build_oracle
 from tests.small_models import greedy

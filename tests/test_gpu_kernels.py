@@ -18,9 +18,9 @@ from cluster.settings import LegatoConfig
 from cluster.translate import decode_engine, prefill_engine
 from engine.sequence import Sequence
 from kernels import reference
-from kernels.gpu import CublasLinear, GpuKernels
-from kernels.matmul import InvariantLinear
 from kernels.ops import kernels_for
+from kernels.triton.kernels import CublasLinear, GpuKernels
+from kernels.triton.matmul import InvariantLinear
 from tests.gpu_stepping import prompts, stepper_on
 from tests.interpreted import DTYPES, device
 from tests.model_families import build_oracle
@@ -109,11 +109,11 @@ def test_without_triton_a_gpu_is_refused_with_advice(monkeypatch: pytest.MonkeyP
     real = builtins.__import__
 
     def without_triton(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "kernels.gpu":
+        if name == "kernels.triton.kernels":
             raise ModuleNotFoundError("No module named 'triton'", name="triton")
         return real(name, *args, **kwargs)
 
-    monkeypatch.delitem(sys.modules, "kernels.gpu", raising=False)
+    monkeypatch.delitem(sys.modules, "kernels.triton.kernels", raising=False)
     monkeypatch.setattr(builtins, "__import__", without_triton)
     with pytest.raises(ValueError, match="gpu extra"):
         kernels_for(torch.device("cuda"))

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from kernels import huge_pages
+from kernels.cpu import huge_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache, KVLayout
-from kernels import cpu, reference
+from kernels import reference
+from kernels.cpu import kernels as cpu
 from kernels.interface import Activation, Kernels, Segment
-from kernels.native_cpu import NativeCpuKernels
-from kernels.native_library import native_library
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import native_library
 from kernels.ops import kernels_for
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.interface import Segment
-from kernels.native_cpu import NativeCpuKernels
-from kernels.native_library import native_library
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import native_library
 from tests.test_kernels import DTYPES, Case, World, assert_like_twin, build_world, run_attention
 
 LIBRARY = native_library()

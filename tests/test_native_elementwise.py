@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.interface import Activation, KVSlots
-from kernels.native_elementwise import NativeElementwise
-from kernels.native_library import native_library
+from kernels.native.elementwise import NativeElementwise
+from kernels.native.library import native_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 

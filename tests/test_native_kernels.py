@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import native_library as compiling
-from kernels.native_cpu import NativeCpuKernels
-from kernels.native_library import SWITCH, native_library
+from kernels.native import library as compiling
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import SWITCH, native_library
 
 WHICH = """
 import logging

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import engine.sampler
-import kernels.native_sampling
+import kernels.native.sampling
 from engine.logits import Row, tempered
 from engine.philox import gumbel, noise
 from engine.sampler import Sampler
-from kernels.native_library import native_library
-from kernels.native_sampling import contenders
+from kernels.native.library import native_library
+from kernels.native.sampling import contenders
 from tests.sampling_twin import params_of, sequence
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="everybody's noise is worked out exactly")
@@ -100,12 +100,12 @@ def test_tokens_are_those_of_exact_noise_for_everybody(
     rows = [sequence(params_of(seed=number, **changes), output=[1, 2, 3]) for number in range(20)]
     sampler = Sampler(VOCAB)
     found = sampler.sample(logits, rows)
-    monkeypatch.setattr(kernels.native_sampling, "_CAPACITY", 1)  # more than that are not worth it
+    monkeypatch.setattr(kernels.native.sampling, "_CAPACITY", 1)  # more than that are not worth it
     assert sampler.sample(logits, rows) == found
     monkeypatch.setattr(engine.sampler, "contenders", lambda *_, **__: None)  # as without C++ kernels
     assert sampler.sample(logits, rows) == found
 
 
 def test_more_than_there_is_room_for_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.native_sampling, "_CAPACITY", 1)
+    monkeypatch.setattr(kernels.native.sampling, "_CAPACITY", 1)
     assert contenders(np.zeros(VOCAB, dtype=np.float32), 0.0, 1.0, seed=1, position=0) is None

@@ -19,9 +19,9 @@ from engine.loading import EngineConfig, load_model
 from engine.packed_weights import packing_memory
 from engine.quantisation import Quantisation
 from engine.sequence import Sequence, TokenLogprobs
-from kernels import native_library as native_files
-from kernels.native_library import NativeUnavailableError, native_library
-from kernels.packing_memory import PRIVATE, PackingMemory
+from kernels.cpu.packing_memory import PRIVATE, PackingMemory
+from kernels.native import library as native_files
+from kernels.native.library import NativeUnavailableError, native_library
 from tests.model_families import build_oracle
 from tests.small_models import greedy, random_prompts
 

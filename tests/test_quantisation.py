@@ -13,7 +13,7 @@ from engine.loading import DtypeName, EngineConfig, LoadedModel, load_model, mod
 from engine.quantisation import Quantisation
 from engine.quantised_weights import is_projection
 from engine.sequence import Sequence
-from kernels.native_library import native_library
+from kernels.native.library import native_library
 from kernels.quantised_weight import QuantisedWeight
 from tests.model_families import build_oracle
 from tests.small_models import greedy, random_prompts

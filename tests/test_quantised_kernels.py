@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
+from kernels import reference
+from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels
-from kernels.native_cpu import NativeCpuKernels
-from kernels.native_library import native_library
-from kernels.native_quantised import QuantisedLinear
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import native_library
+from kernels.native.quantised import QuantisedLinear
 from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight, side_by_side
 
 FORMS = [(4, -8), (4, 0), (8, -128)]

@@ -19,9 +19,9 @@ from engine.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler, sampler_for
 from engine.sampling_params import SamplingParams
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 from engine.truncation import survivors
-from kernels.sampling import SPLIT, best_of_splits, gumbel
-from kernels.sampling_floor import find_floors
-from kernels.sampling_rows import NUM_FIELDS, RowWish, no_edits, pack_rows
+from kernels.triton.sampling.floor import find_floors
+from kernels.triton.sampling.rows import NUM_FIELDS, RowWish, no_edits, pack_rows
+from kernels.triton.sampling.sample import SPLIT, best_of_splits, gumbel
 from tests.interpreted import device
 from tests.sampling_twin import EOS, params_of, random_logits, sequence
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.kv_cache import KVCache
 from kernels import reference
-from kernels.block_digest import as_digest, block_digest
-from kernels.host_digest import ROW_WORDS, row_sum_digest
+from kernels.cpu.block_digest import ROW_WORDS, row_sum_digest
 from kernels.interface import CacheGeometry
-from kernels.slabs import gather_slab, scatter_slab
+from kernels.triton.block_digest import as_digest, block_digest
+from kernels.triton.slabs import gather_slab, scatter_slab
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import DIGEST_KINDS, DigestKind
 from tests.device_queues import device_copies

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.runner_loading import load_runner
 from engine.step_threads import FEW_TOKENS, FastestCount, StepThreads
-from kernels.native_library import native_library
+from kernels.native.library import native_library
 from tests.model_families import build_oracle
 from tests.small_models import random_prompts
 from tests.stepping import Stepper, recording_runner

@@ -41,7 +41,7 @@ def blocks_are_copied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     The kernel has tests of its own, and its interpreter takes milliseconds for each launch.
     """
     monkeypatch.setattr(
-        "kernels.block_copies.copy_blocks",
+        "kernels.triton.block_copies.copy_blocks",
         lambda source, sources, target, targets: reference.copy_blocks(
             source, sources % len(source), target, targets % len(target)
         ),

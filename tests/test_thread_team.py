@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.copy_thread import CopyThread
-from kernels.thread_team import dissolve_team, set_team, work_alone
+from kernels.cpu.thread_team import dissolve_team, set_team, work_alone
 from kv_transfer.copying_threads import CopyingThreads
 from kv_transfer.loop_thread import LoopThread
 from tests.waiting import HANGS_S

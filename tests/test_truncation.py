@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import engine.philox
 import engine.truncation
-import kernels.native_sampling
+import kernels.native.sampling
 from engine.logits import Row, tempered
 from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.truncation import is_truncated, survivors
-from kernels.native_library import native_library
-from kernels.native_sampling import likely
+from kernels.native.library import native_library
+from kernels.native.sampling import likely
 from tests.sampling_twin import params_of, random_logits, sequence
 
 VOCAB = 49_152
@@ -112,7 +112,7 @@ def test_the_likely_and_the_mass_of_the_row(radius: float, vocab_size: int) -> N
 
 @native
 def test_more_than_there_is_room_for_are_not_given() -> None:
-    capacity = kernels.native_sampling._LIKELY_CAPACITY
+    capacity = kernels.native.sampling._LIKELY_CAPACITY
     found = likely(np.zeros(capacity, dtype=np.float32), 1.0)
     assert found is not None
     assert found.values.tolist() == [0.0] * capacity

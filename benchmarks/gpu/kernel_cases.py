@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kv_cache import KVCache, KVLayout
-from kernels.gpu import GpuKernels
 from kernels.interface import Segment
-from kernels.matmul import matmul
-from kernels.sampling import sample
-from kernels.sampling_rows import RowWish, no_edits, pack_rows
-from kernels.slabs import gather_slab, scatter_slab
+from kernels.triton.kernels import GpuKernels
+from kernels.triton.matmul import matmul
+from kernels.triton.sampling.rows import RowWish, no_edits, pack_rows
+from kernels.triton.sampling.sample import sample
+from kernels.triton.slabs import gather_slab, scatter_slab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

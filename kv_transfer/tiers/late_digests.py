@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.block_pool import BlockKey
-from kernels.thread_team import work_alone
+from kernels.cpu.thread_team import work_alone
 from kv_transfer.tiers.segment_index import SegmentIndex, block_digest
 
 

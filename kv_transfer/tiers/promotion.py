@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from engine.block_pool import BlockLease
-from kernels.thread_team import work_alone
+from kernels.cpu.thread_team import work_alone
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.messages import SourceName
 from kv_transfer.tiers.memory import TierMemory

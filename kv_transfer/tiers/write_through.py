@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from engine.block_pool import BlockKey, BlockLease
-from kernels.thread_team import work_alone
+from kernels.cpu.thread_team import work_alone
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.offloading import offload_between

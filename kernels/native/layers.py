@@ -1,0 +1,183 @@
+"""The layers of a model in one call of the C++ kernels: see `src/layers.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.fused_layers import Layer, LayersForm, LayersStep
+from kernels.interface import Linear, PagedAttention
+from kernels.native.attention import NativeAttention
+from kernels.native.library import Flag, Float, Pointer, Size, declare
+from kernels.native.linear import NativeLinear
+from kernels.native.quantised import QuantisedLinear
+
+_NAMES = {
+    (torch.bfloat16, torch.bfloat16): "bf16_by_bf16",
+    (torch.bfloat16, torch.float32): "bf16_by_f32",
+    (torch.float32, torch.float32): "f32_by_f32",
+}
+_NORMS = ("attention_norm", "qk_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
+_PROJECTIONS = ("qkv", "output", "gate_up", "down")
+
+
+class _Projection(ctypes.Structure):
+    """This and the following: those of `src/layers.cpp`, field by field."""
+
+    _fields_ = (
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("inputs", Size),
+        ("outputs", Size),
+        ("bits", Size),
+        ("group", Size),
+        ("lowest", Size),
+        ("wide_factors", Flag),
+        ("has_minimums", Flag),
+        ("x_bytes", Size),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in _NORMS),
+        *((name, _Projection) for name in _PROJECTIONS),
+        ("rotation", Size),
+        ("attention", Size),
+    )
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        ("num_heads", Size),
+        ("num_kv_heads", Size),
+        ("head_dim", Size),
+        ("layers_per_group", Size),
+        ("layer_numbers", Size),
+        ("eps", Float),
+        ("scale", Float),
+        ("softcap", Float),
+        ("gelu_tanh", Flag),
+    )
+
+
+class _Rotary(ctypes.Structure):
+    _fields_ = (("cos", Pointer), ("signed_sin", Pointer))
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("rows", Size),
+        ("rotations", ctypes.POINTER(_Rotary)),
+        ("attention_plans", ctypes.POINTER(Pointer)),
+        ("slots", Pointer),
+        ("cache", Pointer),
+        ("x", Pointer),
+        ("normed", Pointer),
+        ("scratch", Pointer),
+    )
+
+
+def fuse_layers(
+    library: ctypes.CDLL, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm
+) -> NativeLayers | None:
+    """None where a weight is none of the C++ kernels'."""
+    linears = [getattr(layer, name) for layer in layers for name in _PROJECTIONS]
+    if not all(isinstance(linear, NativeLinear) for linear in linears):
+        return None
+    norms = [final_norm, *(norm for layer in layers for name in _NORMS if (norm := getattr(layer, name)) is not None)]
+    types = {(linear.dtype, norm.dtype) for norm in norms for linear in linears}
+    if len(types) > 1 or not types <= _NAMES.keys() or form.head_dim % 2:
+        return None
+    assert all(norm.is_contiguous() for norm in norms)
+    return NativeLayers(library, _NAMES[types.pop()], layers, final_norm, form)
+
+
+class NativeLayers:
+    """See `kernels.fused_layers.FusedLayers`."""
+
+    def __init__(
+        self, library: ctypes.CDLL, types: str, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm
+    ) -> None:
+        self._weights = layers, final_norm  # what the records point to
+        records = list(map(_layer, layers, form.rotations, form.attentions))
+        end = _Layer(attention_norm=final_norm.data_ptr())
+        self._layers = (_Layer * (len(layers) + 1))(*records, end)
+        self._shape = _Shape(
+            num_heads=form.num_heads,
+            num_kv_heads=form.num_kv_heads,
+            head_dim=form.head_dim,
+            eps=form.eps,
+            scale=form.scale,
+            softcap=form.softcap or 0.0,
+            gelu_tanh=form.activation == "gelu_tanh",
+        )
+        self._run = declare(library, f"layers_run_{types}", [Pointer, Pointer, Pointer, Size, Size])
+        self._row_numbers = _scratch_numbers(library, self._shape, records)
+        self._scratch = torch.empty(0)  # for the largest step so far
+
+    def takes(self, attentions: Sequence[PagedAttention]) -> bool:
+        return all(isinstance(attention, NativeAttention) for attention in attentions)
+
+    def run(self, x: Tensor, normed: Tensor, step: LayersStep, num_layers: int) -> None:
+        assert x.is_contiguous() and normed.is_contiguous() and step.cache.is_contiguous()
+        assert step.slots.is_contiguous() and all(turns.is_contiguous() for pair in step.rotations for turns in pair)
+        _, layers_per_group, *rest = step.cache.shape
+        self._shape.layers_per_group = layers_per_group
+        self._shape.layer_numbers = torch.Size(rest).numel()
+        rotations = [_Rotary(cos.data_ptr(), sin.data_ptr()) for cos, sin in step.rotations]
+        plans = [_plan_address(attention) for attention in step.attentions]
+        record = _Step(
+            rows=len(x),
+            rotations=(_Rotary * len(rotations))(*rotations),
+            attention_plans=(Pointer * len(plans))(*plans),
+            slots=step.slots.data_ptr(),
+            cache=step.cache.data_ptr(),
+            x=x.data_ptr(),
+            normed=normed.data_ptr(),
+            scratch=self._reserve(len(x), x.dtype),
+        )
+        self._run(ctypes.byref(self._shape), ctypes.byref(record), self._layers, 0, num_layers)
+
+    def _reserve(self, num_rows: int, dtype: torch.dtype) -> int:
+        """Where as much memory lies as a step of so many rows takes."""
+        if self._scratch.dtype != dtype or len(self._scratch) < num_rows * self._row_numbers:
+            self._scratch = torch.empty(num_rows * self._row_numbers, dtype=dtype)
+        return self._scratch.data_ptr()
+
+
+def _layer(layer: Layer, rotation: int, attention: int) -> _Layer:
+    norms = {name: _address(getattr(layer, name)) for name in _NORMS}
+    projections = {name: _projection(getattr(layer, name)) for name in _PROJECTIONS}
+    return _Layer(**norms, **projections, rotation=rotation, attention=attention)
+
+
+def _projection(linear: Linear) -> _Projection:
+    assert isinstance(linear, NativeLinear)
+    projection = _Projection(
+        _address(linear.packed), _address(linear.bias), linear.num_inputs, linear.num_outputs, bits=0
+    )
+    if isinstance(linear, QuantisedLinear):
+        projection.bits, projection.group = linear.form.bits, linear.form.group_size
+        projection.lowest, projection.wide_factors = linear.form.lowest, linear.wide_factors
+        projection.has_minimums = linear.form.has_minimums
+        projection.x_bytes = linear.activation_bits // 8
+    return projection
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _plan_address(attention: PagedAttention) -> int:
+    assert isinstance(attention, NativeAttention)
+    return ctypes.addressof(attention.plan)
+
+
+def _scratch_numbers(library: ctypes.CDLL, shape: _Shape, layers: list[_Layer]) -> int:
+    """For each row of a step; layers may differ."""
+    scratch = declare(library, "layers_scratch", [Pointer, Pointer], Size)
+    return max(int(scratch(ctypes.byref(shape), ctypes.byref(layer))) for layer in layers)

@@ -1,0 +1,142 @@
+"""Compiles the C++ kernels of `kernels/native` once for a machine and loads them; without a compiler there are none.
+
+Knows compilers and processors, not what the functions do: who calls one declares its parameters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from kernels.cache_folder import default_cache_dir, is_private, private_folder
+
+logger = logging.getLogger(__name__)
+
+Pointer, Size, Float, Flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
+Function = Any  # of ctypes, which has no name for them
+TYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""What the functions' names end in."""
+
+SOURCE_FOLDER = Path(__file__).parent / "src"
+SWITCH = "LEGATO_NATIVE"
+"""Environment variable: 0 leaves the kernels to torch."""
+
+# Every processor that has these runs the same code; none beyond them is used.
+_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma", "f16c")
+# Contracting a product and a sum is left to the source: done here and not there, it would make a row's result depend on
+# which of two loops computed it.
+_OPTIONS = (
+    *("-std=c++17", "-O3", "-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-ffp-contract=off"),
+    *("-fopenmp", "-fPIC", "-shared", "-w"),
+)
+_COMPILE_DEADLINE_S = 120.0
+
+
+class NativeUnavailableError(Exception):
+    """A sentence: why this machine runs without the C++ kernels."""
+
+
+def declare(library: ctypes.CDLL, name: str, parameters: list[Any], result: Any = None) -> Function:
+    function = library[name]
+    function.argtypes, function.restype = parameters, result
+    return function
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The kernels of this machine, compiled now if they never were; None, which is logged, where there can be none."""
+    try:
+        return ctypes.CDLL(str(_library()))
+    except (NativeUnavailableError, OSError) as error:
+        logger.warning("CPU kernels are torch's own, which are slower: %s", error)
+        return None
+
+
+def _library() -> Path:
+    """The compiled file. Raises NativeUnavailableError, OSError."""
+    if os.environ.get(SWITCH) == "0":
+        raise NativeUnavailableError(f"{SWITCH}=0 asks for it")
+    _require_processor()
+    compiler = _compiler()
+    target = private_folder(default_cache_dir() / "native") / f"legato-{_digest(compiler)}.so"
+    if is_private(target):
+        return target
+    try:
+        with FileLock(target.with_suffix(".lock"), timeout=_COMPILE_DEADLINE_S):
+            if not is_private(target):  # another process may have been faster
+                _compile(compiler, target)
+    except Timeout as error:
+        raise NativeUnavailableError(f"another process has been compiling {target} for too long") from error
+    return target
+
+
+def _require_processor() -> None:
+    """Raises NativeUnavailableError."""
+    if platform.system() != "Linux":
+        raise NativeUnavailableError(f"they are compiled on Linux only, and this is {platform.system()}")
+    present = _processor_flags()
+    lacking = [flag for flag in _FLAGS if flag not in present]
+    if lacking:
+        raise NativeUnavailableError(f"this processor lacks {', '.join(lacking)}")
+
+
+def _processor_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def _compiler() -> str:
+    """Raises NativeUnavailableError."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise NativeUnavailableError("there is no C++ compiler; install g++ and start again")
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCE_FOLDER.glob("*.cpp"))
+
+
+def _digest(compiler: str) -> str:
+    """Of everything that the compiled file depends on."""
+    digest = hashlib.sha256("\0".join((compiler, *_OPTIONS, *_openmp())).encode())
+    for path in sorted((*_sources(), *SOURCE_FOLDER.glob("*.h"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Raises NativeUnavailableError."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [compiler, *_OPTIONS, *map(str, _sources()), *_openmp(), "-o", str(made)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NativeUnavailableError(f"compiling them failed: {error}") from error
+        if done.returncode:
+            raise NativeUnavailableError(f"compiling them with {compiler} failed: {done.stderr[-2000:]}")
+        made.chmod(0o700)
+        made.replace(target)
+
+
+def _openmp() -> list[str]:
+    """torch's own library of threads: a second pool beside it would fight for the same cores."""
+    folder = Path(torch.__file__).parent / "lib"
+    found = sorted(folder.glob("libgomp*.so*"))
+    return [str(found[0]), f"-Wl,-rpath,{folder}"] if found else []

@@ -1,0 +1,80 @@
+"""Which tokens of a row of logits can win a draw, and what truncates one, in C++: see `src/sampling.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.native.library import Float, Function, Pointer, Size, declare, native_library
+
+_CAPACITY = 1024  # three to thirty are usual
+_LIKELY_CAPACITY = 8192
+_LANES = 16  # are written at a time
+
+_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
+    "contenders": ([Pointer, Size, Float, Float, ctypes.c_uint64, ctypes.c_uint32, Size, Pointer, Pointer], Size),
+    "likely": ([Pointer, Size, Float, Size, Pointer, Pointer], Size),
+    "words": ([Pointer, Size, ctypes.c_uint64, ctypes.c_uint32, Pointer], None),
+}
+
+
+class Likely(NamedTuple):
+    """The values of a row that are close to the largest."""
+
+    values: npt.NDArray[np.float32]  # [n], in the row's order
+    mass: float  # the sum of exp(value) of the whole row, to one part in a million
+
+
+def contenders(
+    row: npt.NDArray[np.float32], best: np.float32 | float, temperature: float, *, seed: int, position: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]] | None:
+    """Ids, ascending, of all tokens that may have the largest score and of a few that have not, and their random words.
+
+    A score is a logit of the `row [V]` less `best`, the largest one, by the temperature, and noise. No logit is NaN.
+    Noise, words, `seed` in [0, 2^64) and `position` in [0, 2^32): see `engine.philox`. None: the machine has
+    no C++ kernels, or they are too many to be worth it.
+    """
+    function = _function("contenders")
+    if function is None:
+        return None
+    assert row.dtype == np.float32 and row.flags.c_contiguous
+    ids, words = np.empty(_CAPACITY, dtype=np.int64), np.empty(_CAPACITY, dtype=np.uint32)
+    where = row.ctypes.data, len(row), best, temperature
+    count = function(*where, seed, position, _CAPACITY, ids.ctypes.data, words.ctypes.data)
+    return None if count < 0 else (ids[:count], words[:count])
+
+
+def likely(relative: npt.NDArray[np.float32], radius: float) -> Likely | None:
+    """The values of the row `relative [V]`, whose largest is 0, that are -`radius` or more.
+
+    None is NaN. None: the machine has no C++ kernels, or they are too many to be worth it.
+    """
+    function = _function("likely")
+    if function is None:
+        return None
+    assert relative.dtype == np.float32 and relative.flags.c_contiguous
+    values, mass = np.empty(_LIKELY_CAPACITY + _LANES, dtype=np.float32), ctypes.c_double()
+    found = values.ctypes.data, ctypes.addressof(mass)
+    count = function(relative.ctypes.data, len(relative), -radius, _LIKELY_CAPACITY, *found)
+    return None if count < 0 else Likely(values[:count], mass.value)
+
+
+def words(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -> npt.NDArray[np.uint32] | None:
+    """The random words of tokens, in their order: see `engine.philox`. None: the machine has no C++ kernels."""
+    function = _function("words")
+    if function is None:
+        return None
+    assert token_ids.dtype == np.int64 and token_ids.flags.c_contiguous
+    drawn = np.empty(len(token_ids), dtype=np.uint32)
+    function(token_ids.ctypes.data, len(token_ids), seed, position, drawn.ctypes.data)
+    return drawn
+
+
+@functools.cache
+def _function(name: str) -> Function | None:
+    library = native_library()
+    return None if library is None else declare(library, f"sampling_{name}", *_FUNCTIONS[name])

@@ -1,0 +1,289 @@
+"""Attention of a few new tokens of a sequence over its long paged context: split by split in parallel, then merged.
+
+A split is `SPLIT_TOKENS` tokens from a multiple of it on, whatever the batch. Splits of all sequences and key heads are
+dealt out to a fixed number of programs, and how many there are is read on the device, so that a CUDA graph can hold the
+launch. The merge adds a row's splits in the order of their tokens.
+
+Shape legend: see `kernels.interface` and `kernels.triton.attention.tiles`; also P slots of partial sums, one per split
+of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.interface import CacheGeometry
+from kernels.triton.attention.tiles import (
+    SEGMENT_FIELDS,
+    SPLIT_TOKENS,
+    Operands,
+    Tile,
+    attend_span,
+    empty_sums,
+    head_tile,
+    load_queries,
+    merge_sums,
+    normalised,
+    shipped_operands,
+    signature_of,
+    softmax_scales,
+    store_rows,
+)
+from kernels.triton.shipped import TYPE_NAMES, Shipped
+
+NARROW_ROWS = 16
+WIDE_ROWS = 32
+"""Rows of a program in the two configurations: of the smallest matrix instruction, and of two of them."""
+
+MAX_ROWS = 64
+"""Rows of a segment (query tokens times query heads of a key head) that are worth a second reading of its keys."""
+
+
+@triton.jit
+def store_sums(
+    partial, partial_stats, place, acc, greatest, weight, live, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr
+):
+    """Keep the sums of rows at `place [R]` (int64) of `partial [.., D]` and `partial_stats [.., 2]`."""
+    store_rows(partial, place, acc, live, HEAD_DIM, HEAD_TILE)
+    tl.store(partial_stats + place * 2, greatest, mask=live)
+    tl.store(partial_stats + place * 2 + 1, weight, mask=live)
+
+
+@triton.jit
+def _decode_split(
+    q, out, cache, table, segment, split, first, kv_head, partial, partial_stats, slot_rows, q_row_stride, group,
+    window, scale, squeeze,
+    WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+):  # fmt: skip
+    """Rows from `first` on over one split of one segment and key head. The only split of a segment is its result."""
+    first_row, num_queries, context_len = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
+    first_slot, first_split, num_splits = tl.load(segment + 4), tl.load(segment + 5), tl.load(segment + 6)
+    row = first + tl.arange(0, ROWS)
+    query = row // group
+    live = query < num_queries
+    before = context_len - num_queries
+    position = tl.where(live, before + query, -1)
+    lowest = before + first // group
+    highest = before + tl.minimum((first + ROWS - 1) // group, num_queries - 1)
+    query_head = kv_head * group + row % group
+    rows = load_queries(q, first_row + query, query_head, live, q_row_stride, HEAD_DIM, HEAD_TILE)
+    acc, greatest, weight = attend_span(
+        rows, position, lowest, highest, cache + kv_head * HEAD_DIM, table + tl.load(segment + 3),
+        split * SPLIT_TILES, (split + 1) * SPLIT_TILES, window, scale, squeeze,
+        WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
+    )  # fmt: skip
+    if num_splits == 1:
+        place = (first_row + query).to(tl.int64) * (NUM_KV_HEADS * group) + query_head
+        store_rows(out, place, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
+    else:
+        slot = (first_slot + split - first_split).to(tl.int64)
+        place = (slot * NUM_KV_HEADS + kv_head) * slot_rows + row
+        store_sums(partial, partial_stats, place, acc, greatest, weight, live, HEAD_DIM, HEAD_TILE)
+
+
+@triton.jit(do_not_specialize=["window", "group", "slot_rows"])
+def decode_attention_kernel(
+    q, out, cache, table, segments, items, num_items, partial, partial_stats, slot_rows, q_row_stride, group,
+    window, scale, squeeze,
+    WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    SEGMENT_FIELDS: tl.constexpr, SPLIT_TILES: tl.constexpr,
+):  # fmt: skip
+    """Grid: any. `items [.., 3]`: segment, split, first row; `num_items [1]` of them count.
+
+    `partial [P, H, slot_rows, D]`, `partial_stats [P, H, slot_rows, 2]`.
+    """
+    for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
+        item = items + work // NUM_KV_HEADS * 3
+        _decode_split(
+            q, out, cache, table, segments + tl.load(item) * SEGMENT_FIELDS, tl.load(item + 1), tl.load(item + 2),
+            work % NUM_KV_HEADS, partial, partial_stats, slot_rows, q_row_stride, group, window, scale, squeeze,
+            WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
+            SPLIT_TILES,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["group", "slot_rows"])
+def merge_splits_kernel(
+    out, partial, partial_stats, segments, slot_rows, group, scale,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SEGMENT_FIELDS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (segments, slot_rows, H). One row each; segments of one split have their result already."""
+    segment = segments + tl.program_id(0) * SEGMENT_FIELDS
+    row, kv_head = tl.program_id(1), tl.program_id(2)
+    num_splits = tl.load(segment + 6)
+    if (row >= tl.load(segment + 1) * group) | (num_splits <= 1):
+        return
+    first_slot = tl.load(segment + 4).to(tl.int64)
+    dims = tl.arange(0, HEAD_TILE)[None, :]
+    acc, greatest, weight = empty_sums(1, HEAD_TILE)
+    for split in tl.range(0, num_splits, num_stages=STAGES):
+        place = ((first_slot + split) * NUM_KV_HEADS + kv_head) * slot_rows + row
+        split_acc = tl.load(partial + place * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        stats = partial_stats + place * 2 + tl.arange(0, 1)
+        acc, greatest, weight = merge_sums(acc, greatest, weight, split_acc, tl.load(stats), tl.load(stats + 1), scale)
+    token = (tl.load(segment) + row // group).to(tl.int64)
+    place = token * (NUM_KV_HEADS * group) + kv_head * group + row % group + tl.arange(0, 1)
+    store_rows(out, place, normalised(acc, weight), tl.arange(0, 1) == 0, HEAD_DIM, HEAD_TILE)
+
+
+def wide_tile(operands: Operands) -> Tile:
+    """The only tile of batch-invariant attention: in another one, a row's sums might be laid out otherwise.
+
+    So small that prefill's two accumulators fit registers, and that all architectures use the same instructions. Warps
+    and stages are those with which the assembler spills nothing.
+    """
+    if operands.dtype.itemsize > 2:
+        small = operands.head_tile <= 64
+        return Tile(rows=WIDE_ROWS, tokens=16, num_warps=4 if small else 8, num_stages=3 if small else 2)
+    if operands.head_tile <= 64:
+        return Tile(rows=WIDE_ROWS, tokens=64, num_warps=8, num_stages=3)
+    if operands.head_tile <= 128:
+        return Tile(rows=WIDE_ROWS, tokens=64, num_warps=4, num_stages=3)
+    return Tile(rows=WIDE_ROWS, tokens=32, num_warps=8, num_stages=3 if operands.windowed else 2)
+
+
+def narrow_tile(operands: Operands) -> Tile:
+    large = operands.dtype.itemsize > 2 or operands.head_tile > 128
+    num_stages = 3 if large else 4 if operands.head_tile > 64 else 5
+    return Tile(rows=NARROW_ROWS, tokens=wide_tile(operands).tokens, num_warps=4, num_stages=num_stages)
+
+
+@lru_cache(maxsize=256)
+def configuration(operands: Operands, wide: bool) -> Shipped:
+    tile = wide_tile(operands) if wide else narrow_tile(operands)
+    return Shipped(
+        name=operands.name("decode_attention", "wide" if wide else "narrow"),
+        kernel=decode_attention_kernel,
+        signature=signature_of(decode_attention_kernel, operands.dtype),
+        constants={
+            **operands.constants(tile),
+            "WINDOWED": operands.windowed,
+            "SPLIT_TILES": SPLIT_TOKENS // tile.tokens,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        aligned=frozenset({"q_row_stride"}),
+    )
+
+
+@lru_cache(maxsize=64)
+def merge_configuration(dtype: torch.dtype, head_dim: int, num_kv_heads: int) -> Shipped:
+    return Shipped(
+        name=f"merge_splits-{TYPE_NAMES[dtype]}-{head_dim}",
+        kernel=merge_splits_kernel,
+        signature=signature_of(merge_splits_kernel, dtype),
+        constants={
+            "HEAD_DIM": head_dim,
+            "HEAD_TILE": head_tile(head_dim),
+            "NUM_KV_HEADS": num_kv_heads,
+            "SEGMENT_FIELDS": SEGMENT_FIELDS,
+            "STAGES": 4,
+        },
+        num_warps=1,
+        num_stages=1,
+    )
+
+
+def shipped() -> list[Shipped]:
+    splits = [configuration(operands, wide) for operands in shipped_operands() for wide in (False, True)]
+    merges = {(operands.dtype, operands.geometry.head_dim) for operands in shipped_operands()}
+    return splits + [merge_configuration(dtype, head_dim, 8) for dtype, head_dim in merges]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSums:
+    """What splits leave for the merge, in slots that a step hands out; the same memory in every layer."""
+
+    sums: Tensor  # [P, H, slot_rows, D] float32
+    stats: Tensor  # [P, H, slot_rows, 2] float32: greatest score, sum of weights
+
+    @classmethod
+    def of(cls, num_slots: int, geometry: CacheGeometry, slot_rows: int, device: torch.device) -> PartialSums:
+        shape = (num_slots, geometry.num_kv_heads, slot_rows)
+        return cls(
+            torch.empty((*shape, geometry.head_dim), dtype=torch.float32, device=device),
+            torch.empty((*shape, 2), dtype=torch.float32, device=device),
+        )
+
+    @property
+    def slot_rows(self) -> int:
+        return self.sums.shape[2]
+
+
+def decode_attention(
+    q: Tensor,
+    cache_rows: Tensor,
+    out: Tensor,
+    partials: PartialSums,
+    *,
+    table: Tensor,
+    segments: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    num_programs: int,
+    geometry: CacheGeometry,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    wide: bool,
+) -> None:
+    """Sums over the splits that `items [.., 3]` name, of which the first `num_items [1]` count (int32, on the device).
+
+    Rows of `q`, `out [T, Q, D]`, `table` and `segments`: see `prefill_attention`.
+    """
+    assert q.stride(2) == 1 and q.stride(1) == q.shape[2]
+    exponent_scale, squeeze = softmax_scales(scale, softcap)
+    configuration(Operands.of(q, geometry, softcap, window), wide).launch(
+        (num_programs,),
+        q=q,
+        out=out,
+        cache=cache_rows,
+        table=table,
+        segments=segments,
+        items=items,
+        num_items=num_items,
+        partial=partials.sums,
+        partial_stats=partials.stats,
+        slot_rows=partials.slot_rows,
+        q_row_stride=q.stride(0),
+        group=q.shape[1] // geometry.num_kv_heads,
+        window=0 if window is None else window,
+        scale=exponent_scale,
+        squeeze=squeeze,
+    )
+
+
+def merge_splits(
+    out: Tensor,
+    partials: PartialSums,
+    *,
+    segments: Tensor,
+    num_segments: int,
+    geometry: CacheGeometry,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Fill the rows of `out [T, Q, D]` that belong to `segments` of several splits."""
+    exponent_scale, _ = softmax_scales(scale, softcap)
+    merge_configuration(out.dtype, geometry.head_dim, geometry.num_kv_heads).launch(
+        (num_segments, partials.slot_rows, geometry.num_kv_heads),
+        out=out,
+        partial=partials.sums,
+        partial_stats=partials.stats,
+        segments=segments,
+        slot_rows=partials.slot_rows,
+        group=out.shape[1] // geometry.num_kv_heads,
+        scale=exponent_scale,
+    )

@@ -1,0 +1,111 @@
+"""The kernels on an NVIDIA GPU: Triton's, and cuBLAS for projections where the batch may change the last bit.
+
+Runs on a CPU too where Triton interprets: that is how it is tested without a GPU.
+
+Shape legend: see `kernels.interface`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.interface import (
+    Activation,
+    CacheGeometry,
+    KVSlots,
+    Linear,
+    PagedAttention,
+    Segment,
+    StandingAttention,
+    StandingLimits,
+)
+from kernels.quantised_weight import QuantisedWeight
+from kernels.triton import activation, rms_norm, rotary
+from kernels.triton.attention import paged as gpu_attention
+from kernels.triton.matmul import InvariantLinear
+
+
+@dataclass(frozen=True, slots=True)
+class CublasLinear:
+    """A weight as it lies in the checkpoint. cuBLAS chooses how it sums by the number of rows."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        # In place: out of place, torch copies the residual before cuBLAS adds to it.
+        total = residual.addmm_(x, self.weight.t())
+        return total if self.bias is None else total.add_(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKernels:
+    """The kernels of one device.
+
+    `batch_invariant`: a sequence's results are the same to the bit alone, in any batch and in any chunking.
+    """
+
+    device: torch.device
+    batch_invariant: bool
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        weight = weight.contiguous()
+        return InvariantLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
+
+    def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        return self.pack_linear(weight.dequantise(dtype).to(self.device), bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, residual: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return rms_norm.add_rms_norm(residual, y, weight, eps)
+
+    def rotate_and_store(
+        self, qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots
+    ) -> tuple[Tensor, Tensor]:
+        return rotary.rotate_and_store(qk, v, cos, signed_sin, into)
+
+    def gated_activation(self, gate_up: Tensor, kind: Activation, /) -> Tensor:
+        return activation.gated_activation(gate_up, kind)
+
+    def plan_attention(
+        self, segments: Sequence[Segment], geometry: CacheGeometry, *, window: int | None, dtype: torch.dtype
+    ) -> PagedAttention:
+        return gpu_attention.plan_attention(
+            segments,
+            geometry,
+            window=window,
+            dtype=dtype,
+            device=self.device,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def standing_attention(
+        self,
+        geometry: CacheGeometry,
+        limits: StandingLimits,
+        *,
+        num_heads: int,
+        window: int | None,
+        softcapped: bool,
+        dtype: torch.dtype,
+    ) -> StandingAttention:
+        return gpu_attention.standing_attention(
+            geometry,
+            limits,
+            num_heads=num_heads,
+            window=window,
+            softcapped=softcapped,
+            dtype=dtype,
+            device=self.device,
+            batch_invariant=self.batch_invariant,
+        )

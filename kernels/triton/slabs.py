@@ -1,0 +1,171 @@
+"""Between paged blocks and slabs of one layer, on a GPU: moved and digested in one pass, whatever is at the other end.
+
+A slab is `[2, n, h, D]`, K before V, of `h` of the cache's heads: all of them, or those that one process of a group
+holds where the other end has a group of another size. Bytes are moved as 64-bit words and never converted, so the two
+ends may differ in block size and layers per group, but not in type.
+
+A program moves one row of the digest, 8 KiB of the slab, so that every slab is cut alike, whatever its blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.interface import CacheGeometry
+from kernels.triton.block_digest import ROW_WORDS, WORD_BYTES, add_row, as_words, begun_digest, keys_on
+from kernels.triton.shipped import Shipped
+
+
+@triton.jit
+def cache_addresses(
+    index, table, start, half_words, block_stride,
+    BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr,
+):  # fmt: skip
+    """Where words `index` (int64) of a slab lie in the layer's rows, and whether the slab has as many words."""
+    live = index < 2 * half_words
+    value = (index >= half_words).to(tl.int64)
+    of_half = (index - value * half_words).to(tl.int32)
+    position = start + of_half // SLAB_TOKEN_WORDS
+    block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    row = block * block_stride + value
+    slot = (position % BLOCK_SIZE) * TOKEN_WORDS + FIRST_WORD + of_half % SLAB_TOKEN_WORDS
+    address = row * (BLOCK_SIZE * TOKEN_WORDS) + slot
+    # What the compiler does not see through the division: that many words lie side by side.
+    return tl.max_contiguous(tl.multiple_of(address, SIDE_BY_SIDE), SIDE_BY_SIDE), live
+
+
+@triton.jit(do_not_specialize=["start"])  # else compiled anew where it is 1, or a multiple of 16
+def slab_kernel(
+    cache, table, slab, keys, digest, start, half_words, block_stride,
+    BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr, ROW_WORDS: tl.constexpr, TO_CACHE: tl.constexpr,
+):  # fmt: skip
+    """Grid: (row of the digest,). `cache` and `slab [2 * half_words]` (int64), `table` (int32), `digest [1]`.
+
+    From cache to slab, or the other way: then the digest is of what stands in the cache afterwards.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    index = row * ROW_WORDS + tl.arange(0, ROW_WORDS)
+    address, live = cache_addresses(
+        index, table, start, half_words, block_stride,
+        BLOCK_SIZE, TOKEN_WORDS, SLAB_TOKEN_WORDS, FIRST_WORD, SIDE_BY_SIDE,
+    )  # fmt: skip
+    if TO_CACHE:
+        tl.store(cache + address, tl.load(slab + index, mask=live, other=0), mask=live)
+        tl.debug_barrier()  # whichever thread reads a word, it was written before
+        # Volatile: read from memory (the second cache holds it still), not from the register that was written.
+        words = tl.load(cache + address, mask=live, other=0, volatile=True)
+    else:
+        words = tl.load(cache + address, mask=live, other=0)
+        tl.store(slab + index, words, mask=live)
+    add_row(digest, words, row, keys, ROW_WORDS)
+
+
+def gather_slab(
+    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor, heads: range | None = None
+) -> Tensor:
+    """Fill `out [2, n, h, D]`, contiguous, with tokens [start, start + n) of `heads` (None: all), and digest it.
+
+    `cache_rows` is a layer as `CacheGeometry` describes it, `table [columns]` (int32) the blocks of its group, all on
+    one device. Returns the digest, `[1]` int64, for `as_digest` to wait for.
+    """
+    return _move(cache_rows, geometry, table, start, out, heads, to_cache=False)
+
+
+def scatter_slab(
+    slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, heads: range | None = None
+) -> Tensor:
+    """Write `slab [2, n, h, D]`, contiguous, to tokens [start, start + n) of `heads`, as `gather_slab` would read it.
+
+    Returns the digest of what then stands in the blocks.
+    """
+    return _move(cache_rows, geometry, table, start, slab, heads, to_cache=True)
+
+
+def _move(
+    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor, heads: range | None,
+    *, to_cache: bool,
+) -> Tensor:  # fmt: skip
+    heads = range(geometry.num_kv_heads) if heads is None else heads
+    _check(cache_rows, geometry, table, start, slab, heads)
+    words = as_words(slab)
+    digest = begun_digest(words.numel() * WORD_BYTES, slab.device)
+    if words.numel():
+        configuration(to_cache, geometry.block_size, geometry.num_kv_heads, _head_words(slab), heads).launch(
+            (triton.cdiv(words.numel(), ROW_WORDS),),
+            cache=as_words(cache_rows),
+            table=table,
+            slab=words,
+            keys=keys_on(slab.device),
+            digest=digest,
+            start=start,
+            half_words=words.numel() // 2,
+            block_stride=geometry.block_stride,
+        )
+    return digest
+
+
+def _check(cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor, heads: range) -> None:
+    shape = (2, slab.shape[1], len(heads), geometry.head_dim)
+    assert slab.shape == shape, f"a slab of {len(heads)} heads has the shape {shape}, not {tuple(slab.shape)}"
+    assert slab.dtype == cache_rows.dtype, f"the cache holds {cache_rows.dtype}, the slab {slab.dtype}"
+    assert heads.step == 1 and 0 <= heads.start < heads.stop <= geometry.num_kv_heads, heads
+    assert start >= 0 and start + slab.shape[1] <= table.numel() * geometry.block_size, "tokens beyond the block table"
+    assert table.dtype == torch.int32 and table.is_contiguous()
+    if geometry.head_dim * slab.element_size() % WORD_BYTES:
+        raise ValueError(
+            f"a head of {geometry.head_dim} times {slab.dtype} is not a number of 64-bit words: KV of such heads cannot"
+            " be moved by the GPU's kernels"
+        )
+
+
+def _head_words(slab: Tensor) -> int:
+    return slab.shape[-1] * slab.element_size() // WORD_BYTES
+
+
+@functools.cache
+def configuration(to_cache: bool, block_size: int, num_heads: int, head_words: int, heads: range) -> Shipped:
+    slab_token_words = len(heads) * head_words
+    name = "scatter_slab" if to_cache else "gather_slab"
+    constants = {
+        "BLOCK_SIZE": block_size,
+        "TOKEN_WORDS": num_heads * head_words,
+        "SLAB_TOKEN_WORDS": slab_token_words,
+        "FIRST_WORD": heads.start * head_words,
+        "SIDE_BY_SIDE": 2 - head_words % 2,  # 16 bytes is the most that a thread loads at once
+        "ROW_WORDS": ROW_WORDS,
+        "TO_CACHE": to_cache,
+    }
+    pointers = {"cache": "*i64", "table": "*i32", "slab": "*i64", "keys": "*i64", "digest": "*i64"}
+    return Shipped(
+        name=f"{name}-{block_size}x{num_heads}x{head_words * WORD_BYTES}B-heads{heads.start}to{heads.stop}",
+        kernel=slab_kernel,
+        signature=pointers
+        | {"start": "i32", "half_words": "i64", "block_stride": "i32"}
+        | dict.fromkeys(constants, "constexpr"),
+        constants=constants,
+        num_warps=4,
+        num_stages=1,
+        aligned=frozenset({"half_words"} if slab_token_words % 16 == 0 else ()),
+    )
+
+
+def shipped() -> list[Shipped]:
+    """Of 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; and what half of a group takes."""
+    every, upper = range(8), range(4, 8)
+    return [
+        configuration(to_cache, 16, 8, head_dim * itemsize // WORD_BYTES, heads)
+        for to_cache in (False, True)
+        for head_dim, itemsize, heads in (
+            *((head_dim, 2, every) for head_dim in (64, 80, 96, 128)),
+            (256, 2, every),
+            (256, 4, every),
+            (128, 2, upper),
+        )
+    ]
