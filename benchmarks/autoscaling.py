@@ -32,7 +32,7 @@ from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloClass, SloConfig
-from engine.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
+from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
 
 PERIOD_S: Final = 120.0
 # Times the first rate, in stretches of PERIOD_S, linear between them: up within four minutes, down within two.

@@ -24,7 +24,7 @@ from benchmarks.summary import Json, ratio, spread
 from benchmarks.timing import Wave, describe_waves, throughputs
 from benchmarks.workload import MODEL, Load
 from decode_workers.local_engine import LocalEngine
-from engine.model_store import resolve_model
+from engine.checkpoint.store import resolve_model
 
 NUM_THREADS = 2
 LOADS = tuple(Load(num_requests=n, prompt_tokens=256, output_tokens=128) for n in (1, 8, 32))

@@ -15,7 +15,7 @@ from benchmarks.part import GateError, note
 from benchmarks.summary import Json
 from benchmarks.workload import draw_prompts, sequences
 from decode_workers.local_engine import LocalEngine
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 
 TOLERANCE = 0.35  # of a log-probability around -10 in bfloat16; a wrong context is off by several
 PROMPT_TOKENS = (40, 300, 700)

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from cluster.request_log import LoggedWorker
-from engine.step_cost import StepCost
-from engine.step_noise import StepNoise
+from engine.cost_model.noise import StepNoise
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.cost_report import reported_cost, reported_noise
 from kv_transfer.messages import StepCostReport
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.part import GateError, note, run_part
 from benchmarks.summary import Json
-from engine.kv_cache import KVCache, KVLayout
+from engine.kv.cache import KVCache, KVLayout
 from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels, Segment
 from kernels.native.kernels import NativeCpuKernels

@@ -33,7 +33,7 @@ from cluster.placement.admission import Admission, AdmissionPolicy, Outcome
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import Query
-from engine.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
+from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
 from kv_transfer.messages import BlockIndexSnapshot, Endpoint, Role, WorkerInfo, WorkerSnapshot
 
 BLOCK_TOKENS: Final = 64

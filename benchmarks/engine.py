@@ -19,8 +19,8 @@ from benchmarks.summary import Json, ratio, spread
 from benchmarks.timing import Wave, describe_waves, throughputs
 from benchmarks.workload import MODEL, Load, draw_prompts
 from decode_workers.local_engine import LocalEngine
-from engine.loading import LoadedModel
-from engine.model_store import resolve_model
+from engine.checkpoint.store import resolve_model
+from engine.steps.loading import LoadedModel
 
 NUM_THREADS = 2
 SINGLE = Load(num_requests=1, prompt_tokens=128, output_tokens=128)

@@ -32,8 +32,8 @@ from cluster.settings import GatewaySettings
 from cluster.slo_account import SloAccount
 from cluster.tenants import Tenants
 from cluster.unread import Unread
-from engine.model_store import resolve_model
-from engine.tokenizer import Tokenizer
+from engine.checkpoint.store import resolve_model
+from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
 from kv_transfer.transports.base import Identity
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from benchmarks.goodput_setting import ATTAINMENT, Setting
 from cluster.simulation.demand import demand_of
 from cluster.simulation.traces import TraceRequest
-from engine.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import StepCost, StepWork
 
 
 def bounds(setting: Setting, first: int) -> tuple[float, float]:

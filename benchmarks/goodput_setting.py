@@ -24,8 +24,15 @@ from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.traces import Scaling, TraceFormat, TraceRequest, read_trace
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloClass, SloConfig
-from engine.roofline import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_70B, ModelShape, kv_capacity_tokens, roofline_cost
-from engine.step_cost import StepCost
+from engine.cost_model.roofline import (
+    H100_SXM,
+    LLAMA_3_1_8B,
+    LLAMA_3_1_70B,
+    ModelShape,
+    kv_capacity_tokens,
+    roofline_cost,
+)
+from engine.cost_model.step_cost import StepCost
 
 ModelName = Literal["8b", "70b"]
 ATTAINMENT: Final = 0.9

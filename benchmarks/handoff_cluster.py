@@ -22,7 +22,7 @@ from cluster.generation import one_by_one
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler_server import SchedulerServer
-from engine.loading import DtypeName
+from engine.steps.loading import DtypeName
 from kv_transfer.messages import Endpoint, RequestSpec
 from kv_transfer.timeline import HandoffTimeline
 from kv_transfer.transports.base import Identity

@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.local import CHUNK_TOKENS, load_default_model
 from benchmarks.workload import MODEL
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
-from engine.loading import DtypeName
+from engine.steps.loading import DtypeName
 from kv_transfer.messages import Endpoint
 from kv_transfer.slabs import SlabConfig
 from kv_transfer.timeline import HandoffTimeline

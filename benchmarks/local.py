@@ -7,7 +7,7 @@ import time
 from benchmarks.timing import RequestTiming, Wave
 from benchmarks.workload import MODEL, Load, draw_prompts, greedy, sequences
 from decode_workers.local_engine import LocalEngine
-from engine.loading import DtypeName, EngineConfig, LoadedModel, load_model
+from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model
 
 MAX_NUM_SEQS = 32
 CHUNK_TOKENS = 512

@@ -21,8 +21,8 @@ from benchmarks.summary import Json, ratio, spread
 from benchmarks.tiered_engine import StepCost, TieredEngine
 from benchmarks.timing import MS
 from benchmarks.workload import MODEL, draw_prompts, greedy
-from engine.loading import EngineConfig, load_model
 from engine.sequence import Sequence
+from engine.steps.loading import EngineConfig, load_model
 
 LAYERS_PER_GROUP = 3  # what the engine chooses for these 30 layers
 NUM_GROUPS = 10

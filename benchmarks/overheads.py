@@ -15,7 +15,7 @@ from benchmarks.sse_client import stream_one
 from benchmarks.summary import Json
 from benchmarks.timing import RequestTiming
 from benchmarks.workload import MODEL, draw_prompts
-from engine.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import StepCost, StepWork
 
 PROMPT_TOKENS = (40, 120, 200, 280, 360, 440)
 OUTPUT_TOKENS = 8

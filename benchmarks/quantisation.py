@@ -21,12 +21,12 @@ from benchmarks.summary import Json, ratio, spread
 from benchmarks.timing import Wave, throughputs
 from benchmarks.workload import MODEL, Load, sequences
 from decode_workers.local_engine import LocalEngine
-from engine.loading import EngineConfig, LoadedModel, load_model
-from engine.model_store import resolve_model
-from engine.quantisation import Quantisation
-from engine.sampling_params import SamplingParams
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.store import resolve_model
+from engine.sampling.params import SamplingParams
 from engine.sequence import TokenLogprobs
-from engine.tokenizer import Tokenizer
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from engine.text.tokenizer import Tokenizer
 from kernels.quantised_weight import ActivationBits
 
 NUM_THREADS = 2

@@ -27,7 +27,7 @@ from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler_server import SchedulerServer
 from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
-from engine.loading import EngineConfig
+from engine.steps.loading import EngineConfig
 from kv_transfer.messages import Endpoint, RequestSpec, Role
 from kv_transfer.tiers.tiers_config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers

@@ -1,7 +1,7 @@
 """How often seeded sampling gives the same tokens alone, in a batch of 32, and after a preemption.
 
-The random numbers are the same in all cases (`engine.philox`), so tokens can only differ where the logits do. In
-float32 they must not differ enough to matter: that is the gate. In bfloat16 a matrix product over 32 rows rounds
+The random numbers are the same in all cases (`engine.sampling.philox`), so tokens can only differ where the logits do.
+In float32 they must not differ enough to matter: that is the gate. In bfloat16 a matrix product over 32 rows rounds
 otherwise than over one, and a recomputed token otherwise than one decoded alone; how much is measured on the tokens
 that both runs share.
 """
@@ -18,9 +18,9 @@ from benchmarks.part import GateError, note, run_part
 from benchmarks.summary import Json
 from benchmarks.workload import draw_prompts
 from decode_workers.local_engine import LocalEngine
-from engine.loading import DtypeName, LoadedModel
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
+from engine.steps.loading import DtypeName, LoadedModel
 
 NUM_THREADS = 2
 NUM_SEQUENCES = 32

@@ -10,10 +10,10 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from engine.allocation import BlockAllocator
-from engine.loading import LoadedModel
-from engine.sampling_params import SamplingParams
+from engine.kv.allocation import BlockAllocator
+from engine.sampling.params import SamplingParams
 from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepPlan
+from engine.steps.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import itertools
 import random
 from dataclasses import dataclass
 
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 
 MODEL = "smollm2-135m-instruct"

@@ -18,7 +18,7 @@ from cluster.slo_account import SloAccount
 from cluster.tenants import Tenants
 from cluster.turns import Turns
 from cluster.unread import Unread
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 
 class InFlight:

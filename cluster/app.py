@@ -38,9 +38,9 @@ from cluster.tenants import Tenants
 from cluster.unread import Unread
 from cluster.worker_deployment import WorkerDeployment, resolve_host
 from cluster.worker_metrics import WorkerMetrics
-from engine.builtin_models import BUILTIN_MODELS
-from engine.model_store import resolve_model
-from engine.tokenizer import Tokenizer
+from engine.checkpoint.builtin_models import BUILTIN_MODELS
+from engine.checkpoint.store import resolve_model
+from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Endpoint, Role
 from kv_transfer.transports.base import Identity
 

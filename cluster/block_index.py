@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from cluster.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
-from engine.prefix import HASH_BYTES
+from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport, Tier
 
 RETRY_S: Final = 2.0

@@ -10,9 +10,9 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.sampling_params import SamplingParams
-from engine.stopping import FinishReason
-from engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from engine.sampling.params import SamplingParams
+from engine.sampling.stopping import FinishReason
+from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 from kv_transfer.messages import TokenEvent
 
 

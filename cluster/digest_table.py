@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.placement.compiled import compiled, part
-from engine.prefix import HASH_BYTES
+from engine.kv.prefix import HASH_BYTES
 
 Digests = NDArray[np.uint64]  # [digests, 2]
 Table = NDArray[np.uint64]  # [rows, 3]: a power of two of them

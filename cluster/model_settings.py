@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from cluster.config_fields import Settings
 
 if TYPE_CHECKING:
-    from engine.quantisation import Quantisation
+    from engine.checkpoint.quantisation import Quantisation
 
 
 class ModelSettings(Settings):
@@ -68,7 +68,9 @@ class ModelSettings(Settings):
 
     @property
     def quantisation(self) -> Quantisation | None:
-        from engine.quantisation import Quantisation  # brings torch, for which reading a configuration need not wait
+        from engine.checkpoint.quantisation import (
+            Quantisation,  # brings torch, for which reading a configuration need not wait
+        )
 
         return Quantisation.of(self.quantization, self.quantization_group)
 

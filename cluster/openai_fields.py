@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from engine.sampling_params import MAX_LOGIT_BIAS
+from engine.sampling.params import MAX_LOGIT_BIAS
 
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_CHARS: Final = 1024  # of one

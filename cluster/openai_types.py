@@ -21,7 +21,7 @@ from cluster.openai_fields import (
     TokenIds,
     Unsupported,
 )
-from engine.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from engine.sampling.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from kv_transfer.messages import Role
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.sliding_window import SlidingWindow
-from engine.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import StepCost, StepWork
 
 _NUM_PARTS: Final = 12
 _FASTEST_GROWTH: Final = 2.0  # more is not believed of a trend, however steep

@@ -21,7 +21,7 @@ from cluster.choice import Delta
 from cluster.errors import InvalidRequestError
 from cluster.openai_fields import Prompt
 from cluster.openai_types import ChatBody, ChatMessage, CompletionBody, GenerationBody
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from kv_transfer.messages import RequestSpec
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default of the completions endpoint

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final
 
-from engine.prefix import block_hashes
+from engine.kv.prefix import block_hashes
 from kv_transfer.messages import MAX_HASHES, RequestSpec, WorkerInfo
 
 _AT_ONCE: Final = 8192  # tokens, of which the names take about half a millisecond; more are named in a thread

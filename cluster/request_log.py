@@ -12,8 +12,8 @@ from typing import Final, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from cluster.slo import SloConfig
-from engine.step_cost import StepCost
-from engine.step_noise import StepNoise
+from engine.cost_model.noise import StepNoise
+from engine.cost_model.step_cost import StepCost
 
 T = TypeVar("T")
 

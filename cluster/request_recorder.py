@@ -18,7 +18,7 @@ from cluster.prompt_names import naming_block_size
 from cluster.request_log import LoggedCluster, LoggedRequest, LoggedWorker, cluster_line, request_line
 from cluster.request_run import RequestRun, RequestState
 from cluster.slo import SloConfig
-from engine.prefix import HASH_BYTES
+from engine.kv.prefix import HASH_BYTES
 from kv_transfer.cost_report import reported_cost, reported_noise
 from kv_transfer.messages import KnownWorker, Role
 

@@ -178,7 +178,7 @@ def _require_free_port(host: str, port: int) -> None:
 
 def _fetch_model(config: LegatoConfig) -> None:
     """Before anything is started, so that the download's progress is seen."""
-    from engine.model_store import resolve_model
+    from engine.checkpoint.store import resolve_model
 
     print(f"Model {config.model.ref} ...", flush=True)
     print(f"  in {resolve_model(config.model.ref)}", flush=True)

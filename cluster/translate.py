@@ -7,8 +7,8 @@ from cluster.settings import LegatoConfig, PoolSettings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
-from engine.loading import EngineConfig
-from engine.memory_profile import StepSize
+from engine.steps.loading import EngineConfig
+from engine.steps.memory_profile import StepSize
 from kv_transfer.messages import Role
 from kv_transfer.tiers.tiers_config import DiskConfig, TiersConfig
 from kv_transfer.transfer_config import TransferConfig

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from decode_workers.pacing import LayerKvConfig, Speeds
 from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
-from engine.allocation import BlockAllocator
-from engine.loading import LoadedModel
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import StepPlan
-from engine.step_loop import Overlap, StepRates
+from engine.steps.loading import LoadedModel
+from engine.steps.loop import Overlap, StepRates
 
 
 def decode_scheduler(

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from decode_workers.residency import Turn
-from engine.allocation import BlockAllocator
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from decode_workers.pending import PendingReserves
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState
-from engine.device_streams import queued_on
-from engine.kv_cache import GroupRow
-from engine.loading import LoadedModel
+from engine.kv.cache import GroupRow
+from engine.kv.sequence_kv import SequenceKV
+from engine.memory.streams import queued_on
 from engine.sequence import Sequence, SequenceKey
-from engine.sequence_kv import SequenceKV
+from engine.steps.loading import LoadedModel
 from kv_transfer.digest import DigestKind
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import RequestSpec, Reserved

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from decode_workers.building import decode_scheduler
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.states import Emission
-from engine.loading import LoadedModel
 from engine.sequence import Sequence
-from engine.step_loop import StepRates
+from engine.steps.loading import LoadedModel
+from engine.steps.loop import StepRates
 
 
 class LocalEngine:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.allocation import BlockAllocator
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, ScheduledSequence, Sequence
 
 

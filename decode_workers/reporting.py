@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from decode_workers.scheduler import DecodeScheduler
-from engine.loading import LoadedModel
-from engine.step_loop import StepLoop
+from engine.steps.loading import LoadedModel
+from engine.steps.loop import StepLoop
 from kv_transfer.cost_report import cost_report
 from kv_transfer.messages import WorkerSnapshot
 from kv_transfer.prefix_loading import PrefixLoading

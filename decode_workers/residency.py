@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decode_workers.pacing import LayerKvConfig, Pacer, Speeds
-from engine.allocation import BlockAllocator
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, Sequence, SequenceKey
 
 

@@ -14,7 +14,7 @@ from decode_workers.flights import Flight, Flights
 from decode_workers.local_prefill import LocalPrefill
 from decode_workers.residency import Residency, Turn
 from decode_workers.states import DecodeState, Emission, Entry
-from engine.allocation import BlockAllocator
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan
 
 

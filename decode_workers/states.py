@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from engine.sampling.stopping import FinishReason
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
-from engine.stopping import FinishReason
 
 
 class DecodeState(Enum):

@@ -15,11 +15,11 @@ from decode_workers.landings import Landings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.reporting import DecodeReport
 from decode_workers.states import DecodeState
-from engine.calibration import calibrate
-from engine.fault_finding import FaultFinder
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
-from engine.step_flight import StepSkippedError
-from engine.step_loop import OVERDUE_S, StepLoop
+from engine.steps.calibration import calibrate
+from engine.steps.fault_finding import FaultFinder
+from engine.steps.in_flight import StepSkippedError
+from engine.steps.loop import OVERDUE_S, StepLoop
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread
 from kv_transfer.messages import Cancel, FailureCause, Message, RequestSpec, Reserve, Start, WorkerInfo, WorkerSnapshot

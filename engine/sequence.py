@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from engine.block_pool import BlockLease
-from engine.prefix import PrefixHasher
-from engine.sampling_params import SamplingParams
+from engine.kv.block_pool import BlockLease
+from engine.kv.prefix import PrefixHasher
+from engine.sampling.params import SamplingParams
 
 SequenceKey = tuple[str, int]
 """(request id, attempt): a later attempt of a request is another sequence."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Final
 
-from engine.block_pool import BlockKey, BlockPool, PoolObserver
+from engine.kv.block_pool import BlockKey, BlockPool, PoolObserver
 from kv_transfer.messages import (
     MAX_EVENT_CHANGES,
     MAX_HASHES,

@@ -15,7 +15,7 @@ from kv_transfer.digest import DIGEST_KINDS
 from kv_transfer.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
-    from engine.kv_cache import KVLayout
+    from engine.kv.cache import KVLayout
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

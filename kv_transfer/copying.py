@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device_streams import Event
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
+from engine.kv.sequence_kv import SequenceKV
+from engine.memory.streams import Event
 from engine.parallel.kv import GroupKV
-from engine.sequence_kv import SequenceKV
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.transports.base import SlabBytes
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.step_cost import StepCost
-from engine.step_cost_fit import scaled
-from engine.step_costs import StepCosts
-from engine.step_noise import StepNoise
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.fit import scaled
+from engine.cost_model.noise import StepNoise
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import Role, StepCostReport
 
 

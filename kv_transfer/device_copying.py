@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device_streams import CudaStream, Event, Stream, queued_on
-from engine.kv_cache import GroupRow, KVCache
+from engine.kv.cache import GroupRow, KVCache
+from engine.memory.streams import CudaStream, Event, Stream, queued_on
 from engine.parallel.kv import GroupKV
 from kernels.triton.block_digest import as_digest
 from kv_transfer.copying_threads import COPIES_AT_ONCE

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from engine.allocation import BlockAllocator
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey, StepPlan
 from kv_transfer.messages import PrefixSource
 from kv_transfer.tiers.prefix_tiers import PrefixTiers

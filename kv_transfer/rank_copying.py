@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.device_streams import elsewhere
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
+from engine.memory.streams import elsewhere
 from engine.parallel.kv import GroupKV
 from kernels.triton.block_digest import block_digest
 from kernels.triton.slabs import gather_slab, scatter_slab

@@ -13,9 +13,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.device_streams import Event, MarkQueued, nothing_queued
-from engine.kv_cache import GroupRow, KVLayout
-from engine.sequence_kv import SequenceKV
+from engine.kv.cache import GroupRow, KVLayout
+from engine.kv.sequence_kv import SequenceKV
+from engine.memory.streams import Event, MarkQueued, nothing_queued
 from kv_transfer.copying import land_slab
 from kv_transfer.copying_threads import CopyingThreads
 from kv_transfer.deadline_timer import DeadlineTimer

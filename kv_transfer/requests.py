@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from engine.sampling.stopping import FinishReason
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
-from engine.stopping import FinishReason
 from kv_transfer.messages import RequestSpec, TokenEvent
 
 NUM_ALONE = 2

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.device_streams import Event
+from engine.kv.sequence_kv import SequenceKV
+from engine.memory.streams import Event
 from engine.sequence import Sequence, SequenceKey
-from engine.sequence_kv import SequenceKV
 from kv_transfer.copying import fill_slab
 from kv_transfer.copying_threads import COPIES_AT_ONCE, CopyingThreads
 from kv_transfer.deadline_timer import DeadlineTimer

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, cast
 
-from engine.devices import Pin
-from engine.mappings import map_private_memory
+from engine.memory.devices import Pin
+from engine.memory.mappings import map_private_memory
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.transports.base import LinkClosedError, SlabBytes
 

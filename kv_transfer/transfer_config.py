@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import torch
 
-from engine.devices import CPU, pinning_for
+from engine.memory.devices import CPU, pinning_for
 from kv_transfer.connection import ConnectionConfig
 from kv_transfer.digest import DigestKind
 from kv_transfer.slabs import SlabConfig

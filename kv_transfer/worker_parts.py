@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.loading import LoadedModel
+from engine.steps.loading import LoadedModel
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Endpoint, Message, Role, WorkerInfo, WorkerSnapshot

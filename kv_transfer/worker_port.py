@@ -14,8 +14,8 @@ import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
-from engine.loading import LoadedModel
 from engine.sequence import SequenceKey, StepPlan
+from engine.steps.loading import LoadedModel
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.compatibility import describe, fingerprint
 from kv_transfer.connection import Connection, Server, connect, serve

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from engine.loading import LoadedModel
+from engine.steps.loading import LoadedModel
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.messages import ChangeRole, Endpoint, Message, PoolTarget, Role
 from kv_transfer.tiers.prefix_tiers import PrefixTiers

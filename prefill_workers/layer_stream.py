@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from engine.device_streams import Event, MarkQueued, nothing_queued
+from engine.memory.streams import Event, MarkQueued, nothing_queued
 from engine.sequence import Sequence, SequenceKey, StepPlan
 
 LayerReady = Callable[[SequenceKey, int, int, int, Event | None], None]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.allocation import BlockAllocator
-from engine.loading import LoadedModel
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence
+from engine.steps.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.allocation import BlockAllocator
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, SampledToken, Sequence, SequenceKey, StepOutput, StepPlan
 from prefill_workers.step_filling import StepFilling
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from engine.allocation import BlockAllocator
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, ScheduledSequence, Sequence, StepPlan
 
 

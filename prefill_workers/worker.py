@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.allocation import BlockAllocator
-from engine.calibration import calibrate
-from engine.device_streams import queued_on
-from engine.fault_finding import FaultFinder
+from engine.kv.allocation import BlockAllocator
+from engine.memory.streams import queued_on
+from engine.sampling.stopping import finish_reason
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
-from engine.step_loop import OVERDUE_S, StepLoop
-from engine.stopping import finish_reason
+from engine.steps.calibration import calibrate
+from engine.steps.fault_finding import FaultFinder
+from engine.steps.loop import OVERDUE_S, StepLoop
 from kv_transfer.cost_report import cost_report
 from kv_transfer.draining import Drain
 from kv_transfer.loop_thread import LoopThread

@@ -207,7 +207,7 @@ def _serve(folder: Path) -> None:
     from cluster.generation import ServingLimits
     from cluster.heap import settle_heap
     from cluster.http import create_app
-    from engine.tokenizer import Tokenizer
+    from engine.text.tokenizer import Tokenizer
     from tests.http_server import scripted_api
     from tests.scripted_generator import Script, ScriptedGenerator
 
@@ -288,7 +288,7 @@ class _Client:
 
 
 def _measure(number: int, only: str) -> None:
-    from engine.model_store import resolve_model
+    from engine.checkpoint.store import resolve_model
 
     for name, (_, make) in ATTACKS.items():
         if only not in name:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from kv_transfer.block_events import BlockEventLog
 
 LAYER_GROUPS = 2

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import tests.interpreted  # noqa: F401 - before the module of any test imports a kernel
-from engine.model_store import resolve_model
+from engine.checkpoint.store import resolve_model
 
 if TYPE_CHECKING:
     from tests.small_models import SmallModel

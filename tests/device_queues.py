@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.device_streams import Event
+from engine.memory.streams import Event
 from kv_transfer.copying_threads import COPIES_AT_ONCE
 from kv_transfer.device_copying import DeviceCopies, copies_on
 from tests.interpreted import device

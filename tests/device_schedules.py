@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
-from engine.device_streams import Event
-from engine.kv_cache import KVCache
-from engine.model import LayerHooks, Model
-from engine.stream_staging import StagingStreams
+from engine.kv.cache import KVCache
+from engine.memory.streams import Event
+from engine.model.batch import Batch
+from engine.model.transformer import LayerHooks, Model
+from engine.offload.stream_staging import StagingStreams
 from tests.waiting import HANGS_S
 
 STREAMS = ("compute", "inward", "outward")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import MutableMapping
 
-from engine.allocation import BlockAllocator
+from engine.kv.allocation import BlockAllocator
 from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput, StepPlan, TokenLogprobs
 
 VOCAB_SIZE = 24

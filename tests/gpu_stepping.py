@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from engine.kv_cache import KVCache, KVLayout
-from engine.model_config import ModelConfig
-from engine.runner import ModelRunner
-from engine.weights import load_weights
+from engine.checkpoint.weights import load_weights
+from engine.kv.cache import KVCache, KVLayout
+from engine.model.config import ModelConfig
+from engine.steps.runner import ModelRunner
 from kernels.interface import Kernels
 from tests.interpreted import device
 from tests.stepping import RecordingSampler, Stepper

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu import random_model
 from benchmarks.gpu.figures import Report, path_of, reported
 from benchmarks.gpu.random_model import small_model
-from engine.devices import CPU
+from engine.memory.devices import CPU
 
 TINY = small_model(
     "tiny-for-tests",

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engine.block_pool import BlockKey, BlockPool
+from engine.kv.block_pool import BlockKey, BlockPool
 from kv_transfer.tiers.host_segment import HostSegment
 
 BLOCK_BYTES = 1 << 16

@@ -22,7 +22,7 @@ from cluster.slo_account import SloAccount
 from cluster.slo_metrics import SloMetrics
 from cluster.tenants import Tenants
 from cluster.unread import Unread
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.openai_conformance import Target
 from tests.scripted_generator import ScriptedGenerator
 from tests.waiting import HANGS_S

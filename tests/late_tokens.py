@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.pending_output import KnownTokens
+from engine.sampling.pending_output import KnownTokens
 from engine.sequence import SampledToken
 
 

@@ -19,12 +19,12 @@ from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.pool_watch import PoolsPlan
 from cluster.scheduler_server import SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
-from engine.loading import EngineConfig, LoadedModel, load_model
-from engine.pending_output import PendingOutput
-from engine.prepared_step import PreparedStep
-from engine.runner import ModelRunner
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
+from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepPlan
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from engine.steps.prepared import PreparedStep
+from engine.steps.runner import ModelRunner
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent

@@ -9,11 +9,11 @@ from contextlib import ExitStack, aclosing, contextmanager, suppress
 from typing import Any
 
 from decode_workers.worker import DecodeWorker
-from engine.pending_output import PendingOutput
-from engine.prepared_step import PreparedStep
-from engine.runner import ModelRunner
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
+from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepPlan
+from engine.steps.prepared import PreparedStep
+from engine.steps.runner import ModelRunner
 from kv_transfer.messages import TokenEvent
 from tests.mini_cluster import Brake, MiniCluster, brake
 from tests.small_models import SmallModel, random_prompts

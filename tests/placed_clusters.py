@@ -9,7 +9,7 @@ from typing import Any
 from cluster.generation import one_by_one
 from cluster.request_terms import RequestTerms
 from cluster.slo import RequestSlo
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import RequestSpec
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts

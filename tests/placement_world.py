@@ -7,7 +7,7 @@ from dataclasses import replace
 from cluster.placement.booking import Booking
 from cluster.placement.ledger import Ledger
 from cluster.placement.query import Query
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 from tests.worker_reports import worker_info, worker_snapshot
 
 # A prompt of 1000 tokens takes 1.01 s; a decode step 10 ms, each sequence 1 ms more, each 1000 tokens of context too.

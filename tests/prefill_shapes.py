@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.allocation import BlockAllocator
-from engine.sampling_params import SamplingParams
+from engine.kv.allocation import BlockAllocator
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from prefill_workers.placement import HostPlacement
 

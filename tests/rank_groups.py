@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 import torch
 
-from engine.runner import ModelRunner
-from engine.runner_loading import load_runner
 from engine.sequence import ScheduledSequence, StepPlan
+from engine.steps.runner import ModelRunner
+from engine.steps.runner_loading import load_runner
 from tests.stepping import Stepper
 
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore
 
+from engine.model.shards import Shard
 from engine.parallel.group import RankGroup
-from engine.parallel.shards import Shard
 
 R = TypeVar("R")
 

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 from benchmarks.provenance import provenance
 from decode_workers.local_engine import LocalEngine
-from engine.loading import EngineConfig, LoadedModel, load_model
-from engine.runner import ModelRunner
-from engine.sampling_params import SamplingParams
+from engine.cost_model.step_cost import StepWork
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepOutput, StepPlan
-from engine.step_cost import StepWork
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from engine.steps.runner import ModelRunner
 
 MODEL = "smollm2-135m-instruct"
 COLUMNS = [*(field.name for field in dataclasses.fields(StepWork)), "wall_s", "cpu_s"]

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorker
-from engine.loading import EngineConfig
+from engine.steps.loading import EngineConfig
 from kv_transfer.messages import Role
 from kv_transfer.tiers.tiers_config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.philox import gumbel
-from engine.sampler import Sampler
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
+from engine.sampling.philox import gumbel
+from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 
 EOS = 2

@@ -14,7 +14,7 @@ from cluster.errors import GenerationError
 from cluster.generation import Arrival, Arrivals, ServingLimits
 from cluster.journey import Journey
 from cluster.request_terms import RequestTerms
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Placement, RequestSpec, Role, TokenEvent
 
 _WORDS: Final = (

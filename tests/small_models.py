@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from decode_workers.local_engine import LocalEngine
-from engine.loading import DtypeName, EngineConfig, load_model
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, TokenLogprobs
+from engine.steps.loading import DtypeName, EngineConfig, load_model
 from tests.model_families import VOCAB_SIZE, build_oracle
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.block_pool import BlockPool
-from engine.host_placement import Blocks, StagingConfig
-from engine.kv_cache import KVCache, KVLayout
-from engine.model_config import ModelConfig
-from engine.runner import ModelRunner
+from engine.checkpoint.weights import load_weights
+from engine.kv.block_pool import BlockPool
+from engine.kv.cache import KVCache, KVLayout
+from engine.model.config import ModelConfig
+from engine.offload.staging_plan import Blocks, StagingConfig
 from engine.sequence import BlockCopy, BlockTable, SampledToken, ScheduledSequence, Sequence, StepPlan
-from engine.weights import load_weights
+from engine.steps.runner import ModelRunner
 from tests.stepping import RecordingSampler, Stepper
 
 

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.block_pool import BlockPool
-from engine.kv_cache import KVCache, KVLayout
-from engine.model_config import ModelConfig
-from engine.pending_output import KnownTokens
-from engine.runner import ModelRunner
-from engine.sampling_params import SamplingParams
+from engine.checkpoint.weights import load_weights
+from engine.kv.block_pool import BlockPool
+from engine.kv.cache import KVCache, KVLayout
+from engine.model.config import ModelConfig
+from engine.sampling.params import SamplingParams
+from engine.sampling.pending_output import KnownTokens
 from engine.sequence import BlockTable, SampledToken, ScheduledSequence, Sequence, StepPlan, TokenLogprobs
-from engine.step_threads import StepThreads
-from engine.weights import load_weights
+from engine.steps.runner import ModelRunner
+from engine.steps.threads import StepThreads
 from kernels.interface import Kernels
 
 GREEDY = SamplingParams(max_tokens=64, seed=0, temperature=0.0)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from engine.host_placement import StagingConfig
-from engine.model import Model
-from engine.pending_output import PendingOutput
+from engine.model.transformer import Model
+from engine.offload.staging_plan import StagingConfig
+from engine.offload.stream_staging import StreamStaging
+from engine.sampling.pending_output import PendingOutput
 from engine.sequence import BlockCopy, ScheduledSequence, Sequence, StepPlan
-from engine.stream_staging import StreamStaging
 from tests.device_schedules import Device, QueuedModel
 from tests.small_models import random_prompts
 from tests.staged_stepping import StagedStepper, staged_runner

@@ -42,7 +42,7 @@ FOREIGN = {
 }
 EXCEPTIONS = {
     # Names the errors that the Hugging Face hub's client lets through.
-    ("engine/model_store.py", "httpx"),
+    ("engine/checkpoint/store.py", "httpx"),
 }
 TRANSFORMERS_NAMES = {"AutoConfig", "AutoTokenizer"}
 # Not the tokenizer's own method: that one costs seconds of imports.
@@ -106,7 +106,7 @@ def test_transformers_modeling_is_an_oracle_for_tests_only(package: str) -> None
 
 def test_loading_a_tokenizer_loads_no_model_code(smollm2_folder: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from engine.tokenizer import Tokenizer; import engine.model_store\n"
+        "import sys; from pathlib import Path; from engine.text.tokenizer import Tokenizer; import engine.checkpoint.store\n"
         f"Tokenizer(Path({str(smollm2_folder)!r}))\n"
         "print([name for name in sys.modules if '.modeling_' in name and name.startswith('transformers.models.')\n"
         "       and not name.endswith('.modeling_auto')])"  # the table of names behind the Auto classes
@@ -122,7 +122,7 @@ def test_the_command_that_starts_a_cluster_waits_for_no_torch() -> None:
     assert result.stdout.strip() == "set()", result.stderr
 
 
-@pytest.mark.parametrize("module", ["cluster.app", "cluster.scheduler_setup", "engine.model_store"])
+@pytest.mark.parametrize("module", ["cluster.app", "cluster.scheduler_setup", "engine.checkpoint.store"])
 def test_who_computes_nothing_loads_no_torch(module: str) -> None:
     """Whoever starts the application, gateways and the scheduler: torch takes 1.5 s of a core, in each of them."""
     program = f"import sys, {module}; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"

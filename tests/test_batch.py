@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import build_batch
+from engine.model.batch import build_batch
 from engine.sequence import ScheduledSequence, StepPlan
 from tests.model_families import build_oracle
 from tests.stepping import GREEDY_WITH_ECHO, Stepper, recording_runner

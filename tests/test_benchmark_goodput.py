@@ -25,7 +25,7 @@ from benchmarks.goodput_setting import (
     play,
 )
 from benchmarks.goodput_table import goodput_headline, goodput_overview, goodput_tables
-from engine.step_cost import StepWork
+from engine.cost_model.step_cost import StepWork
 
 SPLIT = Layout(num_prefill=1, num_decode=1)
 

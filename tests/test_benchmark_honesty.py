@@ -15,7 +15,7 @@ from cluster.simulation.prompts import content_hashes
 from cluster.simulation.records import Record
 from cluster.simulation.traces import TraceRequest
 from cluster.slo import NO_TARGETS
-from engine.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import StepCost, StepWork
 
 COST = StepCost(base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=5e-3, context_token_s=1e-5)
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.kernel_cases import Case, Shape, cases
 from benchmarks.gpu.kernels import TESTS, judged, measure_cases
 from benchmarks.part import GateError
 from benchmarks.provenance import ROOT, commit
-from engine.builtin_models import ModelUnavailableError
+from engine.checkpoint.builtin_models import ModelUnavailableError
 from tests.gpu_steps import TINY, models_in
 from tests.interpreted import device
 from tests.model_families import VOCAB_SIZE

@@ -30,7 +30,7 @@ from benchmarks.peers.works import GROUPS, ONE_STREAM, START, drawing, gaps
 from benchmarks.peers_table import peers_tables
 from benchmarks.quiet import PATIENCE_VARIABLE
 from benchmarks.sse_client import AnswerError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server
 from tests.scripted_generator import ScriptedGenerator
 from tests.waiting import wait_until

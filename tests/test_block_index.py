@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.block_index import BlockIndex, PrefixReach
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from kv_transfer import block_events
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, Tier, decode, encode

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine import block_link
-from engine.block_link import BlockLink, stretch_bounds
-from engine.host_placement import BlockPairs
-from engine.kv_cache import KVCache, KVLayout
+from engine.kv.cache import KVCache, KVLayout
+from engine.offload import block_link
+from engine.offload.block_link import BlockLink, stretch_bounds
+from engine.offload.staging_plan import BlockPairs
 from kernels import reference
 from kernels.triton.block_copies import copy_blocks
 from tests.interpreted import device, wait_for_device

@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 
 from decode_workers.local_engine import LocalEngine
-from engine.block_pool import OutOfBlocksError
-from engine.calibration import TRIALS, Calibration, calibrate
-from engine.loading import EngineConfig, LoadedModel, load_model
-from engine.runner import ModelRunner
+from engine.cost_model.fit import scaled
+from engine.cost_model.step_cost import StepCost, StepWork
+from engine.kv.block_pool import OutOfBlocksError
 from engine.sequence import Sequence, StepOutput, StepPlan
-from engine.step_cost import StepCost, StepWork
-from engine.step_cost_fit import scaled
+from engine.steps.calibration import TRIALS, Calibration, calibrate
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from engine.steps.runner import ModelRunner
 from tests.small_models import greedy, random_prompts
 
 # Nothing like the estimate that calibration starts from.

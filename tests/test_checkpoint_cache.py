@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from engine import checkpoint_cache
-from engine.checkpoint_cache import Json, remembered
+from engine.checkpoint import cache as checkpoint_cache
+from engine.checkpoint.cache import Json, remembered
 
 SECOND_START = """
 import sys
 from pathlib import Path
-from engine.model_config import ModelConfig
-from engine.tokenizer import Tokenizer
+from engine.model.config import ModelConfig
+from engine.text.tokenizer import Tokenizer
 folder = Path(sys.argv[1])
 print(ModelConfig.from_folder(folder))
 print("transformers" in sys.modules)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.compute_thread import ComputeThread
+from engine.steps.compute_thread import ComputeThread
 from tests.waiting import HANGS_S, eventually
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv_cache import KVCache, KVLayout
+from engine.kv.cache import KVCache, KVLayout
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import pieces_digest, slab_digest
 from tests.interpreted import device

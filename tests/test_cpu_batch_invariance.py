@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decode_workers.worker import DecodeWorkerConfig
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from kernels.native.library import native_library
 from kernels.ops import kernels_for
 from prefill_workers.worker import PrefillWorkerConfig

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from cluster.settings import LegatoConfig
 from cluster.translate import decode_engine, prefill_engine
-from engine.decode_graphs import DecodeGraphLimits
-from engine.graph_recorders import CallRecorder, Recorder, Replay, recorder_for
-from engine.runner import ModelRunner
-from engine.runner_loading import load_runner
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.sequence import Sequence as Seq
+from engine.steps.decode_graphs import DecodeGraphLimits
+from engine.steps.graph_recorders import CallRecorder, Recorder, Replay, recorder_for
+from engine.steps.runner import ModelRunner
+from engine.steps.runner_loading import load_runner
 from kernels import reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import CacheGeometry, GraphKernels, PagedAttention, Segment, StandingLimits

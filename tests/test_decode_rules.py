@@ -9,11 +9,11 @@ import pytest
 
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState, Emission
-from engine.allocation import BlockAllocator
-from engine.block_pool import BlockPool
-from engine.sampling_params import SamplingParams
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
+from engine.sampling.params import SamplingParams
+from engine.sampling.stopping import FinishReason
 from engine.sequence import Sequence
-from engine.stopping import FinishReason
 from tests.ghost_runner import VOCAB_SIZE, GhostRunner, next_token
 
 EOS = frozenset({0, 1})

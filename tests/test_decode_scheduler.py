@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState, Emission
-from engine.allocation import BlockAllocator
-from engine.block_pool import BlockPool
-from engine.sampling_params import SamplingParams
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
+from engine.sampling.params import SamplingParams
+from engine.sampling.stopping import finish_reason
 from engine.sequence import Sequence, SequenceKey, StepPlan
-from engine.stopping import finish_reason
 from tests.ghost_runner import GhostRunner, next_token
 
 EOS = frozenset({0, 1})

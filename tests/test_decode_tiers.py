@@ -15,8 +15,8 @@ import pytest
 
 from cluster.errors import OverloadedError
 from decode_workers.worker import DecodeWorker
-from engine.block_pool import BlockPool
-from engine.prefix import block_hashes
+from engine.kv.block_pool import BlockPool
+from engine.kv.prefix import block_hashes
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnViews
 from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig

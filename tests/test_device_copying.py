@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from engine.device_streams import Event
-from engine.devices import CPU
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
+from engine.memory.devices import CPU
+from engine.memory.streams import Event
 from kernels.triton import slabs
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.device_copying import DeviceCopies

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from decode_workers import landings
-from engine.device_streams import MarkQueued, nothing_queued, queued_on
-from engine.sampling_params import SamplingParams
+from engine.memory.streams import MarkQueued, nothing_queued, queued_on
+from engine.sampling.params import SamplingParams
 from kv_transfer.copying_threads import CopyingThreads
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.choosing import TransportKind

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.devices import CPU
-from engine.gpu_memory import Access, Properties
+from engine.memory.devices import CPU
+from engine.memory.gpu import Access, Properties
 from kv_transfer.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.meeting import dial
 from kv_transfer.messages import Endpoint, SegmentAnswer, SegmentOffer

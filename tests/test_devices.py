@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from cluster.config import LegatoConfig
 from cluster.translate import decode_engine, prefill_engine
-from engine import memory_profile
-from engine.devices import CPU, require_device
-from engine.memory_profile import StepSize, device_memory, largest_step, peak_bytes
-from engine.model_config import ModelConfig
-from engine.runner_loading import load_runner, require_whole_cache
-from engine.weights import load_weights
+from engine.checkpoint.weights import load_weights
+from engine.memory.devices import CPU, require_device
+from engine.model.config import ModelConfig
+from engine.steps import memory_profile
+from engine.steps.memory_profile import StepSize, device_memory, largest_step, peak_bytes
+from engine.steps.runner_loading import load_runner, require_whole_cache
 from tests.model_families import build_oracle
 from tests.stepping import Stepper
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from kv_transfer import receiving, sending
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, agreed_kind, slab_digest

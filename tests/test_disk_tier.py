@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.block_pool import BlockKey
+from engine.kv.block_pool import BlockKey
 from kv_transfer.tiers.disk_files import ColumnFormat
 from kv_transfer.tiers.disk_tier import DiskTier
 from tests.disk_tiers import (

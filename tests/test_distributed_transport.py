@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from engine.devices import CPU
+from engine.memory.devices import CPU
 from kv_transfer.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.meeting import dial
 from kv_transfer.messages import (

@@ -20,7 +20,7 @@ from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workers import Worker
 from cluster.slo import SloClass, SloConfig
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 
 COST = StepCost(base_s=0.005, prefill_token_s=2e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-6)
 SHAPE = WorkerShape(cost=COST, kv_tokens=64_000, max_num_seqs=32, block_size=512, token_budget=2048)

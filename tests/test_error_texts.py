@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from cluster.http import create_app
 from cluster.orchestrator import OrchestratorConfig
 from decode_workers.worker import DecodeWorker
-from engine.runner import ModelRunner
-from engine.tokenizer import Tokenizer
+from engine.steps.runner import ModelRunner
+from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Message, RequestSpec, Reserve, Start, TokenEvent
 from kv_transfer.worker_port import GatewayId
 from tests.http_fuzz import Answer, Sent, call
@@ -39,7 +39,7 @@ ERRORS: Final[list[Exception]] = [
     MemoryError("Unable to allocate 3.2 GiB for an array"),
     KeyError("decode-9f3a11c0"),
     AssertionError("lease 17 of decode-9f3a11c0 (pid 41233) is not held"),
-    RecursionError('Traceback (most recent call last):\n  File "/opt/legato/engine/runner.py", line 88, in run'),
+    RecursionError('Traceback (most recent call last):\n  File "/opt/legato/engine/steps/runner.py", line 88, in run'),
     ValueError("prefill-77aa0b12 rejected the hand-off: [fe80::1%eth0]:5555"),
     UnicodeEncodeError("utf-8", "\udc80 /root/.cache/legato", 0, 1, "surrogates not allowed"),
 ]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model import Model
-from engine.runner import ModelRunner
+from engine.model.transformer import Model
+from engine.steps.runner import ModelRunner
 from kernels.interface import Kernels, Linear
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.layers import NativeLayers

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from decode_workers.local_engine import LocalEngine
-from engine.gguf_blocks import quantised_weight
-from engine.gguf_checkpoint import convert_gguf
-from engine.loading import EngineConfig, load_model
-from engine.model_config import ModelConfig
-from engine.model_store import resolve_model
-from engine.quantisation import Quantisation
-from engine.quantised_weights import load_mixed_weights
+from engine.checkpoint.gguf.blocks import quantised_weight
+from engine.checkpoint.gguf.checkpoint import convert_gguf
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.quantised_weights import load_mixed_weights
+from engine.checkpoint.store import resolve_model
+from engine.model.config import ModelConfig
 from engine.sequence import Sequence
+from engine.steps.loading import EngineConfig, load_model
 from kernels.native.library import native_library
 from kernels.quantised_weight import QuantisedWeight
 from tests.model_families import VOCAB_SIZE, build_oracle

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
-from engine.prefix import block_hashes
+from engine.kv.prefix import block_hashes
 from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, Unplaceable
 from tests.scheduler_world import TARGETS, measured, place, placed, refused, scheduler_of, small_info, small_snapshot
 from tests.worker_reports import REPORT, worker_info, worker_snapshot

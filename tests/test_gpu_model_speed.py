@@ -15,9 +15,9 @@ from benchmarks.gpu.model_speed import Aims, Scale, decode_bytes, prefill_flops
 from benchmarks.gpu.random_model import LLAMA_8B, write_checkpoint
 from benchmarks.gpu.stepping import StepEnd, decode_step_seconds
 from benchmarks.part import GateError
-from engine.model_config import ModelConfig
-from engine.step_cost import StepWork
-from engine.weights import load_weights
+from engine.checkpoint.weights import load_weights
+from engine.cost_model.step_cost import StepWork
+from engine.model.config import ModelConfig
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
 SMALL = Scale(

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu import model_speed, parallel
 from benchmarks.gpu.figures import path_of, reported
-from engine.loading import LoadedModel
+from engine.steps.loading import LoadedModel
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
 SMALL = parallel.Scale(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kv_cache import KVLayout
+from engine.kv.cache import KVLayout
 from kv_transfer.compatibility import describe, fingerprint, mismatch
 from kv_transfer.messages import PROTOCOL_VERSION
 

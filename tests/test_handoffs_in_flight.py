@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import torch
 
-from engine.device_streams import Event
-from engine.sampling_params import SamplingParams
+from engine.memory.streams import Event
+from engine.sampling.params import SamplingParams
 from engine.sequence import BlockTable, Sequence
 from kv_transfer.copying_threads import COPIES_AT_ONCE
 from kv_transfer.loop_thread import LoopThread

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from engine.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
+from engine.kv.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
 from kv_transfer.tiers import host_segment, segment_files
 from kv_transfer.tiers.host_segment import HostSegment
 from kv_transfer.tiers.neighbours import Neighbours

@@ -19,7 +19,7 @@ from cluster.errors import FailedError, OverloadedError, PoisonRequestError, Req
 from cluster.generation import ServingLimits
 from cluster.prepare import derived_seed
 from cluster.settings import GatewaySettings
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server
 from tests.openai_conformance import CHECKS, MESSAGES, PROMPT, Target
 from tests.scripted_generator import Script, ScriptedGenerator

@@ -26,7 +26,7 @@ from cluster.http import create_app
 from cluster.http_body import _checked, parse_json
 from cluster.openai_types import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from cluster.settings import GatewaySettings
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.http_fuzz import JSON, NOTHING, Answer, Headers, Schemas, Sent, broken, call, check_refusal
 from tests.http_server import MODEL, running_server, scripted_api
 from tests.processor_time import in_loop_turns

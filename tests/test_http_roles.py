@@ -9,7 +9,7 @@ import pytest
 
 from cluster.errors import UnavailableError
 from cluster.role_changes import require_ordered
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import RoleAnswer
 from tests.http_server import running_server
 from tests.openai_conformance import Target

@@ -18,7 +18,7 @@ from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, U
 from cluster.http import create_app
 from cluster.slo import SloClass, SloConfig
 from cluster.slo_report import Counts, SeriesKey
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server, scripted_api
 from tests.openai_conformance import PROMPT, Target
 from tests.scripted_generator import Script, ScriptedGenerator

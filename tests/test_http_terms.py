@@ -11,7 +11,7 @@ import pytest
 
 from cluster.settings import GatewaySettings
 from cluster.slo import RequestSlo, SloClass, SloConfig
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server
 from tests.openai_conformance import Target
 from tests.scripted_generator import ScriptedGenerator

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv_cache import KVCache, KVLayout
+from engine.kv.cache import KVCache, KVLayout
 from kernels import reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import Activation, Kernels, Segment

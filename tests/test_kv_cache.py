@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv_cache import GroupRow, KVCache, KVLayout, copy_blocks
+from engine.kv.cache import GroupRow, KVCache, KVLayout, copy_blocks
 
 
 def make_layout(*, num_layers: int = 5, layers_per_group: int = 2, block_size: int = 4) -> KVLayout:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv_cache import KVLayout
-from engine.kv_sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
-from engine.loading import EngineConfig, LoadedModel, load_model
-from engine.runner_loading import HostMemory
+from engine.kv.cache import KVLayout
+from engine.kv.sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from engine.steps.runner_loading import HostMemory
 from tests.small_models import random_prompts
 from tests.staged_stepping import StagedStepper
 from tests.stepping import Stepper, recording_runner

@@ -10,7 +10,7 @@ from threading import Event
 import numpy as np
 import pytest
 
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from kv_transfer.tiers import late_digests
 from kv_transfer.tiers.host_segment import HostSegment
 from kv_transfer.tiers.segment_index import block_digest

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 
 from decode_workers.local_engine import LocalEngine
 from decode_workers.states import Emission
-from engine.loading import EngineConfig, load_model
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
+from engine.steps.loading import EngineConfig, load_model
 from tests.exactness import count_near_ties, exactness_prompts, hf_reference
 from tests.small_models import SmallModel, greedy, random_prompts
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.sampler import MIN_LOGPROB, Sampler
+from engine.sampling.sampler import MIN_LOGPROB, Sampler
 from tests.sampling_twin import VOCAB, params_of, random_logits, sequence
 
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.prefix import HASH_BYTES
-from engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from engine.kv.prefix import HASH_BYTES
+from engine.sampling.params import MAX_LOGIT_BIAS, SamplingParams
 from kv_transfer import messages
 from kv_transfer.messages import MalformedMessageError, Message, Ping, Reserve, decode, encode
 from tests.processor_time import in_loop_turns

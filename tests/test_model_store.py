@@ -17,10 +17,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.model_settings import ModelSettings
-from engine.builtin_models import BUILTIN_MODELS, ModelUnavailableError
-from engine.checkpoint_manifest import find_fault, write_manifest
-from engine.gguf_checkpoint import hugging_face_name
-from engine.model_store import resolve_model
+from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError
+from engine.checkpoint.gguf.checkpoint import hugging_face_name
+from engine.checkpoint.manifest import find_fault, write_manifest
+from engine.checkpoint.store import resolve_model
 from tests.hub_server import serve_repository
 
 SMOLLM2 = BUILTIN_MODELS["smollm2-135m-instruct"]
@@ -54,7 +54,7 @@ def only_wheels_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 def start_store(cache: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "engine.model_store", *arguments]
+    command = [sys.executable, "-m", "engine.checkpoint.store", *arguments]
     environment = os.environ | {"LEGATO_CACHE": str(cache)}
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -229,7 +229,7 @@ def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> N
     dangerous = {"modeling_x.py": b"raise SystemExit", "tokenizer.py": b"", "pytorch_model.bin": b"", "x.gguf": b""}
     with serve_repository("owner/name", wanted | dangerous) as endpoint:
         environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "engine.model_store", "owner/name"]
+        command = [sys.executable, "-m", "engine.checkpoint.store", "owner/name"]
         found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
         assert found.returncode == 0, found.stderr
         missing = subprocess.run(
@@ -246,7 +246,7 @@ def test_a_hub_model_is_pinned_to_a_revision(tmp_path: Path) -> None:
     asked: list[str] = []
     with serve_repository("owner/name", files, asked) as endpoint:
         environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "engine.model_store", "owner/name@v1.0"]
+        command = [sys.executable, "-m", "engine.checkpoint.store", "owner/name@v1.0"]
         found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
         assert found.returncode == 0, found.stderr
     assert "/api/models/owner/name/revision/v1.0" in asked, asked

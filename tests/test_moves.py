@@ -14,11 +14,11 @@ import pytest
 
 from cluster.request_run import RequestRun
 from decode_workers.worker import DecodeWorkerConfig
-from engine.pending_output import PendingOutput
-from engine.prepared_step import PreparedStep
-from engine.runner import ModelRunner
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
+from engine.sampling.pending_output import PendingOutput
 from engine.sequence import SequenceKey
+from engine.steps.prepared import PreparedStep
+from engine.steps.runner import ModelRunner
 from kv_transfer.messages import TokenEvent
 from kv_transfer.worker_replica import WorkerReplica
 from prefill_workers.worker import PrefillWorkerConfig

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import engine.sampler
+import engine.sampling.sampler
 import kernels.native.sampling
-from engine.logits import Row, tempered
-from engine.philox import gumbel, noise
-from engine.sampler import Sampler
+from engine.sampling.logits import Row, tempered
+from engine.sampling.philox import gumbel, noise
+from engine.sampling.sampler import Sampler
 from kernels.native.library import native_library
 from kernels.native.sampling import contenders
 from tests.sampling_twin import params_of, sequence
@@ -102,7 +102,7 @@ def test_tokens_are_those_of_exact_noise_for_everybody(
     found = sampler.sample(logits, rows)
     monkeypatch.setattr(kernels.native.sampling, "_CAPACITY", 1)  # more than that are not worth it
     assert sampler.sample(logits, rows) == found
-    monkeypatch.setattr(engine.sampler, "contenders", lambda *_, **__: None)  # as without C++ kernels
+    monkeypatch.setattr(engine.sampling.sampler, "contenders", lambda *_, **__: None)  # as without C++ kernels
     assert sampler.sample(logits, rows) == found
 
 

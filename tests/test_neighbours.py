@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from kv_transfer.tiers import neighbours as neighbours_module
 from kv_transfer.tiers.neighbours import Neighbours
 from kv_transfer.tiers.segment_index import SegmentIndex

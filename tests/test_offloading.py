@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.block_link import BlockLink
-from engine.host_placement import Blocks
-from engine.kv_cache import KVCache, KVLayout
+from engine.kv.cache import KVCache, KVLayout
+from engine.offload.block_link import BlockLink
+from engine.offload.staging_plan import Blocks
 from kv_transfer.tiers.offloading import StreamOffload
 from tests.device_queues import LazyStream
 from tests.interpreted import device, wait_for_device

@@ -8,13 +8,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from engine.pending_output import KnownTokens, PendingOutput
-from engine.prepared_step import PreparedStep
-from engine.sampling_params import SamplingParams
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.step_cost import StepCost, StepWork
+from engine.sampling.params import SamplingParams
+from engine.sampling.pending_output import KnownTokens, PendingOutput
 from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
-from engine.step_cost import StepCost, StepWork
-from engine.step_costs import StepCosts
-from engine.step_loop import Overlap, StepLoop
+from engine.steps.loop import Overlap, StepLoop
+from engine.steps.prepared import PreparedStep
 from tests.late_tokens import LateTokens
 from tests.waiting import eventually
 

@@ -12,11 +12,11 @@ import torch
 from decode_workers.building import decode_scheduler, step_overlap
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState, Emission
-from engine.loading import EngineConfig, LoadedModel, load_model
-from engine.runner import TokenSampler
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepOutput, StepPlan
-from engine.step_loop import Overlap, StepLoop, StepRates
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from engine.steps.loop import Overlap, StepLoop, StepRates
+from engine.steps.runner import TokenSampler
 from tests.late_tokens import LateTokens
 from tests.model_families import VOCAB_SIZE
 from tests.waiting import eventually

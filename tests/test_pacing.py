@@ -7,7 +7,7 @@ import math
 import pytest
 
 from decode_workers.pacing import LayerKvConfig, Pacer
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 
 

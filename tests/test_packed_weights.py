@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from decode_workers.local_engine import LocalEngine
-from engine import packed_weights
-from engine.loading import EngineConfig, load_model
-from engine.packed_weights import packing_memory
-from engine.quantisation import Quantisation
+from engine.checkpoint import packed_weights
+from engine.checkpoint.packed_weights import packing_memory
+from engine.checkpoint.quantisation import Quantisation
 from engine.sequence import Sequence, TokenLogprobs
+from engine.steps.loading import EngineConfig, load_model
 from kernels.cpu.packing_memory import PRIVATE, PackingMemory
 from kernels.native import library as native_files
 from kernels.native.library import NativeUnavailableError, native_library
@@ -176,7 +176,7 @@ def test_what_a_killed_writer_left_is_not_used(folder: Path, cache: Path) -> Non
 _KILLED = """
 import os, sys, torch
 from pathlib import Path
-from engine.packed_weights import packing_memory
+from engine.checkpoint.packed_weights import packing_memory
 
 def pack(memory):
     memory.lay_out(5, torch.bfloat16, lambda packed: None)

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
-from engine.memory_profile import StepSize
-from engine.runner import ModelRunner
-from engine.runner_loading import load_runner
 from engine.sequence import ScheduledSequence, StepPlan
+from engine.steps.memory_profile import StepSize
+from engine.steps.runner import ModelRunner
+from engine.steps.runner_loading import load_runner
 from tests.model_families import build_oracle
 from tests.rank_groups import start, whole_prompt
 from tests.small_models import random_prompts
@@ -119,7 +119,7 @@ def test_a_group_measures_what_is_left_for_the_kv_of_all_its_ranks(
     """Two ranks on one device share what is left of it, and begin anew with caches of that size."""
     folder, oracle = checkpoint
     total, free = 200_000_000, 150_000_000
-    monkeypatch.setattr("engine.memory_profile.device_memory", lambda device: (free, total))
+    monkeypatch.setattr("engine.steps.memory_profile.device_memory", lambda device: (free, total))
     options: dict[str, Any] = {"dtype": torch.float32, "block_size": 4, "num_threads": 1, "tensor_parallel": 2}
     runner = load_runner(folder, kv_share=0.75, largest_step=StepSize(num_tokens=64, num_seqs=4), **options)
     left = free - 0.25 * total

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
-from engine.kv_cache import KVCache, KVLayout
-from engine.model import Model
-from engine.model_config import ModelConfig
+from engine.checkpoint.weights import load_weights
+from engine.kv.cache import KVCache, KVLayout
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.shards import WHOLE, Shard, check_degree, possible_degrees
+from engine.model.transformer import Model
 from engine.parallel.group import RankGroup
-from engine.parallel.shards import WHOLE, Shard, check_degree, possible_degrees
-from engine.weights import load_weights
 from kernels.interface import Segment
 from kernels.ops import kernels_for
 from tests.exactness import hf_reference

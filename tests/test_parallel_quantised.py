@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.gguf_store import gguf_folder
-from engine.kv_cache import KVCache
-from engine.model import Model
-from engine.model_config import ModelConfig
+from engine.checkpoint.gguf.store import gguf_folder
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.quantised_weights import load_mixed_weights
+from engine.checkpoint.weights import AnyWeights
+from engine.kv.cache import KVCache
+from engine.model.config import ModelConfig
+from engine.model.shards import WHOLE, Shard
+from engine.model.transformer import Model
 from engine.parallel.group import RankGroup
-from engine.parallel.shards import WHOLE, Shard
-from engine.quantisation import Quantisation
-from engine.quantised_weights import load_mixed_weights
-from engine.weights import AnyWeights
 from kernels.ops import kernels_for
 from kernels.quantised_weight import QuantisedWeight
 from tests.model_families import build_oracle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.runner_loading import load_runner
+from engine.steps.runner_loading import load_runner
 from tests.mini_cluster import cluster_of
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.staged_stepping import StagedStepper, rank_caches

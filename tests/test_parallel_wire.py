@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import Batch
-from engine.kv_cache import KVLayout
-from engine.model_config import ModelConfig
+from engine.checkpoint.packing import WeightPacking
+from engine.checkpoint.quantisation import Quantisation
+from engine.kv.cache import KVLayout
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
 from engine.parallel.batches import num_on_device, pack_batch, unpack_batch
 from engine.parallel.spec import JOIN, STEP, RankSpec, with_number, word_and_number
-from engine.quantisation import Quantisation
-from engine.weight_packing import WeightPacking
 from kernels.interface import Segment
 from tests.model_families import FAMILIES, build_oracle
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.philox
-from engine.philox import gumbel, philox4x32
+import engine.sampling.philox
+from engine.sampling.philox import gumbel, philox4x32
 from tests.processor_time import in_loop_turns
 
 _WORD = st.integers(0, 2**32 - 1)
@@ -62,7 +62,7 @@ def _kernels(native: bool) -> Iterator[None]:
     """The noise of single tokens comes from the C++ kernels, if the machine has them, or from numpy."""
     with pytest.MonkeyPatch.context() as patch:
         if not native:
-            patch.setattr(engine.philox, "native_words", lambda *_, **__: None)
+            patch.setattr(engine.sampling.philox, "native_words", lambda *_, **__: None)
         yield
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.devices import CPU, Unpin, pinning_for
-from engine.loading import EngineConfig
+from engine.memory.devices import CPU, Unpin, pinning_for
+from engine.steps.loading import EngineConfig
 from kv_transfer.slabs import SlabConfig, private_arena
 from kv_transfer.tiers import worker_tiers
 from kv_transfer.tiers.tiers_config import Budget, TiersConfig

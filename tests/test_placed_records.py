@@ -20,7 +20,7 @@ from cluster.request_log import read_log
 from cluster.request_recorder import RequestRecorder
 from cluster.simulation.whatif import what_if
 from cluster.slo import INTERACTIVE, SloConfig
-from engine.prefix import block_hashes
+from engine.kv.prefix import block_hashes
 from kv_transfer.messages import (
     BlockEvents,
     BlockIndexRequest,

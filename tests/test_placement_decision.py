@@ -17,7 +17,7 @@ from cluster.placement.decision import book as book_decision
 from cluster.placement.ledger import Ledger
 from cluster.placement.policy import DecisionPolicy
 from cluster.placement.survey import survey
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 from tests.placement_world import COST, book, decoding, ledger_of, query_of
 from tests.worker_reports import worker_info, worker_snapshot
 

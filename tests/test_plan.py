@@ -21,14 +21,14 @@ from cluster.simulation.planner import Layout, Outlook, OutOfTime, search
 from cluster.simulation.synthetic import Workload, draw_requests
 from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_memory import activation_bytes, predict_memory
-from engine.allocation import BlockAllocator
-from engine.loading import EngineConfig, load_model
-from engine.model_config import ModelConfig
-from engine.roofline import CPU_CORE, H100_SXM, L40S, LLAMA_3_1_8B, LLAMA_3_1_70B
-from engine.sampling_params import SamplingParams
+from engine.checkpoint.weights import load_weights
+from engine.cost_model.roofline import CPU_CORE, H100_SXM, L40S, LLAMA_3_1_8B, LLAMA_3_1_70B
+from engine.cost_model.step_cost import StepCost
+from engine.kv.allocation import BlockAllocator
+from engine.model.config import ModelConfig
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
-from engine.step_cost import StepCost
-from engine.weights import load_weights
+from engine.steps.loading import EngineConfig, load_model
 from prefill_workers.scheduler import PrefillScheduler
 
 

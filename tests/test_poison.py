@@ -15,10 +15,10 @@ import pytest
 
 from cluster.errors import PoisonRequestError
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
-from engine import step_loop
-from engine.pending_output import PendingOutput
-from engine.prepared_step import PreparedStep
+from engine.sampling.pending_output import PendingOutput
 from engine.sequence import ScheduledSequence
+from engine.steps import loop as step_loop
+from engine.steps.prepared import PreparedStep
 from prefill_workers.worker import PrefillWorker
 from tests.mini_cluster import MiniCluster, cluster_of
 from tests.mini_requests import tokens_of

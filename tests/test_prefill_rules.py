@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from engine.allocation import BlockAllocator
-from engine.block_pool import BlockPool
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
 from prefill_workers.placement import moved_tokens, spread
 from prefill_workers.scheduler import PrefillScheduler
 from tests.ghost_runner import GhostRunner

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.allocation import BlockAllocator
-from engine.block_pool import BlockPool
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepPlan
 from prefill_workers.scheduler import PrefillScheduler
 from tests.ghost_runner import GhostRunner, next_token

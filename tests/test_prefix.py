@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.prefix import HASH_BYTES, PrefixHasher, block_hashes
+from engine.kv.prefix import HASH_BYTES, PrefixHasher, block_hashes
 
 _TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -30,7 +30,7 @@ def test_the_hashes_are_pinned() -> None:
 
 
 def test_another_process_computes_the_same() -> None:
-    code = "from engine.prefix import block_hashes; print(b''.join(block_hashes(list(range(9)), 4, 'ü')).hex())"
+    code = "from engine.kv.prefix import block_hashes; print(b''.join(block_hashes(list(range(9)), 4, 'ü')).hex())"
     for seed in ("1", "2"):
         printed = subprocess.run(
             [sys.executable, "-c", code],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
-from engine.prefix import HASH_BYTES
+from engine.kv.prefix import HASH_BYTES
 
 COLUMNS = [bytes([number]) * HASH_BYTES for number in range(6)]
 

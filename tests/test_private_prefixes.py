@@ -15,8 +15,8 @@ import uvicorn
 from cluster.http import create_app
 from cluster.settings import GatewaySettings
 from cluster.tenants import Tenants
-from engine.prefix import block_hashes
-from engine.tokenizer import Tokenizer
+from engine.kv.prefix import block_hashes
+from engine.text.tokenizer import Tokenizer
 from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
 from tests.http_server import MODEL, scripted_api
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decode_workers.local_engine import LocalEngine
-from engine.loading import DtypeName, EngineConfig, LoadedModel, load_model, model_fingerprint
-from engine.quantisation import Quantisation
-from engine.quantised_weights import is_projection
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.quantised_weights import is_projection
 from engine.sequence import Sequence
+from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model, model_fingerprint
 from kernels.native.library import native_library
 from kernels.quantised_weight import QuantisedWeight
 from tests.model_families import build_oracle

@@ -12,7 +12,7 @@ from cluster import quarantine
 from cluster.errors import DeadlineError, PoisonRequestError
 from cluster.quarantine import Quarantine
 from cluster.request_run import RequestRun, RequestState
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from kv_transfer.messages import Placement, RequestSpec, TokenEvent
 from kv_transfer.requests import NUM_ALONE
 from tests.waiting import HANGS_S, eventually

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
+from engine.model.shards import Shard
 from engine.parallel.kv import GroupKV, shard_layout
 from engine.parallel.processes import GroupError
-from engine.parallel.shards import Shard
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.device_copying import DeviceCopies
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, slab_digest

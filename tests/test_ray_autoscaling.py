@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.exactness import LONGEST, exactness_prompts
 from tests.http_generation import Answer, complete, greedy_body, http_client
 from tests.served_cluster import MODEL, ServedCluster, served_cluster

@@ -25,7 +25,7 @@ import httpx
 import psutil
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.exactness import LONGEST, count_near_ties, exactness_prompts, hf_reference
 from tests.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
 from tests.openai_conformance import CHECKS, Target

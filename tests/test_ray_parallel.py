@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.exactness import exactness_prompts, hf_reference
 from tests.http_generation import complete, greedy_body, http_client
 from tests.served_cluster import MODEL, ServedCluster, served_cluster

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.exactness import exactness_prompts
 from tests.http_generation import Answer, complete, greedy_body, http_client, stream_events
 from tests.served_cluster import MODEL, ServedCluster, served_cluster

@@ -21,8 +21,8 @@ import torch
 import transformers
 
 from decode_workers.local_engine import LocalEngine
-from engine.loading import EngineConfig, load_model
 from engine.sequence import Sequence
+from engine.steps.loading import EngineConfig, load_model
 from tests.http_generation import Answer, complete, complete_all, greedy_body, http_client
 from tests.served_cluster import ServedCluster, served_cluster
 from tests.small_models import greedy

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.exactness import count_near_ties, exactness_prompts, hf_reference
 from tests.http_generation import complete_all, greedy_body
 from tests.served_cluster import MODEL, served_cluster

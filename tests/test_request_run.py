@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.request_run import TERMINAL, RequestRun, RequestState
-from engine.sampling_params import SamplingParams
-from engine.stopping import FinishReason
+from engine.sampling.params import SamplingParams
+from engine.sampling.stopping import FinishReason
 from kv_transfer.messages import Placement, RequestSpec, TokenEvent
 
 NUM_TOKENS = 7

@@ -14,8 +14,8 @@ import torch
 from cluster.errors import ConflictError, NotFoundError, UnavailableError
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
-from engine.runner import ModelRunner
-from engine.runner_loading import load_runner
+from engine.steps.runner import ModelRunner
+from engine.steps.runner_loading import load_runner
 from kv_transfer import worker_replica
 from kv_transfer.messages import ChangeRole, Role
 from kv_transfer.worker_parts import Worker, WorkerParts
@@ -73,7 +73,7 @@ async def test_roles_change_both_ways_under_load(llama: SmallModel, monkeypatch:
         loaded.append(args)
         return load_runner(*args, **options)
 
-    monkeypatch.setattr("engine.loading.load_runner", counted)
+    monkeypatch.setattr("engine.steps.loading.load_runner", counted)
     async with replica_cluster(llama) as cluster, load(cluster, llama, 8):
         before = [memory_of(replica) for replica in cluster.replicas]
         first, _, third, _ = cluster.replicas

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model_config import ModelConfig
-from engine.roofline import (
+from engine.cost_model.roofline import (
     A100_SXM,
     CPU_CORE,
     H100_SXM,
@@ -20,7 +19,8 @@ from engine.roofline import (
     kv_capacity_tokens,
     roofline_cost,
 )
-from engine.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import StepCost, StepWork
+from engine.model.config import ModelConfig
 
 
 def decode_s(cost: StepCost, batch: int, context: int) -> float:

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from engine.logits import adjusted, tempered
-from engine.sampler import Sampler
+from engine.sampling.logits import adjusted, tempered
+from engine.sampling.sampler import Sampler
+from engine.sampling.truncation import survivors
 from engine.sequence import Sequence
-from engine.truncation import survivors
 from tests.sampling_twin import EOS, VOCAB, naive_adjusted, naive_draw, naive_kept, params_of, random_logits, sequence
 
 

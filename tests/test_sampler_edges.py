@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.sampler import InvalidLogitsError, Sampler
+from engine.sampling.sampler import InvalidLogitsError, Sampler
 from tests.sampling_twin import EOS, VOCAB, draw, params_of, random_logits, sequence
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from engine.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 _NAN, _INF = math.nan, math.inf
 

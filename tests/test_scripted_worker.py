@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from benchmarks.scripted_worker import ScriptedWorker
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from kv_transfer.connection import connect
 from kv_transfer.messages import Endpoint, RequestSpec, Start, StepFrame
 from kv_transfer.transports.base import Identity

@@ -18,7 +18,7 @@ from cluster import scheduler_client
 from cluster.generation import one_by_one
 from cluster.orchestrator import _LOOK_S, Orchestrator, OrchestratorConfig
 from cluster.worker_links import SILENCE_S
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.connection import ConnectionConfig
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
 from kv_transfer.transfer_config import TransferConfig

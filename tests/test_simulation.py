@@ -18,7 +18,7 @@ from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloClass, SloConfig
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import Placement, Unplaceable, WorkerSnapshot
 
 COST = StepCost(base_s=0.004, prefill_token_s=3e-5, prefill_pair_s=1e-9, decode_s=2e-5, context_token_s=4e-8)

@@ -24,7 +24,7 @@ from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.synthetic import Workload, draw_requests
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import RequestSlo
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import (
     BlockChange,
     BlockEvents,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from kernels import reference
 from kernels.cpu.block_digest import ROW_WORDS, row_sum_digest
 from kernels.interface import CacheGeometry

@@ -13,12 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import engine.kv_cache
-from engine.host_placement import StagingConfig
-from engine.kv_cache import GroupRow, KVCache, copy_blocks
+import engine.kv.cache
+from engine.kv.cache import GroupRow, KVCache, copy_blocks
+from engine.offload.staging import ThreadStaging
+from engine.offload.staging_plan import StagingConfig
 from engine.sequence import ScheduledSequence, Sequence, StepPlan
-from engine.staging import ThreadStaging
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.exactness import FACTS, STORY, count_near_ties, hf_reference
 from tests.model_families import build_oracle
 from tests.small_models import random_prompts
@@ -55,7 +55,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[float]:
         copy_blocks(source, sources, target, targets)
         ends.append(time.perf_counter())
 
-    monkeypatch.setattr(engine.kv_cache, "copy_blocks", slow)
+    monkeypatch.setattr(engine.kv.cache, "copy_blocks", slow)
     return ends
 
 
@@ -267,7 +267,7 @@ def test_a_copy_that_fails_fails_the_step(
         copy_blocks(source, sources, target, targets)
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.kv_cache, "copy_blocks", fail)
+        patched.setattr(engine.kv.cache, "copy_blocks", fail)
         with pytest.raises(OSError, match="the mapping is gone"):
             stepper.step([(seq, 1)])
     assert stepper.step([(seq, 1)]) != [None]

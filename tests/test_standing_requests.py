@@ -17,7 +17,7 @@ from cluster.placement.worker_table import Row, Slot
 from cluster.request_run import RequestRun
 from cluster.request_terms import RequestTerms
 from cluster.slo import RequestSlo
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from kv_transfer.messages import (
     Place,
     Placement,

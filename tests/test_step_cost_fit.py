@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.step_cost import StepCost, StepWork
-from engine.step_cost_fit import StepCostFit, kind_of, scaled
+from engine.cost_model.fit import StepCostFit, kind_of, scaled
+from engine.cost_model.step_cost import StepCost, StepWork
 from tests.made_up_steps import NAMES, TRUTH, any_kind, coefficients, decode, mixed, prefill, skewed
 from tests.processor_time import in_loop_turns
 

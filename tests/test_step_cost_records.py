@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.step_cost import StepCost, StepWork
-from engine.step_cost_fit import StepCostFit, fit_steps, kind_of, left_out_error, scaled
+from engine.cost_model.fit import StepCostFit, fit_steps, kind_of, left_out_error, scaled
+from engine.cost_model.step_cost import StepCost, StepWork
 from tests.made_up_steps import TRUTH, any_kind, coefficients, decode, skewed
 
 STEP_LOG = Path(__file__).parent / "step_logs" / "smollm2_cpu.json"

@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from engine.step_cost import StepCost, StepWork
-from engine.step_cost_fit import scaled
-from engine.step_costs import StepCosts
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.fit import scaled
+from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.cost_report import cost_report, reported_cost
 from kv_transfer.messages import Role
 

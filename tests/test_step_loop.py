@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine import step_loop
-from engine.sampling_params import SamplingParams
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.step_cost import StepCost, StepWork
+from engine.sampling.params import SamplingParams
 from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
-from engine.step_cost import StepCost, StepWork
-from engine.step_costs import StepCosts
-from engine.step_loop import StepLoop, StepRates
+from engine.steps import loop as step_loop
+from engine.steps.loop import StepLoop, StepRates
 from tests.waiting import HANGS_S, eventually
 
 NOTHING = StepPlan(())

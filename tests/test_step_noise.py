@@ -15,9 +15,9 @@ from cluster.simulation.steps import Noise
 from cluster.simulation.whatif import replay
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import NO_TARGETS
-from engine.step_cost import StepCost, StepWork
-from engine.step_costs import StepCosts
-from engine.step_noise import RUN_STEPS, StepNoise
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.noise import RUN_STEPS, StepNoise
+from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.cost_report import cost_report, reported_noise
 from kv_transfer.messages import StepCostReport
 

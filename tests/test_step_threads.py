@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runner_loading import load_runner
-from engine.step_threads import FEW_TOKENS, FastestCount, StepThreads
+from engine.steps.runner_loading import load_runner
+from engine.steps.threads import FEW_TOKENS, FastestCount, StepThreads
 from kernels.native.library import native_library
 from tests.model_families import build_oracle
 from tests.small_models import random_prompts

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import block_link, stream_staging
-from engine.block_link import BlockLink, ListedPairs
-from engine.device_streams import Event
-from engine.host_placement import BlockPairs
-from engine.stream_staging import StepCopies, StreamStaging
+from engine.memory.streams import Event
+from engine.offload import block_link, stream_staging
+from engine.offload.block_link import BlockLink, ListedPairs
+from engine.offload.staging_plan import BlockPairs
+from engine.offload.stream_staging import StepCopies, StreamStaging
 from kernels import reference
 from tests.device_schedules import SCHEDULES, SimulatedStream
 from tests.model_families import build_oracle

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.copy_thread import CopyThread
+from engine.offload.copy_thread import CopyThread
 from kernels.cpu.thread_team import dissolve_team, set_team, work_alone
 from kv_transfer.copying_threads import CopyingThreads
 from kv_transfer.loop_thread import LoopThread

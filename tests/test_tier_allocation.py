@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.allocation import BlockAllocator
-from engine.block_pool import BlockPool
-from engine.sampling_params import SamplingParams
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
+from engine.sampling.params import SamplingParams
 from engine.sequence import BlockCopy, ScheduledSequence, Sequence, StepPlan
 from tests.ghost_runner import GhostRunner
 

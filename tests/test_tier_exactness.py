@@ -13,9 +13,9 @@ import pytest
 from decode_workers.local_engine import LocalEngine
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.residency import Residency
-from engine.loading import EngineConfig, LoadedModel, load_model
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.tier_shapes import LAYER_TOKEN_BYTES, NUM_LAYERS, Models, Shape, SteadyClock, small_models, watching
 

@@ -19,8 +19,8 @@ import pytest
 from cluster.orchestrator import OrchestratorConfig
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
-from engine.loading import LoadedModel
 from engine.sequence import Sequence
+from engine.steps.loading import LoadedModel
 from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster

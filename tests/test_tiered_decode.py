@@ -13,9 +13,9 @@ from hypothesis.stateful import initialize, invariant
 from decode_workers.pacing import LayerKvConfig, Speeds
 from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
-from engine.allocation import BlockAllocator
-from engine.block_pool import BlockPool
-from engine.sampling_params import SamplingParams
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
 from tests.ghost_runner import GhostRunner, next_token
 from tests.test_decode_scheduler import BLOCK_SIZE, EOS, MAX_MODEL_LEN, TOKEN_BUDGET, DecodeMachine

@@ -9,10 +9,10 @@ import torch
 
 from decode_workers.local_engine import LocalEngine
 from decode_workers.pacing import LayerKvConfig
-from engine.kv_cache import KVLayout
-from engine.loading import EngineConfig, load_model
-from engine.model_config import ModelConfig
+from engine.kv.cache import KVLayout
+from engine.model.config import ModelConfig
 from engine.sequence import Sequence
+from engine.steps.loading import EngineConfig, load_model
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.tier_shapes import SteadyClock
 

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.prefix import block_hashes
-from engine.sampling_params import SamplingParams
+from engine.kv.prefix import block_hashes
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from tests.tier_world import (
     BLOCK_SIZE,

@@ -14,9 +14,9 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.chat_template import ChatTemplate
-from engine.token_spelling import read_spelling
-from engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.token_spelling import read_spelling
+from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 
 TEXTS = [
     "Plain English, with  two spaces and a trailing one ",

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import engine.philox
-import engine.truncation
+import engine.sampling.philox
+import engine.sampling.truncation
 import kernels.native.sampling
-from engine.logits import Row, tempered
-from engine.sampler import Sampler
-from engine.sampling_params import SamplingParams
-from engine.truncation import is_truncated, survivors
+from engine.sampling.logits import Row, tempered
+from engine.sampling.params import SamplingParams
+from engine.sampling.sampler import Sampler
+from engine.sampling.truncation import is_truncated, survivors
 from kernels.native.library import native_library
 from kernels.native.sampling import likely
 from tests.sampling_twin import params_of, random_logits, sequence
@@ -32,7 +32,7 @@ def assert_as_defined(row: Row, params: SamplingParams) -> None:
     relative = tempered(row, params.temperature)
     ids = survivors(relative, params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.truncation, "likely", lambda *_: None)
+        patch.setattr(engine.sampling.truncation, "likely", lambda *_: None)
         expected = survivors(relative, params)
     assert (None if ids is None else ids.tolist()) == (None if expected is None else expected.tolist())
 
@@ -67,7 +67,7 @@ def test_usual_floors_are_found_among_the_likely(
     for row in rows:  # as peaked as a language model's
         row[:40] += np.linspace(16.0, 8.0, 40, dtype=np.float32)
         assert_as_defined(row, params)
-    monkeypatch.delattr(engine.truncation, "_nucleus_floor")
+    monkeypatch.delattr(engine.sampling.truncation, "_nucleus_floor")
     for row in rows:
         survivors(tempered(row, temperature), params)
 
@@ -92,7 +92,7 @@ def test_a_close_thing_is_left_to_the_definition(monkeypatch: pytest.MonkeyPatch
         asked.append(top_p)
         return floor
 
-    monkeypatch.setattr(engine.truncation, "_nucleus_floor", defined)
+    monkeypatch.setattr(engine.sampling.truncation, "_nucleus_floor", defined)
     survivors(row, params_of(top_p=0.6))
     assert not asked
     survivors(row, params_of(top_p=0.5))
@@ -125,8 +125,8 @@ def test_tokens_are_the_same_without_the_kernels(changes: dict[str, float], monk
     logits = torch.from_numpy(np.stack([row_of(number) for number in range(20)]))
     rows = [sequence(params_of(seed=number, **changes), output=[1, 2, 3]) for number in range(20)]
     drawn = Sampler(VOCAB).sample(logits, rows)
-    monkeypatch.setattr(engine.truncation, "likely", lambda *_: None)
-    monkeypatch.setattr(engine.philox, "native_words", lambda *_, **__: None)
+    monkeypatch.setattr(engine.sampling.truncation, "likely", lambda *_: None)
+    monkeypatch.setattr(engine.sampling.philox, "native_words", lambda *_, **__: None)
     assert Sampler(VOCAB).sample(logits, rows) == drawn
     assert len({token.token_id for token in drawn}) > 5
 

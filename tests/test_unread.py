@@ -23,7 +23,7 @@ from cluster.http import create_app
 from cluster.http_connection import Connection
 from cluster.settings import GatewaySettings
 from cluster.unread import PIECE_BYTES, Unread
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server, scripted_api
 from tests.loops import num_open_files
 from tests.openai_conformance import PROMPT, Target

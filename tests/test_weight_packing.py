@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.model_config import ModelConfig
-from engine.quantisation import Quantisation
-from engine.quantised_weights import load_mixed_weights
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.quantised_weights import load_mixed_weights
+from engine.model.config import ModelConfig
 from kernels.quantised_weight import QuantisedWeight
 from tests.model_families import build_oracle
 

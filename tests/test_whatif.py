@@ -27,7 +27,7 @@ from cluster.simulation.synthetic import CONTENT_TOKENS, Workload, draw_requests
 from cluster.simulation.whatif import what_if
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloConfig
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 
 COST = StepCost(base_s=0.006, prefill_token_s=4e-5, prefill_pair_s=1e-9, decode_s=1e-5, context_token_s=5e-8)
 WORKER = LoggedWorker(cost=COST, kv_tokens=200_000, token_budget=1024, max_num_seqs=64)

@@ -9,9 +9,9 @@ from cluster.config import load_config
 from cluster.translate import decode_worker, prefill_worker
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
-from engine.calibration import TRIALS, calibrate
 from engine.sequence import StepPlan
-from engine.step_loop import StepLoop
+from engine.steps.calibration import TRIALS, calibrate
+from engine.steps.loop import StepLoop
 from kv_transfer.messages import KnownWorker, WorkerSnapshot
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, brake, cluster_of

@@ -16,8 +16,8 @@ from cluster.metrics import Metrics
 from cluster.worker_metrics import WorkerMetrics
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
-from engine.block_pool import BlockPool
-from engine.prefix import block_hashes
+from engine.kv.block_pool import BlockPool
+from engine.kv.prefix import block_hashes
 from kv_transfer.messages import BlockEvents, TiersReport
 from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster

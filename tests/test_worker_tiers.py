@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from engine.loading import EngineConfig
-from engine.machine_memory import memory_bytes
+from engine.memory.machine import memory_bytes
+from engine.steps.loading import EngineConfig
 from kv_transfer.tiers.tiers_config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from tests.host_segments import SHARED_MEMORY

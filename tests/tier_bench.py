@@ -9,8 +9,8 @@ from threading import Event
 import numpy as np
 import torch
 
-from engine.block_pool import BlockPool
-from engine.kv_cache import KVCache, KVLayout
+from engine.kv.block_pool import BlockPool
+from engine.kv.cache import KVCache, KVLayout
 from kv_transfer.messages import SourceName
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.sources import ColumnViews

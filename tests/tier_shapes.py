@@ -12,8 +12,8 @@ from typing import Any, Final
 import pytest
 import torch
 
-from engine.loading import LoadedModel
 from engine.sequence import StepPlan
+from engine.steps.loading import LoadedModel
 from tests.small_models import SmallModel
 
 NUM_LAYERS: Final = 4

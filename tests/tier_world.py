@@ -17,10 +17,10 @@ import torch
 from decode_workers.pacing import LayerKvConfig, Speeds
 from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
-from engine.allocation import BlockAllocator
-from engine.block_pool import BlockKey, BlockPool
-from engine.kv_cache import KVCache, KVLayout
-from engine.prefix import block_hashes
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockKey, BlockPool
+from engine.kv.cache import KVCache, KVLayout
+from engine.kv.prefix import block_hashes
 from engine.sequence import Sequence, SequenceKey, StepPlan
 from kv_transfer.prefix_loading import Columns, PrefixLoading
 from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource

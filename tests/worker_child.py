@@ -19,7 +19,7 @@ import torch
 import uvloop
 
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
-from engine.loading import EngineConfig, load_model
+from engine.steps.loading import EngineConfig, load_model
 from kv_transfer.messages import Endpoint, Role
 from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.worker_parts import WorkerParts

@@ -12,11 +12,11 @@ import torch
 from benchmarks.gpu.random_model import checkpoint, kept_checkpoint, small_model
 from benchmarks.workload import MODEL
 from decode_workers.local_engine import LocalEngine
-from engine.builtin_models import ModelUnavailableError
-from engine.loading import EngineConfig, load_model
-from engine.model_store import resolve_model
-from engine.sampling_params import SamplingParams
+from engine.checkpoint.builtin_models import ModelUnavailableError
+from engine.checkpoint.store import resolve_model
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
+from engine.steps.loading import EngineConfig, load_model
 
 _PROMPT_LENGTHS = (1, 63, 1000)
 _NUM_TOKENS = 32

@@ -26,7 +26,7 @@ from benchmarks.gpu.model_speed import Aims, Scale, loaded
 from benchmarks.gpu.stepping import Stepper, decode_step_seconds
 from benchmarks.gpu.trace import DEVICE_WORK, StepTime, read_trace, step_times
 from benchmarks.workload import draw_prompts, greedy
-from engine.loading import LoadedModel
+from engine.steps.loading import LoadedModel
 
 AIM_US = 100.0
 LONGEST_PAUSE_US = 5.0  # between kernels of a graph it is 1 to 2

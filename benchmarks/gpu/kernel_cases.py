@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kv_cache import KVCache, KVLayout
+from engine.kv.cache import KVCache, KVLayout
 from kernels.interface import Segment
 from kernels.triton.kernels import GpuKernels
 from kernels.triton.matmul import matmul

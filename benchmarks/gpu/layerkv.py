@@ -26,11 +26,11 @@ from benchmarks.summary import ratio, spread
 from benchmarks.tiered_engine import StepCost, TieredEngine
 from benchmarks.timing import MS
 from benchmarks.workload import draw_prompts, greedy
-from engine.kv_sizes import layers_per_group_for
-from engine.loading import DtypeName, EngineConfig, load_model
-from engine.model_config import ModelConfig
-from engine.model_store import resolve_model
+from engine.checkpoint.store import resolve_model
+from engine.kv.sizes import layers_per_group_for
+from engine.model.config import ModelConfig
 from engine.sequence import Sequence as TokenSequence
+from engine.steps.loading import DtypeName, EngineConfig, load_model
 
 AIM_RATIO = 1.1  # of a decode step with every other group on the host, over one with all on the device
 AIM_BESIDE = 0.9  # of the time that a prompt's copies take

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.kernel_cases import Shape, filled_cache
-from engine.devices import pinning_for
-from engine.mappings import map_memory
+from engine.memory.devices import pinning_for
+from engine.memory.mappings import map_memory
 from kv_transfer.copying_threads import CopyingThreads
 from kv_transfer.device_copying import DeviceCopies, copies_on
 

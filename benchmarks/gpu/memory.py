@@ -18,9 +18,9 @@ from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, engine_config
 from benchmarks.gpu.stepping import Stepper
 from benchmarks.workload import draw_prompts
-from engine.loading import LoadedModel, load_model
-from engine.memory_profile import StepSize
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
+from engine.steps.loading import LoadedModel, load_model
+from engine.steps.memory_profile import StepSize
 
 MOST_GROWTH = 0.001  # of the device's memory, after the start
 SHARE_ERROR = 0.01

@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu.model_speed`: steps of Llama-3.1-8B's shape beside what the GPU could do at best.
 
 A decode step is bound by memory: it reads all weights but the embedding, and the KV of its sequences. A long prompt is
-bound by products. Ceilings are measured in the same run. What `engine.roofline` says of the same steps stands beside.
+bound by products. Ceilings are measured in the same run. What `engine.cost_model.roofline` says of the same steps
+stands beside.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, engine_config
 from benchmarks.gpu.stepping import Stepper, decode_step_seconds
 from benchmarks.summary import spread
 from benchmarks.workload import draw_prompts, greedy
-from engine.loading import LoadedModel, load_model
-from engine.memory_profile import StepSize
-from engine.roofline import H100_SXM, ModelShape, roofline_cost
-from engine.step_cost import StepWork
+from engine.cost_model.roofline import H100_SXM, ModelShape, roofline_cost
+from engine.cost_model.step_cost import StepWork
+from engine.steps.loading import LoadedModel, load_model
+from engine.steps.memory_profile import StepSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class Aims:
 
     decode: dict[int, float]  # by the number of sequences
     prefill: float = 0.6
-    cost_model: float = 0.2  # relative error of `engine.roofline`
+    cost_model: float = 0.2  # relative error of `engine.cost_model.roofline`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ def _judge_cost_model(report: Report, shape: ModelShape, seen: list[tuple[str, S
     for name, work, seconds in seen:
         report.add(
             Figure(
-                name=f"{name}, as engine.roofline's {H100_SXM.name} foretells",
+                name=f"{name}, as engine.cost_model.roofline's {H100_SXM.name} foretells",
                 value=cost.step_s(work) / seconds,
                 unit="times measured",
                 at_least=1 - most if described else None,

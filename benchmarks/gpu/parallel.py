@@ -23,11 +23,11 @@ from benchmarks.gpu.random_model import RandomModel, engine_config, small_model
 from benchmarks.part import GateError
 from benchmarks.workload import draw_prompts, greedy, sequences
 from decode_workers.local_engine import LocalEngine
-from engine.loading import LoadedModel, load_model
-from engine.memory_profile import StepSize
 from engine.parallel.leader import STEP_S
 from engine.parallel.processes import GroupError
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
+from engine.steps.loading import LoadedModel, load_model
+from engine.steps.memory_profile import StepSize
 from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import DigestKind
 

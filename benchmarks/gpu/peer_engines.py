@@ -21,8 +21,8 @@ import torch
 from benchmarks.gpu.stepping import Stepper
 from benchmarks.timing import RequestTiming, Wave
 from benchmarks.workload import Load, draw_prompts, greedy
-from engine.loading import DtypeName, EngineConfig, LoadedModel, load_model
-from engine.memory_profile import StepSize
+from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model
+from engine.steps.memory_profile import StepSize
 
 EngineName = Literal["legato", "continuous batching", "compiled static cache"]
 ENGINES: Final[tuple[EngineName, ...]] = ("legato", "continuous batching", "compiled static cache")

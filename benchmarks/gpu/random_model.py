@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.loading import DtypeName, EngineConfig
-from engine.model_config import ModelConfig
-from engine.roofline import LLAMA_3_1_8B, ModelShape
-from engine.weights import expected_shapes
+from engine.checkpoint.weights import expected_shapes
+from engine.cost_model.roofline import LLAMA_3_1_8B, ModelShape
+from engine.model.config import ModelConfig
+from engine.steps.loading import DtypeName, EngineConfig
 
 _FILE_BYTES = 4 << 30  # of one file; host memory holds the tensors of one at a time
 _MEMORY = Path("/dev/shm")

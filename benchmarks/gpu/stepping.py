@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from decode_workers.building import decode_scheduler
-from engine.loading import LoadedModel
-from engine.sampling_params import SamplingParams
+from engine.cost_model.step_cost import StepWork
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence as TokenSequence
 from engine.sequence import SequenceKey, StepOutput, StepPlan
-from engine.step_cost import StepWork
-from engine.step_loop import Overlap, StepLoop, StepRates
+from engine.steps.loading import LoadedModel
+from engine.steps.loop import Overlap, StepLoop, StepRates
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.peers.peer import THREADS, Answer, Request
 from benchmarks.workload import MODEL
-from engine.quantisation import Quantisation, QuantisationName
-from engine.sampling_params import SamplingParams
+from engine.checkpoint.quantisation import Quantisation, QuantisationName
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 
 Wave = Callable[[list[Request]], list[Answer]]
@@ -37,7 +37,7 @@ def main() -> None:
 def legato(weights: Any) -> Wave:
     """`LocalEngine` with the limits of a decode worker; `weights`: a dtype, or int8 or int4 beside bfloat16."""
     from benchmarks.local import KV_BYTES, local_engine
-    from engine.loading import EngineConfig, load_model
+    from engine.steps.loading import EngineConfig, load_model
 
     quantised = weights in get_args(QuantisationName)
     config = EngineConfig(
@@ -65,7 +65,7 @@ def legato(weights: Any) -> Wave:
 def transformers(dtype: str) -> Wave:
     """`generate` on one batch of all requests, padded to the longest; all get as many tokens as the first. Greedy."""
     from benchmarks.hugging_face import HuggingFace
-    from engine.model_store import resolve_model
+    from engine.checkpoint.store import resolve_model
 
     peer = HuggingFace(resolve_model(MODEL), getattr(torch, dtype))
 

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 
 from benchmarks.workload import MODEL
-from engine.model_store import resolve_model
+from engine.checkpoint.store import resolve_model
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from engine.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
+from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
 from kv_transfer.messages import WorkerSnapshot
 
 _ASSUMED_ERROR: Final = 0.5

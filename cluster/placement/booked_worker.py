@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from cluster.placement.booking import Booking, seconds_of
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import WorkerInfo, WorkerSnapshot
 
 

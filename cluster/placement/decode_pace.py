@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from cluster.placement.worker_table import PROMPTS_OVER_S, Row, Slot, WorkerTable
-from engine.step_cost import StepWork
+from engine.cost_model.step_cost import StepWork
 
 _MOST_PROMPTS: Final = 0.9  # of its time
 

@@ -19,7 +19,7 @@ from cluster.placement.output_lengths import OutputLengths
 from cluster.placement.overhead import Overhead
 from cluster.placement.query import Query
 from cluster.placement.worker_table import Row, Slot, WorkerTable
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import KnownWorker, WorkerInfo, WorkerSnapshot
 
 

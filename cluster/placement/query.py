@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
-from engine.prefix import HASH_BYTES
+from engine.kv.prefix import HASH_BYTES
 
 NO_TARGET = float("inf")
 

@@ -25,7 +25,7 @@ from cluster.simulation.synthetic import Workload, draw_requests
 from cluster.simulation.traces import Scaling, TraceRequest, read_trace
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloClass, SloConfig
-from engine.roofline import (
+from engine.cost_model.roofline import (
     A100_SXM,
     H100_SXM,
     L40S,
@@ -34,7 +34,7 @@ from engine.roofline import (
     kv_capacity_tokens,
     roofline_cost,
 )
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 
 MODELS: Final = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.1-70b": LLAMA_3_1_70B}
 DEVICES: Final = {"h100": H100_SXM, "a100": A100_SXM, "l40s": L40S}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.simulation.traces import TraceRequest
-from engine.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import StepCost, StepWork
 
 _MOST_WORKERS: Final = 4096
 

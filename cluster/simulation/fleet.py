@@ -12,7 +12,7 @@ from typing import Final
 from cluster.block_index import BlockIndex
 from cluster.simulation.router import PlaceQuery
 from cluster.simulation.worker_shape import WorkerShape
-from engine.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, WorkerInfo
 
 _LEAST_ERROR: Final = 0.02

@@ -19,8 +19,8 @@ from cluster.simulation.plan_report import Outcome, PlanReport
 from cluster.simulation.planner import Layout, Outlook, OutOfTime, search
 from cluster.simulation.synthetic import Workload, draw_requests
 from cluster.simulation.traces import Scaling, TraceRequest, read_trace
-from engine.model_config import ModelConfig
-from engine.roofline import ModelShape
+from engine.cost_model.roofline import ModelShape
+from engine.model.config import ModelConfig
 
 _DEGREES: Final = (1, 2, 4, 8)
 _LOADS: Final = (0.8, 1.2)

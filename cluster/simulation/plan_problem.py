@@ -16,7 +16,7 @@ from cluster.simulation.traces import Scaling, TraceRequest
 from cluster.simulation.worker_memory import WorkerMemory, predict_memory
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo import SloClass, SloConfig
-from engine.roofline import Device, ModelShape, roofline_cost
+from engine.cost_model.roofline import Device, ModelShape, roofline_cost
 
 _SAMPLED_BY_PREFILL: Final = 32  # prompts that end in one step
 

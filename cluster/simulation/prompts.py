@@ -6,8 +6,8 @@ from collections.abc import Sequence as TokenIds
 from typing import Any, cast
 
 from cluster.simulation.traces import TraceRequest
-from engine.prefix import PrefixHasher
-from engine.sampling_params import SamplingParams
+from engine.kv.prefix import PrefixHasher
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 
 TOKEN = 1  # that every simulated step samples

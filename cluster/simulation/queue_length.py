@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cluster.simulation.router import NobodyWaits, PlaceQuery
-from engine.step_cost import ASSUMED_PREFILL_TOKENS_PER_S
+from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S
 from kv_transfer.messages import (
     BlockEvents,
     BlockIndexSnapshot,

@@ -23,7 +23,7 @@ from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, Worker
 from cluster.slo import SloConfig
-from engine.prefix import PrefixHasher
+from engine.kv.prefix import PrefixHasher
 from engine.sequence import Sequence
 from kv_transfer.messages import Placement, Unplaceable
 

@@ -1,4 +1,4 @@
-"""A worker's steps on the virtual clock: what `engine.step_loop` does in life, as long as the cost model says.
+"""A worker's steps on the virtual clock: what `engine.steps.loop` does in life, as long as the cost model says.
 
 Of decode steps that all compute the same sequences, and in which no scheduler or pool could change anything, only the
 first is planned and the last is finished; what the ones between do to their sequences is done at once. The times are
@@ -16,8 +16,8 @@ from typing import Final
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.prompts import TOKEN
+from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sequence import SampledToken, StepOutput, StepPlan
-from engine.step_cost import StepCost, StepWork
 
 _SAMPLED: Final = SampledToken(TOKEN)
 _NUM_FACTORS: Final = 1021  # then they repeat

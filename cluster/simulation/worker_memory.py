@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from engine.roofline import Device, ModelShape, kv_capacity_tokens
+from engine.cost_model.roofline import Device, ModelShape, kv_capacity_tokens
 
 USABLE_SHARE: Final = 0.9
 """The rest of a device is for its driver, libraries' buffers and fragmentation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.simulation.steps import Noise
-from engine.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

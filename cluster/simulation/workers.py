@@ -16,10 +16,10 @@ from cluster.simulation.prompts import TOKEN
 from cluster.simulation.steps import SimulatedSteps
 from cluster.simulation.worker_shape import WorkerShape
 from decode_workers.scheduler import DecodeScheduler
-from engine.allocation import BlockAllocator
-from engine.block_pool import BlockPool
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
+from engine.sampling.stopping import finish_reason
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
-from engine.stopping import finish_reason
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.messages import Endpoint, Role, WorkerInfo, WorkerSnapshot
 from prefill_workers.scheduler import PrefillScheduler

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.model.batch import Batch
 from kernels.interface import Segment
 
 _SEGMENT_FIELDS = 4  # first row, queries, context, columns of its table

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store  # where they have types
 
-from engine.parallel.shards import Shard
+from engine.model.shards import Shard
 
 # Waiting is the stream's, not the thread's; and only the leader aborts, after it has said so to whoever reads results:
 # torch's own watchdog would let a step go on, with whatever stands in memory, or end the process.

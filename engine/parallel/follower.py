@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
-from engine.host_memory import keep_freed_memory
-from engine.kv_cache import KVCache, KVLayout
-from engine.model import Model
+from engine.checkpoint.quantised_weights import load_mixed_weights
+from engine.kv.cache import KVCache, KVLayout
+from engine.memory.host import keep_freed_memory
+from engine.model.transformer import Model
 from engine.parallel.batches import num_on_device, unpack_batch
 from engine.parallel.device_link import use_device
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import shared_cache
 from engine.parallel.processes import APART
 from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, word_and_number
-from engine.quantised_weights import load_mixed_weights
 from kernels.ops import kernels_for
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import (  # where they have types
     Work,
 )
 
-from engine.devices import CPU
+from engine.memory.devices import CPU
+from engine.model.shards import Shard
 from engine.parallel.device_link import add_device_backend
-from engine.parallel.shards import Shard
 from engine.parallel.spec import RankSpec
 
 _LOCAL = "127.0.0.1"  # a group is of one node

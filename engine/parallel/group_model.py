@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from engine.batch import Batch
-from engine.kv_cache import KVCache
-from engine.model import LayerHooks, Model
+from engine.kv.cache import KVCache
+from engine.model.batch import Batch
+from engine.model.transformer import LayerHooks, Model
 from engine.parallel.group import RankGroup
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv_cache import GroupRow, KVCache, KVLayout
+from engine.kv.cache import GroupRow, KVCache, KVLayout
+from engine.model.shards import Shard
 from engine.parallel.device_link import wait_for
-from engine.parallel.shards import Shard
 
 _COPY_BYTES = 4 << 20
 
@@ -36,7 +36,7 @@ def shared_memory(layout: KVLayout, num_blocks: int, device: torch.device) -> tu
         descriptor = os.memfd_create("legato-rank-kv")
         os.truncate(descriptor, num_bytes)
         return shared_cache(layout, num_blocks, device, descriptor), descriptor
-    from engine.gpu_memory import GpuMemory
+    from engine.memory.gpu import GpuMemory
 
     memory, descriptor = GpuMemory(device).allocate(num_bytes)
     memory.zero_()
@@ -49,7 +49,7 @@ def shared_cache(layout: KVLayout, num_blocks: int, device: torch.device, descri
     num_bytes = num_blocks * layout.block_bytes
     if device.type == "cpu":
         return KVCache(layout, num_blocks, memory=memoryview(mmap.mmap(descriptor, num_bytes)))
-    from engine.gpu_memory import GpuMemory
+    from engine.memory.gpu import GpuMemory
 
     return KVCache(layout, num_blocks, memory=GpuMemory(device).map(descriptor, num_bytes, writable=True))
 

@@ -19,20 +19,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
-from engine.devices import CPU
-from engine.kv_cache import KVCache, KVLayout
-from engine.model_config import ModelConfig
+from engine.checkpoint.quantisation import Quantisation
+from engine.kv.cache import KVCache, KVLayout
+from engine.memory.devices import CPU
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.shards import Shard, check_degree
 from engine.parallel.batches import pack_batch
 from engine.parallel.device_link import mark_on, rank_device
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.group_model import LeaderRanks
 from engine.parallel.kv import GroupKV, shard_layout, shared_memory
 from engine.parallel.processes import GroupError, RankProcess
-from engine.parallel.shards import Shard, check_degree
 from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, with_number
 from engine.parallel.watch import GroupWatch, end_of
-from engine.quantisation import Quantisation
 from kernels.quantised_weight import ActivationBits
 
 logger = logging.getLogger(__name__)

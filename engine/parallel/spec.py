@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from engine.kv_cache import KVLayout
-from engine.model_config import LayerConfig, ModelConfig
-from engine.quantisation import Quantisation
-from engine.rope import RopeConfig
-from engine.weight_packing import WeightPacking
+from engine.checkpoint.packing import WeightPacking
+from engine.checkpoint.quantisation import Quantisation
+from engine.kv.cache import KVLayout
+from engine.model.config import LayerConfig, ModelConfig
+from engine.model.rope import RopeConfig
 from kernels.quantised_weight import ActivationBits
 
 # From the leader, after the specification. A word may be followed by a number, eight bytes, little-endian.

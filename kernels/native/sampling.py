@@ -35,7 +35,7 @@ def contenders(
     """Ids, ascending, of all tokens that may have the largest score and of a few that have not, and their random words.
 
     A score is a logit of the `row [V]` less `best`, the largest one, by the temperature, and noise. No logit is NaN.
-    Noise, words, `seed` in [0, 2^64) and `position` in [0, 2^32): see `engine.philox`. None: the machine has
+    Noise, words, `seed` in [0, 2^64) and `position` in [0, 2^32): see `engine.sampling.philox`. None: the machine has
     no C++ kernels, or they are too many to be worth it.
     """
     function = _function("contenders")
@@ -64,7 +64,8 @@ def likely(relative: npt.NDArray[np.float32], radius: float) -> Likely | None:
 
 
 def words(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -> npt.NDArray[np.uint32] | None:
-    """The random words of tokens, in their order: see `engine.philox`. None: the machine has no C++ kernels."""
+    """The random words of tokens, in their order: see `engine.sampling.philox`. None: the machine has no C++
+    kernels."""
     function = _function("words")
     if function is None:
         return None

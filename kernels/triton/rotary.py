@@ -82,8 +82,8 @@ def rotate_and_store_kernel(
 def rotate_and_store(qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots) -> tuple[Tensor, Tensor]:
     """Rotate the query and key heads `qk [T, Q + H, D]` in place; write the keys and `v [T, H, D]` to their slots.
 
-    `cos`, `signed_sin [T, 1, D]` as `engine.rope` makes them. Returns the views `q [T, Q, D]`, `k [T, H, D]`. A token
-    whose slot is negative is not stored: what pads a batch to the size of a graph has no slot.
+    `cos`, `signed_sin [T, 1, D]` as `engine.model.rope` makes them. Returns the views `q [T, Q, D]`, `k [T, H, D]`. A
+    token whose slot is negative is not stored: what pads a batch to the size of a graph has no slot.
     """
     num_tokens, num_kv_heads, head_dim = v.shape
     num_heads = qk.shape[1] - num_kv_heads

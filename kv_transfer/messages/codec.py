@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgpack
 from pydantic import TypeAdapter, ValidationError
 
-from engine.sampling_params import MAX_LOGIT_BIAS
+from engine.sampling.params import MAX_LOGIT_BIAS
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
 from kv_transfer.messages.connections import (
     Goodbye,

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from engine.prefix import HASH_BYTES
+from engine.kv.prefix import HASH_BYTES
 
 # Strict, because by default pydantic takes "5", 5.0 and true for integers; and finite, because a NaN passes through
 # every comparison that a scheduler might guard itself with.
@@ -36,7 +36,7 @@ def _whole_hashes(joined: bytes) -> bytes:
     return joined
 
 
-# Hashes of columns (see `engine.prefix`), joined: one value instead of thousands.
+# Hashes of columns (see `engine.kv.prefix`), joined: one value instead of thousands.
 Hashes = Annotated[bytes, Field(strict=True, max_length=MAX_HASHES * HASH_BYTES), AfterValidator(_whole_hashes)]
 
 # Encoded by whoever says it, for whoever knows how to read it.

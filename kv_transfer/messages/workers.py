@@ -77,11 +77,11 @@ class TiersReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCostReport:
-    """A worker's cost model as it is fitted to its own steps: see `engine.step_cost.StepCost`, in seconds.
+    """A worker's cost model as it is fitted to its own steps: see `engine.cost_model.step_cost.StepCost`, in seconds.
 
     The errors are medians of |measured / predicted - 1| over its latest steps of each kind; without any, its first
     guess's own. The stretches are what those steps took, all together, over what was predicted: more than 1 where some
-    take several times as long as usual. The spreads are those of `engine.step_noise.StepNoise`, 0 as long as
+    take several times as long as usual. The spreads are those of `engine.cost_model.noise.StepNoise`, 0 as long as
     they are not known.
     """
 

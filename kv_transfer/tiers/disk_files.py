@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from engine.prefix import HASH_BYTES
+from engine.kv.prefix import HASH_BYTES
 from kv_transfer.digest import slab_digest
 
 ALIGNMENT: Final = 4096

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.block_pool import OutOfBlocksError, PoolObserver
-from engine.eviction_policy import EvictionPolicy
+from engine.kv.block_pool import OutOfBlocksError, PoolObserver
+from engine.kv.eviction_policy import EvictionPolicy
 from kv_transfer.messages import TierBlocks
 from kv_transfer.tiers.disk_files import ColumnFormat, DamagedColumnError, aligned_buffer, copy_bytes
 from kv_transfer.tiers.disk_folder import MAX_SLOTS, DiskFolder, DiskTierError

@@ -17,9 +17,9 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.block_pool import BlockKey
-from engine.devices import Pin
-from engine.mappings import map_memory
+from engine.kv.block_pool import BlockKey
+from engine.memory.devices import Pin
+from engine.memory.mappings import map_memory
 from kv_transfer.tiers.late_digests import LateDigests
 from kv_transfer.tiers.segment_files import LockedFile, adopt, create, free_bytes, remove_dead, sweep
 from kv_transfer.tiers.segment_index import SegmentIndex, SegmentShape, block_digest

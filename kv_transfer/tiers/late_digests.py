@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.block_pool import BlockKey
+from engine.kv.block_pool import BlockKey
 from kernels.cpu.thread_team import work_alone
 from kv_transfer.tiers.segment_index import SegmentIndex, block_digest
 

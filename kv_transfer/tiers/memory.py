@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.block_pool import BlockKey, BlockPool
-from engine.kv_cache import KVCache
-from engine.sequence_kv import SequenceKV
+from engine.kv.block_pool import BlockKey, BlockPool
+from engine.kv.cache import KVCache
+from engine.kv.sequence_kv import SequenceKV
 from kv_transfer.messages import TierBlocks
 
 

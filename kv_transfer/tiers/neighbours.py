@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, uint8
 
-from engine.block_pool import BlockKey
+from engine.kv.block_pool import BlockKey
 from kv_transfer.tiers.segment_files import open_segment, segment_paths
 from kv_transfer.tiers.segment_index import SegmentIndex, fingerprint_digest
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from engine.block_link import BlockLink
-from engine.device_streams import CudaStream, MarkQueued, Stream, queued_on
-from engine.host_placement import BlockPairs, Blocks
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
+from engine.memory.streams import CudaStream, MarkQueued, Stream, queued_on
+from engine.offload.block_link import BlockLink
+from engine.offload.staging_plan import BlockPairs, Blocks
 from kv_transfer.tiers.memory import TierMemory
 
 Offload = Callable[[Blocks, Blocks], None]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from engine.block_pool import BlockLease
+from engine.kv.block_pool import BlockLease
 from kernels.cpu.thread_team import work_alone
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.messages import SourceName

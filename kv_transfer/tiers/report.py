@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.block_pool import BlockPool
-from engine.loading import LoadedModel
+from engine.kv.block_pool import BlockPool
+from engine.steps.loading import LoadedModel
 from kv_transfer.messages import DiskReport, Tier, TierBlocks, TiersReport
 from kv_transfer.prefix_loading import PrefixLoading
 from kv_transfer.tiers.disk_tier import DiskTier

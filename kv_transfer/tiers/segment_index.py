@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engine.block_pool import BlockKey
-from engine.prefix import HASH_BYTES
+from engine.kv.block_pool import BlockKey
+from engine.kv.prefix import HASH_BYTES
 from kv_transfer.digest import ByteView
 
 _MAGIC: Final = b"LegatoKV"

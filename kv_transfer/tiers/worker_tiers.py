@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from engine.block_pool import BlockPool
-from engine.devices import pinning_for
-from engine.kv_cache import KVCache, KVLayout
-from engine.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
-from engine.machine_memory import memory_bytes
-from engine.mappings import map_private_memory
-from engine.model_store import resolve_model
+from engine.checkpoint.store import resolve_model
+from engine.kv.block_pool import BlockPool
+from engine.kv.cache import KVCache, KVLayout
+from engine.memory.devices import pinning_for
+from engine.memory.machine import memory_bytes
+from engine.memory.mappings import map_private_memory
+from engine.steps.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
 from kv_transfer.block_events import BlockEventLog
 from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
 from kv_transfer.tiers.disk_files import ColumnFormat

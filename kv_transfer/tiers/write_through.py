@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.block_pool import BlockKey, BlockLease
+from engine.kv.block_pool import BlockKey, BlockLease
 from kernels.cpu.thread_team import work_alone
 from kv_transfer.home_loop import HomeLoop
 from kv_transfer.tiers.memory import TierMemory

@@ -8,7 +8,7 @@ from typing import Final, Literal, get_args
 
 import torch
 
-from engine.devices import CPU
+from engine.memory.devices import CPU
 from kv_transfer.transports.base import Identity
 from kv_transfer.transports.device import DeviceCarrier
 from kv_transfer.transports.distributed import DistributedCarrier

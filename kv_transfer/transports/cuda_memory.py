@@ -1,4 +1,4 @@
-"""Slabs in memory of a GPU that a peer on the same one maps: `engine.gpu_memory`, as links need it."""
+"""Slabs in memory of a GPU that a peer on the same one maps: `engine.memory.gpu`, as links need it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import torch
 from torch import Tensor
 
-from engine.gpu_memory import GpuMemory, GpuMemoryError
+from engine.memory.gpu import GpuMemory, GpuMemoryError
 from kv_transfer.messages import SegmentOffer
 from kv_transfer.transports.segment import SegmentError
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from engine.devices import CPU
+from engine.memory.devices import CPU
 from kv_transfer.connection import ConnectionConfig
 from kv_transfer.frames import Frame
 from kv_transfer.home_loop import HomeLoop

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store  # where they have types
 
-from engine.device_streams import CudaStream
+from engine.memory.streams import CudaStream
 
 Rank = Literal[0, 1]
 SENDER: Final[Rank] = 0

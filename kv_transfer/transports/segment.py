@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from engine.devices import Pin
-from engine.mappings import map_memory
+from engine.memory.devices import Pin
+from engine.memory.mappings import map_memory
 from kv_transfer.messages import SegmentOffer
 from kv_transfer.transports.base import SlabBytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.block_pool import BlockLease, BlockPool, OutOfBlocksError
+from engine.kv.block_pool import BlockLease, BlockPool, OutOfBlocksError
 from kv_transfer.digest import slab_digest
 from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.handoff_receiver import HandoffReceiver

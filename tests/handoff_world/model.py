@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from kv_transfer.messages import Message, RequestSpec
 
 NUM_LAYERS: Final = 2

@@ -1,7 +1,7 @@
 // Which tokens of a row of logits can win a draw, so that exact noise is needed of these alone; and what truncates a draw
 // needs: the likely tokens, the mass of all, and the random words of those that are left.
 //
-// A draw takes the token with the largest sum of logit and Gumbel noise, -log(-log(u)); see engine/philox.py. That is the
+// A draw takes the token with the largest sum of logit and Gumbel noise, -log(-log(u)); see engine/sampling/philox.py. That is the
 // token with the least time E = -log(u) / exp(logit). Since -log(u) >= 1 - u, a token whose 1 - u is above exp(logit) times
 // somebody's E has lost: two logarithms less for all but a handful of a vocabulary.
 

@@ -1,4 +1,4 @@
-"""Bias, penalties and bans of single tokens, on a copy of the logits: steps 1 to 4 of `engine.logits`."""
+"""Bias, penalties and bans of single tokens, on a copy of the logits: steps 1 to 4 of `engine.sampling.logits`."""
 
 from __future__ import annotations
 

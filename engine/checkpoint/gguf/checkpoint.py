@@ -1,0 +1,239 @@
+"""A GGUF file becomes a Hugging Face checkpoint folder: in bfloat16, or with its blocks left where they are.
+
+Knows how two architectures lie in a GGUF file (Llama and Gemma 3) and undoes what llama.cpp's converter did to them:
+quantised blocks, permuted query and key rows, norm weights with one added. Knows nothing of downloads and caches; it
+reads one file and writes one folder. Tokenizers are in `engine.checkpoint.gguf.tokenizer`, blocks in
+`engine.checkpoint.gguf.blocks`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+
+from engine.checkpoint.gguf.blocks import quantised_weight
+from engine.checkpoint.gguf.tokenizer import write_tokenizer
+from kernels.quantised_weight import QuantisedWeight
+
+Array = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.int64]
+Metadata = dict[str, Any]
+
+_TENSOR_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_PROGRESS_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What is particular to one architecture: its config, its norms' names, and how tensors were changed.
+
+    `row_order`: from which row of a tensor in the file each row comes; None: they are as they were.
+    """
+
+    config: Callable[[Metadata], dict[str, Any]]
+    norm_names: dict[str, str]
+    row_order: Callable[[str, int, Metadata], Rows | None]
+    norm_offset: float  # added to norm weights
+
+
+def convert_gguf(gguf_file: Path, folder: Path, *, progress: Callable[[str], None]) -> None:
+    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files into `folder`.
+
+    Raises ValueError for an architecture other than Llama and Gemma 3.
+    """
+    reader = gguf.GGUFReader(gguf_file)
+    metadata = _metadata(reader)
+    architecture = _architecture(metadata, gguf_file)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict(_converted(reader, architecture, metadata, progress))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_configs(folder, architecture, metadata, tied="lm_head.weight" not in tensors)
+    write_tokenizer(metadata, folder)
+
+
+def describe_gguf(gguf_file: Path, folder: Path) -> None:
+    """Write all that `convert_gguf` writes but the weights into `folder`, which exists. Raises the same."""
+    reader = gguf.GGUFReader(gguf_file)
+    metadata = _metadata(reader)
+    architecture = _architecture(metadata, gguf_file)
+    names = {hugging_face_name(tensor.name, architecture.norm_names) for tensor in reader.tensors}
+    _write_configs(folder, architecture, metadata, tied="lm_head.weight" not in names)
+    write_tokenizer(metadata, folder)
+
+
+def stored_gguf_tensors(gguf_file: Path) -> Iterator[tuple[str, torch.Tensor | QuantisedWeight]]:
+    """Each tensor by its name in a checkpoint, as the converter found it: blocks where `gguf_blocks` knows their kind,
+    else float32. Raises ValueError for an architecture or a tensor that is not known."""
+    reader = gguf.GGUFReader(gguf_file)
+    metadata = _metadata(reader, {"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"})
+    architecture = _architecture(metadata, gguf_file)
+    for tensor in reader.tensors:
+        name = hugging_face_name(tensor.name, architecture.norm_names)
+        weight = None if tensor.name.endswith("norm.weight") else quantised_weight(tensor.data, tensor.tensor_type)
+        if weight is None:
+            yield name, torch.from_numpy(_restored(tensor, architecture, metadata))
+            continue
+        order = architecture.row_order(tensor.name, weight.shape[0], metadata)
+        yield name, weight if order is None else weight.rows(torch.from_numpy(order))
+
+
+def _metadata(reader: Any, without: Set[str] = frozenset()) -> Metadata:
+    return {name: field.contents() for name, field in reader.fields.items() if name not in without}
+
+
+def _architecture(metadata: Metadata, gguf_file: Path) -> Architecture:
+    """Raises ValueError."""
+    name = metadata["general.architecture"]
+    if name not in _ARCHITECTURES:
+        raise ValueError(f"{gguf_file.name} holds a model of architecture {name!r}; known are {list(_ARCHITECTURES)}")
+    return _ARCHITECTURES[name]
+
+
+def _converted(
+    reader: Any, architecture: Architecture, metadata: Metadata, progress: Callable[[str], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    num_tensors = len(reader.tensors)
+    step = max(1, num_tensors // _PROGRESS_STEPS)
+    for index, tensor in enumerate(reader.tensors, start=1):
+        restored = _restored(tensor, architecture, metadata)
+        yield hugging_face_name(tensor.name, architecture.norm_names), torch.from_numpy(restored).to(torch.bfloat16)
+        if index % step == 0:
+            progress(f"  {index} of {num_tensors} tensors converted")
+
+
+def _restored(tensor: Any, architecture: Architecture, metadata: Metadata) -> Array:
+    values = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+    order = architecture.row_order(tensor.name, len(values), metadata)
+    if order is not None:
+        values = values[order]
+    if tensor.name.endswith("norm.weight"):
+        values = values + architecture.norm_offset
+    return np.require(values, requirements=["C", "W"])
+
+
+def hugging_face_name(name: str, norm_names: dict[str, str]) -> str:
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`. Raises ValueError for an unknown tensor."""
+    stem, _, kind = name.rpartition(".")
+    prefix = ""
+    if stem.startswith("blk."):
+        _, layer, stem = stem.split(".", 2)
+        prefix = f"model.layers.{layer}."
+    known = norm_names.get(stem) or _TENSOR_NAMES.get(stem)
+    if known is None:
+        raise ValueError(f"tensor {name!r} of the GGUF file has no place in a checkpoint of this architecture")
+    return f"{prefix}{known}.{kind}"
+
+
+def _write_configs(folder: Path, architecture: Architecture, metadata: Metadata, *, tied: bool) -> None:
+    special = {
+        f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    from transformers import AutoConfig  # takes seconds to import, and only a conversion needs it
+
+    config = AutoConfig.for_model(
+        **architecture.config(metadata), **special, tie_word_embeddings=tied, dtype="bfloat16", use_cache=True
+    )
+    config.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+
+
+def _common_config(metadata: Metadata, prefix: str) -> dict[str, Any]:
+    return {
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "hidden_size": metadata[f"{prefix}.embedding_length"],
+        "intermediate_size": metadata[f"{prefix}.feed_forward_length"],
+        "num_hidden_layers": metadata[f"{prefix}.block_count"],
+        "num_attention_heads": metadata[f"{prefix}.attention.head_count"],
+        "num_key_value_heads": metadata[f"{prefix}.attention.head_count_kv"],
+        "max_position_embeddings": metadata[f"{prefix}.context_length"],
+        "rms_norm_eps": _shortest_float(metadata[f"{prefix}.attention.layer_norm_rms_epsilon"]),
+    }
+
+
+def _shortest_float(value: float) -> float:
+    """GGUF holds floats in 32 bits: 1e-5 reads as 9.999999747378752e-06. Gives the decimal that was meant."""
+    return float(str(np.float32(value)))
+
+
+def _llama_config(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "head_dim": metadata["llama.rope.dimension_count"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
+        **_common_config(metadata, "llama"),
+    }
+
+
+def _llama_row_order(name: str, num_rows: int, metadata: Metadata) -> Rows | None:
+    """llama.cpp rotates neighbouring rows of a head, Hugging Face the two halves: query and key rows are permuted."""
+    heads_key = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(name.split(".")[-2])
+    if heads_key is None:
+        return None
+    num_heads = metadata[f"llama.attention.{heads_key}"]
+    return np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
+    """The GGUF file leaves out what all Gemma 3 share: five sliding layers, then a full one, and the sliding theta."""
+    return {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": metadata["gemma3.attention.key_length"],
+        "query_pre_attn_scalar": metadata["gemma3.attention.key_length"],
+        "sliding_window": metadata["gemma3.attention.sliding_window"],
+        "layer_types": [
+            "full_attention" if layer % 6 == 5 else "sliding_attention"
+            for layer in range(metadata["gemma3.block_count"])
+        ],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": metadata["gemma3.rope.freq_base"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        **_common_config(metadata, "gemma3"),
+    }
+
+
+_ARCHITECTURES = {
+    "llama": Architecture(
+        config=_llama_config,
+        norm_names={"ffn_norm": "post_attention_layernorm"},
+        row_order=_llama_row_order,
+        norm_offset=0.0,
+    ),
+    "gemma3": Architecture(
+        config=_gemma3_config,
+        norm_names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        row_order=lambda name, num_rows, metadata: None,
+        norm_offset=-1.0,  # Gemma scales by `1 + weight`; llama.cpp stores the sum
+    ),
+}

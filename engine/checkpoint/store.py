@@ -1,0 +1,175 @@
+"""Where a model's files are: a name becomes a local folder that holds everything the engine reads.
+
+The folder holds config.json, *.safetensors, the tokenizer, and where the model has them generation_config.json and a
+chat template. Built-in models are converted once into the cache folder; local folders are used as they are; a GGUF file
+gets a folder in the cache that points to it; anything like `owner/name`, or `owner/name@revision`, is fetched from the
+Hugging Face hub, without a single file that could carry code.
+
+    python -m engine.checkpoint.store smollm2-135m-instruct      # prints the folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from engine.checkpoint.builtin_models import (
+    BUILTIN_MODELS,
+    CONVERTER_VERSION,
+    BuiltinModel,
+    ModelUnavailableError,
+    build_checkpoint,
+)
+from engine.checkpoint.gguf.store import GGUF_NAME, gguf_folder, gguf_in
+from engine.checkpoint.manifest import find_fault
+from kernels.cache_folder import default_cache_dir
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_LOCK_DEADLINE_S = 3600.0
+_HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w-][\w.-]*))?")
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+
+
+def print_progress(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def resolve_model(
+    ref: str,
+    *,
+    cache_dir: Path | None = None,
+    progress: Callable[[str], None] = print_progress,
+    verify: bool = False,
+) -> Path:
+    """The local folder of a model: a built-in name, a Hugging Face checkpoint folder, a GGUF file or the folder of one,
+    or a hub id `owner/name`, `owner/name@revision` (a commit, tag or branch).
+
+    `verify` compares the checksums of a built-in model's files, not only their sizes; a faulty folder is replaced.
+    Raises ValueError for a reference that names nothing usable, ModelUnavailableError when fetching it failed.
+    """
+    if ref in BUILTIN_MODELS:
+        return _resolve_builtin(BUILTIN_MODELS[ref], cache_dir or default_cache_dir(), progress, verify)
+    folder = Path(ref).expanduser()
+    gguf_file = gguf_in(folder) if ref else None
+    if gguf_file is not None:
+        return gguf_folder(gguf_file, cache_dir or default_cache_dir())
+    if ref and folder.is_dir():
+        return _require_checkpoint(folder)
+    if hub_id := _HUB_ID.fullmatch(ref):
+        return _require_checkpoint(_fetch_from_hub(hub_id["name"], hub_id["revision"], cache_dir, progress))
+    raise ValueError(
+        f"model {ref!r} is not known: give a built-in name ({', '.join(BUILTIN_MODELS)}), the path of an existing "
+        "folder with a Hugging Face checkpoint, of a GGUF file, or a hub id such as Qwen/Qwen3-0.6B or"
+        " Qwen/Qwen3-0.6B@main"
+    )
+
+
+def _resolve_builtin(model: BuiltinModel, cache_dir: Path, progress: Callable[[str], None], verify: bool) -> Path:
+    folder = cache_dir / model.name
+    if _fault(model, folder, verify) is None:
+        return folder
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _lock(cache_dir / f"{model.name}.lock", model, progress):
+        fault = _fault(model, folder, verify)  # whoever held the lock before may have put it right
+        if fault is not None:
+            if folder.exists():
+                progress(f"Replacing {folder}: {fault}")
+            _install(model, folder, progress)
+            progress(f"{model.name} is in {folder}")
+    return folder
+
+
+def _fault(model: BuiltinModel, folder: Path, verify: bool) -> str | None:
+    return find_fault(folder, source_sha256=model.gguf_sha256, converter_version=CONVERTER_VERSION, checksums=verify)
+
+
+def _lock(path: Path, model: BuiltinModel, progress: Callable[[str], None]) -> FileLock:
+    """Acquired; the operating system releases it when its holder dies, so a killed run blocks nobody."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        progress(f"Another process is preparing {model.name}; waiting for it")
+        try:
+            lock.acquire(timeout=_LOCK_DEADLINE_S)
+        except Timeout:
+            raise ModelUnavailableError(
+                f"another process has been preparing {model.name} for {_LOCK_DEADLINE_S:.0f} s (it holds {path}); "
+                "stop it, then try again"
+            ) from None
+    return lock
+
+
+def _install(model: BuiltinModel, folder: Path, progress: Callable[[str], None]) -> None:
+    """Build in a folder beside, then rename: `folder` is complete or absent, whenever this process dies."""
+    prefix = f".{model.name}.partial-"
+    for leftover in folder.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as work_folder:
+        built = build_checkpoint(model, Path(work_folder), progress)
+        if folder.exists():
+            folder.rename(Path(work_folder) / "replaced")
+        built.rename(folder)
+
+
+def _require_checkpoint(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no Hugging Face checkpoint: config.json is missing")
+    if not any(folder.glob("*.safetensors")) and not (folder / GGUF_NAME).exists():
+        raise ValueError(f"{folder} has no *.safetensors file; weights of other kinds can carry code and are not read")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ValueError(f"{folder} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json must be there")
+    return folder
+
+
+def _fetch_from_hub(name: str, revision: str | None, cache_dir: Path | None, progress: Callable[[str], None]) -> Path:
+    import httpx  # both take half a second, which processes that fetch nothing need not spend
+    from huggingface_hub import snapshot_download
+
+    ref = name if revision is None else f"{name}@{revision}"
+    progress(f"Fetching {ref} from the Hugging Face hub")
+    hub_cache = cache_dir and cache_dir / "hub"
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, cache_dir=hub_cache))
+    except (OSError, httpx.HTTPError) as error:
+        raise ModelUnavailableError(
+            f"{ref!r} is no local folder and could not be fetched from the Hugging Face hub. Check the name, the "
+            f"network, and for a gated model that HF_TOKEN is set. The hub's client says: {error}"
+        ) from error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a model available locally and print its folder.")
+    parser.add_argument("ref", nargs="?", default=DEFAULT_MODEL, help="built-in name, folder or hub id (%(default)s)")
+    parser.add_argument("--verify", action="store_true", help="compare checksums, not only sizes")
+    arguments = parser.parse_args()
+    try:
+        print(resolve_model(arguments.ref, verify=arguments.verify))
+    except (ValueError, ModelUnavailableError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What a worker knows of its own steps' cost: nothing at first, then a seed, and from then on a fit to its steps.
+
+The seed is a calibration where there was one, else an estimate brought to the speed of the first steps. Knows neither
+who runs the steps nor who asks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.cost_model.fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps, kind_of
+from engine.cost_model.noise import StepNoise
+from engine.cost_model.step_cost import StepCost, StepWork
+
+# Enough that one which pays for what libraries make once is seen through, too few to tell much more than the speed.
+_SCALING_STEPS = TELLING_STEPS - 1
+# Learnt from together: a step leaves nothing of the fit in the processor's caches, so that the first one after it costs
+# ten times as much as the next.
+_STEPS_AT_ONCE = 16
+
+
+class StepCosts:
+    """Of one model on one device. Of `estimate` only the proportions count."""
+
+    def __init__(self, estimate: StepCost) -> None:
+        self.estimate = estimate
+        self._first: list[tuple[StepWork, float]] = []
+        self._is_seeded = False
+        self._seed_error = estimate.relative_error
+        self._learnt: StepCostFit | None = None
+        self._unlearnt: list[tuple[StepWork, float]] = []
+
+    @property
+    def is_seeded(self) -> bool:
+        """Steps to come refine what is known already."""
+        return self._is_seeded
+
+    def seed(self, cost: StepCost) -> None:
+        """Begin with what was measured."""
+        self._learnt, self._seed_error, self._is_seeded = StepCostFit(cost), cost.relative_error, True
+        self._unlearnt.clear()
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Take in a step that was computed. One without tokens says nothing and is ignored."""
+        if not (work.prefill_tokens or work.decodes):
+            return
+        if self._is_seeded:
+            self._unlearnt.append((work, seconds))
+            if len(self._unlearnt) == _STEPS_AT_ONCE:
+                self._learn()
+        else:
+            self._first.append((work, seconds))
+            self._learnt = StepCostFit(fit_steps(self.estimate, self._first))
+            self._is_seeded = len(self._first) == _SCALING_STEPS
+
+    @property
+    def _fit(self) -> StepCostFit | None:
+        """With every step so far."""
+        self._learn()
+        return self._learnt
+
+    def _learn(self) -> None:
+        if self._learnt is not None:
+            for work, seconds in self._unlearnt:
+                self._learnt.observe(work, seconds)
+        self._unlearnt.clear()
+
+    def cost(self) -> StepCost | None:
+        """None as long as nothing was measured."""
+        fit = self._fit
+        return None if fit is None else fit.cost()
+
+    def stretch(self, kind: StepKind) -> float:
+        """See `StepCostFit`."""
+        fit = self._fit
+        return 1.0 if fit is None else fit.stretch(kind)
+
+    def noise(self, kind: StepKind) -> StepNoise:
+        """See `StepCostFit`."""
+        fit = self._fit
+        return StepNoise() if fit is None else fit.noise(kind)
+
+    def predicted_s(self, work: StepWork) -> float | None:
+        """With what the latest steps of its kind took beyond their cost. None: too little is known, or it has no
+        tokens."""
+        cost = self.cost() if self._is_seeded and (work.prefill_tokens or work.decodes) else None
+        return None if cost is None else cost.step_s(work) * max(1.0, self.stretch(kind_of(work)))
+
+    def shared_tokens(self) -> float:
+        """See `StepCost`; without bound as long as nothing was measured."""
+        cost = self.cost()
+        return math.inf if cost is None else cost.shared_tokens()
+
+    def error(self, kind: StepKind) -> float:
+        """Median of |actual / predicted - 1| over the latest steps of a kind; the seed's own without any."""
+        fit = self._fit
+        error = None if fit is None else fit.error(kind)
+        return error.median if error is not None and error.num_steps else self._seed_error

@@ -1,0 +1,229 @@
+"""What a step should cost by a model's shape and a device's datasheet, with nothing measured.
+
+Knows arithmetic, bytes and stated efficiencies; no scheduler and no running device. For planning, for simulation, and
+as the seed of a fit: good for proportions, within some tens of percent in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.cost_model.step_cost import StepCost
+from engine.model.config import ModelConfig
+
+# Of the relative error to expect of such an estimate; a fit seeded with it believes its own steps soon.
+ROOFLINE_ERROR = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder-only transformer with grouped-query attention and a gated MLP."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    bytes_per_value: int = 2  # of weights and of KV
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, bytes_per_value: int) -> ModelShape:
+        return cls(
+            name=config.architecture,
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            tied_embeddings=config.tied_embeddings,
+            bytes_per_value=bytes_per_value,
+        )
+
+    @property
+    def layer_weights(self) -> int:
+        """Of all layers, which every token is multiplied by."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        """Of the output layer, which only tokens that sample are multiplied by."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_weights(self) -> int:
+        return self.layer_weights + self.head_weights * (1 if self.tied_embeddings else 2)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_weights * self.bytes_per_value
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Of attention: a query's product with a key and its share of a value, in every head and layer."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A datasheet, and which shares of it serving engines reach.
+
+    `step_s`: of any step beside the model's work: launches, scheduling, sampling. Links are between the devices that
+    share a model, each way; `link_s` is the latency of one reduction among them.
+    """
+
+    name: str
+    flops: float  # dense, in 16 bits
+    memory_bytes_per_s: float
+    memory_bytes: float
+    matmul_share: float
+    attention_share: float
+    memory_share: float
+    step_s: float
+    link_bytes_per_s: float = 0.0
+    link_s: float = 0.0
+
+
+# Efficiencies of the GPUs: of matrix products such that an 8B model's prompts of 2,048 tokens take 25,000 tokens/s on
+# an H100 and a decode step about 7 ms; of attention about what FlashAttention-2's forward pass reaches on an A100 in
+# causal form, half of it on Hopper's far faster units. Datasheets: NVIDIA's of H100 SXM5, A100 SXM 80 GB and L40S.
+H100_SXM = Device(
+    name="H100 SXM 80 GB",
+    flops=989e12,
+    memory_bytes_per_s=3.35e12,
+    memory_bytes=80e9,
+    matmul_share=0.42,
+    attention_share=0.3,
+    memory_share=0.8,
+    step_s=1e-3,
+    link_bytes_per_s=450e9,
+    link_s=10e-6,
+)
+A100_SXM = Device(
+    name="A100 SXM 80 GB",
+    flops=312e12,
+    memory_bytes_per_s=2.039e12,
+    memory_bytes=80e9,
+    matmul_share=0.55,
+    attention_share=0.5,
+    memory_share=0.8,
+    step_s=1.2e-3,
+    link_bytes_per_s=300e9,
+    link_s=12e-6,
+)
+L40S = Device(
+    name="L40S 48 GB",
+    flops=362e12,
+    memory_bytes_per_s=0.864e12,
+    memory_bytes=48e9,
+    matmul_share=0.5,
+    attention_share=0.4,
+    memory_share=0.8,
+    step_s=1.2e-3,
+    link_bytes_per_s=32e9,  # PCIe 4
+    link_s=30e-6,
+)
+# One core, as measured: bf16 products by oneDNN at 0.21 TFLOP/s and reads at 23 GB/s; the shares are this engine's.
+CPU_CORE = Device(
+    name="one Zen 4 core",
+    flops=0.21e12,
+    memory_bytes_per_s=23e9,
+    memory_bytes=12e9,
+    matmul_share=0.75,
+    attention_share=0.3,
+    memory_share=0.6,
+    step_s=5e-3,
+)
+
+LLAMA_3_1_8B = ModelShape(
+    name="Llama-3.1-8B",
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    tied_embeddings=False,
+)
+LLAMA_3_1_70B = ModelShape(
+    name="Llama-3.1-70B",
+    num_layers=80,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    tied_embeddings=False,
+)
+
+
+def roofline_cost(shape: ModelShape, device: Device, *, num_devices: int = 1) -> StepCost:
+    """The model split over `num_devices` tensor-parallel devices.
+
+    `StepCost` adds where a device overlaps: a long prompt's step is charged for reading the weights on top of its
+    arithmetic (8 % of 2,048 tokens of an 8B model on an H100), which errs to the safe side.
+    """
+    _require_fit(shape, device, num_devices)
+    flops = num_devices * device.flops
+    bandwidth = num_devices * device.memory_bytes_per_s * device.memory_share
+    read_bytes = (shape.layer_weights + shape.head_weights) * shape.bytes_per_value
+    reduced_s = _reduction_bytes_per_token(shape, num_devices) / device.link_bytes_per_s if num_devices > 1 else 0.0
+    token_s = 2 * shape.layer_weights / (flops * device.matmul_share) + reduced_s
+    return StepCost(
+        base_s=device.step_s + read_bytes / bandwidth + _reductions_s(shape, device, num_devices),
+        prefill_token_s=token_s,
+        prefill_pair_s=shape.flops_per_pair / (flops * device.attention_share),
+        decode_s=token_s + 2 * shape.head_weights / (flops * device.matmul_share),
+        context_token_s=shape.kv_bytes_per_token / bandwidth,
+        relative_error=ROOFLINE_ERROR,
+    )
+
+
+def kv_capacity_tokens(
+    shape: ModelShape, device: Device, *, num_devices: int = 1, usable_share: float = 0.9, other_bytes: float = 0.0
+) -> int:
+    """Tokens whose KV fits beside the weights in the usable share of all devices' memory, less `other_bytes` on each.
+
+    Raises ValueError where not even the weights fit.
+    """
+    _require_fit(shape, device, num_devices)
+    room = num_devices * (device.memory_bytes * usable_share - other_bytes) - shape.weight_bytes
+    if room < 0:
+        raise ValueError(
+            f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights; {num_devices} x {device.name} leave"
+            f" {(room + shape.weight_bytes) / 1e9:.0f} GB for them and KV: use more devices"
+        )
+    return int(room // shape.kv_bytes_per_token)
+
+
+def _require_fit(shape: ModelShape, device: Device, num_devices: int) -> None:
+    """KV heads are not split, so that many devices are the most among which KV can be shared out evenly."""
+    if num_devices < 1 or shape.num_kv_heads % num_devices:
+        raise ValueError(
+            f"{shape.name} has {shape.num_kv_heads} KV heads, which {num_devices} devices cannot share evenly"
+        )
+    if num_devices > 1 and not device.link_bytes_per_s:
+        raise ValueError(f"{device.name} states no link to others of its kind; use one device")
+
+
+def _reductions_s(shape: ModelShape, device: Device, num_devices: int) -> float:
+    """Latency of a step's reductions: two in each layer."""
+    return 2 * shape.num_layers * device.link_s if num_devices > 1 else 0.0
+
+
+def _reduction_bytes_per_token(shape: ModelShape, num_devices: int) -> float:
+    """Over each device's link: a ring reduction sends 2 (n - 1) / n of what is reduced."""
+    ring = 2 * (num_devices - 1) / num_devices
+    return 2 * shape.num_layers * shape.hidden_size * shape.bytes_per_value * ring

@@ -1,0 +1,271 @@
+"""Who owns which block of one memory tier.
+
+Physical blocks are layer-agnostic: a block holds `block_size` tokens of K and V of one layer group, and the pool
+neither knows nor cares which group that is. Holders get a `BlockLease`; they give it back exactly once. The pool knows
+nothing of tensors, sequences or transports, does no I/O, and belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.kv.eviction import DEFAULT_EVICTION, eviction_policy
+from engine.kv.eviction_policy import BlockKey as BlockKey
+from engine.kv.eviction_policy import EvictionPolicy
+
+
+class OutOfBlocksError(Exception):
+    """The tier has fewer available blocks than were asked for; nothing was taken."""
+
+
+@dataclass(eq=False, slots=True)
+class BlockLease:
+    """The right to use some blocks. Only the pool that issued it changes it."""
+
+    epoch: int
+    lease_id: int
+    blocks: list[int] = field(default_factory=list)
+    released: bool = False
+
+
+class PoolObserver(Protocol):
+    """Is told which content a pool holds, in the order in which that changes. Must not call the pool."""
+
+    def stored(self, block: int, key: BlockKey) -> None:
+        """`find(key)` gives `block` from now on."""
+        ...
+
+    def removed(self, block: int, key: BlockKey) -> None:
+        """It no longer does, and the block's bytes may change once this returns."""
+        ...
+
+
+class BlockPool:
+    """Free list, reference counts, generations and prefix keys of one tier's blocks.
+
+    A block is in exactly one state: *free*; *held* by one or more leases; or *cached*: held by none, but found by its
+    prefix key until it is taken for something else, in the order of `eviction`.
+
+    `generation(block)` grows each time a block is taken for new content, so a reference to old content can be told.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        epoch: int | None = None,
+        eviction: EvictionPolicy | None = None,
+        observers: Iterable[PoolObserver] = (),
+    ) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least one block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        # An epoch names one life of one pool; a reference that survives its process's death is told by it.
+        self.epoch = secrets.randbits(62) if epoch is None else epoch
+        self._free = deque(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._generations = [0] * num_blocks
+        self._key_of: dict[int, BlockKey] = {}
+        self._block_of: dict[BlockKey, int] = {}
+        self._cached = eviction_policy(DEFAULT_EVICTION, num_blocks) if eviction is None else eviction
+        self._leases: dict[int, BlockLease] = {}
+        self._next_lease_id = 1
+        self._observers = list(observers)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that a lease could get now: free ones and cached ones that nobody holds."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Of those, the ones whose content is kept until they are taken."""
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_available
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def is_held(self, block: int) -> bool:
+        """Whether a lease has it. Adopting a block that none has makes one fewer available."""
+        return self._references[block] > 0
+
+    def observe(self, observer: PoolObserver) -> None:
+        """Tell the observer what is findable now, and from now on what changes."""
+        for block, key in self._key_of.items():
+            observer.stored(block, key)
+        self._observers.append(observer)
+
+    def lease(self, num_blocks: int = 0) -> BlockLease:
+        """Open a lease holding `num_blocks` new blocks. Raises OutOfBlocksError and takes nothing if they lack."""
+        self._require_available(num_blocks)
+        lease = BlockLease(self.epoch, self._next_lease_id)
+        self._next_lease_id += 1
+        self._leases[lease.lease_id] = lease
+        self.extend(lease, num_blocks)
+        return lease
+
+    def extend(self, lease: BlockLease, num_blocks: int) -> list[int]:
+        """Add `num_blocks` new blocks to the lease and return them. All or nothing."""
+        self._require_live(lease)
+        self._require_available(num_blocks)
+        taken = [self._take() for _ in range(num_blocks)]
+        for block in taken:
+            self._references[block] = 1
+            self._generations[block] += 1
+        lease.blocks.extend(taken)
+        return taken
+
+    def find(self, key: BlockKey) -> int | None:
+        """The block that holds the content named by `key`, or None. Takes nothing: `adopt` it at once."""
+        return self._block_of.get(key)
+
+    def adopt(self, lease: BlockLease, blocks: Iterable[int], *, is_reuse: bool = True) -> None:
+        """Let the lease share blocks that `find` returned. Their content may be read, never written. All or nothing.
+
+        Not `is_reuse`: the content comes back to who had it before, which the eviction policy is not to take for a hit.
+        """
+        self._require_live(lease)
+        adopted = list(blocks)
+        for block in adopted:
+            if block not in self._key_of:
+                raise ValueError(f"block {block} has no key: only a block that find() returned can be adopted")
+        for block in adopted:
+            self._cached.use(block, is_reuse=is_reuse)
+            self._references[block] += 1
+        lease.blocks.extend(adopted)
+
+    def publish(self, lease: BlockLease, block: int, key: BlockKey) -> None:
+        """Make a full, computed block of the lease findable. A key that is already known keeps its first block."""
+        self._require_live(lease)
+        if self._references[block] == 0:
+            raise ValueError(f"block {block} is held by no lease; publish before releasing")
+        if self._key_of.get(block, key) != key:
+            raise ValueError(f"block {block} is findable by another key already; its content cannot have changed")
+        if key in self._block_of:
+            return
+        self._remember_key(block, key)
+
+    def restore(self, block: int, key: BlockKey) -> None:
+        """Make a free block findable whose content is there already: that of an earlier life of this tier.
+
+        A key that is already known keeps its first block. Constant time where blocks come in ascending order.
+        """
+        if key in self._block_of:
+            return
+        if self._references[block] or block in self._key_of:
+            raise ValueError(f"block {block} is not free; only what nobody holds or finds can be restored")
+        self._free.remove(block)
+        self._generations[block] += 1
+        self._remember_key(block, key)
+        self._cached.add(block, key)
+
+    def forget(self, block: int) -> None:
+        """Make a held block unfindable: its content turned out not to be what its key says. Its holders keep it."""
+        if self._references[block] == 0:
+            raise ValueError(f"block {block} is held by no lease; forget it before releasing")
+        self._forget_key(block)
+
+    def give_back(self, lease: BlockLease, blocks: Iterable[int]) -> None:
+        """Release some blocks of a lease, which stays open, the last one first. All or nothing."""
+        self._require_live(lease)
+        given = list(blocks)
+        missing = Counter(given)
+        kept = []
+        for block in lease.blocks:
+            if missing[block]:
+                missing[block] -= 1
+            else:
+                kept.append(block)
+        if missing.total():
+            raise ValueError(f"blocks {sorted(missing.elements())[:8]} are not the lease's, or not that often")
+        lease.blocks[:] = kept
+        self._unreference(given)
+
+    def release(self, lease: BlockLease) -> None:
+        """Give the lease back. A second release raises: it would free blocks that may be someone else's by now."""
+        self._require_live(lease)
+        lease.released = True
+        del self._leases[lease.lease_id]
+        self._unreference(lease.blocks)
+        lease.blocks.clear()
+
+    def generation(self, block: int) -> int:
+        return self._generations[block]
+
+    def drop_cached(self) -> None:
+        """Forget all cached content that nobody holds."""
+        while len(self._cached):
+            block = self._cached.evict()
+            self._forget_key(block)
+            self._free.append(block)
+
+    def check(self) -> None:
+        """Raise AssertionError unless free + cached + held is every block once and counts agree with the leases."""
+        counted = [0] * self.num_blocks
+        for lease in self._leases.values():
+            assert not lease.released, f"lease {lease.lease_id} is released but listed"
+            for block in lease.blocks:
+                counted[block] += 1
+        assert counted == self._references, "reference counts differ from what the leases hold"
+        held = {block for block, count in enumerate(counted) if count}
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is on the free list twice"
+        assert len(cached) == len(self._cached), "the eviction policy has miscounted its blocks"
+        assert not (held & free or held & cached or free & cached), "a block is in two states"
+        assert len(held) + len(free) + len(cached) == self.num_blocks, "a block is in no state"
+        assert {b: k for k, b in self._block_of.items()} == self._key_of, "prefix keys and blocks disagree"
+        assert cached <= self._key_of.keys(), "a cached block has no key"
+        assert not (free & self._key_of.keys()), "a free block still has a key"
+
+    def check_idle(self) -> None:
+        """`check()`, and nothing may be held: for the moments when no sequence exists."""
+        self.check()
+        assert not self._leases, f"{len(self._leases)} leases are still open: {sorted(self._leases)[:8]}"
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.popleft()
+        block = self._cached.evict()
+        self._forget_key(block)
+        return block
+
+    def _unreference(self, blocks: list[int]) -> None:
+        # In reverse, so that the tail of a prefix is evicted before its head.
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                key = self._key_of.get(block)
+                if key is None:
+                    self._free.append(block)
+                else:
+                    self._cached.add(block, key)
+
+    def _remember_key(self, block: int, key: BlockKey) -> None:
+        self._block_of[key] = block
+        self._key_of[block] = key
+        for observer in self._observers:
+            observer.stored(block, key)
+
+    def _forget_key(self, block: int) -> None:
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        for observer in self._observers:
+            observer.removed(block, key)
+
+    def _require_available(self, num_blocks: int) -> None:
+        assert num_blocks >= 0, f"{num_blocks} blocks wanted"
+        if num_blocks > self.num_available:
+            raise OutOfBlocksError(f"{num_blocks} blocks wanted, {self.num_available} of {self.num_blocks} available")
+
+    def _require_live(self, lease: BlockLease) -> None:
+        if lease.released or self._leases.get(lease.lease_id) is not lease:
+            raise ValueError(f"lease {lease.lease_id} is not open in this pool: it was released or is another pool's")

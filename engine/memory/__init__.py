@@ -1,0 +1,1 @@
+"""Devices, their queues of work, and memory of devices and of the host."""

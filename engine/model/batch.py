@@ -1,0 +1,172 @@
+"""One step's tensors: what `StepPlan` says about sequences, said about rows of a packed batch.
+
+Built from numpy arrays with a few operations per sequence and none per token. Knows no model.
+
+Shape legend: T packed tokens, G layer groups, R output rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.kv.cache import KVCache
+from engine.sequence import ScheduledSequence, Sequence, StepPlan
+from kernels.interface import Segment
+
+Indices = npt.NDArray[np.int64]
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Packed rows: first the items of one token, by growing context, then the longer ones."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [G, T] int64, addresses for `KVCache.store`
+    segments: tuple[Segment, ...]  # in packed order
+    output_rows: Tensor  # [R] int64, rows whose final hidden state is wanted: sampling items', then prompt logprobs'
+    sampling_items: tuple[int, ...]  # indices into the plan, one for each of the first output rows
+    prompt_spans: tuple[PromptSpan, ...]  # cover the other output rows in order
+    awaited_rows: Tensor = _NO_ROWS  # [A] int64, rows whose token the step before samples; `token_ids` says 0 there
+    awaited_from: Tensor = _NO_ROWS  # [A] int64, which of that step's sampled tokens it is
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def everyone_samples(self) -> bool:
+        """Whether the output rows are all rows, in their order."""
+        return len(self.sampling_items) == self.num_tokens and not self.prompt_spans
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Output rows of one item, each of which is judged by the prompt token that follows it."""
+
+    item: int  # index into the plan
+    next_token_ids: list[int]
+
+
+def build_batch(
+    plan: StepPlan,
+    kv_cache: KVCache,
+    tables: Mapping[int, npt.NDArray[np.int32]] = MappingProxyType({}),
+    awaited: Mapping[Sequence, int] = MappingProxyType({}),
+) -> Batch:
+    """The batch of a plan with at least one item.
+
+    `tables` are the block tables `[G, columns]` of items, by their index, that do not lie where their sequence says.
+    `awaited` are the sequences whose next token is the i-th that the step before samples, which may not be known yet.
+    """
+    device = kv_cache.tensor.device
+    order = sorted(range(len(plan.items)), key=lambda index: _packing_key(plan.items[index]))
+    items = [plan.items[index] for index in order]
+    counts = np.array([item.num_tokens for item in items])
+    first_rows = np.cumsum(counts) - counts
+    starts = np.array([item.start for item in items])
+    positions = np.arange(counts.sum()) + np.repeat(starts - first_rows, counts)
+    segments = tuple(map(_segment, items, first_rows.tolist(), map(tables.get, order)))
+    rows, sampling_items, spans = _outputs(items, order, first_rows.tolist())
+    token_ids, awaited_rows, awaited_from = _token_ids(items, first_rows, awaited)
+    slots = _slot_mapping(segments, positions, kv_cache)
+    on_device = _to_device((token_ids, positions, slots, rows, awaited_rows, awaited_from), device)
+    return Batch(
+        token_ids=on_device[0],
+        positions=on_device[1],
+        slot_mapping=on_device[2],
+        segments=segments,
+        output_rows=on_device[3],
+        awaited_rows=on_device[4],
+        awaited_from=on_device[5],
+        sampling_items=sampling_items,
+        prompt_spans=spans,
+    )
+
+
+def _to_device(arrays: tuple[Indices, ...], device: torch.device) -> list[Tensor]:
+    """The arrays as parts of one tensor, which goes up in one copy.
+
+    From pinned memory the copy does not wait for what the device still computes. torch's allocator gives that memory to
+    nobody else before the copy is done.
+    """
+    sizes = [array.size for array in arrays]
+    buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy())
+    parts = torch.split(buffer.to(device, non_blocking=True), sizes)
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _packing_key(item: ScheduledSequence) -> tuple[bool, int]:
+    return item.num_tokens > 1, item.stop
+
+
+def _segment(item: ScheduledSequence, first_row: int, table: npt.NDArray[np.int32] | None) -> Segment:
+    if table is None:
+        assert item.seq.block_table is not None, f"sequence {item.seq.request_id} is scheduled without blocks"
+        table = item.seq.block_table.view
+    return Segment(
+        first_row=first_row,
+        num_queries=item.num_tokens,
+        context_len=item.stop,
+        block_table=table,
+    )
+
+
+def _token_ids(
+    items: list[ScheduledSequence], first_rows: Indices, awaited: Mapping[Sequence, int]
+) -> tuple[Indices, Indices, Indices]:
+    """`[T]` ids, 0 for those not known yet; the rows `[A]` of these, and which of the awaited tokens `[A]` they are."""
+    known = [item.seq.tokens(item.start, item.stop) for item in items]
+    lacking = [k for k, item in enumerate(items) if len(known[k]) < item.num_tokens]
+    for k in lacking:
+        known[k] += [0]
+    rows = [int(first_rows[k]) + items[k].num_tokens - 1 for k in lacking]
+    sources = [awaited[items[k].seq] for k in lacking]
+    num_tokens = sum(item.num_tokens for item in items)
+    return (
+        np.fromiter(chain.from_iterable(known), dtype=np.int64, count=num_tokens),
+        np.array(rows, dtype=np.int64),
+        np.array(sources, dtype=np.int64),
+    )
+
+
+def _slot_mapping(
+    segments: tuple[Segment, ...], positions: npt.NDArray[np.int64], kv_cache: KVCache
+) -> npt.NDArray[np.int64]:
+    """`[G, T]`"""
+    columns, offsets = np.divmod(positions, kv_cache.layout.block_size)
+    slots = np.empty((kv_cache.layout.num_layer_groups, len(positions)), dtype=np.int64)
+    for segment in segments:
+        rows = slice(segment.first_row, segment.first_row + segment.num_queries)
+        slots[:, rows] = segment.block_table[:, columns[rows]]
+    slots *= kv_cache.slots_per_block
+    slots += offsets
+    return slots
+
+
+def _outputs(
+    items: list[ScheduledSequence], order: list[int], first_rows: list[int]
+) -> tuple[npt.NDArray[np.int64], tuple[int, ...], tuple[PromptSpan, ...]]:
+    """Output rows, the plan's items that sample, and the spans of prompt logprobs."""
+    sampling = [k for k, item in enumerate(items) if item.samples]
+    rows = [np.array([first_rows[k] + items[k].num_tokens - 1 for k in sampling], dtype=np.int64)]
+    spans = []
+    for k, item in enumerate(items):
+        if item.seq.params.prompt_logprobs is None:
+            continue
+        following = item.start + 1
+        next_ids = item.seq.prompt_token_ids[following : following + item.num_tokens]
+        spans.append(PromptSpan(order[k], next_ids))
+        rows.append(np.arange(first_rows[k], first_rows[k] + len(next_ids)))
+    return np.concatenate(rows), tuple(order[k] for k in sampling), tuple(spans)

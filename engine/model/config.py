@@ -1,0 +1,224 @@
+"""What kind of model a folder holds: sizes, and the choices in which the supported families differ.
+
+`ModelConfig` says everything the model needs; nothing else looks at config.json. Knows no weights and no devices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from engine.checkpoint.cache import remembered
+from engine.checkpoint.packing import WeightPacking
+from engine.model.rope import ROPE_KINDS, RopeConfig, yarn_magnitude
+from kernels.interface import Activation
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma3ForCausalLM",
+)
+
+# All of what decides how a config is read.
+_CODE = [
+    Path(__file__),
+    Path(__file__).with_name("rope.py"),
+    Path(__file__).parents[1] / "checkpoint" / "packing.py",
+]
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """In what a layer may differ from the others of its model."""
+
+    window: int | None  # tokens that attention sees, the newest included; None: all
+    rope: RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer: grouped-query attention with rotary positions, gated MLP, RMS norms."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    rms_norm_eps: float
+    activation: Activation
+    tied_embeddings: bool
+    attention_scale: float
+    qkv_bias: bool = False
+    output_bias: bool = False  # of attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # each query and key head is normalised before it is rotated
+    sandwich_norms: bool = False  # attention's and the MLP's outputs are normalised too
+    norm_weight_offset: float = 0.0  # added to every norm weight, in float32
+    embedding_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    packing: WeightPacking | None = None  # of the projections' weights in the checkpoint
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read config.json and generation_config.json. Raises ValueError for what this engine cannot run."""
+        folder = Path(folder)
+        named = [folder / "config.json", folder / "generation_config.json"]
+        known = remembered("config", [*_CODE, *named], lambda: asdict(cls._read(folder)))
+        return TypeAdapter(cls).validate_python(known)
+
+    @classmethod
+    def _read(cls, folder: Path) -> ModelConfig:
+        architecture = _architecture(_read_json(folder / "config.json"), folder)
+        hf = _load_hf_config(folder)
+        quantization = getattr(hf, "quantization_config", None)
+        config = _translate(hf, architecture, _eos_token_ids(hf, folder), folder)
+        return replace(config, packing=WeightPacking.from_config(quantization, folder)) if quantization else config
+
+
+def _architecture(raw: Mapping[str, Any], folder: Path) -> str:
+    named = raw.get("architectures") or ["(none)"]
+    if named[0] not in SUPPORTED_ARCHITECTURES:
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise ValueError(f"the model in {folder} has the architecture {named[0]}; supported are {supported}")
+    return str(named[0])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist: a model folder holds config.json and safetensors files") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; fetch it again")
+    return content
+
+
+def _load_hf_config(folder: Path) -> Any:
+    """The family's own defaults applied, names of older config versions translated."""
+    from transformers import AutoConfig  # takes seconds to import: only a checkpoint's first start pays for it
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{folder / 'config.json'} cannot be read as a model config: {error}") from error
+
+
+def _eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
+    """Those of config.json and of generation_config.json: either file may know one that the other does not."""
+    generation = folder / "generation_config.json"
+    named = [hf.eos_token_id, _read_json(generation).get("eos_token_id") if generation.exists() else None]
+    ids: set[int] = set()
+    for entry in named:
+        if entry is not None:
+            ids.update([entry] if isinstance(entry, int) else entry)
+    return tuple(sorted(ids))
+
+
+def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folder: Path) -> ModelConfig:
+    gemma = architecture == "Gemma3ForCausalLM"
+    activation_name = hf.hidden_activation if gemma else hf.hidden_act
+    if activation_name not in _ACTIVATIONS:
+        raise ValueError(
+            f"the model in {folder} uses the activation {activation_name}; supported are {', '.join(_ACTIVATIONS)}"
+        )
+    if getattr(hf, "use_bidirectional_attention", False):
+        raise ValueError(f"the model in {folder} attends in both directions; only causal models can generate")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    attention_bias = bool(getattr(hf, "attention_bias", False))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=head_dim,
+        layers=_layers(hf, folder),
+        max_position_embeddings=hf.max_position_embeddings,
+        eos_token_ids=eos_token_ids,
+        rms_norm_eps=hf.rms_norm_eps,
+        activation=_ACTIVATIONS[activation_name],
+        tied_embeddings=bool(hf.tie_word_embeddings),
+        attention_scale=float(hf.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+        output_bias=attention_bias,
+        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"),
+        sandwich_norms=gemma,
+        norm_weight_offset=1.0 if gemma else 0.0,
+        embedding_scale=hf.hidden_size**0.5 if gemma else None,
+        attention_softcap=getattr(hf, "attn_logit_softcapping", None),
+        logit_softcap=getattr(hf, "final_logit_softcapping", None),
+    )
+
+
+def _layers(hf: Any, folder: Path) -> tuple[LayerConfig, ...]:
+    window = getattr(hf, "sliding_window", None)
+    types = getattr(hf, "layer_types", None)
+    if types is None:  # no choice per layer: a window, if there is one, is every layer's
+        types = ["full_attention" if window is None else "sliding_attention"] * hf.num_hidden_layers
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"the model in {folder} has layers of the type {sorted(unknown)[0]}, which is not supported")
+    ropes = {kind: _rope(hf, kind, folder) for kind in set(types)}
+    return tuple(
+        LayerConfig(window=window if kind == "sliding_attention" else None, rope=ropes[kind]) for kind in types
+    )
+
+
+def _rope(hf: Any, layer_type: str, folder: Path) -> RopeConfig:
+    """From `rope_parameters`, which holds either one set of parameters or one per layer type."""
+    parameters = hf.rope_parameters.get(layer_type, hf.rope_parameters)
+    kind = parameters.get("rope_type", "default")
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"the model in {folder} scales its rotary embedding by {kind!r}; supported are {', '.join(ROPE_KINDS)}"
+        )
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"the model in {folder} rotates only part of each head, which is not supported")
+    known = RopeConfig.__dataclass_fields__.keys() - {"theta", "kind", "factor", "magnitude"}
+    given = {name: parameters[name] for name in known if parameters.get(name) is not None}
+    original = parameters.get("original_max_position_embeddings") or hf.max_position_embeddings
+    factor = parameters.get("factor") or hf.max_position_embeddings / original
+    return RopeConfig(
+        theta=parameters["rope_theta"],
+        kind=kind,
+        factor=factor,
+        magnitude=_magnitude(parameters, factor) if kind == "yarn" else 1.0,
+        **given,
+    )
+
+
+def _magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+    """YaRN's: as given, or from the factor; DeepSeek's variant divides two of them."""
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return yarn_magnitude(factor)

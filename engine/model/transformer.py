@@ -1,0 +1,298 @@
+"""The transformer, for every supported family: one pass over a packed batch, layer by layer.
+
+Knows neither sequences nor sampling; everything about where KV lies comes with the batch.
+
+Shape legend: T packed tokens, E hidden size, Q query heads, H key/value heads, D head size, R output rows,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.checkpoint.weights import AnyWeights
+from engine.kv.cache import KVCache
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.projections import pack_projections
+from engine.model.rope import RopeConfig, RotaryEmbedding
+from engine.model.shards import Shard
+from kernels.fused_layers import FusedLayers, FusingKernels, Layer, LayersForm, LayersStep
+from kernels.interface import Kernels, Linear, PagedAttention
+from kernels.quantised_weight import QuantisedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the layers of one forward pass share, by what they differ in."""
+
+    batch: Batch
+    kv_cache: KVCache
+    rotations: dict[RopeConfig, tuple[Tensor, Tensor]]
+    attentions: Mapping[int | None, PagedAttention]  # by window
+
+
+class LayerHooks(Protocol):
+    """What else happens in a forward pass, in the thread that computes it."""
+
+    def before_store(self, layer: int) -> None:
+        """The layer's KV of earlier tokens must be in the cache when this returns; that of the batch's comes next."""
+        ...
+
+    def stored(self, layer: int) -> None:
+        """The layer's KV of the batch's tokens is in the cache."""
+        ...
+
+    def attended(self, layer: int) -> None:
+        """Nothing of the layer's KV is read any more in this pass."""
+        ...
+
+
+class Ranks(Protocol):
+    """The ranks of a tensor-parallel group, each of which computes its part of every layer: see `RankGroup`."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def sum(self, partial_TE: Tensor) -> Tensor:
+        """Over the ranks."""
+        ...
+
+    def join(self, part_RV: Tensor, vocab_size: int) -> Tensor:
+        """All ranks' parts of the vocabulary side by side, `[R, vocab_size]`."""
+        ...
+
+
+class _Summed:
+    """A projection of which each rank has some of the inputs."""
+
+    def __init__(self, partial: Linear, ranks: Ranks) -> None:
+        self._partial = partial
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ranks.sum(self._partial(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + self(x)
+
+
+class Model:
+    """Built from `weights`, which it empties: packed tensors replace them one by one.
+
+    With `ranks` it is one rank's part of the model: `weights` are what its shard has of them, and every rank must make
+    the same calls.
+    """
+
+    def __init__(self, config: ModelConfig, weights: AnyWeights, kernels: Kernels, ranks: Ranks | None = None) -> None:
+        self.config = config if ranks is None else ranks.shard.config(config)
+        config = self.config
+        self._kernels = kernels
+        self._ranks = ranks
+        self._embedding = _tensor(weights, "model.embed_tokens.weight")
+        self.dtype = self._embedding.dtype
+        self.device = self._embedding.device
+        self._final_norm = self._norm(weights, "model.norm")
+        self._head = pack_projections(kernels, [self._head_weight(weights)], None, self.dtype)
+        self._layers = [self._layer(weights, f"model.layers.{index}.") for index in range(config.num_layers)]
+        assert not weights, f"no layer took {sorted(weights)[:5]}"
+        ropes = dict.fromkeys(layer.rope for layer in config.layers)
+        self._rotary = {rope: RotaryEmbedding(rope, config.head_dim, self.device) for rope in ropes}
+        self.windows = frozenset(layer.window for layer in config.layers)
+        self._fused = self._fuse()
+        # As a tensor of the model's type, so that it is rounded like the weights.
+        scale = config.embedding_scale
+        self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=self.dtype, device=self.device)
+
+    def forward(
+        self,
+        batch: Batch,
+        kv_cache: KVCache,
+        hooks: LayerHooks | None = None,
+        attentions: Mapping[int | None, PagedAttention] | None = None,
+    ) -> Tensor:
+        """Final hidden states of `batch.output_rows`, `[R, E]`.
+
+        `attentions`: one for each of `windows`, and the batch says nothing of segments; None: those of its segments.
+        """
+        if attentions is None:
+            attentions = self._plan_attentions(batch, kv_cache)
+        rotations = {rope: rotary(batch.positions, self.dtype) for rope, rotary in self._rotary.items()}
+        step = _Step(batch, kv_cache, rotations, attentions)
+        x = functional.embedding(batch.token_ids, self._embedding)
+        if self._embedding_scale is not None:
+            x *= self._embedding_scale
+        last = self.config.num_layers - 1
+        normed = self._rms_norm(x, self._layers[0].attention_norm)
+        first = 0 if hooks is not None else self._run_fused(x, normed, step)
+        if first > last:
+            return normed
+        for index, layer in enumerate(self._layers[first:], first):
+            qk, v = self._project(normed, layer)
+            if hooks is not None:
+                hooks.before_store(index)
+            q, k = self._rotate_and_store(qk, v, step, index)
+            if hooks is not None:
+                hooks.stored(index)
+            if index == last and not len(batch.output_rows):
+                return x[:0]
+            attended = self._attend(q, k, v, step, index)
+            if hooks is not None:
+                hooks.attended(index)
+            if index == last:  # nothing after this point mixes rows
+                x, attended = x[batch.output_rows], attended[batch.output_rows]
+            following = self._final_norm if index == last else self._layers[index + 1].attention_norm
+            x, normed = self._mix(x, attended, layer, following)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[R, E] -> [R, V]` float32."""
+        logits = self._head(hidden)
+        if self._ranks is not None:
+            logits = self._ranks.join(logits, self.config.vocab_size)
+        logits = logits.float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _run_fused(self, x: Tensor, normed: Tensor, step: _Step) -> int:
+        """As many of the first layers as one call takes, and how many these are: `x`, `normed` become theirs."""
+        attentions = [step.attentions[window] for window in self.windows]
+        if self._fused is None or not self._fused.takes(attentions):
+            return 0
+        rotations = [step.rotations[rope] for rope in self._rotary]
+        inputs = LayersStep(
+            cache=step.kv_cache.tensor, slots=step.batch.slot_mapping, rotations=rotations, attentions=attentions
+        )
+        num_layers = self.config.num_layers - (0 if step.batch.everyone_samples else 1)
+        self._fused.run(x, normed, inputs, num_layers)
+        return num_layers
+
+    def _plan_attentions(self, batch: Batch, kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:
+        geometry = kv_cache.layout.geometry
+        longest = max(segment.context_len for segment in batch.segments)
+        attentions: dict[int | None, PagedAttention] = {}
+        for window in self.windows:
+            effective = None if window is None or window >= longest else window
+            if effective not in attentions:
+                attentions[effective] = self._kernels.plan_attention(
+                    batch.segments, geometry, window=effective, dtype=self.dtype
+                )
+            attentions[window] = attentions[effective]
+        return attentions
+
+    def _project(self, normed: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+        """Queries and keys `[T, Q + H, D]`, not yet rotated, and values `[T, H, D]`."""
+        config = self.config
+        qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
+        num_rotated = config.num_heads + config.num_kv_heads
+        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        return qk if layer.qk_norm is None else self._rms_norm(qk, layer.qk_norm), v
+
+    def _rotate_and_store(self, qk: Tensor, v: Tensor, step: _Step, index: int) -> tuple[Tensor, Tensor]:
+        """Queries `[T, Q, D]` and keys `[T, H, D]`; the keys and `v` stand in the cache."""
+        slots = step.batch.slot_mapping[index // step.kv_cache.layout.layers_per_group]
+        into = step.kv_cache.slots(index, slots)
+        return self._kernels.rotate_and_store(qk, v, *step.rotations[self.config.layers[index].rope], into)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: _Step, index: int) -> Tensor:
+        """`[T, Q * D]`"""
+        attended = step.attentions[self.config.layers[index].window].attend(
+            q,
+            k,
+            v,
+            step.kv_cache.layer_rows(index),
+            group=index // step.kv_cache.layout.layers_per_group,
+            scale=self.config.attention_scale,
+            softcap=self.config.attention_softcap,
+        )
+        return attended.flatten(1)
+
+    def _mix(self, x: Tensor, attended: Tensor, layer: Layer, following: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention's output and the MLP, and its norm by the `following` weight."""
+        x, normed = self._add(x, layer.output, attended, layer.attention_output_norm, layer.mlp_norm)
+        activated = self._kernels.gated_activation(layer.gate_up(normed), self.config.activation)
+        return self._add(x, layer.down, activated, layer.mlp_output_norm, following)
+
+    def _add(
+        self, x: Tensor, linear: Linear, y: Tensor, norm: Tensor | None, following: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`x` and the projection of `y`, which has its own norm in some families; then the norm of that sum."""
+        if norm is None:
+            x = linear.add_to(x, y)
+            return x, self._rms_norm(x, following)
+        normed, x = self._kernels.add_rms_norm(x, self._rms_norm(linear(y), norm), following, self.config.rms_norm_eps)
+        return x, normed
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x, weight, self.config.rms_norm_eps)
+
+    def _fuse(self) -> FusedLayers | None:
+        if not isinstance(self._kernels, FusingKernels):
+            return None
+        config, ropes, windows = self.config, list(self._rotary), list(self.windows)
+        form = LayersForm(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            activation=config.activation,
+            rotations=[ropes.index(layer.rope) for layer in config.layers],
+            attentions=[windows.index(layer.window) for layer in config.layers],
+        )
+        return self._kernels.fuse_layers(self._layers, self._final_norm, form)
+
+    def _layer(self, weights: AnyWeights, prefix: str) -> Layer:
+        sandwich = self.config.sandwich_norms
+        mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        return Layer(
+            attention_norm=self._norm(weights, prefix + "input_layernorm"),
+            qkv=self._linear(weights, *(f"{prefix}self_attn.{name}_proj" for name in "qkv")),
+            qk_norm=self._qk_norm(weights, prefix) if self.config.qk_norm else None,
+            output=self._summed(self._linear(weights, prefix + "self_attn.o_proj")),
+            attention_output_norm=self._norm(weights, prefix + "post_attention_layernorm") if sandwich else None,
+            mlp_norm=self._norm(weights, prefix + mlp_norm),
+            gate_up=self._linear(weights, prefix + "mlp.gate_proj", prefix + "mlp.up_proj"),
+            down=self._summed(self._linear(weights, prefix + "mlp.down_proj")),
+            mlp_output_norm=self._norm(weights, prefix + "post_feedforward_layernorm") if sandwich else None,
+        )
+
+    def _head_weight(self, weights: AnyWeights) -> Tensor | QuantisedWeight:
+        """`[V, E]`, or a rank's rows of it."""
+        if "lm_head.weight" in weights:
+            return weights.pop("lm_head.weight")
+        if self._ranks is None:
+            return self._embedding
+        return self._embedding[self._ranks.shard.vocabulary(self.config.vocab_size)]
+
+    def _summed(self, linear: Linear) -> Linear:
+        return linear if self._ranks is None else _Summed(linear, self._ranks)
+
+    def _linear(self, weights: AnyWeights, *names: str) -> Linear:
+        """The projections of one input as one, their outputs side by side."""
+        parts = [weights.pop(f"{name}.weight") for name in names]
+        biases = [_tensor(weights, f"{name}.bias") for name in names if f"{name}.bias" in weights]
+        return pack_projections(self._kernels, parts, torch.cat(biases) if biases else None, self.dtype)
+
+    def _norm(self, weights: AnyWeights, name: str) -> Tensor:
+        weight = _tensor(weights, f"{name}.weight")
+        offset = self.config.norm_weight_offset
+        return weight if offset == 0.0 else weight.float() + offset  # 1 + w would lose bits of w in bfloat16
+
+    def _qk_norm(self, weights: AnyWeights, prefix: str) -> Tensor:
+        """The queries' weight for each query head, then the keys' for each key head."""
+        q_norm, k_norm = (self._norm(weights, f"{prefix}self_attn.{name}_norm") for name in "qk")
+        return torch.cat((q_norm.expand(self.config.num_heads, -1), k_norm.expand(self.config.num_kv_heads, -1)))
+
+
+def _tensor(weights: AnyWeights, name: str) -> Tensor:
+    weight = weights.pop(name)
+    assert isinstance(weight, Tensor), f"{name} is no projection"
+    return weight

@@ -1,0 +1,1 @@
+"""LayerKV on one worker: layers that rest in host memory, staged to the device within a step."""

@@ -1,0 +1,188 @@
+"""Moves KV between host memory and the device within a step, beside the compute thread.
+
+Host-resident layer groups are fetched into the staging ring before they compute and written back after; whole blocks
+move between the tiers where a plan says so. Knows where bytes go, not who owns the blocks (`engine.kv.block_pool`) or
+why they move (the schedulers). See docs/decisions/0006.
+
+On a CPU a copy is a memory copy of another thread. A device has streams for them: `engine.offload.stream_staging`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from types import TracebackType
+
+import torch
+
+from engine.offload.copy_thread import CopyThread
+from engine.offload.staged_tiers import StagedTiers, TransferStats
+from engine.offload.staging_plan import BlockPairs, Placement
+from engine.sequence import StepPlan
+
+_WRITE_BACK = -1  # more urgent than the fetch of any group: fetches wait for it, and so does what `on_layer` starts
+_PROBE_BYTES = 64 << 20
+
+
+class ThreadStaging:
+    """Copies by a thread: memory copies, which a CPU does itself."""
+
+    def __init__(self, tiers: StagedTiers) -> None:
+        self.tiers = tiers
+        self.stats = TransferStats(host_bytes_per_s=_measure_copying())
+        self._thread = CopyThread()
+
+    def step(self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None) -> StagedStep:
+        return StagedStep(self, plan, placement, on_layer)
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def submit(self, urgency: int, job: Callable[[], None]) -> Future[None]:
+        return self._thread.submit(urgency, job)
+
+    def fetch_group(self, placement: Placement, group: int) -> None:
+        self.fetch(self.tiers.fetched(placement, group))
+
+    def fetch(self, pairs: BlockPairs) -> None:
+        started = time.perf_counter()
+        self.tiers.kv_cache.copy_in(pairs.device, self.tiers.host_cache, pairs.host)
+        self.stats.record_fetch(self.tiers.num_bytes(pairs), time.perf_counter() - started)
+
+    def write(self, pairs: BlockPairs) -> None:
+        started = time.perf_counter()
+        self.tiers.kv_cache.copy_out(pairs.device, self.tiers.host_cache, pairs.host)
+        self.stats.record_write(self.tiers.num_bytes(pairs), time.perf_counter() - started)
+
+
+class StoredLayers:
+    """Hooks of a step without copies: a layer's KV rests where it was computed.
+
+    On a device, storing it is then what the stream that is current in this thread was given last.
+    """
+
+    def __init__(self, on_layer: Callable[[int], None]) -> None:
+        self.stored = on_layer
+
+    def before_store(self, layer: int) -> None:
+        pass
+
+    def attended(self, layer: int) -> None:
+        pass
+
+
+class StagedStep:
+    """The copies of one step, as hooks of its forward pass and as a context that no copy outlives.
+
+    When the context is left by an exception, copies that have not begun are dropped: nothing may then be assumed of
+    where the plan's copies or the step's tokens would have gone.
+    """
+
+    def __init__(
+        self,
+        staging: ThreadStaging,
+        plan: StepPlan,
+        placement: Placement | None,
+        on_layer: Callable[[int], None] | None,
+    ) -> None:
+        self._staging = staging
+        self._plan = plan
+        self._placement = placement
+        self._on_layer = on_layer
+        self._groups = placement.groups if placement else ()
+        self._index = {group: i for i, group in enumerate(self._groups)}
+        self._layout = staging.tiers.kv_cache.layout
+        self._num_slots = staging.tiers.num_slots
+        self._jobs: list[Future[None]] = []
+        self._needed: dict[int, list[Future[None]]] = {}  # by a group, before it computes
+
+    def __enter__(self) -> StagedStep:
+        for copy in self._plan.copies:
+            if copy.to == "device":
+                pairs = BlockPairs(host=copy.source, device=copy.destination)
+                self._submit_needed(copy.group, functools.partial(self._staging.fetch, pairs))
+            else:
+                pairs = BlockPairs(host=copy.destination, device=copy.source)
+                self._submit(self._layout.num_layer_groups, functools.partial(self._staging.write, pairs))
+        for group in self._groups[: self._num_slots]:
+            self._fetch(group)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for job in self._jobs:
+                job.cancel()
+        # Without a deadline: a copy cannot be recalled, and its blocks must not be released under it. A step that does
+        # not come back is noticed by the step loop.
+        self._wait(self._jobs)
+        if error is None:
+            _raise_first(self._jobs)
+
+    def before_store(self, layer: int) -> None:
+        needed = self._needed.pop(layer // self._layout.layers_per_group, None)
+        if needed is not None:
+            self._wait(needed)
+            _raise_first(needed)
+
+    def stored(self, layer: int) -> None:
+        group = layer // self._layout.layers_per_group
+        if self._placement is None:
+            if self._on_layer is not None:
+                self._on_layer(layer)
+        elif group in self._index:
+            if self._layout.group_ending_with(layer) == group:
+                self._submit(_WRITE_BACK, functools.partial(self._write_back, self._placement, group))
+        elif self._on_layer is not None:
+            self._submit(
+                _WRITE_BACK, functools.partial(self._on_layer, layer)
+            )  # in the order of the layers, by one thread
+
+    def attended(self, layer: int) -> None:
+        group = self._layout.group_ending_with(layer)
+        if group not in self._index:
+            return
+        following = self._index[group] + self._num_slots
+        if following < len(self._groups):
+            self._fetch(self._groups[following])  # into this group's slot; its write-back was submitted before
+
+    def _fetch(self, group: int) -> None:
+        assert self._placement is not None
+        self._submit_needed(group, functools.partial(self._staging.fetch_group, self._placement, group))
+
+    def _write_back(self, placement: Placement, group: int) -> None:
+        self._staging.write(placement.written(group))
+        if self._on_layer is not None:
+            for layer in self._layout.layers_of(group):
+                self._on_layer(layer)
+
+    def _submit_needed(self, group: int, job: Callable[[], None]) -> None:
+        self._needed.setdefault(group, []).append(self._submit(group, job))
+
+    def _submit(self, urgency: int, job: Callable[[], None]) -> Future[None]:
+        self._jobs.append(self._staging.submit(urgency, job))
+        return self._jobs[-1]
+
+    def _wait(self, jobs: list[Future[None]]) -> None:
+        unfinished = [job for job in jobs if not job.done()]
+        if unfinished:
+            started = time.perf_counter()
+            wait(unfinished)
+            self._staging.stats.exposed_s += time.perf_counter() - started
+
+
+def _raise_first(jobs: Iterable[Future[None]]) -> None:
+    for job in jobs:
+        job.result()
+
+
+@functools.cache
+def _measure_copying() -> float:
+    """Bytes per second of a memory copy in this process, for predictions before the first fetch."""
+    source, target = torch.ones(_PROBE_BYTES, dtype=torch.uint8), torch.ones(_PROBE_BYTES, dtype=torch.uint8)
+    started = time.perf_counter()
+    target.copy_(source)
+    return _PROBE_BYTES / (time.perf_counter() - started)

@@ -1,0 +1,153 @@
+"""The sampler for logits on a GPU: the tokens that `engine.sampling.sampler.Sampler` gives, with one wait at the end.
+
+What rows ask for goes up as one array; tokens and log-probabilities come down as few. Between the two nothing waits:
+`begin` returns with the tokens still on the device, where the next step can use them.
+
+Imported only where there is a GPU, since the kernels need Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.sampling.logit_edits import edits_of
+from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError
+from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from kernels.triton.sampling.logprobs import RowLogprobs, row_logprobs
+from kernels.triton.sampling.rows import PackedRows, RowWish, no_edits, pack_rows
+from kernels.triton.sampling.sample import DeviceSample, best_of_splits, sample
+
+
+class _Download:
+    """Tensors on their way to host memory; what the device is given later is not waited for."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._host = [_to_host(tensor) for tensor in tensors]
+        self._arrived: torch.Event | None = None
+        if any(tensor.is_pinned() for tensor in self._host):
+            self._arrived = torch.Event("cuda")
+            self._arrived.record()
+
+    def wait(self) -> list[Tensor]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
+
+class PendingSample:
+    """A batch's tokens, as soon as the device has come to them."""
+
+    def __init__(self, rows: list[Sequence], sample: DeviceSample) -> None:
+        self._rows = rows
+        self.token_ids = sample.token_ids  # [B] int64, on the device; -1 where no token can be chosen
+        judged = sample.logprobs
+        self._download = _Download([sample.token_ids, *(() if judged is None else _tensors_of(judged))])
+
+    def finish(self) -> list[SampledToken]:
+        """Wait for them. Raises InvalidLogitsError for rows of which no token can be chosen."""
+        ids, *judged = self._download.wait()
+        token_ids = ids.tolist()
+        _require_tokens(token_ids, [f"request {seq.request_id}" for seq in self._rows])
+        if not judged:
+            return [SampledToken(token_id) for token_id in token_ids]
+        logprobs = _logprobs(judged, [seq.params.logprobs for seq in self._rows])
+        return [SampledToken(*token) for token in zip(token_ids, logprobs, strict=True)]
+
+
+class DeviceSampler:
+    """Samples the next token of sequences of one model. Satisfies `engine.steps.runner.TokenSampler`."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    def sample(self, logits: Tensor, rows: list[Sequence]) -> list[SampledToken]:
+        """The next token of each sequence, from `logits [len(rows), vocab_size]`, float32.
+
+        Raises InvalidLogitsError for rows of which no token can be chosen.
+        """
+        return self.begin(logits, rows).finish() if rows else []
+
+    def begin(self, logits: Tensor, rows: list[Sequence]) -> PendingSample:
+        """Have them sampled, without waiting for it. There must be rows."""
+        assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
+        packed = pack_rows([self._wish(seq) for seq in rows], self.vocab_size)
+        return PendingSample(rows, sample(_rows_of(logits), packed, _uploaded(packed, logits.device)))
+
+    def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        """For each row of `logits [T, vocab_size]`, the log-probability of the token that did follow.
+
+        Raises InvalidLogitsError as `sample` does.
+        """
+        assert logits.shape == (len(next_token_ids), self.vocab_size), f"{tuple(logits.shape)} logits"
+        if not next_token_ids:
+            return []
+        logits = _rows_of(logits)
+        wish = RowWish(seed=0, position=0, temperature=0.0, edits=no_edits(), num_top=num_top)
+        packed = pack_rows([wish] * len(logits), self.vocab_size)
+        followed = torch.tensor(next_token_ids, device=logits.device)
+        best_values, _ = best_of_splits(logits)
+        judged = row_logprobs(logits, best_values, followed, _uploaded(packed, logits.device), num_top)
+        best, *tensors = _Download([best_values.amax(dim=1), *_tensors_of(judged)]).wait()
+        checked = [0 if math.isfinite(value) else -1 for value in best.tolist()]
+        _require_tokens(checked, [f"prompt position {index}" for index in range(len(checked))])
+        return [logprobs for logprobs in _logprobs(tensors, [num_top] * len(checked)) if logprobs is not None]
+
+    def _wish(self, seq: Sequence) -> RowWish:
+        params = seq.params
+        return RowWish(
+            seed=params.seed,
+            position=seq.num_tokens,
+            temperature=0.0 if params.greedy else params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            log_min_p=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+            repetition=params.repetition_penalty,
+            edits=edits_of(seq, self.eos_token_ids, self.vocab_size),
+            num_top=-1 if params.logprobs is None else params.logprobs,
+        )
+
+
+def _rows_of(logits: Tensor) -> Tensor:
+    """Each row in one piece."""
+    logits = logits.detach()
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _uploaded(packed: PackedRows, device: torch.device) -> Tensor:
+    words = torch.from_numpy(packed.words)
+    return words if device.type == "cpu" else words.pin_memory().to(device, non_blocking=True)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is on its way, in pinned memory; of what is on the host already, itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _tensors_of(judged: RowLogprobs) -> tuple[Tensor, Tensor, Tensor]:
+    return judged.chosen, judged.top_ids, judged.top
+
+
+def _logprobs(judged: list[Tensor], wanted: list[int | None]) -> list[TokenLogprobs | None]:
+    """From the host's copies of `_tensors_of`; None for rows that want none."""
+    chosen, top_ids, top = (tensor.numpy() for tensor in judged)
+    chosen, top = np.maximum(chosen, MIN_LOGPROB), np.maximum(top, MIN_LOGPROB)
+    return [
+        None
+        if num_top is None
+        else TokenLogprobs(float(logprob), list(zip(ids[:num_top].tolist(), values[:num_top].tolist(), strict=True)))
+        for logprob, ids, values, num_top in zip(chosen, top_ids, top, wanted, strict=True)
+    ]
+
+
+def _require_tokens(token_ids: list[int], names: list[str]) -> None:
+    invalid = [row for row, token_id in enumerate(token_ids) if token_id < 0]
+    if invalid:
+        raise InvalidLogitsError(invalid, [names[row] for row in invalid])

@@ -1,0 +1,114 @@
+"""What a client may ask of sampling, checked once.
+
+Knows nothing of tensors or of HTTP: the gateway builds it from a request, the wire carries it, the sampler reads it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Annotated, Final
+
+from pydantic import Strict
+
+MAX_LOGPROBS: Final = 20  # OpenAI's limit on `top_logprobs`
+MAX_LOGIT_BIAS: Final = 1024  # entries; OpenAI's limit is 300
+MAX_STOP_TOKEN_IDS: Final = 1024  # every choice brings them to its workers
+GREEDY_BELOW: Final = 1e-5  # a lower temperature could not be told from greedy, and would overflow float32
+
+_MAX_INT: Final = 2**31 - 1  # token ids and counts are 32 bits wide in the engine
+
+# Where these are read from the wire, "5" or true must not pass for 5. Construction itself does not look at types.
+Int = Annotated[int, Strict()]
+Real = Annotated[float, Strict()]
+Flag = Annotated[bool, Strict()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one sequence are chosen and when it ends.
+
+    `seed` together with a token's position fixes all randomness (see `engine.sampling.philox`), so that a sequence
+    continues identically in another batch, after a preemption, or on another worker.
+
+    Raises ValueError with advice on any value outside its range, NaN included.
+    """
+
+    max_tokens: Int
+    seed: Int
+    temperature: Real = 1.0  # 0 means greedy
+    top_k: Int = 0  # 0 means off
+    top_p: Real = 1.0
+    min_p: Real = 0.0
+    repetition_penalty: Real = 1.0
+    presence_penalty: Real = 0.0
+    frequency_penalty: Real = 0.0
+    logit_bias: dict[Int, Real] = field(default_factory=dict)
+    logprobs: Int | None = None  # None: no logprobs; n: the chosen token's and the n best
+    prompt_logprobs: Int | None = None  # the same for each prompt token after the first (completions' `echo`)
+    min_tokens: Int = 0
+    ignore_eos: Flag = False
+    stop_token_ids: tuple[Int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_penalties()
+        self._check_token_ids()
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}")
+
+    def _check_ranges(self) -> None:
+        _require_within("max_tokens", self.max_tokens, 1, _MAX_INT)
+        _require_within("min_tokens", self.min_tokens, 0, _MAX_INT)
+        _require_within("seed", self.seed, 0, 2**63 - 1)
+        _require_within("temperature", self.temperature, 0.0, 2.0, advice="; 0 means greedy")
+        _require_within("top_k", self.top_k, 0, _MAX_INT, advice="; 0 turns it off")
+        _require_within("min_p", self.min_p, 0.0, 1.0)
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1], and 1 turns it off")
+        for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if number is not None:
+                _require_within(name, number, 0, MAX_LOGPROBS)
+
+    def _check_penalties(self) -> None:
+        _require_within("repetition_penalty", self.repetition_penalty, 0.01, 10.0, advice="; 1 turns it off")
+        _require_within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+
+    def _check_token_ids(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias names {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are possible")
+        for token_id, bias in self.logit_bias.items():
+            _require_within("a token id in logit_bias", token_id, 0, _MAX_INT)
+            _require_within(f"the logit_bias of token {token_id}", bias, -100.0, 100.0)
+        if (num_stops := len(self.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"stop_token_ids names {num_stops} tokens; at most {MAX_STOP_TOKEN_IDS} are possible")
+        for token_id in self.stop_token_ids:
+            _require_within("a token id in stop_token_ids", token_id, 0, _MAX_INT)
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raises ValueError if a token id lies outside a model's vocabulary, of which this object knows nothing."""
+        for name, ids in (("logit_bias", tuple(self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
+            unknown = [token_id for token_id in ids if token_id >= vocab_size]
+            if unknown:
+                raise ValueError(f"{name} names token {unknown[0]}; this model's ids lie in [0, {vocab_size})")
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same but for its seed, and not checked again: there may be many choices, with a thousand biases each."""
+        _require_within("seed", seed, 0, 2**63 - 1)
+        other = copy.copy(self)
+        object.__setattr__(other, "seed", seed)
+        return other
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _require_within(name: str, value: float, low: float, high: float, *, advice: str = "") -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}]{advice}")

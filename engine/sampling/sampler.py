@@ -1,0 +1,166 @@
+"""From logits to tokens: greedy or drawn, with log-probabilities.
+
+A draw is the Gumbel-max trick: the surviving token with the largest sum of logit and noise, where the noise is a pure
+function of the request's seed, the new token's position and its id (`engine.sampling.philox`). So the sampler has no
+state, and a token depends on nothing but its own row of logits and its own request: not on the batch, nor on the
+worker. What is done to a row first, and in which order, is told in `engine.sampling.logits` and
+`engine.sampling.truncation`.
+
+Log-probabilities are those that the model gave: before bias, penalties, temperature and truncation.
+
+Knows nothing of models, schedulers or KV. This one works on the CPU; logits on a GPU have one of kernels
+(`engine.sampling.device_sampler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.sampling.logits import Row, adjusted, is_adjusted, tempered
+from engine.sampling.pending_output import KnownTokens
+from engine.sampling.philox import gumbel, noise
+from engine.sampling.truncation import is_truncated, kth_largest, survivors
+from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from kernels.native.sampling import contenders
+
+if TYPE_CHECKING:
+    from engine.sampling.device_sampler import DeviceSampler
+
+MIN_LOGPROB: Final = -9999.0
+"""Reported for impossible tokens, as OpenAI does: an infinity has no place in JSON."""
+
+
+class InvalidLogitsError(ArithmeticError):
+    """The model gave some rows no distribution: NaN, infinity, or every token impossible. Nothing was sampled.
+
+    `rows` are their indices in the batch. Sampling has no side effects: it can be repeated without these rows.
+    """
+
+    def __init__(self, rows: list[int], names: list[str]) -> None:
+        super().__init__(
+            f"the logits of {', '.join(names)} hold NaN or infinity, or allow no token: the weights or the KV cache of"
+            " this worker are broken for them; fail these requests and check the weights"
+        )
+        self.rows = rows
+
+
+class Sampler:
+    """Samples the next token of sequences of one model."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    def begin(self, logits: torch.Tensor, rows: list[Sequence]) -> KnownTokens:
+        """As `sample`; nothing is left to wait for."""
+        return KnownTokens(self.sample(logits, rows))
+
+    def sample(self, logits: torch.Tensor, rows: list[Sequence]) -> list[SampledToken]:
+        """The next token of each sequence, from `logits` [len(rows), vocab_size], float32, any device.
+
+        Raises InvalidLogitsError for rows of which no token can be chosen.
+        """
+        assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
+        logits = logits.detach()
+        best_ids, best_values = _best(logits)
+        _require_distributions(best_values, lambda index: f"request {rows[index].request_id}")
+        return [
+            self._sample_row(logits_V, best, seq)
+            for logits_V, best, seq in zip(logits, best_ids.tolist(), rows, strict=True)
+        ]
+
+    def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        """For each row of `logits` [T, vocab_size], the log-probability of the token that did follow.
+
+        Raises InvalidLogitsError as `sample` does.
+        """
+        assert logits.shape == (len(next_token_ids), self.vocab_size), f"{tuple(logits.shape)} logits"
+        rows = _host(logits.detach())
+        best_values = rows.max(axis=-1)
+        _require_distributions(best_values, lambda index: f"prompt position {index}")
+        return [token_logprobs(row, token_id, num_top) for row, token_id in zip(rows, next_token_ids, strict=True)]
+
+    def _sample_row(self, logits_V: torch.Tensor, best: int, seq: Sequence) -> SampledToken:
+        params = seq.params
+        changed = is_adjusted(seq, self.eos_token_ids)
+        if params.greedy and not changed and params.logprobs is None:
+            return SampledToken(best)
+        row = _host(logits_V)
+        allowed = adjusted(row, seq, self.eos_token_ids) if changed else row
+        best = int(allowed.argmax()) if changed else best
+        token_id = best if params.greedy else _draw(allowed, allowed[best], seq)
+        if params.logprobs is None:
+            return SampledToken(token_id)
+        return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))
+
+
+def sampler_for(device: torch.device, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> Sampler | DeviceSampler:
+    """The sampler for logits on `device`: the same tokens from either."""
+    if device.type != "cuda":
+        return Sampler(vocab_size, eos_token_ids)
+    from engine.sampling.device_sampler import DeviceSampler  # an installation for CPUs only has no Triton
+
+    return DeviceSampler(vocab_size, eos_token_ids)
+
+
+def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:
+    """Log-probability of `token_id` and of the `num_top` best tokens, best first, the lower id first among equals."""
+    relative = tempered(row, 1.0)
+    log_mass = np.log(np.exp(relative).sum(dtype=np.float64))
+    ids = _top(row, relative, num_top)
+    logprobs = np.maximum(relative[[token_id, *ids]] - log_mass, MIN_LOGPROB).tolist()
+    return TokenLogprobs(logprobs[0], list(zip(ids, logprobs[1:], strict=True)))
+
+
+def _draw(row: Row, best: np.float32, seq: Sequence) -> int:
+    """The token of the largest score: of all that survive, or, where everybody does, of the few that can have it.
+
+    `best` is the largest logit of the `row`.
+    """
+    params = seq.params
+    if not is_truncated(params, len(row)):
+        found = contenders(row, best, params.temperature, seed=params.seed, position=seq.num_tokens)
+        if found is not None:
+            ids, words = found
+            return int(ids[(noise(words) + tempered(row[ids], params.temperature, best)).argmax()])
+    relative = tempered(row, params.temperature, best)
+    survived = survivors(relative, params)
+    scores = gumbel(params.seed, seq.num_tokens, survived, len(row))
+    if survived is None:
+        return int((scores + relative).argmax())
+    return int(survived[(scores + relative[survived]).argmax()])
+
+
+def _top(row: Row, relative: Row, num_top: int) -> list[int]:
+    if num_top == 0:
+        return []
+    ids = np.flatnonzero(relative >= np.float32(kth_largest(relative, min(num_top, len(row)))))
+    order = np.argsort(-row[ids], kind="stable")[:num_top]
+    return [int(token_id) for token_id in ids[order]]
+
+
+def _best(logits_BV: torch.Tensor) -> tuple[npt.NDArray[np.int64], Row]:
+    """Id and value of each row's largest logit; the lowest id among equals, a NaN if there is one."""
+    if logits_BV.device.type == "cpu":  # numpy's argmax is ten times as fast as torch's
+        rows = logits_BV.numpy()
+        ids = rows.argmax(axis=-1)
+        return ids, rows[np.arange(len(rows)), ids]
+    values, device_ids = logits_BV.max(dim=-1)
+    return device_ids.cpu().numpy(), values.cpu().numpy()
+
+
+def _host(logits: torch.Tensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = np.ascontiguousarray(logits.cpu().numpy())
+    return array
+
+
+def _require_distributions(best_values: Row, name: Callable[[int], str]) -> None:
+    finite = np.isfinite(best_values)
+    if not finite.all():
+        invalid: list[int] = np.flatnonzero(~finite).tolist()
+        raise InvalidLogitsError(invalid, [name(index) for index in invalid])

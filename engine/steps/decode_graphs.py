@@ -1,0 +1,116 @@
+"""Decode steps recorded once for a few batch sizes, and replayed: a step is then launched in one piece.
+
+A step goes into the next larger size. The rows that it leaves over are nobody's: their slots are negative, so that they
+store nothing, and no segment of attention is theirs. Their results are cut off.
+
+Shape legend: N rows of the largest step, T rows of a step, G layer groups, R output rows, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kv.cache import KVCache
+from engine.model.batch import Batch
+from engine.model.transformer import Model
+from engine.steps.graph_recorders import Recorder, Replay
+from kernels.interface import GraphKernels, StandingAttention, StandingLimits
+
+_LAST_DOUBLED = 32  # rows: from there on, what a graph computes for nothing counts more than a graph's memory
+_MOST_CONTEXT_TOKENS = 1 << 19  # 8 k for each of 64 sequences; 0.1 MB of block table in each layer group
+_NO_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGraphLimits:
+    """The largest step that is replayed. Attention's lists are sized for that much, and copied whole in each step."""
+
+    num_seqs: int
+    context_tokens: int  # of all sequences together
+
+    @classmethod
+    def of(cls, num_seqs: int, max_model_len: int) -> DecodeGraphLimits:
+        return cls(num_seqs=num_seqs, context_tokens=min(num_seqs * max_model_len, _MOST_CONTEXT_TOKENS))
+
+    def sizes(self) -> list[int]:
+        """1, 2, 4, .. 32, 64, 96, .. up to `num_seqs`, which is always one."""
+        doubled = [1 << power for power in range(_LAST_DOUBLED.bit_length())]
+        sizes = [*doubled, *range(2 * _LAST_DOUBLED, self.num_seqs, _LAST_DOUBLED)]
+        return [*(size for size in sizes if size < self.num_seqs), self.num_seqs]
+
+
+class DecodeGraphs:
+    """What was recorded of one model over one KV cache, which must both stay where they are.
+
+    All of it is recorded, and all its memory taken, when it is made. `inputs` `[2 + G, N]` int64 are what recordings
+    read beside attention's lists: token ids, positions, and a row of slots for each layer group.
+    """
+
+    def __init__(
+        self, model: Model, kv_cache: KVCache, kernels: GraphKernels, limits: DecodeGraphLimits, recorder: Recorder
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._limits = limits
+        num_groups = kv_cache.layout.num_layer_groups
+        self._padding = torch.zeros((2 + num_groups, limits.num_seqs), dtype=torch.int64, device=kv_cache.device)
+        self._padding[2:] = _NO_SLOT
+        self.inputs = self._padding.clone()
+        self._rows = torch.arange(limits.num_seqs, device=kv_cache.device)
+        self._attentions = {window: self._standing_attention(kernels, window) for window in model.windows}
+        # Largest first: what the others keep between their kernels finds room where that one did.
+        self._replays = {size: self._record(recorder, size) for size in reversed(limits.sizes())}
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether it is a step of decode alone, and within the limits."""
+        num_rows = len(batch.segments)
+        return (
+            batch.num_tokens == num_rows <= self._limits.num_seqs
+            and sum(segment.context_len for segment in batch.segments) <= self._limits.context_tokens
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Final hidden states of `batch.output_rows`, `[R, E]`; good until the next call."""
+        num_rows = batch.num_tokens
+        size = min(size for size in self._replays if size >= num_rows)
+        self.inputs[0, :num_rows].copy_(batch.token_ids)
+        self.inputs[1, :num_rows].copy_(batch.positions)
+        self.inputs[2:, :num_rows].copy_(batch.slot_mapping)
+        if size > num_rows:
+            self.inputs[:, num_rows:size].copy_(self._padding[:, num_rows:size])
+        for attention in self._attentions.values():
+            attention.fill(batch.segments)
+        hidden = self._replays[size]()
+        return hidden[:num_rows] if batch.everyone_samples else hidden[batch.output_rows]
+
+    def _standing_attention(self, kernels: GraphKernels, window: int | None) -> StandingAttention:
+        layout, config = self._kv_cache.layout, self._model.config
+        return kernels.standing_attention(
+            layout.geometry,
+            StandingLimits(
+                num_segments=self._limits.num_seqs,
+                context_tokens=self._limits.context_tokens,
+                num_layer_groups=layout.num_layer_groups,
+            ),
+            num_heads=config.num_heads,
+            window=window,
+            softcapped=config.attention_softcap is not None,
+            dtype=self._model.dtype,
+        )
+
+    def _record(self, recorder: Recorder, size: int) -> Replay:
+        """On rows that are nobody's, with attention's lists empty: nothing of the KV is read or written."""
+        batch = Batch(
+            token_ids=self.inputs[0, :size],
+            positions=self.inputs[1, :size],
+            slot_mapping=self.inputs[2:, :size],
+            segments=(),
+            output_rows=self._rows[:size],
+            sampling_items=(),
+            prompt_spans=(),
+        )
+        attentions = {window: attention.of(size) for window, attention in self._attentions.items()}
+        return recorder.record(lambda: self._model.forward(batch, self._kv_cache, attentions=attentions))

@@ -1,0 +1,132 @@
+"""A step on its way through the compute thread, and what ties it to the one before it.
+
+Knows threads and the order of two steps; nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.cost_model.step_cost import StepWork
+from engine.sampling.pending_output import PendingOutput
+from engine.sequence import StepOutput, StepPlan
+from engine.steps.compute_thread import ComputeThread
+from engine.steps.prepared import PreparedStep
+
+MAX_TAKING_IN_S = 60.0  # of a step's results; where it takes longer, the event loop hangs
+
+OnLayer = Callable[[int], None]
+
+
+class Runner(Protocol):
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput: ...
+
+
+class OverlappingRunner(Protocol):
+    """See `engine.steps.runner.ModelRunner`."""
+
+    def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep: ...
+
+    def run(
+        self, step: PreparedStep, on_layer: OnLayer | None = None, before_sampling: Callable[[], None] = ...
+    ) -> PendingOutput: ...
+
+
+class StepSkippedError(Exception):
+    """The step was planned ahead of one that failed, or nobody waits for it any more. Nothing of it counts."""
+
+
+class StepFlight:
+    """One step, used from the event loop. Launch it once, in either way."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.work = StepWork.of_plan(plan)
+        self.launched_at = time.perf_counter()
+        self.result: asyncio.Future[StepOutput]
+        self._prepared: PreparedStep | None = None
+        self._has_succeeded = False
+        self._is_given_up = False
+        self._is_over = False  # taken in, or given up
+        self._over: threading.Event | None = None  # for the step behind it, where steps overlap
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether a step that goes on from its sampled tokens can be prepared."""
+        return self._prepared is not None
+
+    def launch(self, runner: Runner, compute: ComputeThread, on_layer: OnLayer | None) -> None:
+        """With no other step in flight, and none until its result is there."""
+        self.result = compute.submit(lambda: runner.execute(self.plan, on_layer))
+
+    def launch_overlapped(
+        self,
+        runner: OverlappingRunner,
+        compute: ComputeThread,
+        waiting: ComputeThread,
+        on_layer: OnLayer | None,
+        after: StepFlight | None,
+    ) -> None:
+        """Prepared here and now, while `after` may still run. An error of that is told when the step's turn comes.
+
+        What the device has not come to when `compute` has done its part is waited for in `waiting`.
+        """
+        self._over = threading.Event()
+        try:
+            prepared = self._prepared = runner.prepare(self.plan, None if after is None else after._prepared)
+        except Exception as error:  # on behalf of the compute thread, whose boundary is the step loop's
+            self.result = compute.submit(functools.partial(_raise, error))
+            return
+
+        def run() -> PendingOutput:
+            if after is None:
+                pending = runner.run(prepared, on_layer)
+            else:
+                after.require_success()
+                pending = runner.run(prepared, on_layer, after.wait_until_taken_in)
+            self._has_succeeded = True
+            return pending
+
+        self.result = asyncio.ensure_future(_output_of(compute.submit(run), waiting))
+
+    def note_taken_in(self) -> None:
+        """The sequences are as the step left them."""
+        self._end()
+
+    def give_up(self) -> None:
+        """Nobody waits for the result any more; a step after it comes to nothing. Harmless if it has been taken in."""
+        self._is_given_up = not self._is_over
+        self._end()
+        self.result.cancel()
+
+    def require_success(self) -> None:
+        """In the compute thread, after its run. Raises StepSkippedError if that failed."""
+        if not self._has_succeeded:
+            raise StepSkippedError("the step before it failed")
+
+    def wait_until_taken_in(self) -> None:
+        """In the compute thread, while a later step runs. Raises StepSkippedError if it was given up."""
+        assert self._over is not None, "no step follows one that was not launched for it"
+        if not self._over.wait(MAX_TAKING_IN_S):
+            raise TimeoutError(f"the results of a step were not taken in within {MAX_TAKING_IN_S} s; the worker hangs")
+        if self._is_given_up:
+            raise StepSkippedError("the step before it failed, or nobody waits for it any more")
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._over is not None:
+            self._over.set()
+
+
+async def _output_of(launched: asyncio.Future[PendingOutput], waiting: ComputeThread) -> StepOutput:
+    pending = await launched
+    return pending.output() if pending.is_known else await waiting.submit(pending.output)
+
+
+def _raise(error: Exception) -> StepOutput:
+    raise error

@@ -1,0 +1,256 @@
+"""The worker's heartbeat: plan a step, compute it in a thread of its own, take its results in, for ever.
+
+Plans and results are handled on the event loop, so that schedulers and pools have one thread and no locks; only what
+the runner computes runs elsewhere. With an `Overlap` the next step is planned and prepared while one computes, and that
+one's results are taken in while the next computes: see docs/decisions/0009. Knows nothing of what a plan is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost, StepWork
+from engine.sequence import StepOutput, StepPlan
+from engine.steps.compute_thread import ComputeThread
+from engine.steps.in_flight import OverlappingRunner, Runner, StepFlight, StepSkippedError
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_FAILURES = 3
+MAX_STEP_S = 300.0  # a step that takes longer will not come back: the device hangs
+# See docs/decisions/0017: who takes so many times as long as predicted, and so much longer, is late enough for its
+# requests to go elsewhere; who takes so many times as long, and so long, is taken for hung.
+OVERDUE_S = 0.75
+_OVERDUE_TIMES = 2.5
+_HUNG_S, _HUNG_TIMES = 60.0, 30.0
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """How steps overlap. `plan` may return an empty plan: the next step has to wait for the one in flight."""
+
+    runner: OverlappingRunner
+    plan: Callable[[], StepPlan]
+
+
+class StepRates:
+    """Smoothed speed of steps: prompt tokens per second, and seconds per step that only decodes. 0 until known."""
+
+    def __init__(self, smoothing: float = 0.2) -> None:
+        self._smoothing = smoothing
+        self.prefill_tokens_per_s = 0.0
+        self.decode_step_s = 0.0
+
+    def record(self, plan: StepPlan, duration_s: float) -> None:
+        if plan.num_tokens > 4 * len(plan.items):
+            self.prefill_tokens_per_s = self._smooth(self.prefill_tokens_per_s, plan.num_tokens / duration_s)
+        elif plan.items and plan.num_tokens == len(plan.items):
+            self.decode_step_s = self._smooth(self.decode_step_s, duration_s)
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Predicted seconds for computing so many prompt tokens."""
+        return num_tokens / (self.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S)
+
+    def _smooth(self, old: float, new: float) -> float:
+        return new if old == 0.0 else old + self._smoothing * (new - old)
+
+
+class _StepWatch:
+    """Looks, while steps are computed, at how old the one that is waited for is, beside what was predicted for it.
+
+    Its age counts in looks: time in which this thread was kept from running is not the step's.
+    """
+
+    def __init__(self, costs: StepCosts, on_overdue: Callable[[bool], None], overdue_s: float) -> None:
+        self._costs = costs
+        self._on_overdue = on_overdue
+        self._overdue_s = overdue_s
+        self._work: StepWork | None = None
+        self._num_looks = 0
+        self._is_overdue = False
+        self.is_hung = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, work: StepWork) -> None:
+        self._work, self._num_looks = work, 0
+        if self._timer is None:
+            self._arm()
+
+    def end(self) -> None:
+        self._work = None
+        if self._is_overdue:
+            self._is_overdue = self.is_hung = False
+            self._on_overdue(False)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._work is None:
+            return
+        age_s = self._num_looks * _LOOK_S  # at least: the first look may come at once
+        self._num_looks += 1
+        if age_s >= min(self._overdue_s, _HUNG_S):
+            self._judge(age_s, self._costs.predicted_s(self._work))
+        self._arm()
+
+    def _judge(self, age_s: float, predicted_s: float | None) -> None:
+        if predicted_s is None:
+            return
+        if not self._is_overdue and age_s > max(_OVERDUE_TIMES * predicted_s, predicted_s + self._overdue_s):
+            logger.warning("a step has taken %.1f s, where %.3f s were predicted", age_s, predicted_s)
+            self._is_overdue = True
+            self._on_overdue(True)
+        self.is_hung = self._is_overdue and age_s > max(_HUNG_TIMES * predicted_s, _HUNG_S)
+
+
+class StepLoop:
+    """Runs steps while there is something to do; sleeps until `wake()` otherwise.
+
+    `plan` may return an empty plan. `on_layer(plan, layer)` is called in the compute thread. An exception of the runner
+    goes to `failed` with the plan it hit, and after it that of the step which was planned ahead, if there is one. After
+    MAX_CONSECUTIVE_FAILURES in a row, or while a step hangs, the loop counts as unhealthy. `costs` learns from every
+    step, planning and taking in included, where they do not overlap with another one. `on_overdue(is_overdue)` is told
+    when a step takes several times as long as predicted, and `overdue_s` longer, and when it has ended after all.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        costs: StepCosts,
+        plan: Callable[[], StepPlan],
+        finish: Callable[[StepPlan, StepOutput], None],
+        failed: Callable[[StepPlan, Exception], None],
+        on_layer: Callable[[StepPlan, int], None] | None = None,
+        on_overdue: Callable[[bool], None] = lambda is_overdue: None,
+        overdue_s: float = OVERDUE_S,
+        overlap: Overlap | None = None,
+    ) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._finish = finish
+        self._failed = failed
+        self._on_layer = on_layer
+        self._overlap = overlap
+        self._wake = asyncio.Event()
+        self._compute = ComputeThread("compute")
+        self._waiting = ComputeThread("device")  # for what an overlapped step brings
+        self._num_failures = 0
+        self._step_began: float | None = None
+        self._watch = _StepWatch(costs, on_overdue, overdue_s)
+        self._task: asyncio.Task[None] | None = None
+        self.rates = StepRates()
+        self.costs = costs
+
+    @property
+    def healthy(self) -> bool:
+        alive = self._task is not None and not self._task.done()
+        hangs = self._step_began is not None and time.perf_counter() - self._step_began > MAX_STEP_S
+        return alive and not (hangs or self._watch.is_hung) and self._num_failures < MAX_CONSECUTIVE_FAILURES
+
+    async def calibrate(self, measure: Callable[[], StepCost]) -> None:
+        """Begin with what steps cost as `measure()` finds it in the compute thread, unless that is known already.
+        Before `start`."""
+        assert self._task is None, "a calibration and steps would disturb each other"
+        if not self.costs.is_seeded:
+            self.costs.seed(await self._compute.submit(measure))
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="step-loop")
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """End after the step in flight."""
+        self._watch.stop()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self._compute.shutdown)
+        await asyncio.to_thread(self._waiting.shutdown)
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            began = time.perf_counter()
+            plan = self._plan()
+            if plan.items or plan.copies:
+                await self._fly(self._launch(plan), began)
+            else:
+                await self._wake.wait()
+
+    async def _fly(self, flight: StepFlight, began: float) -> None:
+        """A step, and those that are planned while the one before them computes."""
+        following: StepFlight | None = None
+        succeeded = True
+        try:
+            while True:
+                if succeeded:  # or this one will be skipped, and so would be all that come after it
+                    following = self._launch_ahead(flight)
+                succeeded = await self._land(flight, max(began, flight.launched_at))
+                ended = time.perf_counter()
+                if succeeded:
+                    self.costs.observe(flight.work, ended - began)
+                if following is None:
+                    return
+                flight, following, began = following, None, ended
+        finally:  # the loop is stopped, or ends by an error of ours
+            for left in (flight, following):
+                if left is not None:
+                    left.give_up()
+
+    def _launch_ahead(self, flight: StepFlight) -> StepFlight | None:
+        if self._overlap is None or not flight.can_be_followed:
+            return None
+        plan = self._overlap.plan()
+        return self._launch(plan, flight) if plan.items or plan.copies else None
+
+    def _launch(self, plan: StepPlan, after: StepFlight | None = None) -> StepFlight:
+        for item in plan.items:
+            item.seq.begin()
+        layer_done = self._on_layer
+        on_layer = None if layer_done is None else lambda layer: layer_done(plan, layer)
+        flight = StepFlight(plan)
+        if self._overlap is None:
+            flight.launch(self._runner, self._compute, on_layer)
+        else:
+            flight.launch_overlapped(self._overlap.runner, self._compute, self._waiting, on_layer, after)
+        return flight
+
+    async def _land(self, flight: StepFlight, began: float) -> bool:
+        """Whether it succeeded."""
+        self._step_began = began
+        self._watch.begin(flight.work)
+        try:
+            output = await flight.result
+        except Exception as error:  # the boundary of the compute thread: one bad step must not end the worker
+            flight.give_up()
+            self._note_failure(flight.plan, error)
+            return False
+        finally:
+            self._step_began = None
+            self._watch.end()
+        self._num_failures = 0
+        self.rates.record(flight.plan, time.perf_counter() - began)
+        self._finish(flight.plan, output)
+        flight.note_taken_in()
+        return True
+
+    def _note_failure(self, plan: StepPlan, error: Exception) -> None:
+        if not isinstance(error, StepSkippedError):
+            logger.error("a step of %d sequences failed", len(plan.items), exc_info=error)
+            self._num_failures += 1
+        self._failed(plan, error)

@@ -1,0 +1,286 @@
+"""Executes step plans: builds the batch, runs the model over it, samples.
+
+Reads sequences and never writes them; the only state it changes is the KV of the tokens it was told to compute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.weights import AnyWeights
+from engine.kv.cache import KVCache, KVLayout
+from engine.kv.sequence_kv import SequenceKV
+from engine.model.batch import Batch, build_batch
+from engine.model.config import ModelConfig
+from engine.model.transformer import LayerHooks, Model
+from engine.offload.staged_tiers import StagedTiers, Staging, TransferStats
+from engine.offload.staging import StoredLayers, ThreadStaging
+from engine.offload.staging_plan import Placement, StagingConfig
+from engine.offload.stream_staging import StagingStreams, StreamedStep, StreamStaging
+from engine.parallel.group_model import GroupModel
+from engine.parallel.leader import GroupLeader
+from engine.sampling.pending_output import KnownTokens, PendingOutput, SampledTokens, nothing_to_check
+from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
+from engine.steps.decode_graphs import DecodeGraphLimits, DecodeGraphs
+from engine.steps.graph_recorders import Recorder, recorder_for
+from engine.steps.prepared import PreparedStep
+from engine.steps.threads import StepThreads
+from kernels.interface import GraphKernels, Kernels
+from kernels.ops import kernels_for
+
+logger = logging.getLogger(__name__)
+
+# Logits of a long prompt are computed in pieces: 256 rows of a vocabulary of 150,000 are 150 MB.
+_LOGIT_ROWS = 256
+
+
+class TokenSampler(Protocol):
+    """What the runner needs of `engine.sampling.sampler.Sampler`."""
+
+    def begin(self, logits: Tensor, rows: list[Sequence]) -> SampledTokens:
+        """`logits [B, V]` float32, one row for each sequence; B is not 0."""
+        ...
+
+    def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        """`logits [T, V]` float32, each row judged by the token that does follow."""
+        ...
+
+
+class ModelRunner:
+    """One model, its KV caches and its sampler. Takes the tensors out of `weights`.
+
+    With a `group`, `weights` and `kv_cache` are rank 0's parts of the model and of the KV.
+
+    `kernels` None: those of the device.
+
+    With a `ring`, sequences may rest in `host_cache` (see `Sequence.host_groups`), and the ring is the last blocks
+    of `kv_cache`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: AnyWeights,
+        kv_cache: KVCache,
+        *,
+        sampler: TokenSampler,
+        host_cache: KVCache | None = None,
+        ring: StagingConfig | None = None,
+        group: GroupLeader | None = None,
+        kernels: Kernels | None = None,
+        threads: StepThreads | None = None,
+    ) -> None:
+        self.config = config
+        self.kv_cache = kv_cache
+        self.host_cache = host_cache
+        self.weight_bytes = sum(weight.nbytes for weight in weights.values())
+        self._sampler = sampler
+        self._threads = threads
+        self._sampled: SampledTokens = KnownTokens([])  # by the step that ran last, in its batch's order
+        with torch.inference_mode():
+            kernels = kernels or kernels_for(kv_cache.device)
+            model = Model(config, weights, kernels, None if group is None else group.ranks)
+        self.group = group
+        self._check = nothing_to_check if group is None else group.check
+        self._model = model if group is None else GroupModel(group, model)
+        self._graphs: DecodeGraphs | None = None
+        assert self._model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
+        self._tiers, self._staging = self._stage(ring)
+
+    def keep_kv_in(self, kv_cache: KVCache, host_cache: KVCache | None, ring: StagingConfig | None) -> None:
+        """In place of where it was kept so far, and forget that: before the runner is put to use."""
+        assert self._staging is None, "what is staged belongs to a cache"
+        assert self._graphs is None, "what is recorded belongs to a cache"
+        self.kv_cache = kv_cache
+        self.host_cache = host_cache
+        self._tiers, self._staging = self._stage(ring)
+
+    @torch.inference_mode()
+    def record_decode(self, kernels: GraphKernels, limits: DecodeGraphLimits, recorder: Recorder | None = None) -> None:
+        """From now on, replay steps of decode alone within these limits. `kernels` are the runner's own.
+
+        After `keep_kv_in`, for a runner without a group; `recorder` None: the device's.
+        """
+        assert isinstance(self._model, Model), "the ranks of a group are told of each step"
+        recorder = recorder or recorder_for(self.kv_cache.device)
+        self._graphs = DecodeGraphs(self._model, self.kv_cache, kernels, limits, recorder)
+
+    def forget_recordings(self) -> None:
+        self._graphs = None
+
+    def _stage(self, ring: StagingConfig | None) -> tuple[StagedTiers | None, Staging | None]:
+        assert ring is None or self.host_cache is not None, "a staging ring needs a host cache to fetch from"
+        if self.host_cache is None:
+            return None, None
+        windows = _group_windows(self.config, self.kv_cache.layout)
+        tiers = StagedTiers(kv_cache=self.sequence_kv, host_cache=self.host_cache, ring=ring, windows=windows)
+        return tiers, staging_for(tiers)
+
+    @property
+    def num_pool_blocks(self) -> int:
+        """Blocks of the device cache that sequences may own: all but the ring's."""
+        return self.kv_cache.num_blocks if self._tiers is None else self._tiers.num_pool_blocks
+
+    @property
+    def staging_columns(self) -> int:
+        """Block columns that all host-resident sequences of a step may have together; 0: none can be computed."""
+        ring = None if self._tiers is None else self._tiers.ring
+        return 0 if ring is None else ring.num_blocks
+
+    @property
+    def transfer_stats(self) -> TransferStats | None:
+        """None without host memory."""
+        return None if self._staging is None else self._staging.stats
+
+    @property
+    def sequence_kv(self) -> SequenceKV:
+        """The KV of all heads; `kv_cache` is what this process's part of the model computes with."""
+        return self.kv_cache if self.group is None else self.group.kv_cache
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where the model computes: one for each rank of a group."""
+        return [self.kv_cache.device] if self.group is None else self.group.devices
+
+    @property
+    def healthy(self) -> bool:
+        """False: no step will succeed any more."""
+        return self.group is None or self.group.healthy
+
+    def close(self) -> None:
+        """End what copies and the group's other processes. Nothing may be executed after."""
+        if self._staging is not None:
+            self._staging.close()
+        if self.group is not None:
+            self.group.close()
+
+    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        """Compute the plan and do its copies; all are done, or will not be, when this returns or raises.
+
+        `on_layer(l)` is called when layer l's KV of all items stands where it rests, in the order of the layers: from
+        this thread, or, where an item rests on the host, from the one that copies. On a device it is always this one,
+        and the KV may not stand yet: see `StoredLayers`. Raises ValueError if the plan's host-resident sequences exceed
+        `staging_columns`.
+        """
+        return self.run(self.prepare(plan), on_layer).output()
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep:
+        """Whatever of a step can be done while the one before it, `after`, runs in another thread.
+
+        Tokens that `after` samples may be unknown still. Raises ValueError as `execute` does.
+        """
+        placement = None if self._tiers is None else self._tiers.place(plan)
+        if not plan.items:
+            return PreparedStep(plan, None, placement)
+        tables = {} if placement is None else placement.tables
+        batch = build_batch(plan, self.kv_cache, tables, {} if after is None else after.sampled_by)
+        return PreparedStep(plan, batch, placement)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        step: PreparedStep,
+        on_layer: Callable[[int], None] | None = None,
+        before_sampling: Callable[[], None] = lambda: None,
+    ) -> PendingOutput:
+        """Compute a prepared step; see `execute`. A step that was prepared after another one must run right after it.
+
+        `before_sampling` returns when the sequences are as the step before left them: sampling reads their tokens. What
+        the step brings may be waited for while the next one runs.
+        """
+        with self._computing(step), self._hooks(step.plan, step.placement, on_layer) as hooks:
+            output = self._compute(step, hooks, before_sampling)
+        return replace(output, copies=hooks.copies) if isinstance(hooks, StreamedStep) else output
+
+    def _computing(self, step: PreparedStep) -> AbstractContextManager[None]:
+        if self._threads is None or step.batch is None:
+            return nullcontext()
+        return self._threads.computing(len(step.batch.token_ids))
+
+    def _compute(
+        self, step: PreparedStep, hooks: LayerHooks | None, before_sampling: Callable[[], None]
+    ) -> PendingOutput:
+        if step.batch is None:
+            return PendingOutput(prompt_logprobs=[])
+        if len(step.batch.awaited_rows):
+            sampled = self._sampled.token_ids.to(self.kv_cache.device)
+            awaited = sampled[step.batch.awaited_from].clamp_(min=0)  # -1: its step fails, and so will this
+            step.batch.token_ids[step.batch.awaited_rows] = awaited
+        hidden = self._forward(step.batch, hooks)
+        self._before_sampling(before_sampling)
+        return self._sample(step.plan, step.batch, hidden)
+
+    def _forward(self, batch: Batch, hooks: LayerHooks | None) -> Tensor:
+        if self._graphs is not None and hooks is None and self._graphs.takes(batch):
+            return self._graphs.forward(batch)
+        return self._model.forward(batch, self.kv_cache, hooks)
+
+    def _before_sampling(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        except BaseException:
+            if self.kv_cache.device.type == "cuda":  # nothing of a step may be computed after it has ended
+                torch.cuda.synchronize(self.kv_cache.device)
+            raise
+
+    def _hooks(
+        self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None
+    ) -> AbstractContextManager[LayerHooks | None]:
+        if self._staging is not None and (plan.copies or placement is not None):
+            return self._staging.step(plan, placement, on_layer)
+        assert not plan.copies, "copies between tiers were planned for a runner without host memory"
+        assert self._staging or not any(item.seq.host_groups for item in plan.items), "there is no host memory"
+        return nullcontext(None if on_layer is None else StoredLayers(on_layer))
+
+    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> PendingOutput:
+        num_samples = len(batch.sampling_items)
+        judged = self._judge_prompts(plan, batch, hidden[num_samples:])
+        if not num_samples:
+            return PendingOutput(prompt_logprobs=judged, check=self._check)
+        rows = [plan.items[index].seq for index in batch.sampling_items]
+        tokens = self._sampler.begin(self._model.logits(hidden[:num_samples]), rows)
+        self._sampled = tokens
+        return PendingOutput(
+            prompt_logprobs=judged, sampling_items=batch.sampling_items, tokens=tokens, check=self._check
+        )
+
+    def _judge_prompts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[list[TokenLogprobs] | None]:
+        judged: list[list[TokenLogprobs] | None] = [None] * len(plan.items)
+        for span in batch.prompt_spans:
+            count = len(span.next_token_ids)
+            num_top = plan.items[span.item].seq.params.prompt_logprobs or 0
+            judged[span.item] = self._judge(hidden[:count], span.next_token_ids, num_top)
+            hidden = hidden[count:]
+        return judged
+
+    def _judge(self, hidden: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        judged: list[TokenLogprobs] = []
+        for start in range(0, len(next_token_ids), _LOGIT_ROWS):
+            ids = next_token_ids[start : start + _LOGIT_ROWS]
+            logits = self._model.logits(hidden[start : start + len(ids)])
+            judged.extend(self._sampler.prompt_logprobs(logits, ids, num_top))
+        return judged
+
+
+def _group_windows(config: ModelConfig, layout: KVLayout) -> tuple[int | None, ...]:
+    """How far back any layer of each group sees, in tokens; None: to the start."""
+    windows = []
+    for first in range(0, config.num_layers, layout.layers_per_group):
+        of_layers = [layer.window for layer in config.layers[first : first + layout.layers_per_group]]
+        bounded = [window for window in of_layers if window is not None]
+        windows.append(max(bounded) if len(bounded) == len(of_layers) else None)
+    return tuple(windows)
+
+
+def staging_for(tiers: StagedTiers) -> Staging:
+    """By a thread, or by the device's streams."""
+    device = tiers.kv_cache.device
+    return StreamStaging(tiers, StagingStreams.of(device)) if device.type == "cuda" else ThreadStaging(tiers)

@@ -1,0 +1,259 @@
+"""Text to token ids and back: whole texts, chats, and streams of tokens.
+
+`Tokenizer` wraps the tokenizer of a checkpoint folder. `IncrementalDetokenizer` turns one sequence's tokens into text
+as they come; `StopChecker` looks for stop strings in that text. Knows nothing of models, sequences or HTTP.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import TemplateError
+
+from engine.checkpoint.cache import Json, remembered
+from engine.text.chat_template import ChatTemplate, Message
+from engine.text.token_spelling import read_spelling
+
+_MAX_CHARACTER_BYTES = 4  # of one character in UTF-8
+_MAX_TAIL_TOKENS = 256  # of a prompt; it may be long and hold no text, only special tokens, for each of 128 choices
+_LONG_TEXT_CHARS = 1_000  # from here on a second switch of threads costs nothing beside the work
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder. Reading it takes about a second for a large vocabulary.
+
+    `vocab_size` is the number of ids the tokenizer knows; the model's own may be larger, padded to a round number.
+    `eos_token_ids` are the tokens after which the model has nothing more to say.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError where the folder has no tokenizer of a supported kind."""
+        known = remembered("tokenizer", _files(folder), lambda: _read(folder))
+        self._backend = tokenizers.Tokenizer.from_str(known["backend"])
+        self._chat = ChatTemplate(known["chat_templates"], known["special_tokens"])
+        self._spell, self.strips_leading_space = read_spelling(json.loads(self._backend.to_str())["decoder"])
+        self._bytes: dict[int, bytes] = {}  # filled as tokens come: spelling all of a large vocabulary takes a while
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size: int = known["vocab_size"]
+        self.longest_token_chars: int = known["longest_token_chars"]  # no token stands for more characters of a text
+        self.eos_token_ids = _eos_token_ids(folder, known["eos_token_id"])
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat.exists
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError for text that is no Unicode: half of a surrogate pair.
+
+        While it works on a long text, other threads run.
+        """
+        try:
+            if len(text) <= _LONG_TEXT_CHARS:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # the same, without the interpreter's lock
+                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
+        except TypeError:
+            raise ValueError("the text holds half of a surrogate pair, which is no Unicode character") from None
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of the tokens; ids unknown to the tokenizer stand for nothing, invalid UTF-8 for U+FFFD."""
+        kept = (i for i in token_ids if not (skip_special_tokens and i in self.special_token_ids))
+        text = b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+        return text.removeprefix(" ") if self.strips_leading_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text. It need not be valid UTF-8: a character can be spread over tokens."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._backend.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else self._spell(token)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, with U+FFFD for what is only part of a character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """The prompt of a chat. `variables` are handed to the template (`tools`, `enable_thinking`, ...).
+
+        Raises ValueError where the model has no template, or where the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise ValueError(
+                "this model has no chat template: it is a base model, made to continue text; use /v1/completions"
+            )
+        try:
+            prompt = self._chat.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        # The template spells out the special tokens, the first one included.
+        return self.encode(prompt, add_special_tokens=False)
+
+
+def _files(folder: Path) -> list[Path]:
+    """All that a tokenizer is made from, and this code."""
+    named = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja", ".txt", ".model")]
+    return [Path(__file__), *sorted(named), *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+
+
+def _read(folder: Path) -> Json:
+    """What transformers makes of a folder."""
+    from transformers import AutoTokenizer  # takes seconds to import: only a checkpoint's first start pays for it
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        raise ValueError(f"{folder} has no tokenizer.json, nor anything that one can be made from")
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    templates = tokenizer.chat_template
+    return {
+        "backend": backend.to_str(),
+        "vocab_size": len(tokenizer),
+        "longest_token_chars": max(map(len, backend.get_vocab(with_added_tokens=True))),
+        "eos_token_id": tokenizer.eos_token_id,
+        "chat_templates": {"default": templates} if isinstance(templates, str) else templates or {},
+        "special_tokens": tokenizer.special_tokens_map,
+    }
+
+
+def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    """What generation_config.json says, or config.json if it says nothing, and the tokenizer's own."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        declared = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if declared is not None:
+            break
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(i for i in (*ids, tokenizer_eos) if i is not None)
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence's output, token by token; each call costs as much as its own token.
+
+    No piece ends inside a character: its first bytes wait for the rest. All pieces together are what
+    `Tokenizer.decode` gives for the output, except that at the border to the prompt nothing is lost: the space that
+    begins the output is kept if the prompt has text, and a character that begins in the prompt is completed.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        tail = self._last_bytes(prompt_token_ids)
+        self._decoder.decode(tail)
+        self._strip_next = tokenizer.strips_leading_space and not tail
+
+    def append(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        if token_id in self._skipped:
+            return ""
+        return self._strip(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+
+    def flush(self) -> str:
+        """After the last token: U+FFFD for a character that never got complete, else nothing."""
+        return self._strip(self._decoder.decode(b"", final=True))
+
+    def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
+        """Enough of the prompt's end to know whether it stops inside a character, or has text at all."""
+        tail = b""
+        for token_id in islice(reversed(token_ids), _MAX_TAIL_TOKENS):
+            if len(tail) >= _MAX_CHARACTER_BYTES:
+                break
+            if token_id not in self._skipped:
+                tail = self._tokenizer.token_bytes(token_id) + tail
+        return tail
+
+    def _strip(self, text: str) -> str:
+        if self._strip_next and text:
+            self._strip_next = False
+            return text.removeprefix(" ")
+        return text
+
+
+class StopChecker:
+    """Finds the first of several stop strings in a text that comes in pieces.
+
+    First is the one that ends first, and of those the longest; so how the text is cut into pieces changes nothing.
+    Holds back only what could be the start of a stop string. After a match every further piece is dropped.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        """Raises ValueError for an empty stop string."""
+        if "" in stop:
+            raise ValueError("a stop string must not be empty")
+        self._matchers = [_Matcher(string) for string in stop]
+        self._held = ""
+        self._matched = False
+
+    def append(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to emit now, and whether a stop string was met. It and what follows is cut off."""
+        if self._matched or not self._matchers:
+            return ("" if self._matched else text), self._matched
+        text = self._held + text
+        for index in range(len(self._held), len(text)):
+            length = max(matcher.advance(text[index]) for matcher in self._matchers)
+            if length:
+                self._matched, self._held = True, ""
+                return text[: index + 1 - length], True
+        num_held = max(matcher.num_matched for matcher in self._matchers)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+    def flush(self) -> str:
+        """After the last piece: what was held back and became no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Matcher:
+    """How much of one string the text so far ends with (Knuth, Morris and Pratt, 1977): linear, whatever the string."""
+
+    def __init__(self, string: str) -> None:
+        self._string = string
+        self._fallback = _fallbacks(string)
+        self.num_matched = 0
+
+    def advance(self, character: str) -> int:
+        """Take one more character of the text. Gives the length of the string if the text now ends with it, else 0."""
+        self.num_matched = _extended(self._string, self._fallback, self.num_matched, character)
+        return self.num_matched if self.num_matched == len(self._string) else 0
+
+
+@lru_cache(maxsize=64)
+def _fallbacks(string: str) -> tuple[int, ...]:
+    """For each index the longest proper prefix that string[:index + 1] ends with. All choices of a request share it."""
+    fallback = [0] * len(string)
+    for index in range(1, len(string)):
+        fallback[index] = _extended(string, fallback, fallback[index - 1], string[index])
+    return tuple(fallback)
+
+
+def _extended(string: str, fallback: Sequence[int], num_matched: int, character: str) -> int:
+    while num_matched and string[num_matched] != character:
+        num_matched = fallback[num_matched - 1]
+    return num_matched + (string[num_matched] == character)
