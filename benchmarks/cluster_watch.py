@@ -14,8 +14,8 @@ from typing import Any, Self
 from cluster.request_log import LoggedWorker
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.cost_report import reported_cost, reported_noise
 from kv_transfer.messages import StepCostReport
+from kv_transfer.worker.cost_report import reported_cost, reported_noise
 
 SAMPLE_S = 1.0
 TIMEOUT_S = 10.0

@@ -23,8 +23,8 @@ from cluster.global_scheduler import SchedulerPolicy
 from cluster.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler_server import SchedulerServer
 from engine.steps.loading import DtypeName
+from kv_transfer.handoff.timing import HandoffTimeline
 from kv_transfer.messages import Endpoint, RequestSpec
-from kv_transfer.timeline import HandoffTimeline
 from kv_transfer.transports.base import Identity
 
 START_TIMEOUT_S = 300.0  # on a GPU kernels are compiled first

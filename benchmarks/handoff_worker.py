@@ -19,15 +19,15 @@ from benchmarks.local import CHUNK_TOKENS, load_default_model
 from benchmarks.workload import MODEL
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import DtypeName
+from kv_transfer.handoff.timing import HandoffTimeline
 from kv_transfer.messages import Endpoint
-from kv_transfer.slabs import SlabConfig
-from kv_transfer.timeline import HandoffTimeline
-from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity, Transport
-from kv_transfer.transports.device import DeviceTransport, SealedMemory
-from kv_transfer.transports.shm import SharedMemoryConfig
-from kv_transfer.worker_parts import WorkerParts
-from kv_transfer.worker_port import worker_identity
+from kv_transfer.transports.cuda_ipc.transport import DeviceTransport, SealedMemory
+from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
+from kv_transfer.transports.slab_pool import SlabConfig
+from kv_transfer.worker.parts import WorkerParts
+from kv_transfer.worker.port import worker_identity
+from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
 SLAB_BYTES = TransferConfig().slab_bytes
@@ -102,7 +102,7 @@ def _open_transport(order: WorkerOrder, identity: Identity, device: torch.device
     slabs = SharedMemoryConfig(slabs=SlabConfig(slab_bytes=order.slab_bytes))
     if device.type == "cpu":
         return DeviceTransport(identity, SealedMemory(), slabs)
-    from kv_transfer.transports.cuda_memory import CudaMemory
+    from kv_transfer.transports.cuda_ipc.memory import CudaMemory
 
     return DeviceTransport(identity, CudaMemory(device), slabs)
 

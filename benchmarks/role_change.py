@@ -29,12 +29,12 @@ from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from kv_transfer.messages import Endpoint, RequestSpec, Role
-from kv_transfer.tiers.tiers_config import Budget, TiersConfig
+from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity
-from kv_transfer.worker_parts import WorkerRole
-from kv_transfer.worker_replica import ReplicaSite, WorkerReplica
+from kv_transfer.worker.parts import WorkerRole
+from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
+from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorkerConfig
 

@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
-from kv_transfer.connection import Connection, Server, serve
+from kv_transfer.connections.connection import Connection, Server, serve
 from kv_transfer.messages import (
     Cancel,
     Endpoint,
@@ -23,7 +23,7 @@ from kv_transfer.messages import (
     WorkerSnapshot,
 )
 from kv_transfer.transports.base import Identity
-from kv_transfer.worker_port import Registration
+from kv_transfer.worker.port import Registration
 
 MAX_MODEL_LEN = 8_192
 # Words and pieces of words, so that detokenising costs what it does on text.

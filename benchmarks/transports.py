@@ -29,11 +29,11 @@ from typing import Final, Literal
 import uvloop
 
 from kv_transfer.messages import Ended, Endpoint
-from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Link, Transport
-from kv_transfer.transports.choosing import open_transport
-from kv_transfer.transports.group_ends import DistributedConfig
-from kv_transfer.transports.shm import SharedMemoryConfig
+from kv_transfer.transports.choose import open_transport
+from kv_transfer.transports.process_group.ends import DistributedConfig
+from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
+from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.tcp import TcpConfig
 
 KIB: Final = 1 << 10

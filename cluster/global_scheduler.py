@@ -20,7 +20,6 @@ from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import NO_TARGET, Query
 from cluster.placement.standing import StandingQuery, StandingRequests
 from cluster.placement.worker_table import Row
-from kv_transfer.cost_report import reported_cost
 from kv_transfer.messages import (
     BlockEvents,
     BlockIndexRequest,
@@ -34,6 +33,7 @@ from kv_transfer.messages import (
     WorkerInfo,
     WorkerSnapshot,
 )
+from kv_transfer.worker.cost_report import reported_cost
 
 WAKE_PERIOD_S: Final = 0.02  # those who wait are looked at so often at most when room comes early,
 WAKE_COUNT: Final = 4  # so many of them,

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from cluster.config_fields import BudgetField, KvMemory, Settings, SizeBytes
-from kv_transfer.tiers.tiers_config import Budget
+from kv_transfer.tiers.config import Budget
 
 
 class KvPoolSettings(Settings):

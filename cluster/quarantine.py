@@ -26,7 +26,7 @@ from typing import Final
 
 from cluster.errors import DeadlineError, PoisonRequestError
 from cluster.request_run import RequestRun, RequestState
-from kv_transfer.requests import NUM_ALONE
+from kv_transfer.worker.sequences import NUM_ALONE
 
 REMEMBERED_S: Final = 600.0
 _MAX_RECORDS: Final = 1024

@@ -19,8 +19,8 @@ from cluster.request_log import LoggedCluster, LoggedRequest, LoggedWorker, clus
 from cluster.request_run import RequestRun, RequestState
 from cluster.slo import SloConfig
 from engine.kv.prefix import HASH_BYTES
-from kv_transfer.cost_report import reported_cost, reported_noise
 from kv_transfer.messages import KnownWorker, Role
+from kv_transfer.worker.cost_report import reported_cost, reported_noise
 
 _ANY_NUMBER: Final = 100_000  # of sequences, where a worker does not bound it
 _NAME_BYTES: Final = 8  # of a block's hash: enough to tell the blocks of a log apart

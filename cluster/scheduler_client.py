@@ -20,7 +20,7 @@ from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableErr
 from cluster.role_changes import require_ordered
 from cluster.worker_links import SILENCE_S
 from engine.sequence import SequenceKey
-from kv_transfer.connection import Connection, connect
+from kv_transfer.connections.connection import Connection, connect
 from kv_transfer.messages import (
     AskDecisions,
     Decisions,

@@ -15,7 +15,7 @@ from cluster.pool_watch import PoolsPlan
 from cluster.role_changes import RoleChanges
 from cluster.slo import NO_TARGETS, SloConfig
 from cluster.slo_tracker import SloTracker
-from kv_transfer.connection import Connection, Server, serve
+from kv_transfer.connections.connection import Connection, Server, serve
 from kv_transfer.messages import (
     MAX_DECISIONS,
     AskDecisions,

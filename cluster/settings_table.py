@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from cluster.config import is_named, submodels
 from cluster.config_fields import KvMemory, format_budget, format_size, parse_size
 from cluster.settings import LegatoConfig
-from kv_transfer.tiers.tiers_config import Budget
+from kv_transfer.tiers.config import Budget
 
 _NAMES = {
     Budget: "size or share",

@@ -10,9 +10,9 @@ from decode_workers.worker import DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from engine.steps.memory_profile import StepSize
 from kv_transfer.messages import Role
-from kv_transfer.tiers.tiers_config import DiskConfig, TiersConfig
-from kv_transfer.transfer_config import TransferConfig
-from kv_transfer.worker_parts import WorkerRole
+from kv_transfer.tiers.config import DiskConfig, TiersConfig
+from kv_transfer.worker.parts import WorkerRole
+from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorkerConfig
 

@@ -36,7 +36,7 @@ class WorkerDeployment:
         os.environ.setdefault("GOMP_SPINCOUNT", "8000")
         # With these comes torch, which gateways and whoever starts the application do without.
         from cluster.worker_setup import worker_replica
-        from kv_transfer.worker_replica import ReplicaSite
+        from kv_transfer.worker.replica import ReplicaSite
 
         async def locate_scheduler() -> Endpoint:
             endpoint: Endpoint = await scheduler.endpoint.remote()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kv_transfer.connection import Connection, connect
+from kv_transfer.connections.connection import Connection, connect
 from kv_transfer.messages import Message, WorkerInfo
 from kv_transfer.transports.base import Identity, TransportError
 

@@ -15,7 +15,7 @@ from cluster.translate import (
 )
 from kv_transfer.messages import Endpoint, Role
 from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.worker_replica import ReplicaSite, WorkerReplica
+from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
 
 
 def worker_replica(

@@ -17,13 +17,13 @@ from engine.kv.sequence_kv import SequenceKV
 from engine.memory.streams import queued_on
 from engine.sequence import Sequence, SequenceKey
 from engine.steps.loading import LoadedModel
+from kv_transfer.connections.loop_thread import LoopThread
 from kv_transfer.digest import DigestKind
-from kv_transfer.loop_thread import LoopThread
+from kv_transfer.handoff.receiver import KvReceiver
 from kv_transfer.messages import RequestSpec, Reserved
-from kv_transfer.receiving import KvReceiver
-from kv_transfer.requests import sequence_of
 from kv_transfer.transports.base import Transport
-from kv_transfer.worker_port import GatewayId, GatewayPort
+from kv_transfer.worker.port import GatewayId, GatewayPort
+from kv_transfer.worker.sequences import sequence_of
 
 
 class Landings:

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.deadline_timer import DeadlineTimer
+from kv_transfer.connections.deadline_timer import DeadlineTimer
 from kv_transfer.messages import RequestSpec
-from kv_transfer.worker_port import GatewayId
+from kv_transfer.worker.port import GatewayId
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from decode_workers.scheduler import DecodeScheduler
 from engine.steps.loading import LoadedModel
 from engine.steps.loop import StepLoop
-from kv_transfer.cost_report import cost_report
 from kv_transfer.messages import WorkerSnapshot
-from kv_transfer.prefix_loading import PrefixLoading
 from kv_transfer.tiers.report import tiers_report
+from kv_transfer.worker.cost_report import cost_report
+from kv_transfer.worker.prefix_loading import PrefixLoading
 
 
 class DecodeReport:

@@ -1,4 +1,4 @@
-"""How a replica becomes a decode worker: see `kv_transfer.worker_parts.WorkerRole`."""
+"""How a replica becomes a decode worker: see `kv_transfer.worker.parts.WorkerRole`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from kv_transfer.messages import WorkerSnapshot
-from kv_transfer.worker_parts import WorkerParts
+from kv_transfer.worker.parts import WorkerParts
 
 
 @dataclass(frozen=True, slots=True)

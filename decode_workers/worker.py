@@ -20,13 +20,13 @@ from engine.steps.calibration import calibrate
 from engine.steps.fault_finding import FaultFinder
 from engine.steps.in_flight import StepSkippedError
 from engine.steps.loop import OVERDUE_S, StepLoop
-from kv_transfer.draining import Drain
-from kv_transfer.loop_thread import LoopThread
+from kv_transfer.connections.loop_thread import LoopThread
 from kv_transfer.messages import Cancel, FailureCause, Message, RequestSpec, Reserve, Start, WorkerInfo, WorkerSnapshot
-from kv_transfer.prefix_loading import Columns, PrefixLoading
-from kv_transfer.requests import sequence_of, token_event
-from kv_transfer.worker_parts import WorkerParts
-from kv_transfer.worker_port import GatewayId, GatewayPort, worker_info
+from kv_transfer.worker.draining import Drain
+from kv_transfer.worker.parts import WorkerParts
+from kv_transfer.worker.port import GatewayId, GatewayPort, worker_info
+from kv_transfer.worker.prefix_loading import Columns, PrefixLoading
+from kv_transfer.worker.sequences import sequence_of, token_event
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
-"""How a replica becomes a prefill worker: see `kv_transfer.worker_parts.WorkerRole`."""
+"""How a replica becomes a prefill worker: see `kv_transfer.worker.parts.WorkerRole`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kv_transfer.messages import WorkerSnapshot
-from kv_transfer.worker_parts import WorkerParts
+from kv_transfer.worker.parts import WorkerParts
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
 

@@ -17,17 +17,17 @@ from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, Ste
 from engine.steps.calibration import calibrate
 from engine.steps.fault_finding import FaultFinder
 from engine.steps.loop import OVERDUE_S, StepLoop
-from kv_transfer.cost_report import cost_report
-from kv_transfer.draining import Drain
-from kv_transfer.loop_thread import LoopThread
+from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.handoff.sender import KvSender
+from kv_transfer.handoff.timing import HandoffTimeline, ignore_timeline
 from kv_transfer.messages import Cancel, FailureCause, Message, RequestSpec, Start, Ticket, WorkerSnapshot
-from kv_transfer.prefix_loading import PrefixLoading
-from kv_transfer.requests import sequence_of, token_event
-from kv_transfer.sending import KvSender
 from kv_transfer.tiers.report import tiers_report
-from kv_transfer.timeline import HandoffTimeline, ignore_timeline
-from kv_transfer.worker_parts import WorkerParts
-from kv_transfer.worker_port import GatewayId, GatewayPort, worker_info
+from kv_transfer.worker.cost_report import cost_report
+from kv_transfer.worker.draining import Drain
+from kv_transfer.worker.parts import WorkerParts
+from kv_transfer.worker.port import GatewayId, GatewayPort, worker_info
+from kv_transfer.worker.prefix_loading import PrefixLoading
+from kv_transfer.worker.sequences import sequence_of, token_event
 from prefill_workers.layer_stream import LayerStream
 from prefill_workers.placement import host_placement
 from prefill_workers.scheduler import PrefillScheduler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.kv.block_pool import BlockPool
-from kv_transfer.block_events import BlockEventLog
+from kv_transfer.tiers.block_events import BlockEventLog
 
 LAYER_GROUPS = 2
 

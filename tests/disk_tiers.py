@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kv_transfer.tiers.disk_files import ColumnFormat
-from kv_transfer.tiers.disk_health import WritePause
-from kv_transfer.tiers.disk_tier import DiskLimits, DiskTier
+from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.health import WritePause
+from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
 from tests.waiting import HANGS_S
 
 NUM_GROUPS = 3

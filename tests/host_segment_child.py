@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.kv.block_pool import BlockKey, BlockPool
-from kv_transfer.tiers.host_segment import HostSegment
+from kv_transfer.tiers.host.segment import HostSegment
 
 BLOCK_BYTES = 1 << 16
 NUM_BLOCKS = 8

@@ -25,18 +25,18 @@ from engine.sequence import StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from engine.steps.prepared import PreparedStep
 from engine.steps.runner import ModelRunner
-from kv_transfer.block_events import BlockEventLog
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
+from kv_transfer.tiers.block_events import BlockEventLog
+from kv_transfer.tiers.config import TiersConfig
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
-from kv_transfer.tiers.tiers_config import TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity
-from kv_transfer.worker_parts import WorkerParts
-from kv_transfer.worker_port import worker_identity
+from kv_transfer.worker.parts import WorkerParts
+from kv_transfer.worker.port import worker_identity
+from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.small_models import SmallModel
 from tests.waiting import HANGS_S, eventually

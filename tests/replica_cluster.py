@@ -13,10 +13,10 @@ from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorker
 from engine.steps.loading import EngineConfig
 from kv_transfer.messages import Role
-from kv_transfer.tiers.tiers_config import Budget, TiersConfig
+from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.worker_parts import WorkerRole
-from kv_transfer.worker_replica import ReplicaSite, WorkerReplica
+from kv_transfer.worker.parts import WorkerRole
+from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
 from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorker
 from tests.host_segments import SHARED_MEMORY

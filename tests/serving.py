@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kv_transfer.connection import Connection, ConnectionConfig, Server, connect, serve
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Server, connect, serve
 from kv_transfer.messages import Ended
 from kv_transfer.transports.base import Identity
 from tests.waiting import HANGS_S

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.auth import MAX_CHALLENGE_BYTES, Handshake, HandshakeError, HandshakeRole, Hello, hello_of
+from kv_transfer.connections.handshake import (
+    MAX_CHALLENGE_BYTES,
+    Handshake,
+    HandshakeError,
+    HandshakeRole,
+    Hello,
+    hello_of,
+)
 from kv_transfer.messages import PROTOCOL_VERSION
 from kv_transfer.transports.base import Identity, PeerRefusedError
 

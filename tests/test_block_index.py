@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.block_index import BlockIndex, PrefixReach
 from engine.kv.block_pool import BlockPool
-from kv_transfer import block_events
-from kv_transfer.block_events import BlockEventLog
 from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, Tier, decode, encode
+from kv_transfer.tiers import block_events
+from kv_transfer.tiers.block_events import BlockEventLog
 from tests.block_index_tools import LAYER_GROUPS, digest_of, log_with_pool, store_columns
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")

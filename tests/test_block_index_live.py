@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from cluster.block_index import PrefixReach
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.scheduler_server import SchedulerServer
-from kv_transfer.block_events import BlockEventLog
 from kv_transfer.messages import Endpoint
+from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.transports.base import Identity
-from kv_transfer.worker_port import Registration
+from kv_transfer.worker.port import Registration
 from tests.block_index_tools import LAYER_GROUPS, digest_of, log_with_pool, store_columns
 from tests.waiting import eventually
 from tests.worker_reports import worker_info, worker_snapshot

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer import auth
-from kv_transfer.connection import Connection, ConnectionConfig, connect, serve
-from kv_transfer.frames import frame_head
-from kv_transfer.meeting import dial, listening_socket
+from kv_transfer.connections import handshake as auth
+from kv_transfer.connections.connection import Connection, ConnectionConfig, connect, serve
+from kv_transfer.connections.frames import frame_head
+from kv_transfer.connections.sockets import dial, listening_socket
 from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Ended, Endpoint, Ping
 from kv_transfer.transports.base import LinkClosedError, PeerRefusedError
 from tests.loops import LOOP_KINDS, num_open_files, run_on

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kv.cache import KVCache, KVLayout
-from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import pieces_digest, slab_digest
+from kv_transfer.handoff.slab_copy import fill_slab, land_slab
 from tests.interpreted import device
 
 NUM_LAYERS = 3

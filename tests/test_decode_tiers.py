@@ -17,9 +17,9 @@ from cluster.errors import OverloadedError
 from decode_workers.worker import DecodeWorker
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
+from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnViews
-from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.waiting import HANGS_S, eventually

@@ -11,9 +11,9 @@ from engine.kv.cache import KVCache
 from engine.memory.devices import CPU
 from engine.memory.streams import Event
 from kernels.triton import slabs
-from kv_transfer.copying import fill_slab, land_slab
-from kv_transfer.device_copying import DeviceCopies
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, slab_digest
+from kv_transfer.handoff.gpu_slab_copy import DeviceCopies
+from kv_transfer.handoff.slab_copy import fill_slab, land_slab
 from tests.device_queues import LazyStream
 from tests.interpreted import device
 from tests.test_copying import End
@@ -119,7 +119,7 @@ def test_nothing_runs_on_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> N
     def failing(*arguments: object) -> None:
         raise RuntimeError("the device is out of order")
 
-    monkeypatch.setattr("kv_transfer.rank_copying.scatter_slab", failing)
+    monkeypatch.setattr("kv_transfer.handoff.rank_slab_copy.scatter_slab", failing)
     done: list[str] = []
     world.compute.queue(lambda: done.append("compute"))
     with pytest.raises(RuntimeError, match="out of order"):
@@ -139,7 +139,7 @@ def test_what_is_read_back_comes_from_the_blocks(monkeypatch: pytest.MonkeyPatch
     def elsewhere(slab: torch.Tensor, rows: torch.Tensor, *place: object) -> torch.Tensor:
         return scatter(slab, rows.clone(), *place)
 
-    monkeypatch.setattr("kv_transfer.rank_copying.scatter_slab", elsewhere)
+    monkeypatch.setattr("kv_transfer.handoff.rank_slab_copy.scatter_slab", elsewhere)
     slab = torch.ones(2, COUNT, 2, 4, dtype=torch.float16)
     sent = slab_digest(slab.view(torch.uint8).numpy().data.cast("B"), "xxh3_64")
     end = world.end

@@ -16,9 +16,9 @@ import torch
 from decode_workers import landings
 from engine.memory.streams import MarkQueued, nothing_queued, queued_on
 from engine.sampling.params import SamplingParams
-from kv_transfer.copying_threads import CopyingThreads
-from kv_transfer.transfer_config import TransferConfig
-from kv_transfer.transports.choosing import TransportKind
+from kv_transfer.handoff.copy_threads import CopyingThreads
+from kv_transfer.transports.choose import TransportKind
+from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers import worker as prefill_worker
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import MiniClusterConfig, mini_cluster

@@ -16,19 +16,19 @@ import torch
 
 from engine.memory.devices import CPU
 from engine.memory.gpu import Access, Properties
-from kv_transfer.connection import Connection, ConnectionConfig, Hooks
-from kv_transfer.meeting import dial
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.sockets import dial
 from kv_transfer.messages import Endpoint, SegmentAnswer, SegmentOffer
-from kv_transfer.slabs import SlabConfig
-from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity, Link, PeerRefusedError, SlabBytes
-from kv_transfer.transports.choosing import open_transport
-from kv_transfer.transports.device import DeviceCarrier, DeviceMemory, DeviceTransport, SealedMemory
-from kv_transfer.transports.mailbox import Mailbox, MailboxError, post_file
-from kv_transfer.transports.segment import OwnSegment, SegmentError
-from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryLink
+from kv_transfer.transports.choose import open_transport
+from kv_transfer.transports.cuda_ipc.mailbox import Mailbox, MailboxError, post_file
+from kv_transfer.transports.cuda_ipc.transport import DeviceCarrier, DeviceMemory, DeviceTransport, SealedMemory
+from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError
+from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryLink
+from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import Carrier, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpConfig, TcpLink
+from kv_transfer.worker.transfer_config import TransferConfig
 from tests.device_memory import device_memory
 from tests.loops import num_open_files
 from tests.mini_cluster import cluster_of

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from engine.sampling.params import SamplingParams
-from kv_transfer import receiving, sending
-from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, agreed_kind, slab_digest
-from kv_transfer.transfer_config import TransferConfig
-from kv_transfer.transports.choosing import TransportKind
+from kv_transfer.handoff import receiver as receiving
+from kv_transfer.handoff import sender as sending
+from kv_transfer.handoff.slab_copy import fill_slab, land_slab
+from kv_transfer.transports.choose import TransportKind
+from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel

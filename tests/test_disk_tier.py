@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.kv.block_pool import BlockKey
-from kv_transfer.tiers.disk_files import ColumnFormat
-from kv_transfer.tiers.disk_tier import DiskTier
+from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.tier import DiskTier
 from tests.disk_tiers import (
     BLOCK_BYTES,
     FORM,

@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from kv_transfer.tiers.disk_files import ColumnFormat
+from kv_transfer.tiers.disk.files import ColumnFormat
 from tests.disk_tier_child import NUM_SLOTS
 from tests.disk_tiers import BLOCK_BYTES, NUM_GROUPS, files, load, opened, present, store
 from tests.waiting import HANGS_S

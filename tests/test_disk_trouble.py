@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.tiers.disk_folder import DiskTierError
-from kv_transfer.tiers.disk_health import ASSUMED_READ_BYTES_PER_S, WritePause
-from kv_transfer.tiers.disk_tier import DiskLimits, DiskTier
+from kv_transfer.tiers.disk.folder import DiskTierError
+from kv_transfer.tiers.disk.health import ASSUMED_READ_BYTES_PER_S, WritePause
+from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
 from tests.disk_tiers import FORM, blocks_of, files, hash_of, limits, load, opened, present, store
 from tests.waiting import HANGS_S, wait_until
 

@@ -15,8 +15,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from engine.memory.devices import CPU
-from kv_transfer.connection import Connection, ConnectionConfig, Hooks
-from kv_transfer.meeting import dial
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.sockets import dial
 from kv_transfer.messages import (
     Ended,
     Endpoint,
@@ -27,14 +27,14 @@ from kv_transfer.messages import (
     SlabsWanted,
     encode,
 )
-from kv_transfer.slabs import SlabConfig
-from kv_transfer.transports import group_ends
 from kv_transfer.transports.base import Link, LinkClosedError, PeerRefusedError
-from kv_transfer.transports.choosing import TransportKind, open_transport
-from kv_transfer.transports.distributed import DistributedLink, DistributedTransport
-from kv_transfer.transports.group_ends import DistributedConfig
-from kv_transfer.transports.group_words import WordStore
-from kv_transfer.transports.pair_group import RECEIVER, SENDER, PairGroup, join_group
+from kv_transfer.transports.choose import TransportKind, open_transport
+from kv_transfer.transports.process_group import ends as group_ends
+from kv_transfer.transports.process_group.ends import DistributedConfig
+from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PairGroup, join_group
+from kv_transfer.transports.process_group.store import WordStore
+from kv_transfer.transports.process_group.transport import DistributedLink, DistributedTransport
+from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import SocketTransport
 from kv_transfer.transports.tcp import TcpLink
 from tests.slab_content import send, write

@@ -20,7 +20,7 @@ from decode_workers.worker import DecodeWorker
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Message, RequestSpec, Reserve, Start, TokenEvent
-from kv_transfer.worker_port import GatewayId
+from kv_transfer.worker.port import GatewayId
 from tests.http_fuzz import Answer, Sent, call
 from tests.http_server import MODEL, scripted_api
 from tests.mini_cluster import MiniCluster, cluster_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.frames import Frame, FrameLimits, FrameReader, MalformedFrameError, PlainBuffer, frame_head
+from kv_transfer.connections.frames import Frame, FrameLimits, FrameReader, MalformedFrameError, PlainBuffer, frame_head
 from kv_transfer.messages import Cancel, Ended, Message, Ping
 from kv_transfer.transports.base import HostSlab
 

@@ -9,8 +9,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.coverage import Coverage, RangeError
 from kv_transfer.digest import combine, pieces_digest, slab_digest
+from kv_transfer.handoff.coverage import Coverage, RangeError
 
 spans = st.tuples(st.integers(-1, 3), st.integers(-2, 12), st.integers(-1, 12))
 

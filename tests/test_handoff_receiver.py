@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.handoff import Admit, Copy, Drop, Fail, ReleaseLease, Send
+from kv_transfer.handoff.actions import Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.messages import Abort, KeepAlive, Verified
 from tests.handoff_world.model import NUM_LAYERS, TTL_S
 from tests.handoff_world.scripted import (

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.digest import combine
-from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SendSlab
-from kv_transfer.handoff_sender import HandoffSender
+from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
+from kv_transfer.handoff.sender_state import HandoffSender
 from kv_transfer.messages import Abort, Commit, KeepAlive, Ping, Rejected, Ticket, Verified
 from tests.handoff_world.model import DECODE, NUM_LAYERS, TTL_S
 from tests.handoff_world.scripted import ENDPOINT, FENCE, NUM_TOKENS, digest_of, kinds, only

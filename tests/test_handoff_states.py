@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.handoff import ReceiverState, SenderState
+from kv_transfer.handoff.actions import ReceiverState, SenderState
 
 PAGE = Path(__file__).parent.parent / "docs" / "kv_transfer.md"
 

@@ -16,14 +16,14 @@ import torch
 from engine.memory.streams import Event
 from engine.sampling.params import SamplingParams
 from engine.sequence import BlockTable, Sequence
-from kv_transfer.copying_threads import COPIES_AT_ONCE
-from kv_transfer.loop_thread import LoopThread
+from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.handoff.copy_threads import COPIES_AT_ONCE
+from kv_transfer.handoff.receiver import KvReceiver
+from kv_transfer.handoff.sender import KvSender
 from kv_transfer.messages import RequestSpec, Ticket
-from kv_transfer.receiving import KvReceiver
-from kv_transfer.sending import KvSender
-from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity
-from kv_transfer.transports.inproc import InProcessNetwork, InProcessTransport
+from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from kv_transfer.transports.slab_pool import SlabConfig
 from tests.test_copying import NUM_LAYERS, NUM_TOKENS, End
 from tests.waiting import HANGS_S, eventually
 

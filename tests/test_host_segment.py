@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from engine.kv.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
-from kv_transfer.tiers import host_segment, segment_files
-from kv_transfer.tiers.host_segment import HostSegment
-from kv_transfer.tiers.neighbours import Neighbours
-from kv_transfer.tiers.segment_files import open_segment as open_file
-from kv_transfer.tiers.segment_files import segment_paths, sweep
-from kv_transfer.tiers.segment_index import block_digest
-from kv_transfer.transports.segment import SegmentError
+from kv_transfer.tiers.host import files as segment_files
+from kv_transfer.tiers.host import segment as host_segment
+from kv_transfer.tiers.host.files import open_segment as open_file
+from kv_transfer.tiers.host.files import segment_paths, sweep
+from kv_transfer.tiers.host.index import block_digest
+from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.segment import HostSegment
+from kv_transfer.transports.shared_memory.segment import SegmentError
 from tests.host_segment_child import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -214,7 +215,7 @@ def test_a_file_system_that_fills_up_meanwhile_is_an_error_and_no_signal(scope: 
     script = f"""
 import resource
 from pathlib import Path
-from kv_transfer.tiers.host_segment import HostSegment, SegmentError
+from kv_transfer.tiers.host.segment import HostSegment, SegmentError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     HostSegment.open(Path("/dev/shm"), "{scope}", "a model", 1 << 20, 4)

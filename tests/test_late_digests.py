@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from engine.kv.block_pool import BlockPool
-from kv_transfer.tiers import late_digests
-from kv_transfer.tiers.host_segment import HostSegment
-from kv_transfer.tiers.segment_index import block_digest
+from kv_transfer.tiers.host import late_digests
+from kv_transfer.tiers.host.index import block_digest
+from kv_transfer.tiers.host.segment import HostSegment
 from tests.host_segments import SHARED_MEMORY, scope
 from tests.waiting import HANGS_S, eventually
 

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import OverloadedError, RequestTooLargeError
 from decode_workers.worker import DecodeWorkerConfig
-from kv_transfer.transfer_config import TransferConfig
+from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import brake, cluster_of
 from tests.mini_requests import PROMPT, busy, interrupted, sampled, tokens, tokens_of

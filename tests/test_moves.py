@@ -20,7 +20,7 @@ from engine.sequence import SequenceKey
 from engine.steps.prepared import PreparedStep
 from engine.steps.runner import ModelRunner
 from kv_transfer.messages import TokenEvent
-from kv_transfer.worker_replica import WorkerReplica
+from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import cluster_of
 from tests.mini_requests import PROMPT, busy, prefills_braked, tokens_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine.kv.block_pool import BlockPool
-from kv_transfer.tiers import neighbours as neighbours_module
-from kv_transfer.tiers.neighbours import Neighbours
-from kv_transfer.tiers.segment_index import SegmentIndex
+from kv_transfer.tiers.host import neighbours as neighbours_module
+from kv_transfer.tiers.host.index import SegmentIndex
+from kv_transfer.tiers.host.neighbours import Neighbours
 from tests.host_segment_child import (
     BLOCK_BYTES,
     FINGERPRINT,

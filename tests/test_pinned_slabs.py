@@ -15,16 +15,16 @@ import torch
 
 from engine.memory.devices import CPU, Unpin, pinning_for
 from engine.steps.loading import EngineConfig
-from kv_transfer.slabs import SlabConfig, private_arena
 from kv_transfer.tiers import worker_tiers
-from kv_transfer.tiers.tiers_config import Budget, TiersConfig
+from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.transfer_config import TransferConfig
 from kv_transfer.transports.base import Identity, LinkClosedError, Transport
-from kv_transfer.transports.inproc import InProcessNetwork, InProcessTransport
-from kv_transfer.transports.segment import OwnSegment, SegmentError, map_segment
-from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryTransport
+from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError, map_segment
+from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryTransport
+from kv_transfer.transports.slab_pool import SlabConfig, private_arena
 from kv_transfer.transports.tcp import TcpConfig, TcpTransport
+from kv_transfer.worker.transfer_config import TransferConfig
 from tests.host_segments import SHARED_MEMORY
 from tests.interpreted import device
 from tests.small_models import SmallModel

@@ -37,7 +37,7 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
-from kv_transfer.tiers.tiers_config import Budget, TiersConfig
+from kv_transfer.tiers.config import Budget, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake
 from tests.placed_clusters import COST, PROMPT, cluster_of, run, terms
 from tests.small_models import SmallModel

@@ -55,7 +55,7 @@ async def test_replicas_hear_what_size_their_pool_should_have(llama: SmallModel)
 
 
 async def test_advice_ends_with_the_scheduler(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.worker_replica.TARGET_HOLDS_S", 1.0)
+    monkeypatch.setattr("kv_transfer.worker.replica.TARGET_HOLDS_S", 1.0)
     pools = PoolsPlan(prefill=SCALING, decode=SCALING, settle_s=1.0)
     async with replica_cluster(llama, num_prefill=1, num_decode=1, pools=pools) as cluster:
         await eventually(lambda: all(replica.pool_target() == 1 for replica in cluster.replicas))

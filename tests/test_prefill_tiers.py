@@ -13,9 +13,9 @@ import pytest
 
 from engine.sequence import StepPlan
 from kv_transfer.tiers.column_sources import DiskColumns
-from kv_transfer.tiers.disk_files import ColumnFormat
-from kv_transfer.tiers.disk_tier import DiskLimits, DiskTier
-from kv_transfer.transfer_config import TransferConfig
+from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts

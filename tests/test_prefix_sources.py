@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
-from kv_transfer.tiers.disk_files import ColumnFormat
-from kv_transfer.tiers.disk_tier import DiskLimits, DiskTier
-from kv_transfer.tiers.host_segment import HostSegment
+from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
-from kv_transfer.tiers.neighbours import Neighbours
 from tests.prefix_bench import SlowSink, Tiers, opened
 from tests.tier_bench import GROUPS, LAYOUT, ScriptedSource, fill, hashes, holds, tier
 from tests.waiting import HANGS_S, eventually

@@ -17,7 +17,7 @@ from cluster.settings import GatewaySettings
 from cluster.tenants import Tenants
 from engine.kv.prefix import block_hashes
 from engine.text.tokenizer import Tokenizer
-from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
+from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from tests.http_server import MODEL, scripted_api
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, random_prompts

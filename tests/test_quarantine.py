@@ -14,7 +14,7 @@ from cluster.quarantine import Quarantine
 from cluster.request_run import RequestRun, RequestState
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages import Placement, RequestSpec, TokenEvent
-from kv_transfer.requests import NUM_ALONE
+from kv_transfer.worker.sequences import NUM_ALONE
 from tests.waiting import HANGS_S, eventually
 
 

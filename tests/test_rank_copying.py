@@ -9,9 +9,9 @@ from engine.kv.cache import KVCache
 from engine.model.shards import Shard
 from engine.parallel.kv import GroupKV, shard_layout
 from engine.parallel.processes import GroupError
-from kv_transfer.copying import fill_slab, land_slab
-from kv_transfer.device_copying import DeviceCopies
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, slab_digest
+from kv_transfer.handoff.gpu_slab_copy import DeviceCopies
+from kv_transfer.handoff.slab_copy import fill_slab, land_slab
 from tests.device_queues import LazyStream
 from tests.interpreted import device
 from tests.test_copying import End

@@ -16,10 +16,10 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.steps.runner import ModelRunner
 from engine.steps.runner_loading import load_runner
-from kv_transfer import worker_replica
 from kv_transfer.messages import ChangeRole, Role
-from kv_transfer.worker_parts import Worker, WorkerParts
-from kv_transfer.worker_replica import WorkerReplica
+from kv_transfer.worker import replica as worker_replica
+from kv_transfer.worker.parts import Worker, WorkerParts
+from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.mini_cluster import brake

@@ -13,7 +13,7 @@ from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableErr
 from cluster.global_scheduler import SchedulerPolicy
 from cluster.scheduler_client import SchedulerClient, _Question
 from cluster.scheduler_server import SchedulerServer
-from kv_transfer.connection import connect
+from kv_transfer.connections.connection import connect
 from kv_transfer.messages import (
     Endpoint,
     Heartbeat,

@@ -6,7 +6,7 @@ import asyncio
 
 from benchmarks.scripted_worker import ScriptedWorker
 from engine.sampling.params import SamplingParams
-from kv_transfer.connection import connect
+from kv_transfer.connections.connection import connect
 from kv_transfer.messages import Endpoint, RequestSpec, Start, StepFrame
 from kv_transfer.transports.base import Identity
 from tests.waiting import HANGS_S

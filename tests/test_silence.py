@@ -19,9 +19,9 @@ from cluster.generation import one_by_one
 from cluster.orchestrator import _LOOK_S, Orchestrator, OrchestratorConfig
 from cluster.worker_links import SILENCE_S
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.connection import ConnectionConfig
+from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
-from kv_transfer.transfer_config import TransferConfig
+from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake, cluster_of
 from tests.mini_requests import PROMPT, busy, prefills_braked, tokens_of

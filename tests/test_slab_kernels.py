@@ -18,8 +18,8 @@ from kernels.cpu.block_digest import ROW_WORDS, row_sum_digest
 from kernels.interface import CacheGeometry
 from kernels.triton.block_digest import as_digest, block_digest
 from kernels.triton.slabs import gather_slab, scatter_slab
-from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import DIGEST_KINDS, DigestKind
+from kv_transfer.handoff.slab_copy import fill_slab, land_slab
 from tests.device_queues import device_copies
 from tests.interpreted import device
 from tests.test_copying import NUM_TOKENS, End

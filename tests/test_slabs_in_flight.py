@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kv_transfer.copying_threads import COPIES_AT_ONCE, CopyingThreads
+from kv_transfer.handoff.copy_threads import COPIES_AT_ONCE, CopyingThreads
 from tests.device_queues import LazyEvent, LazyStream
 from tests.test_copying import NUM_LAYERS, NUM_TOKENS
 from tests.test_device_copying import COUNT, World

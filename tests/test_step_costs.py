@@ -11,8 +11,8 @@ import pytest
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import StepCost, StepWork
-from kv_transfer.cost_report import cost_report, reported_cost
 from kv_transfer.messages import Role
+from kv_transfer.worker.cost_report import cost_report, reported_cost
 
 TRUTH = StepCost(
     base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=1.5e-3, context_token_s=6e-6, relative_error=0.1

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.auth import Handshake, hello_of
-from kv_transfer.connection import ConnectionConfig, Server, serve
-from kv_transfer.frames import FrameLimits, frame_head
-from kv_transfer.meeting import dial
+from kv_transfer.connections.connection import ConnectionConfig, Server, serve
+from kv_transfer.connections.frames import FrameLimits, frame_head
+from kv_transfer.connections.handshake import Handshake, hello_of
+from kv_transfer.connections.sockets import dial
 from kv_transfer.messages import Ended
 from tests.loops import LOOP_KINDS, num_open_files, run_on
 from tests.serving import GATEWAY, WORKER, Run, assert_alive, connect_to, echo, serving

@@ -11,8 +11,8 @@ import torch
 
 from engine.offload.copy_thread import CopyThread
 from kernels.cpu.thread_team import dissolve_team, set_team, work_alone
-from kv_transfer.copying_threads import CopyingThreads
-from kv_transfer.loop_thread import LoopThread
+from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.handoff.copy_threads import CopyingThreads
 from tests.waiting import HANGS_S
 
 TEAM = 3

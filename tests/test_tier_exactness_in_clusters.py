@@ -21,7 +21,7 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sequence import Sequence
 from engine.steps.loading import LoadedModel
-from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
+from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts

@@ -9,8 +9,8 @@ from threading import Event
 
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
+from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.tiers_config import Budget, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.waiting import HANGS_S, eventually

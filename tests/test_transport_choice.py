@@ -11,16 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.connection import Connection, ConnectionConfig, Hooks
-from kv_transfer.meeting import Meeting, dial
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.sockets import Meeting, dial
 from kv_transfer.messages import Ended, Endpoint, Message, Ping, SegmentOffer, SlabsFreed
-from kv_transfer.slabs import SlabConfig
-from kv_transfer.transports import segment, shm
 from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
-from kv_transfer.transports.choosing import TransportKind, open_transport
-from kv_transfer.transports.inproc import InProcessNetwork, InProcessTransport
-from kv_transfer.transports.segment import OwnSegment, SegmentError, map_segment
-from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryLink
+from kv_transfer.transports.choose import TransportKind, open_transport
+from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from kv_transfer.transports.shared_memory import segment
+from kv_transfer.transports.shared_memory import transport as shm
+from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError, map_segment
+from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryLink
+from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import SocketTransport
 from kv_transfer.transports.tcp import TcpConfig, TcpLink
 from tests.slab_content import send

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.connection import ConnectionConfig
+from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.messages import Ended, Endpoint
-from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Delivery, Link, LinkClosedError, Transport
+from kv_transfer.transports.slab_pool import SlabConfig
 from tests.loops import num_open_files, run_on
 from tests.slab_content import content, send
 from tests.transport_child import MIB, digest, make_transport
@@ -179,7 +179,7 @@ def check(delivery: Delivery) -> None:
 def test_a_process_that_may_not_have_a_segment_says_so() -> None:
     script = """
 import resource
-from kv_transfer.transports.segment import OwnSegment, SegmentError
+from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     OwnSegment(1 << 30)

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Transport
-from kv_transfer.transports.device import DeviceTransport
-from kv_transfer.transports.distributed import DistributedTransport
-from kv_transfer.transports.group_ends import DistributedConfig
-from kv_transfer.transports.inproc import InProcessNetwork, InProcessTransport
-from kv_transfer.transports.shm import SharedMemoryConfig, SharedMemoryTransport
+from kv_transfer.transports.cuda_ipc.transport import DeviceTransport
+from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from kv_transfer.transports.process_group.ends import DistributedConfig
+from kv_transfer.transports.process_group.transport import DistributedTransport
+from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryTransport
+from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.tcp import TcpConfig, TcpTransport
 from tests.device_memory import device_memory
 from tests.transport_conformance import SMALL, MakeTransport, TransportConformance

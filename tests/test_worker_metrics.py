@@ -19,7 +19,7 @@ from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages import BlockEvents, TiersReport
-from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
+from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts
 from tests.waiting import eventually

@@ -9,7 +9,7 @@ import pytest
 
 from engine.memory.machine import memory_bytes
 from engine.steps.loading import EngineConfig
-from kv_transfer.tiers.tiers_config import Budget, TiersConfig
+from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from tests.host_segments import SHARED_MEMORY
 from tests.small_models import SmallModel

@@ -22,16 +22,16 @@ from engine.kv.block_pool import BlockKey, BlockPool
 from engine.kv.cache import KVCache, KVLayout
 from engine.kv.prefix import block_hashes
 from engine.sequence import Sequence, SequenceKey, StepPlan
-from kv_transfer.prefix_loading import Columns, PrefixLoading
 from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
-from kv_transfer.tiers.disk_files import ColumnFormat
-from kv_transfer.tiers.disk_tier import DiskLimits, DiskTier
-from kv_transfer.tiers.host_segment import HostSegment
+from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.host.index import block_digest
+from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
-from kv_transfer.tiers.neighbours import Neighbours
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.segment_index import block_digest
 from kv_transfer.tiers.sources import ColumnSource
+from kv_transfer.worker.prefix_loading import Columns, PrefixLoading
 from prefill_workers.scheduler import PrefillScheduler
 from tests.ghost_runner import GhostRunner, kv_of, next_token
 

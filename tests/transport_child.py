@@ -18,12 +18,12 @@ import uvloop
 import xxhash
 
 from kv_transfer.messages import Ended, Endpoint
-from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Identity, Link, Transport
-from kv_transfer.transports.choosing import TransportKind, open_transport
-from kv_transfer.transports.device import DeviceTransport
-from kv_transfer.transports.group_ends import DistributedConfig
-from kv_transfer.transports.shm import SharedMemoryConfig
+from kv_transfer.transports.choose import TransportKind, open_transport
+from kv_transfer.transports.cuda_ipc.transport import DeviceTransport
+from kv_transfer.transports.process_group.ends import DistributedConfig
+from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
+from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.tcp import TcpConfig
 from tests.device_memory import device_memory
 from tests.slab_content import content

@@ -25,8 +25,8 @@ from typing import Protocol
 import pytest
 
 from kv_transfer.messages import Cancel, Ended, Endpoint
-from kv_transfer.slabs import SlabConfig
 from kv_transfer.transports.base import Delivery, Identity, Link, LinkClosedError, PeerRefusedError, Transport
+from kv_transfer.transports.slab_pool import SlabConfig
 from tests.loops import LOOP_KINDS, LoopInThread, num_open_files
 from tests.slab_content import content, send
 from tests.waiting import HANGS_S

@@ -20,7 +20,7 @@ from benchmarks.handoff_cluster import running_handoffs
 from benchmarks.handoff_worker import Transporting
 from benchmarks.summary import spread
 from benchmarks.workload import draw_prompts
-from kv_transfer.timeline import HandoffTimeline
+from kv_transfer.handoff.timing import HandoffTimeline
 
 AIM = 0.02  # of prefill time
 NAMES = {"device": "cuda_ipc", "shm": "shm"}

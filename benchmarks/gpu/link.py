@@ -24,8 +24,8 @@ from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.kernel_cases import Shape, filled_cache
 from engine.memory.devices import pinning_for
 from engine.memory.mappings import map_memory
-from kv_transfer.copying_threads import CopyingThreads
-from kv_transfer.device_copying import DeviceCopies, copies_on
+from kv_transfer.handoff.copy_threads import CopyingThreads
+from kv_transfer.handoff.gpu_slab_copy import DeviceCopies, copies_on
 
 AIM = 0.9
 

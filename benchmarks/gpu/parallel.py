@@ -28,8 +28,8 @@ from engine.parallel.processes import GroupError
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
 from engine.steps.loading import LoadedModel, load_model
 from engine.steps.memory_profile import StepSize
-from kv_transfer.copying import fill_slab, land_slab
 from kv_transfer.digest import DigestKind
+from kv_transfer.handoff.slab_copy import fill_slab, land_slab
 
 _CHECKED = small_model(
     "small-with-even-heads",

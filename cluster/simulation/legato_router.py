@@ -13,7 +13,6 @@ from cluster.placement.policy import DecisionPolicy
 from cluster.placement.query import Query
 from cluster.simulation.fleet import KnownCosts
 from cluster.simulation.router import PlaceQuery
-from kv_transfer.cost_report import stated_report
 from kv_transfer.messages import (
     BlockEvents,
     BlockIndexSnapshot,
@@ -24,6 +23,7 @@ from kv_transfer.messages import (
     WorkerInfo,
     WorkerSnapshot,
 )
+from kv_transfer.worker.cost_report import stated_report
 
 _UNBOUNDED: Final = 2**62
 

@@ -20,8 +20,8 @@ from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.stopping import finish_reason
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
-from kv_transfer.block_events import BlockEventLog
 from kv_transfer.messages import Endpoint, Role, WorkerInfo, WorkerSnapshot
+from kv_transfer.tiers.block_events import BlockEventLog
 from prefill_workers.scheduler import PrefillScheduler
 
 Refuse = Callable[[str, float | None], None]

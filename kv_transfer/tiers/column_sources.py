@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kv_transfer.messages import SourceName
-from kv_transfer.tiers.disk_tier import DiskTier
-from kv_transfer.tiers.neighbours import Neighbours
+from kv_transfer.tiers.disk.tier import DiskTier
+from kv_transfer.tiers.host.neighbours import Neighbours
 from kv_transfer.tiers.sources import ColumnViews
 
 

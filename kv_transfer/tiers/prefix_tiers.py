@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.messages import SourceName
-from kv_transfer.tiers.disk_tier import DiskTier
+from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.promotion import Promoter, Promotion, Wanted
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource

@@ -18,7 +18,7 @@ from itertools import groupby
 
 from engine.kv.block_pool import BlockLease
 from kernels.cpu.thread_team import work_alone
-from kv_transfer.home_loop import HomeLoop
+from kv_transfer.connections.home_loop import HomeLoop
 from kv_transfer.messages import SourceName
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.sources import ColumnSource

@@ -5,9 +5,9 @@ from __future__ import annotations
 from engine.kv.block_pool import BlockPool
 from engine.steps.loading import LoadedModel
 from kv_transfer.messages import DiskReport, Tier, TierBlocks, TiersReport
-from kv_transfer.prefix_loading import PrefixLoading
-from kv_transfer.tiers.disk_tier import DiskTier
+from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.memory import tier_blocks
+from kv_transfer.worker.prefix_loading import PrefixLoading
 
 
 def tiers_report(

@@ -22,19 +22,19 @@ from engine.memory.devices import pinning_for
 from engine.memory.machine import memory_bytes
 from engine.memory.mappings import map_private_memory
 from engine.steps.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
-from kv_transfer.block_events import BlockEventLog
+from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
-from kv_transfer.tiers.disk_files import ColumnFormat
-from kv_transfer.tiers.disk_folder import DiskTierError
-from kv_transfer.tiers.disk_tier import DiskLimits, DiskTier
-from kv_transfer.tiers.host_segment import HostSegment
+from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
+from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.folder import DiskTierError
+from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.host.files import remove_if_last, sweep
+from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
-from kv_transfer.tiers.neighbours import Neighbours
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.segment_files import remove_if_last, sweep
 from kv_transfer.tiers.sources import ColumnSource
-from kv_transfer.tiers.tiers_config import Budget, DiskConfig, TiersConfig
-from kv_transfer.transports.segment import SegmentError
+from kv_transfer.transports.shared_memory.segment import SegmentError
 
 logger = logging.getLogger(__name__)
 

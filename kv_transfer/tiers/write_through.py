@@ -17,7 +17,7 @@ import torch
 
 from engine.kv.block_pool import BlockKey, BlockLease
 from kernels.cpu.thread_team import work_alone
-from kv_transfer.home_loop import HomeLoop
+from kv_transfer.connections.home_loop import HomeLoop
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.offloading import offload_between
 from kv_transfer.tiers.sources import ColumnSink

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kv_transfer.slabs import SlabConfig, private_arena
 from kv_transfer.transports.base import SlabBytes
+from kv_transfer.transports.slab_pool import SlabConfig, private_arena
 
 
 def arena_on(device: torch.device, config: SlabConfig) -> SlabBytes:

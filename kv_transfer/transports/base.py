@@ -37,8 +37,8 @@ class PeerRefusedError(TransportError):
 class Identity:
     """Who a process is to its peers.
 
-    `compatibility` spells out what both ends must agree on (see `kv_transfer.compatibility`): compared in the
-    handshake, after the mutual challenge on `secret` and before any other message.
+    `compatibility` spells out what both ends must agree on (see `kv_transfer.connections.compatibility`): compared in
+    the handshake, after the mutual challenge on `secret` and before any other message.
     """
 
     worker_id: str

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from kv_transfer.connection import Connection, ConnectionConfig, Hooks
-from kv_transfer.meeting import Meeting
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.sockets import Meeting
 from kv_transfer.messages import Message
-from kv_transfer.slabs import PooledSlab, SlabPool
 from kv_transfer.transports.base import LinkClosedError, Slab, SlabBytes
+from kv_transfer.transports.slab_pool import PooledSlab, SlabPool
 
 
 class ConnectedLink(ABC):

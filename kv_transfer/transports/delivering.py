@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kv_transfer.frames import Frame
+from kv_transfer.connections.frames import Frame
 from kv_transfer.messages import Message
 from kv_transfer.transports.base import Delivery, SlabBytes
 

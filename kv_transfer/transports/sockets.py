@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kv_transfer.meeting import Listener, Meeting, listening_socket
+from kv_transfer.connections.sockets import Listener, Meeting, listening_socket
 from kv_transfer.messages import Endpoint
 from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 

@@ -14,15 +14,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kv_transfer.auth import Hello
-from kv_transfer.connection import Connection, ConnectionConfig, Hooks
-from kv_transfer.frames import FrameLimits
-from kv_transfer.inbox import Inbox
-from kv_transfer.meeting import Meeting, dial
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.frames import FrameLimits
+from kv_transfer.connections.handshake import Hello
+from kv_transfer.connections.receive_queue import Inbox
+from kv_transfer.connections.sockets import Meeting, dial
 from kv_transfer.messages import Endpoint, Message
-from kv_transfer.slabs import PooledSlab, SlabConfig, SlabPool, private_arena
 from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, PeerRefusedError, Slab
 from kv_transfer.transports.delivering import deliver
+from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool, private_arena
 from kv_transfer.transports.sockets import SocketTransport
 
 PURPOSE: Final = "kv-tcp"

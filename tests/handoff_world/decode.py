@@ -7,8 +7,8 @@ from typing import Protocol
 
 from engine.kv.block_pool import BlockLease, BlockPool, OutOfBlocksError
 from kv_transfer.digest import slab_digest
-from kv_transfer.handoff import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
-from kv_transfer.handoff_receiver import HandoffReceiver
+from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
+from kv_transfer.handoff.receiver_state import HandoffReceiver
 from kv_transfer.messages import (
     Abort,
     Cancel,

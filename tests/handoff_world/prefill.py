@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kv_transfer.digest import slab_digest
-from kv_transfer.handoff import Action, Fail, ReleaseSource, Send, SendSlab
-from kv_transfer.handoff_sender import HandoffSender
+from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
+from kv_transfer.handoff.sender_state import HandoffSender
 from kv_transfer.messages import Cancel, RequestSpec, Start, Ticket
 from tests.handoff_world.decode import Surroundings
 from tests.handoff_world.model import DECODE, NUM_LAYERS, TOKEN_BYTES, Packet, kv_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kv_transfer.handoff import Action, Copy, Send
-from kv_transfer.handoff_receiver import HandoffReceiver, ReceiverMessage
+from kv_transfer.handoff.actions import Action, Copy, Send
+from kv_transfer.handoff.receiver_state import HandoffReceiver, ReceiverMessage
 from kv_transfer.messages import Commit, Endpoint, Fence, Rejected, RequestSpec, SlabHeader
 from tests.handoff_world.model import DECODE, NUM_LAYERS, TTL_S, request_spec
 

@@ -1,0 +1,321 @@
+"""One authenticated stream of messages between two processes, and how to get one.
+
+Carries all control traffic, and the bytes of the TCP transport. Notices a peer that is dead, hung or unplugged, says at
+both ends why it closed, and never queues without bound. Works on any asyncio loop and belongs to the one it was made
+on. Does not know what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kv_transfer.connections.frame_protocol import Wire
+from kv_transfer.connections.frames import MIB, Frame, FrameLimits, FrameReader, frame_head, plain_buffer
+from kv_transfer.connections.handshake import Hello
+from kv_transfer.connections.receive_queue import Inbox
+from kv_transfer.connections.sockets import HANDSHAKE_TIMEOUT_S, Listener, Meeting, dial, listening_socket
+from kv_transfer.messages import Endpoint, Goodbye, Message, Ping
+from kv_transfer.transports.base import HostSlab, Identity, LinkClosedError
+
+_MAX_REASON_CHARS: Final = 2000
+_MAX_JOINED_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionConfig:
+    limits: FrameLimits = field(default_factory=FrameLimits)
+    ping_interval_s: float = 0.5
+    idle_timeout_s: float = 15.0  # a peer that is silent for so long (see `silent_s`) is taken for dead
+    linger_s: float = 1.0  # how long a closing connection tries to tell the peer why
+    inbox_bytes: int = 16 * MIB  # received and not yet taken; beyond it, reading stops
+    backlog_bytes: int = 16 * MIB  # posted and not yet taken by the peer; beyond it, the connection closes
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ping_interval_s < self.idle_timeout_s:
+            raise ValueError(
+                f"ping_interval_s={self.ping_interval_s} must lie between 0 and idle_timeout_s={self.idle_timeout_s}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What the owner of a connection may take over. All are called on the connection's loop and must not block.
+
+    `allocate` gives the buffers of payloads (see FrameReader), `intercept` may keep a message from the inbox by
+    returning True, `on_closed` is told once that the connection is gone, and why. `inbox` may be shared with other
+    connections: its owner closes it, and calls `read_on` of each when it has room.
+    """
+
+    allocate: Callable[[Message, int], HostSlab | None] = plain_buffer
+    intercept: Callable[[Message], bool] = lambda message: False
+    on_closed: Callable[[str], None] = lambda reason: None
+    inbox: Inbox | None = None
+
+
+class Connection:
+    """Messages, each with an optional payload, to and from `peer`; in order, each at most once."""
+
+    def __init__(self, meeting: Meeting, config: ConnectionConfig, hooks: Hooks) -> None:
+        """Takes the socket over with `start`. Use `connect` or `serve` for a plain one."""
+        self.peer: Hello = meeting.peer
+        self._sock = meeting.sock
+        self._who = f"{self.peer.worker_id} at {meeting.address}"
+        self._config = config
+        self._hooks = hooks
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader(config.limits, hooks.allocate)
+        self._inbox = hooks.inbox or Inbox(config.inbox_bytes, self.read_on)
+        self._wire = Wire(
+            self._reader,
+            on_frame=self._on_frame,
+            wants_more=lambda: not self._inbox.full,
+            on_malformed=lambda reason: self.close(f"the bytes from {self.peer.worker_id} are malformed: {reason}"),
+            on_lost=self._on_lost,
+        )
+        self._closed_because: str | None = None
+        self.peer_left_in_order = False  # see `Goodbye`
+        self._gone = asyncio.Event()
+        self._backlog_bytes = 0
+        self._large = asyncio.Lock()
+        self._num_heard = 0
+        self._num_silent_ticks = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """From now on messages arrive, and hooks are called."""
+        await self._loop.create_connection(lambda: self._wire, sock=self._sock)
+        self._timer = self._loop.call_later(self._config.ping_interval_s, self._on_tick)
+
+    @property
+    def closed(self) -> str | None:
+        """Why the connection is closed; None while it is open."""
+        return self._closed_because
+
+    @property
+    def silent_s(self) -> float:
+        """For how long at least nothing has been heard of the peer, which pings when it has nothing else to say.
+
+        Counted in our own pings, and no time in which this loop could not hear: while it was kept from running, or
+        did not read, the silence was ours.
+        """
+        return self._num_silent_ticks * self._config.ping_interval_s
+
+    async def send(self, message: Message, payload: Sequence[memoryview] = ()) -> None:
+        """Send in the order of the calls; returns when the kernel has taken all of it. Raises LinkClosedError.
+
+        Payload views must keep their contents until then. The wait ends at the latest with the connection.
+        """
+        self._check_open()
+        payload_bytes = sum(piece.nbytes for piece in payload)
+        pieces: list[bytes | memoryview] = [frame_head(message, payload_bytes), *payload]
+        # Joining a few bytes is cheaper than gathering them.
+        self._wire.write(pieces if payload_bytes > _MAX_JOINED_BYTES else [b"".join(pieces)])
+        if not await self._wire.flushed():
+            self._check_open()
+
+    def post(self, message: Message) -> None:
+        """Send without waiting. A peer that does not take its messages is cut off; a closed connection ignores them."""
+        if self._closed_because is not None:
+            return
+        head = frame_head(message)
+        self._backlog_bytes = self._backlog_bytes + len(head) if self._wire.backlogged else 0
+        self._wire.write([head])
+        if self._backlog_bytes > self._config.backlog_bytes:
+            self.close(f"{self.peer.worker_id} does not take its messages: {self._backlog_bytes} bytes wait for it")
+
+    async def post_large(self, message: Message) -> None:
+        """Send in the order of the calls, one at a time: what is sent so never makes a backlog with its like, and a
+        hundred large messages cost the connection no more than one. A closed connection ignores them.
+
+        Returns when the peer has taken it; who is cancelled before its turn sends nothing.
+        """
+        async with self._large:
+            if self._closed_because is None:
+                with contextlib.suppress(LinkClosedError):
+                    await self.send(message)
+
+    async def receive(self) -> tuple[Message, memoryview | None]:
+        """The next message. Raises LinkClosedError with the reason once the connection is closed and drained."""
+        frame = await self.receive_frame()
+        if frame.payload is None:
+            return frame.message, None
+        assert isinstance(frame.payload.view, memoryview), "what comes over a socket lies in memory of the host"
+        return frame.message, frame.payload.view.toreadonly()
+
+    async def receive_frame(self) -> Frame:
+        """Like `receive`, for owners that gave the payload its buffer and want it back."""
+        return await self._inbox.get()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[Message, memoryview | None]]:
+        """Messages until the connection is closed."""
+        with contextlib.suppress(LinkClosedError):
+            while True:
+                yield await self.receive()
+
+    def close(self, reason: str, *, in_order: bool = False) -> None:
+        """Close both directions and let the peer know why; idempotent. See `Goodbye` and `wait_closed`."""
+        if self._closed_because is not None:
+            return
+        self._end(f"{self._who}: closed here: {reason}")
+        self._wire.write([frame_head(Goodbye(reason=reason[:_MAX_REASON_CHARS], in_order=in_order))])
+        self._wire.finish()
+        self._timer = self._loop.call_later(self._config.linger_s, self._wire.abort)
+
+    async def wait_closed(self) -> None:
+        """Until the socket is gone: at most `linger_s` after `close`."""
+        await self._gone.wait()
+
+    def read_on(self) -> None:
+        """A payload buffer or room in the inbox has become free."""
+        self._wire.read_on()
+
+    def _check_open(self) -> None:
+        if self._closed_because is not None:
+            raise LinkClosedError(self._closed_because)
+
+    def _on_frame(self, frame: Frame) -> None:
+        match frame.message:
+            case Ping():
+                _discard(frame)
+            case Goodbye(reason=reason, in_order=in_order):
+                _discard(frame)
+                self.peer_left_in_order = in_order
+                self._end(f"{self._who}: closed by the peer: {reason}")
+                self._wire.abort()
+            case message:
+                if not self._hooks.intercept(message):
+                    self._inbox.put(frame)
+
+    def _on_tick(self) -> None:
+        """Ping the peer, unless bytes for it wait anyway; give it up when it is silent for too long."""
+        if self._wire.num_received != self._num_heard or not self._wire.reading:
+            self._num_heard, self._num_silent_ticks = self._wire.num_received, 0
+        else:
+            self._num_silent_ticks += 1
+        if self.silent_s >= self._config.idle_timeout_s:
+            self.close(f"nothing was heard of {self.peer.worker_id} for {self._config.idle_timeout_s:g} s")
+            return
+        if not self._wire.backlogged:
+            self.post(Ping())
+        self._timer = self._loop.call_later(self._config.ping_interval_s, self._on_tick)
+
+    def _end(self, reason: str) -> None:
+        self._closed_because = reason
+        self._stop_timer()
+        if self._hooks.inbox is None:
+            self._inbox.close(reason)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_lost(self, error: Exception | None) -> None:
+        if self._closed_because is None:
+            where = " in the middle of a frame" if self._reader.in_frame else ""
+            self._end(f"{self._who}: the connection was lost{where}: {error or 'the peer is gone'}")
+        assert self._closed_because is not None
+        self._stop_timer()
+        self._gone.set()
+        # The owner is let go, so that the memory of a dead link does not wait for the garbage collector.
+        hooks, self._hooks = self._hooks, Hooks()
+        hooks.on_closed(self._closed_because)
+
+
+def _discard(frame: Frame) -> None:
+    if frame.payload is not None:
+        frame.payload.discard()
+
+
+async def _open(meeting: Meeting, config: ConnectionConfig | None) -> Connection:
+    connection = Connection(meeting, config or ConnectionConfig(), Hooks())
+    await connection.start()
+    return connection
+
+
+async def connect(
+    endpoint: Endpoint,
+    identity: Identity,
+    *,
+    purpose: str,
+    timeout_s: float,
+    config: ConnectionConfig | None = None,
+) -> Connection:
+    """Connect to a `serve`r. Raises PeerRefusedError with a sentence, LinkClosedError or TimeoutError."""
+    meeting = await dial(endpoint, identity, purpose=purpose, timeout_s=timeout_s)
+    return await _open(meeting, config)
+
+
+class Server:
+    """Listens for control connections and runs `handler` for each; the connection closes when that returns."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        identity: Identity,
+        handler: Callable[[Connection], Awaitable[None]],
+        *,
+        purposes: Collection[str] | None,
+        advertised_host: str | None,
+        config: ConnectionConfig | None,
+        handshake_timeout_s: float,
+    ) -> None:
+        """Use `serve`."""
+        self._handler = handler
+        self._config = config
+        self._ending = "the handler has ended"
+        self._is_closing = False
+        self._listener = Listener(
+            sock,
+            identity,
+            self._run,
+            purposes=purposes,
+            advertised_host=advertised_host,
+            handshake_timeout_s=handshake_timeout_s,
+        )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._listener.endpoint
+
+    async def close(self, reason: str = "the server closes") -> None:
+        """Stop listening, close every connection in order with `reason` and cancel its handler; idempotent."""
+        self._ending, self._is_closing = reason, True
+        await self._listener.close()
+
+    async def _run(self, meeting: Meeting) -> None:
+        connection = await _open(meeting, self._config)
+        try:
+            await self._handler(connection)
+        except LinkClosedError:
+            pass  # how a handler usually ends
+        finally:
+            connection.close(self._ending, in_order=self._is_closing)
+            await connection.wait_closed()
+
+
+async def serve(
+    host: str,
+    identity: Identity,
+    handler: Callable[[Connection], Awaitable[None]],
+    *,
+    port: int = 0,
+    purposes: Collection[str] | None = None,
+    advertised_host: str | None = None,
+    config: ConnectionConfig | None = None,
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> Server:
+    """Listen on `host`, by default on a free port. `advertised_host` is what peers dial, where it differs."""
+    return Server(
+        listening_socket(host, port),
+        identity,
+        handler,
+        purposes=purposes,
+        advertised_host=advertised_host,
+        config=config,
+        handshake_timeout_s=handshake_timeout_s,
+    )

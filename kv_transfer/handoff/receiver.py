@@ -1,0 +1,231 @@
+"""The receiving end of hand-offs, at work: runs `HandoffReceiver`'s actions against real links and a real KV cache.
+
+The state machine lives on the worker's main loop; receiving, copying and digesting happen on the KV thread. What
+a device has to copy is waited for in threads for that alone, one for each copy in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+from engine.kv.cache import GroupRow, KVLayout
+from engine.kv.sequence_kv import SequenceKV
+from engine.memory.streams import Event, MarkQueued, nothing_queued
+from kv_transfer.connections.deadline_timer import DeadlineTimer
+from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.digest import DigestKind
+from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
+from kv_transfer.handoff.copy_threads import CopyingThreads
+from kv_transfer.handoff.receiver_state import HandoffReceiver
+from kv_transfer.handoff.slab_copy import land_slab
+from kv_transfer.messages import (
+    Abort,
+    Commit,
+    Endpoint,
+    KeepAlive,
+    Message,
+    RequestSpec,
+    SlabHeader,
+    Ticket,
+)
+from kv_transfer.transports.base import Delivery, Link, SlabBytes, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+
+class KvReceiver:
+    """Receives sequences into leased blocks. All public methods belong to the main loop.
+
+    `target_of(lease_id, layer)`: the cache, of whichever tier, and the block-table row to copy that layer into.
+    `on_admit(request_id, attempt, first_token)`: KV verified; the lease is the scheduler's again.
+    `on_release(lease_id)`: the reservation ended otherwise; called once, never together with `on_admit`.
+    `on_failed(request_id, attempt, reason, retryable)`: why, for the gateway.
+    `mark_queued`: of the device that computes. What used a lease's blocks before has been queued when it is reserved.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        transport: Transport,
+        thread: LoopThread,
+        *,
+        digest_kind: DigestKind = "xxh3_64",
+        target_of: Callable[[int, int], tuple[SequenceKV, GroupRow]],
+        on_admit: Callable[[str, int, int], None],
+        on_release: Callable[[int], None],
+        on_failed: Callable[[str, int, str, bool], None],
+        mark_queued: MarkQueued = nothing_queued,
+    ) -> None:
+        self._layout = layout
+        self._transport = transport
+        self._thread = thread
+        self._digest_kind = digest_kind
+        self._target_of = target_of
+        self._on_admit = on_admit
+        self._on_release = on_release
+        self._on_failed = on_failed
+        self._mark_queued = mark_queued
+        self._free_after: dict[int, Event | None] = {}  # by lease
+        self._copying = CopyingThreads("kv-copies-in")
+        self._loop = asyncio.get_running_loop()
+        self._timer = DeadlineTimer(self._on_deadline)
+        self._machine: HandoffReceiver
+        # Touched on the KV thread only.
+        self._links: dict[str, Link] = {}
+        self._deliveries: dict[int, Delivery] = {}
+        self._delivery_ids = itertools.count(1)
+        self._link_numbers = itertools.count(1)
+
+    async def start(self, *, epoch: int, worker_id: str, ttl_s: float) -> Endpoint:
+        endpoint = await self._thread.run(self._transport.listen(self._serve_link))
+        self._machine = HandoffReceiver(
+            epoch=epoch,
+            num_layers=self._layout.num_layers,
+            worker_id=worker_id,
+            endpoint=endpoint,
+            ttl_s=ttl_s,
+            digest_kind=self._digest_kind,
+        )
+        return endpoint
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a reservation of this request waits for its KV."""
+        return self._machine.holds(request_id)
+
+    def refusal(self, request: RequestSpec) -> str | None:
+        """Why nothing may be reserved for this attempt any more, or None."""
+        return self._machine.refusal(request)
+
+    def reserve(self, request: RequestSpec, lease_id: int) -> Ticket:
+        ticket = self._machine.reserve(request, lease_id, now=time.monotonic())
+        self._free_after[lease_id] = self._mark_queued()
+        self._do([])
+        return ticket
+
+    def renew(self, request: RequestSpec) -> Ticket:
+        """A newer attempt on the same lease: references of the older one are void from now on."""
+        ticket, actions = self._machine.renew(request, now=time.monotonic())
+        self._do(actions)
+        return ticket
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self._do(self._machine.cancel(request_id, attempt, now=time.monotonic()))
+
+    def stop(self) -> None:
+        self._timer.stop()
+        self._copying.stop()
+
+    def _on_deadline(self) -> None:
+        self._do(self._machine.tick(time.monotonic()))
+
+    def _on_message(self, link_id: str, message: Message, delivery_id: int | None) -> None:
+        assert isinstance(message, SlabHeader | Commit | Abort | KeepAlive)
+        self._do(self._machine.on_message(link_id, message, now=time.monotonic(), delivery_id=delivery_id))
+
+    def _on_copied(self, delivery_id: int, digest: int) -> None:
+        self._do(self._machine.on_copied(delivery_id, digest, now=time.monotonic()))
+
+    def _on_copy_failed(self, delivery_id: int, reason: str) -> None:
+        self._do(self._machine.on_copy_failed(delivery_id, reason, now=time.monotonic()))
+
+    def _on_link_lost(self, link_id: str) -> None:
+        self._do(self._machine.on_link_lost(link_id, now=time.monotonic()))
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Copy():
+                    cache, row = self._target_of(action.lease_id, action.header.layer)
+                    after = self._free_after[action.lease_id]
+                    self._thread.call(self._land, action.delivery_id, action.header, cache, row, after)
+                case Drop():
+                    self._thread.call(self._drop, action.delivery_id)
+                case Send():
+                    self._thread.submit(self._send(action.peer_id, action.message))
+                case Admit():
+                    request, commit = action.request, action.commit
+                    del self._free_after[action.lease_id]
+                    self._on_admit(request.request_id, request.attempt, commit.first_token)
+                case ReleaseLease():
+                    del self._free_after[action.lease_id]
+                    self._on_release(action.lease_id)
+                case Fail():
+                    self._on_failed(action.request_id, action.attempt, action.reason, action.retryable)
+        self._timer.arm(self._machine.next_deadline())
+
+    # --- on the KV thread ---
+
+    def _report(self, function: Callable[..., None], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    async def _serve_link(self, link: Link) -> None:
+        # A peer that comes back has a new name, so that the loss of its old link does not count against the new one.
+        link_id = f"{link.peer_id}/{next(self._link_numbers)}"
+        self._links[link_id] = link
+        try:
+            while True:
+                self._accept(link_id, await link.receive())
+        except TransportError as error:
+            logger.info("KV link %s is down: %s", link_id, error)
+        finally:
+            del self._links[link_id]
+            self._report(self._on_link_lost, link_id)
+
+    def _accept(self, link_id: str, delivery: Delivery) -> None:
+        message = delivery.message
+        if not isinstance(message, SlabHeader | Commit | Abort | KeepAlive):
+            delivery.release()
+            raise TransportError(f"{type(message).__name__} has no place on a KV link")
+        delivery_id = None
+        if delivery.payload is not None:
+            delivery_id = next(self._delivery_ids)
+            self._deliveries[delivery_id] = delivery
+        self._report(self._on_message, link_id, message, delivery_id)
+
+    def _land(
+        self, delivery_id: int, header: SlabHeader, kv_cache: SequenceKV, row: GroupRow, after: Event | None
+    ) -> None:
+        delivery = self._deliveries.pop(delivery_id)
+        assert delivery.payload is not None
+        place = (kv_cache, row, header.layer, header.token_start, header.num_tokens)
+        if after is None and kv_cache.device.type == "cpu":
+            self._copy(delivery_id, delivery, lambda payload: land_slab(*place, payload, header.digest_kind))
+            return
+        land = functools.partial(land_slab, *place)
+        job = functools.partial(
+            self._copy, delivery_id, delivery, lambda payload: land(payload, header.digest_kind, after=after)
+        )
+        try:
+            self._copying.submit(job)
+        except RuntimeError:  # stopped, and nobody waits for the copy any more
+            delivery.release()
+
+    def _copy(self, delivery_id: int, delivery: Delivery, land: Callable[[SlabBytes], int]) -> None:
+        """On the KV thread, or where a device is waited for."""
+        assert delivery.payload is not None
+        try:
+            digest = land(delivery.payload)
+        except (ValueError, RuntimeError) as error:  # the payload is not of the size that the header says
+            self._report(self._on_copy_failed, delivery_id, str(error))
+        else:
+            self._report(self._on_copied, delivery_id, digest)
+        finally:
+            delivery.release()
+
+    def _drop(self, delivery_id: int) -> None:
+        self._deliveries.pop(delivery_id).release()
+
+    async def _send(self, link_id: str, message: Message) -> None:
+        link = self._links.get(link_id)
+        if link is None:
+            return
+        try:
+            await link.send(message)
+        except TransportError as error:
+            logger.info("could not answer on KV link %s: %s", link_id, error)

@@ -1,0 +1,284 @@
+"""The sending end of hand-offs, at work: runs `HandoffSender`'s actions against real links and a real KV cache.
+
+The state machine lives on the worker's main loop. Gathering, digesting and sending happen on the KV thread, begun
+in order per peer, so that compute and tokens do not wait for bytes; what a device still has to store or to copy is
+waited for in threads for that alone, so that no link does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv.sequence_kv import SequenceKV
+from engine.memory.streams import Event
+from engine.sequence import Sequence, SequenceKey
+from kv_transfer.connections.deadline_timer import DeadlineTimer
+from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.digest import DigestKind
+from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
+from kv_transfer.handoff.copy_threads import COPIES_AT_ONCE, CopyingThreads
+from kv_transfer.handoff.sender_state import HandoffSender
+from kv_transfer.handoff.slab_copy import fill_slab
+from kv_transfer.handoff.timing import HandoffTimeline, Timelines, ignore_timeline
+from kv_transfer.messages import Endpoint, Message, Ticket, Verified
+from kv_transfer.transports.base import Link, SlabBytes, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _SlabJob:
+    action: SendSlab
+    kv_cache: SequenceKV  # where the layer rests
+    group_row: npt.NDArray[np.int32]
+    stored: Event | None  # on a device, which may not have come to it
+
+
+class _Peer:
+    """One decode worker, on the KV thread: connects when there is something to send, sends, reads answers.
+
+    `COPIES_AT_ONCE` slabs are under way, begun in order; whichever is full first goes out first. Other messages
+    overtake them, so that a reservation is kept alive while slabs are scarce. (A commit cannot come too early: the
+    state machine orders it when the last slab has been sent.)
+
+    Reports to the owner through callbacks that hop to the main loop. Ends at the first failure, having reported every
+    job it had accepted as failed; the owner then makes a new one.
+    """
+
+    def __init__(self, owner: KvSender, worker_id: str, endpoint: Endpoint) -> None:
+        self.worker_id = worker_id
+        self._owner = owner
+        self._endpoint = endpoint
+        self._slabs: asyncio.Queue[_SlabJob] = asyncio.Queue()
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._ended = False
+
+    def enqueue(self, job: _SlabJob | Message) -> None:
+        if not isinstance(job, _SlabJob):
+            self._messages.put_nowait(job)
+        elif self._ended:
+            self._report_failed(job, "the link is down")
+        else:
+            self._slabs.put_nowait(job)
+
+    async def run(self) -> None:
+        reason = "the sender stops"
+        try:
+            link = await self._owner.transport.connect(self._endpoint, timeout_s=CONNECT_TIMEOUT_S)
+            tasks = [
+                asyncio.create_task(work)
+                for work in (
+                    self._read(link),
+                    self._send_messages(link),
+                    *(self._send_slabs(link) for _ in range(COPIES_AT_ONCE)),
+                )
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            reason = str(next(iter(done)).exception())
+            await link.close(reason)
+        except (TransportError, OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+        finally:
+            self._ended = True
+            while not self._slabs.empty():
+                self._report_failed(self._slabs.get_nowait(), reason)
+            self._owner.report(self._owner.on_peer_lost, self, reason)
+
+    async def _read(self, link: Link) -> None:
+        while True:
+            delivery = await link.receive()
+            delivery.release()
+            self._owner.report(self._owner.on_peer_message, self, delivery.message)
+
+    async def _send_messages(self, link: Link) -> None:
+        while True:
+            await link.send(await self._messages.get())
+
+    async def _send_slabs(self, link: Link) -> None:
+        while True:
+            await self._send_slab(link, await self._slabs.get())
+
+    async def _send_slab(self, link: Link, job: _SlabJob) -> None:
+        action = job.action
+        try:
+            slab = await link.acquire(action.num_tokens * self._owner.kv_cache.layout.bytes_per_token_layer)
+            digest = await self._owner.fill(job, slab.view)
+            await link.send(action.header(digest), slab)
+        except BaseException as error:  # also when cancelled: whatever ends the job must end the read of its blocks
+            self._report_failed(job, str(error))
+            raise
+        self._owner.report(self._owner.on_slab_sent, action, digest)
+
+    def _report_failed(self, job: _SlabJob, reason: str) -> None:
+        self._owner.report(self._owner.on_slab_failed, job.action, reason)
+
+
+class KvSender:
+    """Hands computed sequences over, each layer from the tier that it rests in. All methods belong to the main loop.
+
+    `on_release(key)`: the sequence's blocks are no longer read and may be freed; called once per `begin`.
+    `on_failed(key, reason, retryable)`: the hand-off came to nothing; `on_release` still follows or went before.
+    `on_verified(timeline)`: decode has it, and so long it took; before `on_release`.
+    """
+
+    def __init__(
+        self,
+        kv_cache: SequenceKV,
+        transport: Transport,
+        thread: LoopThread,
+        *,
+        host_cache: SequenceKV | None = None,
+        max_slab_bytes: int,
+        digest_kind: DigestKind = "xxh3_64",
+        on_release: Callable[[SequenceKey], None],
+        on_failed: Callable[[SequenceKey, str, bool], None],
+        on_verified: Callable[[HandoffTimeline], None] = ignore_timeline,
+    ) -> None:
+        self.kv_cache = kv_cache
+        self._host_cache = host_cache
+        self.transport = transport
+        self._thread = thread
+        self._machine = HandoffSender(digest_kind)
+        self._max_slab_tokens = max(1, max_slab_bytes // kv_cache.layout.bytes_per_token_layer)
+        self._on_release = on_release
+        self._on_failed = on_failed
+        self._timelines = Timelines(on_verified)
+        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._endpoints: dict[str, Endpoint] = {}
+        self._stored: dict[SequenceKey, dict[int, Event]] = {}  # behind the tokens of each layer that came last
+        self._copying = CopyingThreads("kv-copies-out")
+        self._loop = asyncio.get_running_loop()
+        self._timer = DeadlineTimer(self._on_deadline)
+
+    @property
+    def num_handing_over(self) -> int:
+        return len(self._sequences)
+
+    def begin(self, ticket: Ticket, seq: Sequence) -> None:
+        self._sequences[seq.key] = seq
+        self._endpoints[ticket.worker_id] = ticket.endpoint
+        num_layers = self.kv_cache.layout.num_layers
+        now = time.monotonic()
+        self._timelines.begin(seq.key, seq.num_tokens, now)
+        self._do(self._machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=now))
+
+    def layer_ready(
+        self, key: SequenceKey, layer: int, token_start: int, num_tokens: int, stored: Event | None = None
+    ) -> None:
+        """The KV of tokens [token_start, token_start + num_tokens) of `layer` stands where the layer rests.
+
+        On a device it does when that has come to `stored`, which comes after those of earlier calls.
+        """
+        if key not in self._sequences:
+            return
+        if stored is not None:
+            self._stored.setdefault(key, {})[layer] = stored
+        for start in range(token_start, token_start + num_tokens, self._max_slab_tokens):
+            count = min(self._max_slab_tokens, token_start + num_tokens - start)
+            self._do(self._machine.on_layer_ready(*key, layer, start, count, now=time.monotonic()))
+
+    def first_token(self, key: SequenceKey, token_id: int, index: int) -> None:
+        now = time.monotonic()
+        self._timelines.computed(key, now)
+        self._do(self._machine.on_first_token(*key, token_id, index, now=now))
+
+    def cancel(self, key: SequenceKey, reason: str) -> None:
+        """End the hand-off; harmless if there is none."""
+        self._do(self._machine.cancel(*key, reason, now=time.monotonic()))
+
+    def stop(self) -> None:
+        self._timer.stop()
+        self._copying.stop()
+
+    # Called on the KV thread.
+    async def fill(self, job: _SlabJob, view: SlabBytes) -> int:
+        """Gather the job's tokens into `view` and return their digest. Nothing reads or writes any more when it ends,
+        however it does."""
+        action = job.action
+        place = (job.kv_cache, job.group_row, action.layer, action.token_start, action.num_tokens)
+        if job.stored is None and job.kv_cache.device.type == "cpu":
+            return fill_slab(*place, view, action.digest_kind)
+        return await self._copying.run(functools.partial(fill_slab, *place, view, action.digest_kind, after=job.stored))
+
+    # Called on the KV thread; the function then runs on the main loop.
+    def report(self, function: Callable[..., None], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def on_slab_sent(self, action: SendSlab, digest: int) -> None:
+        key = (action.request_id, action.attempt)
+        now = time.monotonic()
+        self._timelines.slab_sent(key, action.num_tokens * self.kv_cache.layout.bytes_per_token_layer, now)
+        self._do(self._machine.on_slab_sent(*key, action.layer, action.token_start, digest, now=now))
+
+    def on_slab_failed(self, action: SendSlab, reason: str) -> None:
+        key = (action.request_id, action.attempt)
+        self._do(
+            self._machine.on_slab_failed(*key, action.layer, action.token_start, now=time.monotonic(), reason=reason)
+        )
+
+    def on_peer_message(self, peer: _Peer, message: Message) -> None:
+        if self._peers.get(peer.worker_id) is not peer:
+            return
+        now = time.monotonic()
+        if isinstance(message, Verified):
+            self._timelines.verified((message.request_id, message.fence.generation), now)
+        self._do(self._machine.on_message(peer.worker_id, message, now=now))
+
+    def on_peer_lost(self, peer: _Peer, reason: str) -> None:
+        logger.info("link to decode worker %s is down: %s", peer.worker_id, reason)
+        if self._peers.get(peer.worker_id) is peer:
+            del self._peers[peer.worker_id]
+            self._do(self._machine.on_link_lost(peer.worker_id, now=time.monotonic()))
+
+    def _on_deadline(self) -> None:
+        self._do(self._machine.tick(time.monotonic()))
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendSlab():
+                    self._enqueue(action.worker_id, self._job(action))
+                case Send():
+                    self._enqueue(action.peer_id, action.message)
+                case ReleaseSource():
+                    key = (action.request_id, action.attempt)
+                    del self._sequences[key]
+                    self._stored.pop(key, None)
+                    self._timelines.end(key)
+                    self._on_release(key)
+                case Fail():
+                    self._on_failed((action.request_id, action.attempt), action.reason, action.retryable)
+        self._timer.arm(self._machine.next_deadline())
+
+    def _job(self, action: SendSlab) -> _SlabJob:
+        seq = self._sequences[action.request_id, action.attempt]
+        group = action.layer // self.kv_cache.layout.layers_per_group
+        on_host = group in seq.host_groups
+        cache: SequenceKV | None
+        cache, table = (self._host_cache, seq.host_table) if on_host else (self.kv_cache, seq.block_table)
+        assert cache is not None
+        assert table is not None
+        stored = self._stored.get(seq.key, {}).get(action.layer)
+        return _SlabJob(action, cache, table.view[group], stored)
+
+    def _enqueue(self, worker_id: str, job: _SlabJob | Message) -> None:
+        peer = self._peers.get(worker_id)
+        if peer is None:
+            peer = self._peers[worker_id] = _Peer(self, worker_id, self._endpoints[worker_id])
+            self._thread.submit(peer.run())
+        self._thread.call(peer.enqueue, job)

@@ -1,0 +1,210 @@
+"""The prefill end of all hand-offs of one worker: sends layers as they are computed, commits, awaits the answer.
+
+Pure: events and the time go in, actions come out. The rules it keeps:
+
+* the source blocks are released exactly once, and never while a slab in flight reads them;
+* a commit goes out only after every slab of every layer was sent, and says what their digests add up to;
+* every attempt ends in exactly one way: verified, failed (reported once), or cancelled;
+* nothing is ever sent twice: a hand-off that lost something fails, and the gateway begins a newer attempt.
+
+Knows nothing of block tables, tensors, links or threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kv_transfer.digest import DigestKind, agreed_kind
+from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SenderState, SendSlab
+from kv_transfer.handoff.coverage import Coverage
+from kv_transfer.messages import Abort, Commit, Fence, KeepAlive, Message, Rejected, Ticket, Verified
+
+KEEP_ALIVES_PER_TTL = 6  # several may be lost or late before a reservation lapses
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Outgoing:
+    ticket: Ticket
+    coverage: Coverage
+    state: SenderState = SenderState.SENDING
+    deadline: float | None = None  # for what is awaited from decode; None while this worker itself has yet to compute
+    first_token: tuple[int, int] | None = None  # (token id, index)
+    in_flight: dict[tuple[int, int], int] = field(default_factory=dict)  # (layer, token_start) -> num_tokens
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.ticket.request_id, self.ticket.fence.generation
+
+    @property
+    def is_live(self) -> bool:
+        return self.state is not SenderState.DRAINING
+
+    @property
+    def reference(self) -> tuple[str, Fence]:
+        return self.ticket.request_id, self.ticket.fence
+
+
+class HandoffSender:
+    def __init__(self, digest_kind: DigestKind = "xxh3_64") -> None:
+        self._digest_kind = digest_kind
+        self._outgoing: dict[tuple[str, int], _Outgoing] = {}
+        self._keep_alive_at: dict[str, float] = {}  # per decode worker
+
+    def holds(self, request_id: str, attempt: int) -> bool:
+        """Whether the attempt is still on: slabs of one that is not need not be filled, only reported failed."""
+        return self._live(request_id, attempt) is not None
+
+    def begin(self, ticket: Ticket, *, num_layers: int, num_tokens: int, now: float) -> list[Action]:
+        """Hand the KV of `num_tokens` tokens over to the ticket's reservation.
+
+        The first keep-alive leaves at once: it opens the way, and a reservation that is void answers before anything
+        was computed for it.
+        """
+        out = _Outgoing(ticket=ticket, coverage=Coverage(num_layers, num_tokens))
+        assert out.key not in self._outgoing, f"attempt {out.key} was begun before"
+        self._outgoing[out.key] = out
+        if num_tokens != ticket.num_tokens:
+            return self._fail(out, f"{num_tokens} tokens are to be sent, but {ticket.num_tokens} were reserved")
+        self._keep_alive_at.setdefault(ticket.worker_id, now + ticket.ttl_s / KEEP_ALIVES_PER_TTL)
+        return [Send(ticket.worker_id, KeepAlive(fences=[out.reference]))]
+
+    def on_layer_ready(
+        self, request_id: str, attempt: int, layer: int, token_start: int, num_tokens: int, now: float
+    ) -> list[Action]:
+        """These tokens' KV of this layer stands in the source blocks: computed, or found in the prefix cache."""
+        out = self._live(request_id, attempt)
+        if out is None:
+            return []
+        is_new = out.coverage.claim(layer, token_start, num_tokens)
+        assert is_new, f"tokens from {token_start} on of layer {layer} of {request_id} were sent before"
+        out.in_flight[layer, token_start] = num_tokens
+        if out.deadline is None:
+            out.deadline = now + out.ticket.ttl_s
+        ticket = out.ticket
+        kind = agreed_kind(self._digest_kind, ticket.digest_kind)
+        return [SendSlab(ticket.worker_id, request_id, ticket.fence, layer, token_start, num_tokens, kind)]
+
+    def on_slab_sent(
+        self, request_id: str, attempt: int, layer: int, token_start: int, digest: int, now: float
+    ) -> list[Action]:
+        """A `SendSlab` was carried out, and reads the source blocks no more."""
+        out = self._outgoing[request_id, attempt]
+        num_tokens = out.in_flight.pop((layer, token_start))
+        if not out.is_live:
+            return self._release_if_drained(out)
+        out.coverage.settle(layer, num_tokens, digest)
+        out.deadline = now + out.ticket.ttl_s if out.in_flight else None
+        return self._commit_if_whole(out, now)
+
+    def on_slab_failed(
+        self,
+        request_id: str,
+        attempt: int,
+        layer: int,
+        token_start: int,
+        now: float,
+        reason: str = "the link did not take it",
+    ) -> list[Action]:
+        """A `SendSlab` was not carried out, and reads the source blocks no more."""
+        out = self._outgoing[request_id, attempt]
+        del out.in_flight[layer, token_start]
+        if not out.is_live:
+            return self._release_if_drained(out)
+        return self._fail(out, f"a slab of layer {layer} could not be sent to {out.ticket.worker_id}: {reason}")
+
+    def on_first_token(self, request_id: str, attempt: int, token_id: int, index: int, now: float) -> list[Action]:
+        """The prompt is computed and its next token sampled; it goes with the commit."""
+        out = self._live(request_id, attempt)
+        if out is None:
+            return []
+        out.first_token = (token_id, index)
+        return self._commit_if_whole(out, now)
+
+    def on_message(self, peer_id: str, message: Message, now: float) -> list[Action]:
+        """Decode's answer. Anything that is not an answer to a live hand-off with this peer is ignored."""
+        if not isinstance(message, Verified | Rejected):
+            return []
+        out = self._live(message.request_id, message.fence.generation)
+        if out is None or out.ticket.fence != message.fence or out.ticket.worker_id != peer_id:
+            return []
+        if isinstance(message, Rejected):
+            return self._fail(out, f"{peer_id} rejected the hand-off: {message.reason}", tell_peer=False)
+        return self._end(out) if out.state is SenderState.COMMITTED else []
+
+    def on_link_lost(self, peer_id: str, now: float) -> list[Action]:
+        """The link to a decode worker is gone, or could not be made."""
+        lost = [out for out in self._outgoing.values() if out.is_live and out.ticket.worker_id == peer_id]
+        reason = f"the link to {peer_id} was lost"
+        return [action for out in lost for action in self._fail(out, reason, tell_peer=False)]
+
+    def cancel(self, request_id: str, attempt: int, reason: str, now: float) -> list[Action]:
+        """End every attempt up to this one. Nothing is reported to the gateway, whose wish it was."""
+        mine = [o for o in self._outgoing.values() if o.is_live and o.key[0] == request_id and o.key[1] <= attempt]
+        return [action for out in mine for action in (_abort(out, reason), *self._end(out))]
+
+    def tick(self, now: float) -> list[Action]:
+        """Fail what decode let wait for too long; send the keep-alives that are due."""
+        actions: list[Action] = []
+        for out in list(self._outgoing.values()):
+            if out.is_live and out.deadline is not None and out.deadline <= now:
+                actions += self._fail(out, _overdue(out))
+        for peer_id in [peer_id for peer_id, at in self._keep_alive_at.items() if at <= now]:
+            actions += self._keep_alive(peer_id, now)
+        return actions
+
+    def next_deadline(self) -> float | None:
+        deadlines = [out.deadline for out in self._outgoing.values() if out.is_live and out.deadline is not None]
+        return min([*deadlines, *self._keep_alive_at.values()], default=None)
+
+    def _live(self, request_id: str, attempt: int) -> _Outgoing | None:
+        out = self._outgoing.get((request_id, attempt))
+        return out if out is not None and out.is_live else None
+
+    def _commit_if_whole(self, out: _Outgoing, now: float) -> list[Action]:
+        if out.first_token is None or not out.coverage.is_complete or out.state is not SenderState.SENDING:
+            return []
+        out.state = SenderState.COMMITTED
+        out.deadline = now + out.ticket.ttl_s
+        token_id, index = out.first_token
+        commit = Commit(
+            request_id=out.ticket.request_id,
+            fence=out.ticket.fence,
+            num_tokens=out.coverage.num_tokens,
+            layer_digests=out.coverage.layer_digests,
+            first_token=token_id,
+            first_token_index=index,
+        )
+        return [Send(out.ticket.worker_id, commit)]
+
+    def _keep_alive(self, peer_id: str, now: float) -> list[Action]:
+        live = [out for out in self._outgoing.values() if out.is_live and out.ticket.worker_id == peer_id]
+        if not live:
+            del self._keep_alive_at[peer_id]
+            return []
+        self._keep_alive_at[peer_id] = now + min(out.ticket.ttl_s for out in live) / KEEP_ALIVES_PER_TTL
+        return [Send(peer_id, KeepAlive(fences=[out.reference for out in live]))]
+
+    def _fail(self, out: _Outgoing, reason: str, *, tell_peer: bool = True) -> list[Action]:
+        aborted = [_abort(out, reason)] if tell_peer else []
+        return [*aborted, Fail(*out.key, reason), *self._end(out)]
+
+    def _end(self, out: _Outgoing) -> list[Action]:
+        out.state = SenderState.DRAINING
+        return self._release_if_drained(out)
+
+    def _release_if_drained(self, out: _Outgoing) -> list[Action]:
+        if out.in_flight:
+            return []
+        del self._outgoing[out.key]
+        return [ReleaseSource(*out.key)]
+
+
+def _abort(out: _Outgoing, reason: str) -> Send:
+    return Send(out.ticket.worker_id, Abort(request_id=out.ticket.request_id, fence=out.ticket.fence, reason=reason))
+
+
+def _overdue(out: _Outgoing) -> str:
+    worker_id, ttl_s = out.ticket.worker_id, out.ticket.ttl_s
+    if out.state is SenderState.COMMITTED:
+        return f"{worker_id} did not answer the commit within {ttl_s:g} s"
+    return f"{worker_id} took no slab of it for {ttl_s:g} s"

@@ -1,0 +1,184 @@
+"""The host KV memory of the other workers of this node, for reading.
+
+Maps their segments and follows which content they hold. A neighbour may rewrite a block, close its segment or be
+killed at any moment, so what `find` says is a hint, and `load` verifies what it brings. A dead neighbour's segment
+stays of use until it is adopted, and after that. Never writes, locks or removes anything.
+
+`find` does no more than look at memory, apart from a listing of the folder every `rescan_s`; `load` copies, and may be
+called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, uint8
+
+from engine.kv.block_pool import BlockKey
+from kv_transfer.tiers.host.files import open_segment, segment_paths
+from kv_transfer.tiers.host.index import SegmentIndex, fingerprint_digest
+
+log = logging.getLogger(__name__)
+
+# A segment seen for the first time has changed in all of its records; some milliseconds of them at a time.
+_MAX_FOLLOWED_RECORDS: Final = 1024
+
+Destination = memoryview | Tensor
+"""Writable, contiguous, on the CPU, and as large as a block."""
+
+
+class Neighbours:
+    """The segments of a scope and fingerprint, save the own one. `refresh` now and then, even if nobody asks.
+
+    A segment that was removed keeps its memory while it is mapped here, hence until the next `refresh` or `find`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        scope: str,
+        fingerprint: str,
+        own_path: Path | None,
+        *,
+        rescan_s: float = 1.0,
+        follow_s: float = 0.005,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._scope = scope
+        self._fingerprint = fingerprint_digest(fingerprint)
+        self._own_path = own_path
+        self._rescan_s = rescan_s
+        self._follow_s = follow_s
+        self._clock = clock
+        self._rescan_at = self._follow_at = float("-inf")
+        self._lock = threading.Lock()  # held by whoever brings the following up to date
+        # Replaced as a whole, so that other threads see either the old or the new one.
+        self._segments: dict[Path, _Segment] = {}
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
+
+    @property
+    def num_keys(self) -> int:
+        """Blocks on offer, those that several neighbours hold counted several times."""
+        return sum(len(segment.block_of) for segment in self._segments.values())
+
+    def find(self, key: BlockKey) -> bool:
+        """Whether a neighbour seems to have that content."""
+        self.refresh()
+        return any(key in segment.block_of for segment in self._segments.values())
+
+    def load(self, keys: Sequence[BlockKey], destinations: Sequence[Destination]) -> list[bool]:
+        """Copy each content into its destination; False where it is gone, and the destination then holds anything.
+
+        Raises ValueError if a destination is not of a block's size.
+        """
+        self.refresh()
+        return [self._load(key, _bytes(to)) for key, to in zip(keys, destinations, strict=True)]
+
+    def refresh(self) -> None:
+        """Notice new, removed and changed segments, as far as it is time. Never waits for another thread doing so."""
+        now = self._clock()
+        if now < self._follow_at or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._follow_at = now + self._follow_s
+            if now >= self._rescan_at:
+                self._rescan_at = now + self._rescan_s
+                self._rescan()
+            for segment in self._segments.values():
+                segment.follow()
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Unmap all, as soon as no copy reads them; nothing is found any more."""
+        with self._lock:
+            self._segments = {}
+            self._follow_at = float("inf")
+
+    def _load(self, key: BlockKey, destination: npt.NDArray[np.uint8]) -> bool:
+        return any(segment.read(key, destination) for segment in self._segments.values())
+
+    def _rescan(self) -> None:
+        known = self._segments
+        found = {path: known.get(path) or self._map(path) for path in segment_paths(self._folder, self._scope)}
+        self._segments = {path: segment for path, segment in found.items() if segment is not None}
+
+    def _map(self, path: Path) -> _Segment | None:
+        if path == self._own_path:
+            return None
+        try:
+            opened = open_segment(path)
+            if opened is None:
+                return None
+            fd, shape = opened
+            try:
+                if shape.fingerprint != self._fingerprint:
+                    return None
+                memory = memoryview(mmap.mmap(fd, shape.num_bytes, prot=mmap.PROT_READ))
+            finally:
+                os.close(fd)
+        except OSError as error:
+            log.warning("the host KV segment %s cannot be mapped and is left out: %s", path, error)
+            return None
+        return _Segment(SegmentIndex(memory, shape))
+
+
+class _Segment:
+    """One neighbour's segment, and what is known of its content."""
+
+    def __init__(self, index: SegmentIndex) -> None:
+        self.block_of: dict[BlockKey, int] = {}
+        self._index = index
+        self._key_of: dict[int, BlockKey] = {}
+        self._changes = -1
+        self._versions = np.zeros(index.shape.num_blocks, dtype=np.uint64)
+
+    def follow(self) -> None:
+        """Bring `block_of` up to date, or nearer to it. What changes meanwhile shows in the counter the next time."""
+        changes = self._index.changes
+        if changes == self._changes:
+            return
+        versions = self._index.versions()
+        outdated = np.flatnonzero(versions != self._versions)
+        now = outdated[:_MAX_FOLLOWED_RECORDS]
+        for block in now.tolist():
+            self._forget(block)
+            record = self._index.record(block)
+            if record.valid:
+                self._key_of[block] = record.key
+                self.block_of[record.key] = block
+        self._versions[now] = versions[now]
+        if len(now) == len(outdated):
+            self._changes = changes
+
+    def read(self, key: BlockKey, destination: npt.NDArray[np.uint8]) -> bool:
+        if destination.nbytes != self._index.shape.block_bytes:
+            raise ValueError(
+                f"a block has {self._index.shape.block_bytes} bytes, but its destination {destination.nbytes}"
+            )
+        block = self.block_of.get(key)
+        return block is not None and self._index.read(block, key, destination)
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block, None)
+        if key is not None and self.block_of.get(key) == block:
+            del self.block_of[key]
+
+
+def _bytes(destination: Destination) -> npt.NDArray[np.uint8]:
+    if isinstance(destination, Tensor):
+        return destination.view(-1).view(uint8).numpy()
+    return np.frombuffer(destination, dtype=np.uint8)

@@ -1,0 +1,1 @@
+"""KV between processes that use one GPU, by memory of it that both map."""

@@ -1,0 +1,1 @@
+"""KV between processes of one node, by memory that both map."""

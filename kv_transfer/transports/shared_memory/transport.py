@@ -1,0 +1,256 @@
+"""KV between processes of one node: slabs lie in memory that both map, and only announcements travel.
+
+Each end owns the segment that it sends from; the other end maps it to read. What kind of memory that is, and how it is
+mapped, is the business of `Segments`: this transport's are memory files. A slab is free again when the receiver says
+so. Announcements go over a connection, whose end is the link's end: the segments go with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+from kv_transfer.connections.connection import ConnectionConfig, Hooks
+from kv_transfer.connections.frames import FrameLimits
+from kv_transfer.connections.home_loop import HomeLoop
+from kv_transfer.connections.sockets import Meeting, dial
+from kv_transfer.messages import Endpoint, Message, SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.transports.base import Delivery, Identity, SlabBytes
+from kv_transfer.transports.connected_link import ConnectedLink
+from kv_transfer.transports.delivering import deliver, delivery_of
+from kv_transfer.transports.shared_memory.segment import ProcSegments, SegmentError, Segments, supported
+from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool
+from kv_transfer.transports.sockets import CarrierUnavailableError, SocketTransport
+
+PURPOSE: Final = "kv-shm"
+# The payload of an announcement: slab, offset in the segment, length.
+_PLACE: Final = struct.Struct("<IQQ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemoryConfig:
+    slabs: SlabConfig = field(default_factory=SlabConfig)
+    connection: ConnectionConfig = field(default_factory=ConnectionConfig)
+
+
+class _Outgoing:
+    """Our segment: its slabs, and which of them the peer still reads."""
+
+    def __init__(self, config: SlabConfig, segments: Segments, post: Callable[[Message], None]) -> None:
+        self._config = config
+        self._segment = segments.make(config.arena_bytes)
+        self.pool = SlabPool(self._segment.view, config)
+        self._announced: dict[int, PooledSlab[SlabBytes]] = {}
+        self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        try:
+            post(self._segment.offer())
+        except SegmentError:
+            self._segment.close()
+            raise
+
+    async def mapped(self) -> None:
+        """Wait for the peer to map it. Raises CarrierUnavailableError with its words if it cannot."""
+        refusal = self._answer.result() if self._answer.done() else await asyncio.shield(self._answer)
+        self.pool.check_open()
+        if refusal is not None:
+            raise CarrierUnavailableError(refusal)
+
+    def on_answer(self, refusal: str | None) -> None:
+        self._segment.close_file()
+        if not self._answer.done():
+            self._answer.set_result(refusal)
+
+    def announce(self, slab: PooledSlab[SlabBytes]) -> bytes:
+        self._announced[slab.index] = slab
+        return _PLACE.pack(slab.index, slab.index * self._config.stride_bytes, len(slab.view))
+
+    def on_freed(self, slabs: list[int]) -> bool:
+        """False if the peer frees what it was not given."""
+        for index in slabs:
+            slab = self._announced.pop(index, None)
+            if slab is None:
+                return False
+            slab.discard()
+        return True
+
+    def close(self, reason: str) -> None:
+        self.pool.close(reason)
+        while self._announced:
+            self._announced.popitem()[1].discard()
+        self.on_answer(reason)
+        self._segment.close()
+
+
+class _Incoming:
+    """The peer's segment as mapped here, and the slabs of it that we are done with."""
+
+    def __init__(self, segments: Segments, post: Callable[[Message], None]) -> None:
+        self._post = post
+        self._segments = segments
+        self._segment: SlabBytes | None = None
+        self._loop = asyncio.get_running_loop()
+        self._home = HomeLoop()
+        self._freed: list[int] = []
+
+    def on_offer(self, offer: SegmentOffer) -> None:
+        refusal = None
+        try:
+            self._segment = self._segments.map(offer)
+        except SegmentError as error:
+            refusal = str(error)
+        self._post(SegmentAnswer(refusal=refusal))
+
+    def delivery(self, message: Message, place: memoryview) -> Delivery | None:
+        """None if the announcement points outside of the segment."""
+        if self._segment is None or len(place) != _PLACE.size:
+            return None
+        slab, offset, length = _PLACE.unpack(place)
+        if offset + length > len(self._segment):
+            return None
+        payload = self._segment[offset : offset + length]
+        return delivery_of(message, payload, partial(self._home.run, self._free, slab))
+
+    def close(self) -> None:
+        """Unmap it, as soon as no delivery needs it: memory of a GPU should not wait for the garbage collector."""
+        self._segment = None
+
+    def _free(self, slab: int) -> None:
+        """Frees of one turn of the loop go in one message."""
+        if not self._freed:
+            self._loop.call_soon(self._flush)
+        self._freed.append(slab)
+
+    def _flush(self) -> None:
+        freed, self._freed = self._freed, []
+        self._post(SlabsFreed(slabs=freed))
+
+
+class SharedMemoryLink(ConnectedLink):
+    """One end of a link."""
+
+    def __init__(self, meeting: Meeting, config: SharedMemoryConfig, segments: Segments) -> None:
+        """Use `open_link`."""
+        super().__init__(
+            meeting,
+            replace(config.connection, limits=FrameLimits(payload_bytes=_PLACE.size)),
+            Hooks(intercept=self._on_message, on_closed=self._on_closed),
+        )
+        self._slabs = config.slabs
+        self._segments = segments
+        self._incoming = _Incoming(segments, self._connection.post)
+        self._outgoing: _Outgoing | None = None
+
+    async def offer(self) -> SlabPool[SlabBytes]:
+        """Of a segment that the peer has mapped."""
+        self._check_open()
+        if self._outgoing is None:
+            try:
+                self._outgoing = _Outgoing(self._slabs, self._segments, self._connection.post)
+            except SegmentError as error:
+                raise CarrierUnavailableError(str(error)) from error
+        await self._outgoing.mapped()
+        return self._outgoing.pool
+
+    async def _send_slab(self, message: Message, slab: PooledSlab[SlabBytes]) -> None:
+        assert self._outgoing is not None and slab.belongs_to(self._outgoing.pool), "a slab goes out by its own link"
+        await self._connection.send(message, [memoryview(self._outgoing.announce(slab))])
+
+    async def receive(self) -> Delivery:
+        frame = await self._connection.receive_frame()
+        if frame.payload is None:
+            return deliver(frame)
+        assert isinstance(frame.payload.view, memoryview)
+        delivery = self._incoming.delivery(frame.message, frame.payload.view)
+        if delivery is None:
+            self._connection.close(f"{self._peer_id} announces a slab outside of its segment")
+            self._check_open()
+        assert delivery is not None
+        return delivery
+
+    async def close(self, reason: str) -> None:
+        self._connection.close(reason)
+        self._incoming.close()
+        await self._connection.wait_closed()
+
+    def _on_message(self, message: Message) -> bool:
+        match message:
+            case SlabsFreed(slabs=slabs):
+                if self._outgoing is None or not self._outgoing.on_freed(slabs):
+                    self._connection.close(f"{self._peer_id} frees slabs that it does not have")
+            case SegmentOffer():
+                self._incoming.on_offer(message)
+            case SegmentAnswer(refusal=refusal):
+                if self._outgoing is not None:
+                    self._outgoing.on_answer(refusal)
+            case _:
+                return False
+        return True
+
+    def _on_closed(self, reason: str) -> None:
+        if self._outgoing is not None:
+            self._outgoing.close(reason)
+
+
+class SharedMemoryCarrier:
+    """Makes links to processes of the same node."""
+
+    purpose = PURPOSE
+
+    def __init__(self, identity: Identity, config: SharedMemoryConfig) -> None:
+        self._identity = identity
+        self._config = config
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def offers(self) -> list[str]:
+        return []
+
+    def reaches(self, endpoint: Endpoint) -> bool:
+        return supported() and endpoint.node_id == self._identity.node_id
+
+    async def dial(self, endpoint: Endpoint, timeout_s: float) -> SharedMemoryLink:
+        meeting = await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s)
+        link = await self.accept(meeting)
+        await offer_in_time(link, timeout_s)
+        return link
+
+    async def accept(self, meeting: Meeting) -> SharedMemoryLink:
+        return await open_link(meeting, self._config, ProcSegments(self._config.slabs.pin))
+
+    def close(self) -> None:
+        pass
+
+
+class SharedMemoryTransport(SocketTransport):
+    """A `Transport` for processes of one node alone."""
+
+    def __init__(
+        self, identity: Identity, config: SharedMemoryConfig | None = None, *, host: str = "127.0.0.1"
+    ) -> None:
+        super().__init__(identity, [SharedMemoryCarrier(identity, config or SharedMemoryConfig())], host=host)
+
+
+async def open_link(meeting: Meeting, config: SharedMemoryConfig, segments: Segments) -> SharedMemoryLink:
+    link = SharedMemoryLink(meeting, config, segments)
+    await link.open()
+    return link
+
+
+async def offer_in_time(link: SharedMemoryLink, timeout_s: float) -> None:
+    """Whoever dials will send; and only when it dials is there another carrier to fall back on."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await link.offer()
+    except TimeoutError as error:
+        await link.close("the answer to an offer of shared memory came too late")
+        raise TimeoutError(f"{link.peer_id} did not map shared memory within {timeout_s:g} s.") from error
+    except BaseException as error:
+        await link.close(f"shared memory cannot be used: {error}")
+        raise

@@ -1,0 +1,312 @@
+"""Where a worker meets gateways and the global scheduler.
+
+Gateways connect and send requests; the worker answers with at most one `StepFrame` per step and gateway. The worker
+itself connects to the scheduler, registers, reports its snapshot and what its memory tiers hold, and hears what the
+scheduler wants of it. Knows nothing of what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+
+from engine.sequence import SequenceKey, StepPlan
+from engine.steps.loading import LoadedModel
+from kv_transfer.connections.compatibility import describe, fingerprint
+from kv_transfer.connections.connection import Connection, Server, connect, serve
+from kv_transfer.messages import (
+    BlockIndexRequest,
+    Computing,
+    Endpoint,
+    FailureCause,
+    FailureEvent,
+    Heartbeat,
+    Message,
+    Refused,
+    Register,
+    RequestSpec,
+    Role,
+    StepFrame,
+    StepOverdue,
+    TokenEvent,
+    WorkerInfo,
+    WorkerSnapshot,
+)
+from kv_transfer.tiers.block_events import BlockEventLog
+from kv_transfer.transports.base import Identity, TransportError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+RETRY_S = 0.5
+
+GatewayId = int
+
+
+def warn_of_order(message: Message) -> None:
+    """For workers that nobody can give orders."""
+    logger.warning("the scheduler sent %s, which this worker has no use for", type(message).__name__)
+
+
+def worker_identity(model: LoadedModel, *, worker_id: str, node_id: str, secret: bytes) -> Identity:
+    """Who a worker is to its peers; KV moves only between workers whose models and layouts agree."""
+    return Identity(
+        worker_id=worker_id,
+        node_id=node_id,
+        secret=secret,
+        compatibility=describe(model.fingerprint, model.layout),
+    )
+
+
+def worker_info(
+    model: LoadedModel,
+    identity: Identity,
+    role: Role,
+    endpoint: Endpoint,
+    *,
+    chunk_tokens: int,
+    max_num_seqs: int = 0,
+    home: Role | None = None,
+) -> WorkerInfo:
+    """What a worker tells the scheduler about itself once. `max_num_seqs` 0: any number of them."""
+    return WorkerInfo(
+        worker_id=identity.worker_id,
+        role=role,
+        endpoint=endpoint,
+        pid=os.getpid(),
+        model=model.name,
+        compatibility=fingerprint(identity.compatibility),
+        max_model_len=model.max_model_len,
+        num_blocks=model.block_pool.num_blocks,
+        block_size=model.layout.block_size,
+        layer_groups=model.layout.num_layer_groups,
+        chunk_tokens=chunk_tokens,
+        max_num_seqs=max_num_seqs,
+        home=home,
+    )
+
+
+class GatewayPort:
+    """Listens for gateways and keeps what a step brought until `flush()` sends it, one frame per gateway.
+
+    `on_message(gateway, message)` gets what gateways send, `on_lost(gateway)` is called once when one is gone: its
+    requests have no reader any more.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        on_message: Callable[[GatewayId, Message], None],
+        on_lost: Callable[[GatewayId], None],
+    ) -> None:
+        self._identity = identity
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._connections: dict[GatewayId, Connection] = {}
+        self._next_id = 1
+        self._tokens: defaultdict[GatewayId, list[TokenEvent]] = defaultdict(list)
+        self._failures: defaultdict[GatewayId, list[FailureEvent]] = defaultdict(list)
+        self._is_overdue = False
+        self._told_alone: set[GatewayId] = set()  # that the step is one sequence's
+        self._server: Server | None = None
+
+    async def start(self, host: str) -> Endpoint:
+        self._server = await serve(host, self._identity, self._serve_gateway)
+        return self._server.endpoint
+
+    def post(self, gateway: GatewayId, message: Message) -> None:
+        """Send at once. A gateway that is gone has no use for it."""
+        connection = self._connections.get(gateway)
+        if connection is not None:
+            connection.post(message)
+
+    def step_overdue(self, is_overdue: bool) -> None:
+        """Tell all gateways, those that are yet to come included."""
+        self._is_overdue = is_overdue
+        for connection in self._connections.values():
+            connection.post(StepOverdue(is_overdue=is_overdue))
+
+    def refuse(self, gateway: GatewayId, request: RequestSpec, reason: str, retry_after_s: float | None) -> None:
+        """Nothing was or will be done for this attempt. `retry_after_s` None: it never could be."""
+        self.post(
+            gateway,
+            Refused(request_id=request.request_id, attempt=request.attempt, reason=reason, retry_after_s=retry_after_s),
+        )
+
+    def computing(self, plan: StepPlan, gateway_of: Mapping[SequenceKey, GatewayId]) -> None:
+        """Before a step: whoever has requests here learns which of them it may be that takes this process down."""
+        seqs = [item.seq for item in plan.items if item.seq.num_alone or item.seq.began_at is None]
+        alone = any(seq.num_alone for seq in seqs)
+        if not (seqs or self._told_alone):
+            return
+        newcomers: dict[GatewayId, list[SequenceKey]] = {}
+        for seq in seqs:
+            if seq.key in gateway_of:
+                newcomers.setdefault(gateway_of[seq.key], []).append(seq.key)
+        for gateway in set(gateway_of.values()) if alone else newcomers.keys() | self._told_alone:
+            self.post(gateway, Computing(sequences=newcomers.get(gateway, []), alone=alone))
+        self._told_alone = set(gateway_of.values()) if alone else set()
+
+    def fail(
+        self,
+        gateway: GatewayId,
+        key: SequenceKey,
+        reason: str,
+        *,
+        retryable: bool,
+        cause: FailureCause = "fault",
+        flush: bool = True,
+    ) -> None:
+        """This attempt ends here; goes out at once, unless `flush` follows, after what the last step brought."""
+        event = FailureEvent(request_id=key[0], attempt=key[1], reason=reason, retryable=retryable, cause=cause)
+        self.emit(gateway, event)
+        if flush:
+            self.flush()
+
+    def emit(self, gateway: GatewayId, event: TokenEvent | FailureEvent) -> None:
+        if isinstance(event, TokenEvent):
+            self._tokens[gateway].append(event)
+        else:
+            self._failures[gateway].append(event)
+
+    def flush(self) -> None:
+        for gateway in self._tokens.keys() | self._failures.keys():
+            frame = StepFrame(tokens=self._tokens.pop(gateway, []), failures=self._failures.pop(gateway, []))
+            self.post(gateway, frame)
+
+    async def close(self, reason: str) -> None:
+        if self._server is not None:
+            await self._server.close(reason)
+
+    async def _serve_gateway(self, connection: Connection) -> None:
+        gateway = self._next_id
+        self._next_id += 1
+        self._connections[gateway] = connection
+        if self._is_overdue:
+            connection.post(StepOverdue(is_overdue=True))
+        try:
+            while True:
+                message, _ = await connection.receive()
+                self._on_message(gateway, message)
+        except TransportError as error:
+            logger.info("gateway %s left: %s", connection.peer.worker_id, error)
+        finally:
+            del self._connections[gateway]
+            self._tokens.pop(gateway, None)
+            self._failures.pop(gateway, None)
+            self._on_lost(gateway)
+
+
+class Registration:
+    """Keeps a worker known to the global scheduler: connects, registers, reports; again whenever that breaks.
+
+    With `events` it also tells what the worker's tiers hold: all of it at first and when asked, then the changes, every
+    `period_s` and at once when they are many. `on_order(message)` gets what else the scheduler sends.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        info: WorkerInfo,
+        *,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        snapshot: Callable[[], WorkerSnapshot],
+        period_s: float,
+        events: BlockEventLog | None = None,
+        on_order: Callable[[Message], None] = warn_of_order,
+    ) -> None:
+        self._identity = identity
+        self._info = info
+        self._events = events
+        self._on_order = on_order
+        self._locate_scheduler = locate_scheduler
+        self._snapshot = snapshot
+        self._period_s = period_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="registration")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._report_while_connected()
+            except (TransportError, OSError, TimeoutError) as error:
+                logger.info("the scheduler cannot be reached, trying again: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _report_while_connected(self) -> None:
+        endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
+        connection = await connect(endpoint, self._identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
+        line = _SchedulerLine(connection, self._events, self._on_order)
+        try:
+            await connection.send(Register(info=self._info, snapshot=self._snapshot()))
+            while True:
+                await line.tell_blocks()
+                await line.wait(self._period_s)
+                await connection.send(Heartbeat(snapshot=self._snapshot()))
+        finally:
+            connection.close("the worker stops reporting")
+            await line.stop()
+
+
+class _SchedulerLine:
+    """One connection to the scheduler: tells it what the worker's tiers hold, and hears what it wants."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        events: BlockEventLog | None,
+        on_order: Callable[[Message], None],
+    ) -> None:
+        self._connection = connection
+        self._events = events
+        self._due = asyncio.Event()
+        self._on_order = on_order
+        self._snapshot_wanted = True
+        if events is not None:
+            loop = asyncio.get_running_loop()
+            events.on_many = lambda: loop.call_soon_threadsafe(self._due.set)
+        self._listening = asyncio.create_task(self._listen(), name="scheduler-orders")
+
+    async def tell_blocks(self) -> None:
+        """What the scheduler does not know yet."""
+        self._due.clear()
+        if self._events is None:
+            return
+        if self._snapshot_wanted:
+            self._snapshot_wanted = False
+            for part in self._events.snapshot():
+                await self._connection.send(part)
+        for events in self._events.take():
+            await self._connection.send(events)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until there is a reason to report before the time is up."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._due.wait(), timeout_s)
+
+    async def stop(self) -> None:
+        if self._events is not None:
+            self._events.on_many = lambda: None
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        async for message, _ in self._connection:
+            if isinstance(message, BlockIndexRequest):
+                self._snapshot_wanted = True
+                self._due.set()
+            else:
+                self._on_order(message)
+        self._due.set()  # the connection is gone, which the next report finds out

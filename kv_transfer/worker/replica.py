@@ -1,0 +1,196 @@
+"""One process's place in the cluster: a loaded model with its memory tiers, and the worker that uses them.
+
+The worker may be replaced by one of another role at any time: it drains, stops, and the new one is made over the same
+weights, the same KV memory and what is cached in it. Knows nothing of Ray, and of workers only what all of them have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from engine.steps.loading import LoadedModel
+from kv_transfer.messages import ChangeRole, Endpoint, Message, PoolTarget, Role
+from kv_transfer.tiers.block_events import BlockEventLog
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.tiers.worker_tiers import WorkerTiers
+from kv_transfer.worker.parts import Worker, WorkerParts, WorkerRole
+from kv_transfer.worker.port import warn_of_order, worker_identity
+from kv_transfer.worker.transfer_config import TransferConfig
+
+logger = logging.getLogger(__name__)
+
+CLEAR_S = 10.0  # for blocks to be let go that copies or a step in flight still use
+STOP_S = 30.0
+TARGET_HOLDS_S = 10.0  # the scheduler repeats it every second
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSite:
+    """Where a replica runs, and what it is called: its workers' ids are made from `name`."""
+
+    name: str
+    node_id: str
+    host: str
+    secret: bytes
+
+
+class WorkerReplica:
+    """Owns the model, the tiers and the worker. `roles`: those it can have, of which `role` is the first one."""
+
+    def __init__(
+        self,
+        role: Role,
+        roles: Mapping[Role, WorkerRole],
+        tiers: WorkerTiers,
+        transfer: TransferConfig,
+        site: ReplicaSite,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+    ) -> None:
+        self.role = role
+        self._home = role
+        self._roles = roles
+        self._tiers = tiers
+        self._transfer = transfer
+        self._site = site
+        self._locate_scheduler = locate_scheduler
+        self._lower: PrefixTiers | None = None
+        self._worker: Worker | None = None
+        self._change: asyncio.Task[None] | None = None
+        self._num_changes = 0
+        self._is_ending = False
+        self._failure: BaseException | None = None
+        self._pool_target: tuple[int, float] | None = None  # and when it was heard
+
+    async def start(self) -> None:
+        """Load the model and begin to work. Returns when requests can come."""
+        self.model: LoadedModel = await asyncio.to_thread(self._tiers.load)
+        self._events = BlockEventLog(self._worker_id, layer_groups=self.model.layout.num_layer_groups)
+        self._lower = self._tiers.open(self.model, self._events)
+        self._worker = await self._begin()
+
+    @property
+    def worker(self) -> Worker | None:
+        """None for the moment between two."""
+        return self._worker
+
+    @property
+    def healthy(self) -> bool:
+        """False: it cannot be helped, another replica should take its place."""
+        return self._failure is None and (self._worker is None or self._worker.healthy)
+
+    @property
+    def is_changing(self) -> bool:
+        return self._change is not None and not self._change.done()
+
+    @property
+    def is_away(self) -> bool:
+        """It works for another pool than the one that it was started in."""
+        return self.role != self._home
+
+    def load(self) -> float:
+        """What it carries of its pool's load."""
+        if self._worker is None or self.is_away:
+            return 0.0
+        return self._roles[self.role].load(self._worker.snapshot())
+
+    def pool_target(self) -> int | None:
+        """How many workers its pool should have. None: the scheduler does not say, or is gone."""
+        if self._pool_target is None or time.monotonic() - self._pool_target[1] > TARGET_HOLDS_S:
+            return None
+        return self._pool_target[0]
+
+    def change_role(self, role: Role, drain_s: float) -> bool:
+        """Begin to become a worker of that role; requests that run on after `drain_s` go elsewhere.
+
+        False, and nothing happens, if it is one, is becoming another one, is about to end, or cannot be one.
+        """
+        is_able = not (self.is_changing or self._is_ending or self._failure) and role in self._roles
+        if not is_able or role == self.role:
+            return False
+        self._change = asyncio.create_task(self._change_to(role, drain_s), name="role-change")
+        self._change.add_done_callback(self._on_changed)
+        return True
+
+    async def changed(self) -> None:
+        """Until no change is going on. Whether the last one succeeded, `healthy` says."""
+        if self._change is not None:
+            await asyncio.wait([self._change])
+
+    async def stop(self, drain_s: float) -> None:
+        """Finish what is here as far as the time allows, then end everything."""
+        self._is_ending = True
+        if self._change is not None:
+            if self._worker is not None:  # else it is between two workers: what it does there has deadlines
+                self._change.cancel()
+            await asyncio.gather(self._change, return_exceptions=True)
+        if self._worker is not None:
+            await self._worker.drain(drain_s)
+            await self._worker.stop()
+        await asyncio.to_thread(self.model.runner.close)
+        await self._tiers.close()
+
+    @property
+    def _worker_id(self) -> str:
+        """Another one for each worker: nobody takes a new one for what went before it."""
+        suffix = f".{self._num_changes}" if self._num_changes else ""
+        return f"{self.role}-{self._site.name}{suffix}"
+
+    async def _begin(self) -> Worker:
+        site = self._site
+        identity = worker_identity(self.model, worker_id=self._worker_id, node_id=site.node_id, secret=site.secret)
+        parts = WorkerParts(
+            model=self.model,
+            identity=identity,
+            transport=self._transfer.open(identity, site.host, self.model.kv_cache.tensor.device),
+            locate_scheduler=self._locate_scheduler,
+            host=site.host,
+            lower_tiers=self._lower,
+            events=self._events,
+            on_order=self._on_order,
+            home=self._home,
+            digest_kind=self._transfer.digest_kind(self.model.kv_cache.tensor.device),
+        )
+        worker = self._roles[self.role].make(parts)
+        await worker.start()
+        return worker
+
+    def _on_order(self, message: Message) -> None:
+        if isinstance(message, PoolTarget):
+            self._pool_target = (message.num_workers, time.monotonic())
+        elif not isinstance(message, ChangeRole):
+            warn_of_order(message)
+        elif not self.change_role(message.role, message.drain_s):
+            logger.warning("a %s worker was told to become a %s worker, and cannot now", self.role, message.role)
+
+    async def _change_to(self, role: Role, drain_s: float) -> None:
+        """Raises RuntimeError or TimeoutError where the old worker does not let go, and what a new one's start does."""
+        began, old, old_role = time.monotonic(), self._worker, self.role
+        assert old is not None
+        if not await old.drain(drain_s):
+            old.give_up("the worker changes its role")
+            if not await old.drain(CLEAR_S):
+                raise RuntimeError(f"blocks are in use {CLEAR_S:g} s after their requests were sent elsewhere")
+        drained = time.monotonic()
+        self._worker = None
+        await asyncio.wait_for(old.stop(), STOP_S)
+        self.role = role
+        self._num_changes += 1
+        self._events.rename(self._worker_id)
+        self._worker = await asyncio.wait_for(self._begin(), START_S)
+        logger.info(
+            "%s became %s: %.2f s to drain, %.0f ms from the old role to the new one",
+            old_role,
+            self._worker_id,
+            drained - began,
+            1e3 * (time.monotonic() - drained),
+        )
+
+    def _on_changed(self, change: asyncio.Task[None]) -> None:
+        if not change.cancelled() and change.exception() is not None:
+            self._failure = change.exception()
+            logger.error("the change of the role failed, the replica is of no use now", exc_info=self._failure)
