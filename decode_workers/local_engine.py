@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from decode_workers.building import decode_scheduler
+from decode_workers.factory import decode_scheduler
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.states import Emission
 from engine.sequence import Sequence

@@ -8,12 +8,12 @@ sequences that must be computed here (placed locally, or preempted), in chunks. 
 
 from __future__ import annotations
 
-from decode_workers.device_only import DeviceOnly
 from decode_workers.emissions import Emissions
-from decode_workers.flights import Flight, Flights
 from decode_workers.local_prefill import LocalPrefill
-from decode_workers.residency import Residency, Turn
+from decode_workers.no_offload import DeviceOnly
+from decode_workers.offload_policy import Residency, Turn
 from decode_workers.states import DecodeState, Emission, Entry
+from decode_workers.steps_in_flight import Flight, Flights
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan
 

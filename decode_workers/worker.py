@@ -10,10 +10,10 @@ import logging
 import time
 from dataclasses import dataclass
 
-from decode_workers.building import decode_scheduler, step_overlap
-from decode_workers.landings import Landings
+from decode_workers.factory import decode_scheduler, step_overlap
 from decode_workers.pacing import LayerKvConfig
-from decode_workers.reporting import DecodeReport
+from decode_workers.reservations import Landings
+from decode_workers.snapshot import DecodeReport
 from decode_workers.states import DecodeState
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.calibration import calibrate

@@ -15,7 +15,7 @@ from enum import Enum
 
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, SampledToken, Sequence, SequenceKey, StepOutput, StepPlan
-from prefill_workers.step_filling import StepFilling
+from prefill_workers.step_builder import StepFilling
 
 Room = tuple[int, int, int]
 """Blocks available on the device and in host memory, and columns of the staging ring."""

@@ -28,8 +28,8 @@ from kv_transfer.worker.parts import WorkerParts
 from kv_transfer.worker.port import GatewayId, GatewayPort, worker_info
 from kv_transfer.worker.prefix_loading import PrefixLoading
 from kv_transfer.worker.sequences import sequence_of, token_event
+from prefill_workers.layer_offload import host_placement
 from prefill_workers.layer_stream import LayerStream
-from prefill_workers.placement import host_placement
 from prefill_workers.scheduler import PrefillScheduler
 
 logger = logging.getLogger(__name__)

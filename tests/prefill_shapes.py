@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.kv.allocation import BlockAllocator
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
-from prefill_workers.placement import HostPlacement
+from prefill_workers.layer_offload import HostPlacement
 
 BLOCK_SIZE = 4
 TOKEN_BUDGET = 7

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from decode_workers import landings
+from decode_workers import reservations as landings
 from engine.memory.streams import MarkQueued, nothing_queued, queued_on
 from engine.sampling.params import SamplingParams
 from kv_transfer.handoff.copy_threads import CopyingThreads

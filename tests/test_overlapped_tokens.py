@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from decode_workers.building import decode_scheduler, step_overlap
+from decode_workers.factory import decode_scheduler, step_overlap
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState, Emission
 from engine.sampling.params import SamplingParams

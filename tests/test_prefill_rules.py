@@ -6,7 +6,7 @@ import math
 
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
-from prefill_workers.placement import moved_tokens, spread
+from prefill_workers.layer_offload import moved_tokens, spread
 from prefill_workers.scheduler import PrefillScheduler
 from tests.ghost_runner import GhostRunner
 from tests.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_placement, prompt_of

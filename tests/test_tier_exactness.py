@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from decode_workers.local_engine import LocalEngine
+from decode_workers.offload_policy import Residency
 from decode_workers.pacing import LayerKvConfig
-from decode_workers.residency import Residency
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model

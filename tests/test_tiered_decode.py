@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from decode_workers.offload_policy import Residency
 from decode_workers.pacing import LayerKvConfig, Speeds
-from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from decode_workers.offload_policy import Residency
 from decode_workers.pacing import LayerKvConfig, Speeds
-from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockKey, BlockPool

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from decode_workers.building import decode_scheduler
+from decode_workers.factory import decode_scheduler
 from engine.cost_model.step_cost import StepWork
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence as TokenSequence

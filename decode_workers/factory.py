@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from decode_workers.offload_policy import Residency
 from decode_workers.pacing import LayerKvConfig, Speeds
-from decode_workers.residency import Residency
 from decode_workers.scheduler import DecodeScheduler
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import StepPlan

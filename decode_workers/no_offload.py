@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from decode_workers.residency import Turn
+from decode_workers.offload_policy import Turn
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decode_workers.pending import PendingReserves
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState
+from decode_workers.waiting_reservations import PendingReserves
 from engine.kv.cache import GroupRow
 from engine.kv.sequence_kv import SequenceKV
 from engine.memory.streams import queued_on
