@@ -20,18 +20,18 @@ from statistics import fmean
 from typing import Final
 
 from benchmarks.part import note, run_part
+from benchmarks.scheduling.elastic import Elasticity, ElasticSimulation, SizeSample, Sizing
+from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
 from benchmarks.summary import Json
-from cluster.pool_sizing import PoolRules
-from cluster.pool_watch import PoolsPlan
-from cluster.simulation.elastic import Elasticity, ElasticSimulation, SizeSample, Sizing
-from cluster.simulation.fleet import KnownCosts
-from cluster.simulation.legato_router import LegatoRouter
+from cluster.autoscaling.sizing import PoolRules
+from cluster.autoscaling.watch import PoolsPlan
+from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig
-from cluster.simulation.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
-from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
-from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.slo import SloClass, SloConfig
+from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
+from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
 
 PERIOD_S: Final = 120.0

@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.provenance import ROOT
 from benchmarks.summary import Json
-from cluster.free_ports import free_port
+from cluster.deployment.free_ports import free_port
 
 QUICKSTART = ROOT / "ray_configs" / "quickstart.yaml"
 START_TIMEOUT_S = 120.0

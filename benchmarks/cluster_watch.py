@@ -11,7 +11,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.request_log import LoggedWorker
+from cluster.gateway.request_log import LoggedWorker
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import StepCostReport

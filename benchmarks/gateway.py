@@ -33,8 +33,8 @@ from benchmarks.stream_sinks import Sink, completion_request, open_sink
 from benchmarks.summary import Json, percentiles, spread
 from benchmarks.timing import MS
 from benchmarks.workload import MODEL, Load, draw_prompts
-from cluster.global_scheduler import SchedulerPolicy
-from cluster.scheduler_server import SchedulerServer
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
 from kv_transfer.messages import Endpoint
 from kv_transfer.transports.base import Identity
 

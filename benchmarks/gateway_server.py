@@ -19,19 +19,19 @@ import uvloop
 
 from benchmarks.handoff_worker import NODE_ID, SECRET_VARIABLE
 from benchmarks.workload import MODEL
-from cluster.api import Api, InFlight
+from cluster.config.settings import GatewaySettings
+from cluster.deployment.heap import settle_heap
 from cluster.errors import NotFoundError
-from cluster.generation import Arrival, Arrivals, Generator, ServingLimits
-from cluster.heap import settle_heap
-from cluster.http import create_app
-from cluster.journey import Journey
-from cluster.metrics import Metrics
-from cluster.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.request_terms import RequestTerms
-from cluster.settings import GatewaySettings
-from cluster.slo_account import SloAccount
-from cluster.tenants import Tenants
-from cluster.unread import Unread
+from cluster.gateway.generator import Arrival, Arrivals, Generator, ServingLimits
+from cluster.gateway.journey import Journey
+from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.http.api import Api, InFlight
+from cluster.http.app import create_app
+from cluster.http.tenants import Tenants
+from cluster.http.unread import Unread
+from cluster.metrics.requests import Metrics
+from cluster.slo.account import SloAccount
+from cluster.slo.terms import RequestTerms
 from engine.checkpoint.store import resolve_model
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent

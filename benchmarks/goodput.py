@@ -42,7 +42,7 @@ from benchmarks.goodput_setting import (
 )
 from benchmarks.part import run_part
 from benchmarks.summary import Json
-from cluster.simulation.traces import TraceFormat
+from cluster.simulation.workload.traces import TraceFormat
 
 VARIANTS: Final = ("legato", "legato-fair", "legato-split")
 BASELINES: Final = ("round-robin", "least-tokens", "colocated", "distserve", "dynamo", "llm-d", "mooncake")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.goodput_setting import ATTAINMENT, Setting
-from cluster.simulation.demand import demand_of
-from cluster.simulation.traces import TraceRequest
+from cluster.simulation.plan.demand import demand_of
+from cluster.simulation.workload.traces import TraceRequest
 from engine.cost_model.step_cost import StepCost, StepWork
 
 

@@ -6,7 +6,7 @@ for clients that do not come back.
 
 from __future__ import annotations
 
-from cluster.simulation.router import PlaceQuery, Router
+from cluster.simulation.routers.base import PlaceQuery, Router
 from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, Placement, Unplaceable, WorkerInfo, WorkerSnapshot
 
 

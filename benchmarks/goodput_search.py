@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from benchmarks.goodput_kept import Kept
 from benchmarks.goodput_setting import ATTAINMENT, Layout, ModelName, Setting, attainment, layouts
 from benchmarks.summary import Json
-from cluster.simulation.traces import TraceFormat
+from cluster.simulation.workload.traces import TraceFormat
 
 FACTOR: Final = 1.5
 WIDTH: Final = FACTOR**0.5  # of a bracket

@@ -14,16 +14,16 @@ from typing import Final, Literal
 
 from benchmarks.goodput_judge import Judge, TooManyMissedError
 from benchmarks.summary import Json
-from cluster.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.command import ROUTERS
-from cluster.simulation.fleet import KnownCosts
-from cluster.simulation.legato_router import LegatoRouter
-from cluster.simulation.router import Router
+from cluster.simulation.routers.base import Router
+from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
-from cluster.simulation.traces import Scaling, TraceFormat, TraceRequest, read_trace
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.slo import SloClass, SloConfig
+from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
+from cluster.simulation.workload.traces import Scaling, TraceFormat, TraceRequest, read_trace
+from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import (
     H100_SXM,
     LLAMA_3_1_8B,

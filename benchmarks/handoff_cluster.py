@@ -18,10 +18,10 @@ from benchmarks.local import CHUNK_TOKENS
 from benchmarks.provenance import ROOT
 from benchmarks.workload import MODEL, greedy
 from cluster.errors import UnavailableError
-from cluster.generation import one_by_one
-from cluster.global_scheduler import SchedulerPolicy
-from cluster.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.scheduler_server import SchedulerServer
+from cluster.gateway.generator import one_by_one
+from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
 from engine.steps.loading import DtypeName
 from kv_transfer.handoff.timing import HandoffTimeline
 from kv_transfer.messages import Endpoint, RequestSpec

@@ -21,10 +21,10 @@ from benchmarks.part import GateError, note, run_part
 from benchmarks.summary import Json, spread
 from benchmarks.workload import MODEL, draw_prompts, greedy
 from cluster.errors import UnavailableError
-from cluster.generation import one_by_one
-from cluster.global_scheduler import SchedulerPolicy
-from cluster.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.scheduler_server import SchedulerServer
+from cluster.gateway.generator import one_by_one
+from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
 from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
 from engine.steps.loading import EngineConfig

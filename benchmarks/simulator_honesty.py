@@ -33,13 +33,13 @@ from benchmarks.summary import Json, percentile
 from benchmarks.timing import RequestTiming
 from benchmarks.traced_load import Timed, drawn, shrunk, stretched, timed
 from benchmarks.workload import MODEL, Load
-from cluster.request_log import LoggedCluster, LoggedRequest, cluster_line, request_line
-from cluster.simulation.demand import demand_of
-from cluster.simulation.prompts import content_hashes
+from cluster.gateway.request_log import LoggedCluster, LoggedRequest, cluster_line, request_line
+from cluster.simulation.plan.demand import demand_of
 from cluster.simulation.records import Record
-from cluster.simulation.traces import TraceRequest, read_trace
 from cluster.simulation.whatif import replay
-from cluster.slo import NO_TARGETS
+from cluster.simulation.workload.prompts import content_hashes
+from cluster.simulation.workload.traces import TraceRequest, read_trace
+from cluster.slo.classes import NO_TARGETS
 
 BUSY: Final = 0.6  # share of its time that the prefill worker is to compute
 NUM_WARM: Final = 100  # requests at the start that are not judged

@@ -18,7 +18,7 @@ import psutil
 from benchmarks.part import note, run_part
 from benchmarks.provenance import ROOT
 from benchmarks.summary import Json, spread
-from cluster.serving import FIRST_QUESTION
+from cluster.deployment.local_cluster import FIRST_QUESTION
 
 REPEATS = 3
 ENOUGH_S = 240.0  # after which no further start is begun: on a busy machine one takes minutes

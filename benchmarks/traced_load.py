@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Final
 
 from benchmarks.workload import TOKEN_IDS
-from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
-from cluster.simulation.traces import TraceRequest
+from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
+from cluster.simulation.workload.traces import TraceRequest
 
 RUN_TOKENS: Final = 16  # that a name of the trace stands for here, instead of 512 (Mooncake's) or 64 (drawn ones)
 PROMPT_TOKENS: Final = range(32, 601)

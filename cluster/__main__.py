@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from cluster.config import ConfigError
+from cluster.config.load import ConfigError
 from cluster.simulation.arguments import add_arguments
-from cluster.simulation.plan_arguments import add_plan_arguments, add_whatif_arguments
+from cluster.simulation.plan.arguments import add_plan_arguments, add_whatif_arguments
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     # Ray reads its environment when it is imported, and importing it takes a second: only now.
-    from cluster.serving import StartError, serve_file
+    from cluster.deployment.local_cluster import StartError, serve_file
 
     try:
         serve_file(arguments.file, port=arguments.port, stay=not arguments.exit)
@@ -51,7 +51,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _environment(_: argparse.Namespace) -> int:
-    from cluster.tuning import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
+    from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
 
     for name, value in {
         **RAY_ENVIRONMENT,
@@ -76,7 +76,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     """3 where no cluster within the limits is enough."""
-    from cluster.simulation.plan_command import run
+    from cluster.simulation.plan.command import run
 
     try:
         return 0 if run(arguments) == "found" else 3
@@ -86,7 +86,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _what_if(arguments: argparse.Namespace) -> int:
-    from cluster.request_log import read_log
+    from cluster.gateway.request_log import read_log
     from cluster.simulation.whatif import what_if
 
     try:

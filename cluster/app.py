@@ -19,25 +19,25 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from cluster.announce import announce_when_ready, describe_start, is_first_replica, starting
-from cluster.api import Api, InFlight
-from cluster.autoscaling import autoscaling_config
-from cluster.capacity import live_nodes, require_room
-from cluster.config import cluster_secret, draw_secret, load_config
-from cluster.heap import settle_heap
-from cluster.http import create_app
-from cluster.metrics import Metrics
-from cluster.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.ray_access import keep_replica_on_loopback, require_token
-from cluster.request_recorder import RequestRecorder
-from cluster.request_run import RequestRun
-from cluster.settings import LegatoConfig, PoolSettings
-from cluster.slo_account import SloAccount
-from cluster.slo_metrics import SloMetrics
-from cluster.tenants import Tenants
-from cluster.unread import Unread
-from cluster.worker_deployment import WorkerDeployment, resolve_host
-from cluster.worker_metrics import WorkerMetrics
+from cluster.autoscaling.serve_policy import autoscaling_config
+from cluster.config.load import cluster_secret, draw_secret, load_config
+from cluster.config.settings import LegatoConfig, PoolSettings
+from cluster.deployment.announce import announce_when_ready, describe_start, is_first_replica, starting
+from cluster.deployment.capacity import live_nodes, require_room
+from cluster.deployment.heap import settle_heap
+from cluster.deployment.ray_access import keep_replica_on_loopback, require_token
+from cluster.deployment.worker import WorkerDeployment, resolve_host
+from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.gateway.request_recorder import RequestRecorder
+from cluster.gateway.request_state import RequestRun
+from cluster.http.api import Api, InFlight
+from cluster.http.app import create_app
+from cluster.http.tenants import Tenants
+from cluster.http.unread import Unread
+from cluster.metrics.requests import Metrics
+from cluster.metrics.slo import SloMetrics
+from cluster.metrics.workers import WorkerMetrics
+from cluster.slo.account import SloAccount
 from engine.checkpoint.builtin_models import BUILTIN_MODELS
 from engine.checkpoint.store import resolve_model
 from engine.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ UNLIMITED = 1_000_000
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The Serve application for a configuration tree (see `cluster.settings`). Raises ConfigError."""
+    """The Serve application for a configuration tree (see `cluster.config.settings`). Raises ConfigError."""
     with starting("the application"):
         config = load_config(args)
         require_room(config, live_nodes())
@@ -127,7 +127,7 @@ class Scheduler:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: LegatoConfig, drawn_secret: SecretBytes | None, host: str
     ) -> None:
-        from cluster.scheduler_setup import scheduler_server  # gateways, which import this module, too, do without
+        from cluster.config.scheduler import scheduler_server  # gateways, which import this module, too, do without
 
         keep_replica_on_loopback()
         logging.basicConfig(level=config.log_level)

@@ -204,9 +204,9 @@ class Heart:
 def _serve(folder: Path) -> None:
     import uvicorn
 
-    from cluster.generation import ServingLimits
-    from cluster.heap import settle_heap
-    from cluster.http import create_app
+    from cluster.deployment.heap import settle_heap
+    from cluster.gateway.generator import ServingLimits
+    from cluster.http.app import create_app
     from engine.text.tokenizer import Tokenizer
     from tests.http_server import scripted_api
     from tests.scripted_generator import Script, ScriptedGenerator

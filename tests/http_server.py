@@ -12,16 +12,16 @@ import httpx
 import openai
 import uvicorn
 
-from cluster.api import Api, InFlight
-from cluster.generation import Generator
-from cluster.http import create_app
-from cluster.metrics import Metrics
-from cluster.settings import GatewaySettings
-from cluster.slo import NO_TARGETS, SloConfig
-from cluster.slo_account import SloAccount
-from cluster.slo_metrics import SloMetrics
-from cluster.tenants import Tenants
-from cluster.unread import Unread
+from cluster.config.settings import GatewaySettings
+from cluster.gateway.generator import Generator
+from cluster.http.api import Api, InFlight
+from cluster.http.app import create_app
+from cluster.http.tenants import Tenants
+from cluster.http.unread import Unread
+from cluster.metrics.requests import Metrics
+from cluster.metrics.slo import SloMetrics
+from cluster.slo.account import SloAccount
+from cluster.slo.classes import NO_TARGETS, SloConfig
 from engine.text.tokenizer import Tokenizer
 from tests.openai_conformance import Target
 from tests.scripted_generator import ScriptedGenerator

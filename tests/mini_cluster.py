@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.generation import one_by_one
-from cluster.global_scheduler import SchedulerPolicy
-from cluster.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.pool_watch import PoolsPlan
-from cluster.scheduler_server import SchedulerServer
+from cluster.autoscaling.watch import PoolsPlan
+from cluster.gateway.generator import one_by_one
+from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import PendingOutput

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cluster.generation import one_by_one
-from cluster.request_terms import RequestTerms
-from cluster.slo import RequestSlo
+from cluster.gateway.generator import one_by_one
+from cluster.slo.classes import RequestSlo
+from cluster.slo.terms import RequestTerms
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import RequestSpec
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.placement.booking import Booking
-from cluster.placement.ledger import Ledger
-from cluster.placement.query import Query
+from cluster.scheduler.placement.booking import Booking
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.query import Query
 from engine.cost_model.step_cost import StepCost
 from tests.worker_reports import worker_info, worker_snapshot
 

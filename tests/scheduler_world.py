@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
+from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages import Place, Placement, Unplaceable
 from tests.worker_reports import REPORT, worker_info, worker_snapshot
 

@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Final
 
 from cluster.errors import GenerationError
-from cluster.generation import Arrival, Arrivals, ServingLimits
-from cluster.journey import Journey
-from cluster.request_terms import RequestTerms
+from cluster.gateway.generator import Arrival, Arrivals, ServingLimits
+from cluster.gateway.journey import Journey
+from cluster.slo.terms import RequestTerms
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Placement, RequestSpec, Role, TokenEvent
 
@@ -54,7 +54,7 @@ class Script:
 
 
 class ScriptedGenerator:
-    """Implements `cluster.generation.Generator`."""
+    """Implements `cluster.gateway.generator.Generator`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -106,7 +106,8 @@ def test_transformers_modeling_is_an_oracle_for_tests_only(package: str) -> None
 
 def test_loading_a_tokenizer_loads_no_model_code(smollm2_folder: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from engine.text.tokenizer import Tokenizer; import engine.checkpoint.store\n"
+        "import sys; from pathlib import Path\n"
+        "from engine.text.tokenizer import Tokenizer; import engine.checkpoint.store\n"
         f"Tokenizer(Path({str(smollm2_folder)!r}))\n"
         "print([name for name in sys.modules if '.modeling_' in name and name.startswith('transformers.models.')\n"
         "       and not name.endswith('.modeling_auto')])"  # the table of names behind the Auto classes
@@ -117,12 +118,12 @@ def test_loading_a_tokenizer_loads_no_model_code(smollm2_folder: Path) -> None:
 
 def test_the_command_that_starts_a_cluster_waits_for_no_torch() -> None:
     """Ray is started first, and torch is loaded beside it."""
-    program = "import sys, cluster.serving; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
+    program = "import sys, cluster.deployment.local_cluster; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert result.stdout.strip() == "set()", result.stderr
 
 
-@pytest.mark.parametrize("module", ["cluster.app", "cluster.scheduler_setup", "engine.checkpoint.store"])
+@pytest.mark.parametrize("module", ["cluster.app", "cluster.config.scheduler", "engine.checkpoint.store"])
 def test_who_computes_nothing_loads_no_torch(module: str) -> None:
     """Whoever starts the application, gateways and the scheduler: torch takes 1.5 s of a core, in each of them."""
     program = f"import sys, {module}; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"

@@ -8,8 +8,8 @@ import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from cluster.autoscaling import LoadPolicy, autoscaling_config, follow_advice
-from cluster.autoscaling_settings import AutoscalingSettings
+from cluster.autoscaling.serve_policy import LoadPolicy, autoscaling_config, follow_advice
+from cluster.config.autoscaling import AutoscalingSettings
 
 POOL = DeploymentID("PrefillWorker", "legato")
 

@@ -8,7 +8,7 @@ from itertools import count
 from benchmarks.decisions import build, simulated, timed_decisions
 from benchmarks.goodput_table import decisions_table
 from benchmarks.table import RESULTS
-from cluster.placement.admission import Outcome
+from cluster.scheduler.placement.admission import Outcome
 
 
 def test_every_decision_is_timed_once_and_some_are_turned_away() -> None:

@@ -10,11 +10,11 @@ from benchmarks.overheads import Overheads, overheads_of
 from benchmarks.simulator_honesty import NUM_WARM, compared
 from benchmarks.timing import RequestTiming
 from benchmarks.traced_load import OUTPUT_TOKENS, PROMPT_TOKENS, RUN_TOKENS, drawn, shrunk, stretched, timed
-from cluster.request_log import LoggedRequest
-from cluster.simulation.prompts import content_hashes
+from cluster.gateway.request_log import LoggedRequest
 from cluster.simulation.records import Record
-from cluster.simulation.traces import TraceRequest
-from cluster.slo import NO_TARGETS
+from cluster.simulation.workload.prompts import content_hashes
+from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.classes import NO_TARGETS
 from engine.cost_model.step_cost import StepCost, StepWork
 
 COST = StepCost(base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=5e-3, context_token_s=1e-5)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.block_index import BlockIndex, PrefixReach
+from cluster.scheduler.block_index import BlockIndex, PrefixReach
 from engine.kv.block_pool import BlockPool
 from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, Tier, decode, encode
 from kv_transfer.tiers import block_events

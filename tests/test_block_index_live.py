@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from cluster.block_index import PrefixReach
-from cluster.global_scheduler import SchedulerPolicy
-from cluster.scheduler_server import SchedulerServer
+from cluster.scheduler.block_index import PrefixReach
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
 from kv_transfer.messages import Endpoint
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.transports.base import Identity

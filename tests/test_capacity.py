@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.capacity import needs, require_room
-from cluster.config import ConfigError, load_config
+from cluster.config.load import ConfigError, load_config
+from cluster.deployment.capacity import needs, require_room
 from tests.test_config import FILES
 
 CPU_FILES = [path for path in FILES if not path.name.startswith("gpu")]

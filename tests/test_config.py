@@ -14,10 +14,10 @@ from ray import cloudpickle
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build_application
-from cluster.config import ConfigError, LegatoConfig, cluster_secret, draw_secret, give_secret, load_config
-from cluster.config_fields import KvMemory, format_size, parse_size
-from cluster.settings_table import setting_rows, settings_table
-from cluster.slo import NO_TARGETS, SloConfig
+from cluster.config.fields import KvMemory, format_size, parse_size
+from cluster.config.load import ConfigError, LegatoConfig, cluster_secret, draw_secret, give_secret, load_config
+from cluster.config.table import setting_rows, settings_table
+from cluster.slo.classes import NO_TARGETS, SloConfig
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "ray_configs").glob("*.yaml"))
@@ -269,4 +269,4 @@ def test_every_setting_is_described() -> None:
 
 def test_the_documentation_has_every_setting() -> None:
     documentation = (ROOT / "docs" / "operations.md").read_text()
-    assert settings_table() in documentation, "run `python -m cluster.settings_table` and put its table there"
+    assert settings_table() in documentation, "run `python -m cluster.config.table` and put its table there"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.settings import LegatoConfig
-from cluster.translate import decode_engine, prefill_engine
+from cluster.config.build import decode_engine, prefill_engine
+from cluster.config.settings import LegatoConfig
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.sequence import Sequence as Seq
 from engine.steps.decode_graphs import DecodeGraphLimits

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.config import LegatoConfig
-from cluster.translate import decode_engine, prefill_engine
+from cluster.config.build import decode_engine, prefill_engine
+from cluster.config.load import LegatoConfig
 from engine.checkpoint.weights import load_weights
 from engine.memory.devices import CPU, require_device
 from engine.model.config import ModelConfig

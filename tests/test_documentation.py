@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tuning import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
+from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "cluster", "decode_workers", "docs", "engine", "kernels", "kv_transfer", "prefill_workers")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.doorbell import Doorbell
+from cluster.gateway.wakeup import Doorbell
 from tests.waiting import eventually
 
 

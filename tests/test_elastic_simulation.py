@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cluster.pool_sizing import PoolRules
-from cluster.pool_watch import PoolsPlan
-from cluster.simulation.elastic import Elasticity, ElasticSimulation
-from cluster.simulation.fleet import KnownCosts
-from cluster.simulation.legato_router import LegatoRouter
+from benchmarks.scheduling.elastic import Elasticity, ElasticSimulation
+from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
+from cluster.autoscaling.sizing import PoolRules
+from cluster.autoscaling.watch import PoolsPlan
 from cluster.simulation.records import Record
+from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult
-from cluster.simulation.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
-from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workers import Worker
-from cluster.slo import SloClass, SloConfig
+from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost
 
 COST = StepCost(base_s=0.005, prefill_token_s=2e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-6)

@@ -14,8 +14,8 @@ from typing import Final
 import pytest
 from fastapi import FastAPI
 
-from cluster.http import create_app
-from cluster.orchestrator import OrchestratorConfig
+from cluster.gateway.orchestrator import OrchestratorConfig
+from cluster.http.app import create_app
 from decode_workers.worker import DecodeWorker
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ async def test_no_reason_of_a_worker_reaches_a_client(
     llama: SmallModel, smollm2_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of 500 forced failures; the operator finds each reason by the id that the client was told."""
-    caplog.set_level(logging.INFO, logger="cluster.orchestrator")
+    caplog.set_level(logging.INFO, logger="cluster.gateway.orchestrator")
     config = OrchestratorConfig(max_attempts=2, retry_delay_s=0.001)
     said: set[str] = set()
     async with cluster_of(llama, num_decode=2, orchestrator=config) as cluster:

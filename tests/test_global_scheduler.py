@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
+from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, Unplaceable
 from tests.scheduler_world import TARGETS, measured, place, placed, refused, scheduler_of, small_info, small_snapshot

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.settings import LegatoConfig
-from cluster.translate import decode_engine, prefill_engine
+from cluster.config.build import decode_engine, prefill_engine
+from cluster.config.settings import LegatoConfig
 from engine.sequence import Sequence
 from kernels import reference
 from kernels.ops import kernels_for

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.api import InFlight
+from cluster.config.settings import GatewaySettings
 from cluster.errors import FailedError, OverloadedError, PoisonRequestError, RequestTooLargeError, UnavailableError
-from cluster.generation import ServingLimits
-from cluster.prepare import derived_seed
-from cluster.settings import GatewaySettings
+from cluster.gateway.generator import ServingLimits
+from cluster.http.api import InFlight
+from cluster.http.parse import derived_seed
 from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server
 from tests.openai_conformance import CHECKS, MESSAGES, PROMPT, Target

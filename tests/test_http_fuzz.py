@@ -20,12 +20,12 @@ from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.config.settings import GatewaySettings
 from cluster.errors import ApiError
-from cluster.generation import ServingLimits
-from cluster.http import create_app
-from cluster.http_body import _checked, parse_json
-from cluster.openai_types import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from cluster.settings import GatewaySettings
+from cluster.gateway.generator import ServingLimits
+from cluster.http.app import create_app
+from cluster.http.body import _checked, parse_json
+from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from engine.text.tokenizer import Tokenizer
 from tests.http_fuzz import JSON, NOTHING, Answer, Headers, Schemas, Sent, broken, call, check_refusal
 from tests.http_server import MODEL, running_server, scripted_api

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import UnavailableError
-from cluster.role_changes import require_ordered
+from cluster.scheduler.role_changes import require_ordered
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import RoleAnswer
 from tests.http_server import running_server

@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
-from cluster.http import create_app
-from cluster.slo import SloClass, SloConfig
-from cluster.slo_report import Counts, SeriesKey
+from cluster.http.app import create_app
+from cluster.slo.classes import SloClass, SloConfig
+from cluster.slo.report import Counts, SeriesKey
 from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server, scripted_api
 from tests.openai_conformance import PROMPT, Target

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.settings import GatewaySettings
-from cluster.slo import RequestSlo, SloClass, SloConfig
+from cluster.config.settings import GatewaySettings
+from cluster.slo.classes import RequestSlo, SloClass, SloConfig
 from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server
 from tests.openai_conformance import Target

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import BodyTooLargeError
-from cluster.http_body import MAX_VALUES, _require_few_values
-from cluster.shapes import dumps, dumps_large
+from cluster.http.body import MAX_VALUES, _require_few_values
+from cluster.http.openai.sse import dumps, dumps_large
 from tests.attacked_gateway import ATTACKS, TAKE_SECONDS, attack, fetch, gateway, get, request_bytes
 from tests.waiting import wait_until
 

@@ -12,7 +12,7 @@ from ddsketch import DDSketch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.latency_sketch import (
+from cluster.slo.latency_sketch import (
     COMPACT_ABOVE_BYTES,
     MAX_S,
     MIN_S,

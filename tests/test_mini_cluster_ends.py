@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from cluster.global_scheduler import SchedulerPolicy
+from cluster.scheduler.scheduler import SchedulerPolicy
 from decode_workers.worker import DecodeWorkerConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import brake, cluster_of

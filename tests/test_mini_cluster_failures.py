@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 
 from cluster.errors import DeadlineError, FailedError
-from cluster.orchestrator import OrchestratorConfig
+from cluster.gateway.orchestrator import OrchestratorConfig
 from decode_workers.worker import DecodeWorkerConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.mini_cluster import brake, cluster_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.request_run import RequestRun
+from cluster.gateway.request_state import RequestRun
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import PendingOutput

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 
 from cluster.errors import OverloadedError
-from cluster.generation import one_by_one
-from cluster.global_scheduler import GlobalScheduler
-from cluster.placement.worker_table import Row
-from cluster.request_terms import RequestTerms
+from cluster.gateway.generator import one_by_one
+from cluster.scheduler.placement.worker_table import Row
+from cluster.scheduler.scheduler import GlobalScheduler
+from cluster.slo.terms import RequestTerms
 from kv_transfer.messages import Placement, RequestSpec
 from tests.mini_cluster import MiniCluster, brake
 from tests.placed_clusters import PROMPT, cluster_of, run, terms

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import OverloadedError, UnavailableError
-from cluster.global_scheduler import Answer, GlobalScheduler, SchedulerPolicy
-from cluster.line_log import LineLog
-from cluster.request_log import read_log
-from cluster.request_recorder import RequestRecorder
+from cluster.gateway.line_log import LineLog
+from cluster.gateway.request_log import read_log
+from cluster.gateway.request_recorder import RequestRecorder
+from cluster.scheduler.scheduler import Answer, GlobalScheduler, SchedulerPolicy
 from cluster.simulation.whatif import what_if
-from cluster.slo import INTERACTIVE, SloConfig
+from cluster.slo.classes import INTERACTIVE, SloConfig
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages import (
     BlockEvents,
@@ -236,7 +236,7 @@ def test_a_full_disk_cuts_no_line(tmp_path: Path) -> None:
     told = """
 import resource, signal, sys, time
 from pathlib import Path
-from cluster.line_log import LineLog
+from cluster.gateway.line_log import LineLog
 from tests.waiting import wait_until
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
@@ -279,7 +279,7 @@ def test_processes_share_a_log(tmp_path: Path) -> None:
     told = """
 import sys
 from pathlib import Path
-from cluster.line_log import LineLog
+from cluster.gateway.line_log import LineLog
 log = LineLog(Path(sys.argv[1]), max_bytes=40_000, head=lambda: "head")
 for number in range(4000):
     log.append([f"{sys.argv[2]} {number}"])

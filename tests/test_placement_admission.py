@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
-from cluster.placement.fairness import TenantShares
-from cluster.placement.ledger import Ledger
-from cluster.placement.policy import DecisionPolicy
-from cluster.placement.query import Query
+from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.fairness import TenantShares
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.query import Query
 from tests.placement_world import book, decoding, ledger_of, query_of
 
 BATCH: dict[str, Any] = {"ttft_s": math.inf, "tpot_s": math.inf}

@@ -9,11 +9,13 @@ from types import ModuleType
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from cluster import digest_table
-from cluster.placement import coarse, moments, neighbours
+from cluster.scheduler import digest_table
+from cluster.scheduler.placement import moments
+from cluster.scheduler.placement import tpot_forecast as neighbours
+from cluster.scheduler.placement import worker_scan as coarse
 
 MODULES = [coarse, digest_table, moments, neighbours]
-NAMES_IT = {"Row", "Slot", "RESIDUAL_STEP", "PROMPTS_OVER_S"}  # see `cluster.placement.compiled`
+NAMES_IT = {"Row", "Slot", "RESIDUAL_STEP", "PROMPTS_OVER_S"}  # see `cluster.scheduler.placement.compiled`
 
 
 def _dispatchers(module: ModuleType) -> list[Dispatcher]:

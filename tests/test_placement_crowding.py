@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.placement.admission import Admission, AdmissionPolicy, Outcome
-from cluster.placement.decision import Action, Decision, decide
-from cluster.placement.ledger import Ledger
-from cluster.placement.policy import DecisionPolicy
-from cluster.placement.survey import survey
+from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome
+from cluster.scheduler.placement.decision import Action, Decision, decide
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.survey import survey
 from tests.placement_world import book, decoding, ledger_of, query_of
 
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.block_index import PrefixReach
-from cluster.placement.candidates import Candidates, find_candidates
-from cluster.placement.decision import Action, Decision, decide
-from cluster.placement.decision import book as book_decision
-from cluster.placement.ledger import Ledger
-from cluster.placement.policy import DecisionPolicy
-from cluster.placement.survey import survey
+from cluster.scheduler.block_index import PrefixReach
+from cluster.scheduler.placement.candidates import Candidates, find_candidates
+from cluster.scheduler.placement.decision import Action, Decision, decide
+from cluster.scheduler.placement.decision import book as book_decision
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.survey import survey
 from engine.cost_model.step_cost import StepCost
 from tests.placement_world import COST, book, decoding, ledger_of, query_of
 from tests.worker_reports import worker_info, worker_snapshot

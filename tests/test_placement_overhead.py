@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.placement.candidates import find_candidates
-from cluster.placement.ledger import Ledger
-from cluster.placement.overhead import Overhead
-from cluster.placement.policy import DecisionPolicy
-from cluster.placement.survey import survey
+from cluster.scheduler.placement.candidates import find_candidates
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.overhead import Overhead
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.survey import survey
 from tests.placement_world import book, ledger_of, query_of
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.placement.ledger import Ledger
-from cluster.placement.neighbours import fit_probability, log_probability
-from cluster.placement.prediction import (
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.prediction import (
     DecodeForecast,
     PromptForecast,
     forecast_decode,
     forecast_prompt,
 )
+from cluster.scheduler.placement.tpot_forecast import fit_probability, log_probability
 from tests.placement_world import COST, book, decoding, ledger_of, query_of
 from tests.worker_reports import worker_info, worker_snapshot
 

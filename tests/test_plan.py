@@ -14,13 +14,13 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from cluster.__main__ import main
-from cluster.simulation.demand import Targets, busiest, demand_of, estimate
-from cluster.simulation.plan_command import model_shape
-from cluster.simulation.plan_problem import Hardware, Problem
-from cluster.simulation.planner import Layout, Outlook, OutOfTime, search
-from cluster.simulation.synthetic import Workload, draw_requests
-from cluster.simulation.traces import TraceRequest
-from cluster.simulation.worker_memory import activation_bytes, predict_memory
+from cluster.simulation.plan.command import model_shape
+from cluster.simulation.plan.demand import Targets, busiest, demand_of, estimate
+from cluster.simulation.plan.problem import Hardware, Problem
+from cluster.simulation.plan.search import Layout, Outlook, OutOfTime, search
+from cluster.simulation.plan.worker_memory import activation_bytes, predict_memory
+from cluster.simulation.workload.synthetic import Workload, draw_requests
+from cluster.simulation.workload.traces import TraceRequest
 from engine.checkpoint.weights import load_weights
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, L40S, LLAMA_3_1_8B, LLAMA_3_1_70B
 from engine.cost_model.step_cost import StepCost

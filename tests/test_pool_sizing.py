@@ -9,8 +9,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.pool_demand import DecodeRoom, DemandWindows, WorkRate, decode_work_s, largest_batch, prefill_work_s
-from cluster.pool_sizing import FlipRules, PoolAdvice, PoolRules, PoolSize, PoolSizer, PoolView
+from cluster.autoscaling.demand import DecodeRoom, DemandWindows, WorkRate, decode_work_s, largest_batch, prefill_work_s
+from cluster.autoscaling.sizing import FlipRules, PoolAdvice, PoolRules, PoolSize, PoolSizer, PoolView
 from engine.cost_model.step_cost import StepCost
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-6)

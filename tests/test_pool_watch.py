@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.block_index import BlockIndex
-from cluster.config import load_config
-from cluster.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
-from cluster.placement.ledger import Ledger
-from cluster.placement.policy import DecisionPolicy
-from cluster.placement.query import Query
-from cluster.pool_keeper import PoolKeeper
-from cluster.pool_sizing import FlipRules, PoolRules
-from cluster.pool_watch import Burning, PoolsPlan, PoolWatch
-from cluster.scheduler_setup import pools_plan
-from cluster.slo import SloClass, SloConfig
-from cluster.slo_report import Outcome as Ending
-from cluster.slo_report import RequestEnd, Served, SloRecorder
-from cluster.slo_tracker import SloTracker
+from cluster.autoscaling.controller import PoolKeeper
+from cluster.autoscaling.sizing import FlipRules, PoolRules
+from cluster.autoscaling.watch import Burning, PoolsPlan, PoolWatch
+from cluster.config.load import load_config
+from cluster.config.scheduler import pools_plan
+from cluster.scheduler.block_index import BlockIndex
+from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.query import Query
+from cluster.slo.classes import SloClass, SloConfig
+from cluster.slo.report import Outcome as Ending
+from cluster.slo.report import RequestEnd, Served, SloRecorder
+from cluster.slo.tracker import SloTracker
 from kv_transfer.messages import ChangeRole, PoolTarget, Role
 from tests.placement_world import COST, ledger_of, query_of
 from tests.worker_reports import worker_info, worker_snapshot

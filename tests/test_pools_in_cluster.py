@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.pool_sizing import FlipRules, PoolRules
-from cluster.pool_watch import PoolsPlan
+from cluster.autoscaling.sizing import FlipRules, PoolRules
+from cluster.autoscaling.watch import PoolsPlan
 from tests.mini_requests import tokens
 from tests.replica_cluster import ReplicaCluster, replica_cluster
 from tests.small_models import SmallModel, greedy, random_prompts

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
+from cluster.scheduler.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
 from engine.kv.prefix import HASH_BYTES
 
 COLUMNS = [bytes([number]) * HASH_BYTES for number in range(6)]

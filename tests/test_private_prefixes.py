@@ -12,9 +12,9 @@ import httpx
 import pytest
 import uvicorn
 
-from cluster.http import create_app
-from cluster.settings import GatewaySettings
-from cluster.tenants import Tenants
+from cluster.config.settings import GatewaySettings
+from cluster.http.app import create_app
+from cluster.http.tenants import Tenants
 from engine.kv.prefix import block_hashes
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement.promised_work import Pace, PromisedWork
-from cluster.placement.promises import Promises
+from cluster.scheduler.placement.promised_work import Pace, PromisedWork
+from cluster.scheduler.placement.retry_after import Promises
 
 # --- the calendar ---
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster import quarantine
 from cluster.errors import DeadlineError, PoisonRequestError
-from cluster.quarantine import Quarantine
-from cluster.request_run import RequestRun, RequestState
+from cluster.gateway import quarantine
+from cluster.gateway.quarantine import Quarantine
+from cluster.gateway.request_state import RequestRun, RequestState
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages import Placement, RequestSpec, TokenEvent
 from kv_transfer.worker.sequences import NUM_ALONE

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster import ray_access
-from cluster.config import ConfigError, load_config
-from cluster.ray_access import HAPROXY_PORTS, keep_ray_on_loopback, require_token
-from cluster.tuning import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, unset
+from cluster.config.load import ConfigError, load_config
+from cluster.deployment import ray_access
+from cluster.deployment.ray_access import HAPROXY_PORTS, keep_ray_on_loopback, require_token
+from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, unset
 from tests.test_config import FILES
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.request_run import TERMINAL, RequestRun, RequestState
+from cluster.gateway.request_state import TERMINAL, RequestRun, RequestState
 from engine.sampling.params import SamplingParams
 from engine.sampling.stopping import FinishReason
 from kv_transfer.messages import Placement, RequestSpec, TokenEvent

@@ -15,11 +15,11 @@ from cluster.errors import (
     PoisonRequestError,
     UnavailableError,
 )
-from cluster.request_terms import RequestTerms
-from cluster.request_watch import GAPS_AT_ONCE, RequestWatch, SequenceWatch, outcome_of
-from cluster.slo import SloConfig
-from cluster.slo_report import Metric, Outcome, SeriesKey, SloRecorder
-from cluster.slo_tracker import Quantiles, SloTracker
+from cluster.slo.classes import SloConfig
+from cluster.slo.report import Metric, Outcome, SeriesKey, SloRecorder
+from cluster.slo.request_watch import GAPS_AT_ONCE, RequestWatch, SequenceWatch, outcome_of
+from cluster.slo.terms import RequestTerms
+from cluster.slo.tracker import Quantiles, SloTracker
 from kv_transfer.messages import Placement
 
 CLASSES = SloConfig()

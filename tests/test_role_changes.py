@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.autoscaling import LoadPolicy
-from cluster.role_changes import OVERDUE_S, RoleChanges
+from cluster.autoscaling.serve_policy import LoadPolicy
+from cluster.scheduler.role_changes import OVERDUE_S, RoleChanges
 from kv_transfer.messages import KnownWorker, Role, RoleAnswer, RoleRequest
 from tests.worker_reports import worker_info, worker_snapshot
 

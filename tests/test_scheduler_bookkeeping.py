@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
-from cluster.placement.worker_table import Row
+from cluster.scheduler.placement.worker_table import Row
+from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages import Placement, Queued, Unplaceable
 from tests.scheduler_world import place, small_info, small_snapshot
 from tests.worker_reports import REPORT

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
-from cluster.global_scheduler import SchedulerPolicy
-from cluster.scheduler_client import SchedulerClient, _Question
-from cluster.scheduler_server import SchedulerServer
+from cluster.gateway.scheduler_client import SchedulerClient, _Question
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
 from kv_transfer.connections.connection import connect
 from kv_transfer.messages import (
     Endpoint,

@@ -14,10 +14,10 @@ from subprocess import Popen
 
 import pytest
 
-from cluster import scheduler_client
-from cluster.generation import one_by_one
-from cluster.orchestrator import _LOOK_S, Orchestrator, OrchestratorConfig
-from cluster.worker_links import SILENCE_S
+from cluster.gateway import scheduler_client
+from cluster.gateway.generator import one_by_one
+from cluster.gateway.orchestrator import _LOOK_S, Orchestrator, OrchestratorConfig
+from cluster.gateway.worker_connections import SILENCE_S
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.simulation.queue_length import QueueLengthRouter
-from cluster.simulation.router import PlaceQuery
+from cluster.simulation.routers.base import PlaceQuery
+from cluster.simulation.routers.queue_length import QueueLengthRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.synthetic import LogNormal, Workload, draw_requests
-from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.slo import SloClass, SloConfig
+from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
+from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import Placement, Unplaceable, WorkerSnapshot
 

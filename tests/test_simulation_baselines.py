@@ -8,7 +8,9 @@ from typing import TypeVar
 import pytest
 
 from cluster.simulation.arguments import DEVICE_NAMES, MODEL_NAMES, ROUTER_NAMES
-from cluster.simulation.baselines import (
+from cluster.simulation.command import DEVICES, MODELS, ROUTERS
+from cluster.simulation.routers.base import PlaceQuery
+from cluster.simulation.routers.baselines import (
     Baseline,
     Colocated,
     DistServe,
@@ -16,14 +18,12 @@ from cluster.simulation.baselines import (
     LeastOutstandingTokens,
     RoundRobin,
 )
-from cluster.simulation.command import DEVICES, MODELS, ROUTERS
-from cluster.simulation.fleet import KnownCosts
-from cluster.simulation.router import PlaceQuery
+from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
-from cluster.simulation.synthetic import Workload, draw_requests
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.slo import RequestSlo
+from cluster.simulation.workload.synthetic import Workload, draw_requests
+from cluster.slo.classes import RequestSlo
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import (
     BlockChange,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.simulation.prompts import content_hashes
-from cluster.simulation.synthetic import CONTENT_TOKENS, LogNormal, Workload, draw_requests
-from cluster.simulation.traces import Scaling, TraceError, TraceFormat, TraceRequest, read_trace
+from cluster.simulation.workload.prompts import content_hashes
+from cluster.simulation.workload.synthetic import CONTENT_TOKENS, LogNormal, Workload, draw_requests
+from cluster.simulation.workload.traces import Scaling, TraceError, TraceFormat, TraceRequest, read_trace
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1100, "output_length": 500, "hash_ids": [0, 1, 2]}

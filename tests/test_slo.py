@@ -6,8 +6,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.slo import NO_TARGETS, RequestSlo, SloChoiceError, SloClass, SloConfig
-from cluster.slo_settings import SloSettings
+from cluster.config.slo import SloSettings
+from cluster.slo.classes import NO_TARGETS, RequestSlo, SloChoiceError, SloClass, SloConfig
 
 INTERACTIVE = RequestSlo(slo_class="interactive", ttft_s=2.0, tpot_s=0.1)
 BATCH = RequestSlo(slo_class="batch", ttft_s=None, tpot_s=None)

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.journey import Journey
-from cluster.request_terms import RequestTerms
-from cluster.slo import NO_TARGETS, SloClass, SloConfig
-from cluster.slo_account import SloAccount
-from cluster.slo_report import Counts, Metric, Outcome, SeriesKey
-from cluster.slo_tracker import SeriesSnapshot
+from cluster.gateway.journey import Journey
+from cluster.slo.account import SloAccount
+from cluster.slo.classes import NO_TARGETS, SloClass, SloConfig
+from cluster.slo.report import Counts, Metric, Outcome, SeriesKey
+from cluster.slo.terms import RequestTerms
+from cluster.slo.tracker import SeriesSnapshot
 from kv_transfer.messages import RequestSpec, SloUpdate
 from tests.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.small_models import SmallModel, greedy, random_prompts

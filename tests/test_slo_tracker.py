@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.slo import RequestSlo, SloConfig
-from cluster.slo_report import Counts, Metric, Outcome, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
-from cluster.slo_tracker import SloTracker, SloWindows
+from cluster.slo.classes import RequestSlo, SloConfig
+from cluster.slo.report import Counts, Metric, Outcome, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
+from cluster.slo.tracker import SloTracker, SloWindows
 
 CONFIG = SloConfig()
 INTERACTIVE = CONFIG.choose(None, {})

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
-from cluster.placement import standing as standing_module
-from cluster.placement.ledger import Ledger
-from cluster.placement.standing import StandingQuery, StandingRequests
-from cluster.placement.worker_table import Row, Slot
-from cluster.request_run import RequestRun
-from cluster.request_terms import RequestTerms
-from cluster.slo import RequestSlo
+from cluster.gateway.request_state import RequestRun
+from cluster.scheduler.placement import recovery as standing_module
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.recovery import StandingQuery, StandingRequests
+from cluster.scheduler.placement.worker_table import Row, Slot
+from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
+from cluster.slo.classes import RequestSlo
+from cluster.slo.terms import RequestTerms
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages import (
     Place,

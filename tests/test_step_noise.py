@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cluster.request_log import LoggedCluster, LoggedRequest, LoggedWorker
+from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
 from cluster.simulation.steps import Noise
 from cluster.simulation.whatif import replay
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.slo import NO_TARGETS
+from cluster.slo.classes import NO_TARGETS
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.noise import RUN_STEPS, StepNoise
 from engine.cost_model.step_cost import StepCost, StepWork

@@ -16,7 +16,7 @@ from typing import Literal
 
 import pytest
 
-from cluster.orchestrator import OrchestratorConfig
+from cluster.gateway.orchestrator import OrchestratorConfig
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sequence import Sequence

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
-from cluster.choice import Delta, TokenEntry
+from cluster.config.settings import GatewaySettings
 from cluster.errors import UnreadError
-from cluster.http import create_app
-from cluster.http_connection import Connection
-from cluster.settings import GatewaySettings
-from cluster.unread import PIECE_BYTES, Unread
+from cluster.http.app import create_app
+from cluster.http.connection import Connection
+from cluster.http.openai.choice import Delta, TokenEntry
+from cluster.http.unread import PIECE_BYTES, Unread
 from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server, scripted_api
 from tests.loops import num_open_files

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.global_scheduler import GlobalScheduler
-from cluster.placement.admission import AdmissionPolicy
+from cluster.scheduler.placement.admission import AdmissionPolicy
+from cluster.scheduler.scheduler import GlobalScheduler
 from kv_transfer.messages import Placement, Queued, Unplaceable
 from tests.scheduler_world import measured, place, placed
 from tests.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.request_log import (
+from cluster.gateway.request_log import (
     LoggedCluster,
     LoggedRequest,
     LoggedWorker,
@@ -20,13 +20,13 @@ from cluster.request_log import (
     read_log,
     request_line,
 )
-from cluster.simulation.fleet import KnownCosts
-from cluster.simulation.legato_router import LegatoRouter
+from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.synthetic import CONTENT_TOKENS, Workload, draw_requests
 from cluster.simulation.whatif import what_if
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.slo import SloConfig
+from cluster.simulation.workload.synthetic import CONTENT_TOKENS, Workload, draw_requests
+from cluster.slo.classes import SloConfig
 from engine.cost_model.step_cost import StepCost
 
 COST = StepCost(base_s=0.006, prefill_token_s=4e-5, prefill_pair_s=1e-9, decode_s=1e-5, context_token_s=5e-8)

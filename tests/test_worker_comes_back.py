@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.global_scheduler import GlobalScheduler, SchedulerPolicy
-from cluster.placement.worker_table import Row, Slot
+from cluster.scheduler.placement.worker_table import Row, Slot
+from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages import Place, Placement, StandingRequest, WorkerInfo, WorkerSnapshot
 from tests.worker_reports import REPORT, worker_info, worker_snapshot
 

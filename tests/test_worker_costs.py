@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cluster.config import load_config
-from cluster.translate import decode_worker, prefill_worker
+from cluster.config.build import decode_worker, prefill_worker
+from cluster.config.load import load_config
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.sequence import StepPlan

@@ -12,8 +12,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics import Metrics
-from cluster.worker_metrics import WorkerMetrics
+from cluster.metrics.requests import Metrics
+from cluster.metrics.workers import WorkerMetrics
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.kv.block_pool import BlockPool

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import yaml
 
-from cluster.config import load_config
-from cluster.serving import interrupted_by_signals, run_application
-from cluster.tuning import tune_environment
+from cluster.config.load import load_config
+from cluster.deployment.local_cluster import interrupted_by_signals, run_application
+from cluster.deployment.ray_environment import tune_environment
 
 
 def main() -> None:

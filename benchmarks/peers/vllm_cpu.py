@@ -23,7 +23,7 @@ from benchmarks.peers.peer import CONTEXT_TOKENS, Peer, PeerUnavailableError
 from benchmarks.peers.started import START_TIMEOUT_S, await_listening, started
 from benchmarks.peers.weights import model_folder, weights_id
 from benchmarks.workload import MODEL
-from cluster.free_ports import free_port
+from cluster.deployment.free_ports import free_port
 
 VERSION = "0.32.0"
 _SETTINGS = ["--max-model-len", str(CONTEXT_TOKENS), "--dtype", "bfloat16"]

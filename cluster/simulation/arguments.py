@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from cluster.simulation.traces import TRACE_FORMATS
+from cluster.simulation.workload.traces import TRACE_FORMATS
 
 MODEL_NAMES: Final = ("llama-3.1-8b", "llama-3.1-70b")
 DEVICE_NAMES: Final = ("h100", "a100", "l40s")

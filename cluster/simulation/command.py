@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cluster.simulation.baselines import Colocated, DistServe, Dynamo, LeastOutstandingTokens, RoundRobin
-from cluster.simulation.fleet import KnownCosts
-from cluster.simulation.legato_router import LegatoRouter
-from cluster.simulation.queue_length import QueueLengthRouter
 from cluster.simulation.records import Record, Summary
-from cluster.simulation.router import Router
+from cluster.simulation.routers.base import Router
+from cluster.simulation.routers.baselines import Colocated, DistServe, Dynamo, LeastOutstandingTokens, RoundRobin
+from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.legato import LegatoRouter
+from cluster.simulation.routers.queue_length import QueueLengthRouter
+from cluster.simulation.routers.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.slo_baselines import LlmdHeadroom, Mooncake
-from cluster.simulation.synthetic import Workload, draw_requests
-from cluster.simulation.traces import Scaling, TraceRequest, read_trace
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.slo import SloClass, SloConfig
+from cluster.simulation.workload.synthetic import Workload, draw_requests
+from cluster.simulation.workload.traces import Scaling, TraceRequest, read_trace
+from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import (
     A100_SXM,
     H100_SXM,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.router import Router
+from cluster.simulation.routers.base import Router
 from cluster.simulation.workers import Worker
 
 

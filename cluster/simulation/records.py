@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cluster.slo import RequestSlo
+from cluster.slo.classes import RequestSlo
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.heartbeats import Heart
-from cluster.simulation.prompts import ContentHasher, sequence_of
 from cluster.simulation.records import Record, Summary, summarise
-from cluster.simulation.router import PlaceQuery, Router
-from cluster.simulation.traces import TraceRequest
+from cluster.simulation.routers.base import PlaceQuery, Router
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, Worker
-from cluster.slo import SloConfig
+from cluster.simulation.workload.prompts import ContentHasher, sequence_of
+from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.classes import SloConfig
 from engine.kv.prefix import PrefixHasher
 from engine.sequence import Sequence
 from kv_transfer.messages import Placement, Unplaceable

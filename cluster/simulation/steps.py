@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.prompts import TOKEN
+from cluster.simulation.workload.prompts import TOKEN
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sequence import SampledToken, StepOutput, StepPlan
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
-from cluster.request_log import LoggedCluster, LoggedRequest, LoggedWorker
-from cluster.simulation.fleet import KnownCosts
-from cluster.simulation.legato_router import LegatoRouter
+from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
 from cluster.simulation.records import ClassSummary, Quantiles, Record
+from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.traces import TraceRequest
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.slo import SloClass, SloConfig
+from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.classes import SloClass, SloConfig
 
 _DOUBTFUL: Final = 0.25
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.prompts import TOKEN
 from cluster.simulation.steps import SimulatedSteps
 from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.workload.prompts import TOKEN
 from decode_workers.scheduler import DecodeScheduler
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool

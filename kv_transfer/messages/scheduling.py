@@ -93,7 +93,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloUpdate:
-    """Gateway to scheduler, every second or so: how requests fared since the last one (`cluster.slo_report`)."""
+    """Gateway to scheduler, every second or so: how requests fared since the last one (`cluster.slo.report`)."""
 
     __pydantic_config__ = STRICT
     report: Opaque

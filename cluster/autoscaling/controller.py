@@ -1,0 +1,113 @@
+"""Pool sizing as orders to workers: how many there should be in their pools, and who is to change its role.
+
+A worker whose role is not that of the pool it was started in counts where it works, and is kept where it was started:
+Serve knows only the latter. Knows no sockets; the clock is passed in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from cluster.autoscaling.sizing import PoolAdvice
+from cluster.autoscaling.watch import Burning, PoolsPlan, PoolWatch
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.slo.tracker import SloTracker
+from kv_transfer.messages import ChangeRole, KnownWorker, PoolTarget, Role, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S: Final = 10.0  # what still runs then goes on elsewhere
+_FLIP_S: Final = 120.0  # by then it has come back in its new role, or never will
+
+Order = tuple[str, PoolTarget | ChangeRole]
+"""To whom, and what."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flip:
+    info: WorkerInfo  # in its old role
+    role: Role
+    until: float
+
+    def is_done(self, workers: Iterable[WorkerInfo], now: float) -> bool:
+        return now > self.until or any(_process(w) == _process(self.info) and w.role == self.role for w in workers)
+
+
+class PoolKeeper:
+    """`watch` is to hear of every verdict."""
+
+    def __init__(self, ledger: Ledger, plan: PoolsPlan, tracker: SloTracker, now: float) -> None:
+        self._ledger = ledger
+        self._tracker = tracker
+        self._plan = plan
+        self._flips: list[_Flip] = []
+        self.watch = PoolWatch(ledger, plan, now)
+        self.advice: PoolAdvice | None = None
+        self.targets: dict[Role, int] = {}  # what Serve should have in each pool; empty until there is advice
+
+    def orders(self, now: float) -> Iterator[Order]:
+        """To be sent now, and to be asked for again in about a second."""
+        self._advise(now)
+        workers = [info for info, _ in self._ledger.workers()]
+        self._flips = [flip for flip in self._flips if not flip.is_done(workers, now)]
+        if self.advice is None:
+            return
+        if self.advice.flip is not None:
+            yield from self._flip(self.advice.flip, now)
+        self.targets = self._by_home(self.advice, workers)
+        scales: dict[Role, bool] = {"prefill": self._plan.prefill.scales, "decode": self._plan.decode.scales}
+        for info in workers:
+            home = info.home or info.role
+            if scales[home]:
+                yield info.worker_id, PoolTarget(num_workers=self.targets[home])
+
+    def _advise(self, now: float) -> None:
+        before, burning = self.advice, Burning.of(self._tracker.totals(now))
+        self.advice = advice = self.watch.advise(now, burning)
+        if advice is not None and (before is None or before != advice):
+            prefill, decode = self.watch.views(now, burning)
+            logger.info(
+                "the pools should have %d prefill and %d decode workers (%s); demand keeps %.2f and %.2f busy, %s",
+                advice.num_prefill,
+                advice.num_decode,
+                f"{prefill.live} and {decode.live} are there"
+                if advice.flip is None
+                else f"one changes to {advice.flip}",
+                prefill.demand,
+                decode.demand,
+                burning,
+            )
+
+    def _flip(self, role: Role, now: float) -> Iterator[Order]:
+        """Whoever has the least to lose."""
+        able = [(info, snapshot) for info, snapshot in self._ledger.workers() if info.role != role]
+        chosen = min((w for w in able if not w[1].draining), key=_to_lose, default=None)
+        if chosen is not None:
+            self._flips.append(_Flip(chosen[0], role, now + _FLIP_S))
+            yield chosen[0].worker_id, ChangeRole(role=role, drain_s=DRAIN_S)
+
+    def _by_home(self, advice: PoolAdvice, workers: Iterable[WorkerInfo]) -> dict[Role, int]:
+        """Workers that Serve should have in each pool. Who is about to change its role counts as if it had."""
+        targets: dict[Role, int] = {"prefill": advice.num_prefill, "decode": advice.num_decode}
+        changing = {flip.info.worker_id for flip in self._flips}
+        roles = [(flip.info, flip.role) for flip in self._flips]
+        roles += [(info, info.role) for info in workers if info.worker_id not in changing]
+        for info, role in roles:
+            home = info.home or info.role
+            targets[home] += role != home
+            targets[role] -= role != home
+        return {role: max(0, target) for role, target in targets.items()}
+
+
+def _process(info: WorkerInfo) -> tuple[str, int]:
+    return info.endpoint.node_id, info.pid
+
+
+def _to_lose(worker: KnownWorker) -> tuple[int, int, int, str]:
+    info, snapshot = worker
+    at_home = info.home is None or info.home == info.role  # else it would only go back
+    held = snapshot.num_running + snapshot.num_waiting
+    return (at_home, held + snapshot.num_pending, snapshot.context_tokens, info.worker_id)

@@ -1,0 +1,1 @@
+"""The configuration: its settings, how it is loaded and checked, and what the parts are built from."""

@@ -1,0 +1,153 @@
+"""Loading a configuration: from a YAML file or a mapping, with errors that name the setting and say what to do.
+
+Accepts Legato's own tree, or a Serve config file whose application's `args` hold it.
+
+The cluster secret is no part of it: Ray's dashboard shows a file's `args`, and Serve keeps the arguments of deployments
+in its checkpoints. It comes by `LEGATO_SECRET`, in the environment of each of Legato's processes. Only where nobody has
+given one is it drawn when the application is built, and handed on as an argument.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, SecretBytes, ValidationError
+from pydantic_core import ErrorDetails
+
+from cluster.config.settings import LegatoConfig
+
+__all__ = ["ConfigError", "LegatoConfig", "cluster_secret", "draw_secret", "give_secret", "load_config"]
+
+_SECRET_VARIABLE: Final = "LEGATO_SECRET"
+_MIN_SECRET_BYTES: Final = 16
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message has one line per problem."""
+
+
+def load_config(source: str | Path | Mapping[str, Any]) -> LegatoConfig:
+    """The configuration in a file or a mapping. Raises ConfigError."""
+    if isinstance(source, Mapping):
+        return _validated(source, "the configuration")
+    return _validated(_args_of(_read(Path(source)), str(source)), str(source))
+
+
+def give_secret() -> None:
+    """For a Ray that this process is about to start, and that inherits its environment: where no secret is given, draw
+    one. Raises ConfigError for one that can be guessed."""
+    if _given_secret() is None:
+        os.environ[_SECRET_VARIABLE] = secrets.token_hex(32)
+
+
+def draw_secret() -> SecretBytes | None:
+    """For the arguments of an application's deployments. None where one is given: each process finds that by itself.
+    Raises ConfigError for one that can be guessed."""
+    return SecretBytes(secrets.token_bytes(32)) if _given_secret() is None else None
+
+
+def cluster_secret(drawn: SecretBytes | None) -> bytes:
+    """What Legato's processes prove to each other that they know. Raises ConfigError where this one was given none."""
+    if drawn is not None:
+        return drawn.get_secret_value()
+    given = _given_secret()
+    if given is None:
+        raise ConfigError(
+            f"{_SECRET_VARIABLE} was set where the application was built, and is not on this node. Set it to the same"
+            " value on every node before Ray starts there."
+        )
+    return given
+
+
+def _given_secret() -> bytes | None:
+    given = os.environb.get(_SECRET_VARIABLE.encode())
+    if not given:
+        return None
+    if len(given) < _MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{_SECRET_VARIABLE} has {len(given)} bytes, few enough to be guessed; give it at least {_MIN_SECRET_BYTES}"
+            " random ones, such as `openssl rand -hex 32` prints."
+        )
+    return given
+
+
+def _read(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Give the path of a YAML file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+
+
+def _args_of(document: Any, name: str) -> Mapping[str, Any]:
+    """Legato's tree inside a Serve config file; anything else is taken for the tree itself."""
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{name} must hold a mapping of settings, not a {type(document).__name__}.")
+    if "applications" not in document:
+        return document
+    applications = document["applications"]
+    if not isinstance(applications, Sequence) or len(applications) != 1 or not isinstance(applications[0], Mapping):
+        raise ConfigError(f"{name}: `applications` must be a list of exactly one application, Legato.")
+    args = applications[0].get("args") or {}
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{name}: `applications[0].args` must be a mapping of settings.")
+    return args
+
+
+def _validated(tree: Mapping[str, Any], name: str) -> LegatoConfig:
+    try:
+        return LegatoConfig.model_validate(dict(tree))
+    except ValidationError as error:
+        problems = [_sentence(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems)) from error
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{path} is no setting; {_advice(detail['loc'])}"
+    if detail["type"] == "missing":
+        return f"{path} is missing; it has no default, so give it a value"
+    if detail["type"] == "value_error":
+        message = detail["msg"].removeprefix("Value error, ")
+        return f"{path}: {message}" if path else message
+    return f"{path}: {detail['msg'][0].lower()}{detail['msg'][1:]}, but it is {detail['input']!r}"
+
+
+def _advice(path: tuple[int | str, ...]) -> str:
+    """The setting that was probably meant, or those there are."""
+    names = list(_fields_at(path[:-1]))
+    close = difflib.get_close_matches(str(path[-1]), names, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+
+
+def _fields_at(path: tuple[int | str, ...]) -> Iterator[str]:
+    node: type[BaseModel] = LegatoConfig
+    parts = iter(path)
+    for part in parts:
+        annotation = node.model_fields[str(part)].annotation
+        node = next(iter(submodels(annotation)))
+        if is_named(annotation):
+            next(parts, None)  # the name is anybody's choice
+    yield from node.model_fields
+
+
+def is_named(annotation: Any) -> bool:
+    """Whether a field holds several branches of one kind, each under a name that the user gives."""
+    return get_origin(annotation) is dict and any(submodels(annotation))
+
+
+def submodels(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The settings classes in a field's type: itself, the members of `X | None`, or the values of a mapping."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            yield candidate

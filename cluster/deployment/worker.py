@@ -1,0 +1,75 @@
+"""A worker replica as a Ray Serve deployment: translates Serve's life cycle and nothing else."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+from pydantic import SecretBytes
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config.load import cluster_secret
+from cluster.config.settings import LegatoConfig
+from cluster.deployment.announce import starting
+from cluster.deployment.ray_access import keep_replica_on_loopback
+from kv_transfer.messages import Endpoint, Role
+
+DRAIN_S = 20.0  # within Serve's graceful_shutdown_timeout_s: see `cluster.app`
+
+
+class WorkerDeployment:
+    """One replica is one worker, at first of its pool's role. Requests reach its own port, without Serve."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        role: Role,
+        config: LegatoConfig,
+        drawn_secret: SecretBytes | None,
+        scheduler: DeploymentHandle,
+    ) -> None:
+        keep_replica_on_loopback()
+        # Read by torch at its first allocation: huge pages for weights and KV are worth 4 to 10 % of a decode step.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        # Read with torch: a thread that waits for the others of its step looks for some 80 us before it sleeps. By
+        # default it is 3 ms, in which those that send a step's tokens wait for its core.
+        os.environ.setdefault("GOMP_SPINCOUNT", "8000")
+        # With these comes torch, which gateways and whoever starts the application do without.
+        from cluster.deployment.worker_setup import worker_replica
+        from kv_transfer.worker.replica import ReplicaSite
+
+        async def locate_scheduler() -> Endpoint:
+            endpoint: Endpoint = await scheduler.endpoint.remote()
+            return endpoint
+
+        with starting(f"a {role} worker"):
+            site = ReplicaSite(
+                name=f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}",
+                node_id=ray.get_runtime_context().get_node_id(),
+                host=resolve_host(config.network.host),
+                secret=cluster_secret(drawn_secret),
+            )
+            self._replica = worker_replica(role, config, site, locate_scheduler)
+            await self._replica.start()
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces the replica after repeated failures."""
+        if not self._replica.healthy:
+            raise RuntimeError(
+                "the worker's step loop has ended or fails repeatedly, or a change of its role failed; see its log"
+            )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the pool's autoscaling policy goes by: see `cluster.autoscaling.serve_policy`."""
+        target = self._replica.pool_target()
+        carried = {"load": self._replica.load(), "away": float(self._replica.is_away)}
+        return carried if target is None else carried | {"wanted": float(target)}
+
+    async def __del__(self) -> None:
+        """Serve's graceful shutdown: finish what is here, as far as time allows."""
+        await self._replica.stop(DRAIN_S)
+
+
+def resolve_host(host: str) -> str:
+    """The address to listen on, on this node: `host`, or this node's own where the configuration says `node`."""
+    return ray.util.get_node_ip_address() if host == "node" else host

@@ -1,0 +1,141 @@
+"""The token streams of one request read as one, and ended together.
+
+Knows when tokens arrive, not what they mean. Whoever leaves the `async with` block, for whatever reason, has seen
+every stream end: those that had finished by themselves, the others by being closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from cluster.errors import FailedError
+from cluster.gateway.generator import Arrival, Arrivals, TokenStream
+from cluster.gateway.wakeup import Doorbell
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S: Final = 5.0
+
+
+class Fanout(AbstractAsyncContextManager["Fanout"], Protocol):
+    """Several streams as one."""
+
+    async def next(self) -> list[tuple[int, Arrival]]:
+        """Everything that has arrived, waiting for something to arrive: (index of the stream, arrival), in order.
+
+        Raises what the first failing stream raised, after the tokens that came before.
+        """
+        ...
+
+    def close(self, index: int) -> None:
+        """The rest of this stream is not wanted."""
+        ...
+
+
+def fanout(streams: Sequence[TokenStream]) -> Fanout:
+    """To be entered before it is read."""
+    return _Single(streams[0]) if len(streams) == 1 else _Several(streams)
+
+
+class _Single:
+    """One stream, read by whoever asks: a token wakes nobody else."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+        self._finished = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                if self._finished:  # what it does after its last token
+                    await anext(self._stream, None)
+                await self._stream.aclose()
+        except TimeoutError:
+            logger.error("a token stream did not close within %.0f s", CLOSE_TIMEOUT_S)
+
+    async def next(self) -> list[tuple[int, Arrival]]:
+        try:
+            arrivals = await anext(self._stream)
+        except StopAsyncIteration:
+            raise _unfinished() from None
+        self._finished = _is_last(arrivals)
+        return [(0, arrival) for arrival in arrivals]
+
+    def close(self, index: int) -> None:
+        pass  # leaving the block does it, and that is what follows
+
+
+class _Several:
+    """Reads every stream in a task of its own, so that what arrives together is taken together."""
+
+    def __init__(self, streams: Sequence[TokenStream]) -> None:
+        self._streams = streams
+        self._tasks: list[asyncio.Task[None]] = []
+        self._arrived: list[tuple[int, Arrival]] = []
+        self._finished: set[int] = set()
+        self._failure: BaseException | None = None
+        self._bell = Doorbell()
+
+    async def __aenter__(self) -> Self:
+        for index, stream in enumerate(self._streams):
+            task = asyncio.create_task(self._read(index, stream))
+            task.add_done_callback(self._note_failure)
+            self._tasks.append(task)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for index, task in enumerate(self._tasks):
+            if index not in self._finished:
+                task.cancel()
+        _, pending = await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+        if pending:
+            logger.error("%d token streams did not close within %.0f s", len(pending), CLOSE_TIMEOUT_S)
+
+    async def next(self) -> list[tuple[int, Arrival]]:
+        await self._bell.wait()
+        arrived, self._arrived = self._arrived, []
+        if arrived and self._failure is not None:
+            self._bell.ring()
+        elif self._failure is not None:
+            raise self._failure
+        return arrived
+
+    def close(self, index: int) -> None:
+        self._tasks[index].cancel()
+
+    async def _read(self, index: int, stream: TokenStream) -> None:
+        try:
+            async for arrivals in stream:
+                self._arrived += [(index, arrival) for arrival in arrivals]
+                self._bell.ring()
+                if _is_last(arrivals):
+                    self._finished.add(index)
+        finally:
+            await stream.aclose()
+        if index not in self._finished:
+            raise _unfinished()
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self._bell.ring()
+
+
+def _is_last(arrivals: Arrivals) -> bool:
+    return arrivals[-1].token.finish_reason is not None
+
+
+def _unfinished() -> FailedError:
+    return FailedError("The sequence ended before it was finished. Try again.")

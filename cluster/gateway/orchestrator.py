@@ -1,0 +1,471 @@
+"""Runs requests on the cluster and makes them survive it: place, reserve, prefill, stream, and again if a worker dies.
+
+Decode reserves before prefill computes. A dead prefill worker costs a new prefill under the same reservation; a dead
+decode worker costs a new placement with prompt and emitted tokens. Either way the client sees one unbroken stream.
+Knows nothing of HTTP, and no block ever crosses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from cluster.errors import (
+    DeadlineError,
+    FailedError,
+    GenerationError,
+    OverloadedError,
+    PoisonRequestError,
+    RequestTooLargeError,
+)
+from cluster.gateway.generator import Arrivals, ServingLimits
+from cluster.gateway.journey import Journey
+from cluster.gateway.placing import Placer, sleep_within
+from cluster.gateway.quarantine import Quarantine
+from cluster.gateway.request_state import (
+    AttemptFailedError,
+    FoundGuilty,
+    FromWorker,
+    Recalled,
+    RequestRun,
+    RequestState,
+    WorkerLost,
+    WorkerSuspected,
+)
+from cluster.gateway.scheduler_client import SchedulerClient
+from cluster.gateway.worker_connections import WorkerLinks
+from cluster.slo.report import SloReport
+from cluster.slo.terms import RequestTerms
+from kv_transfer.messages import (
+    Cancel,
+    Computing,
+    Endpoint,
+    FailureEvent,
+    KnownWorker,
+    Message,
+    Refused,
+    RequestSpec,
+    Reserve,
+    Reserved,
+    Role,
+    SloUpdate,
+    StandingRequest,
+    Start,
+    StepFrame,
+    StepOverdue,
+    TokenEvent,
+    WorkerInfo,
+)
+from kv_transfer.transports.base import Identity
+
+logger = logging.getLogger(__name__)
+
+_COPY_IS_TRIED: Final = "a copy of it is suspected of making workers fail"
+_LOOK_S: Final = 0.25  # at workers, whether they give a sign of life
+_LONGEST_DELAY: Final = 4  # between attempts, in units of the configured one
+_LONG_PROMPT_TOKENS: Final = 2_000  # 512 shorter ones, as many as a gateway runs, are no backlog for a link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrchestratorConfig:
+    """A decode that has begun and is silent for `stall_s` is taken for hung.
+
+    A request fails after `max_attempts` faults without progress between them. The second attempt begins at once, the
+    next ones after about `retry_delay_s`, two of them, and so on up to four.
+    """
+
+    request_deadline_s: float = 600.0
+    stall_s: float = 60.0
+    link_timeout_s: float = 5.0
+    max_attempts: int = 4
+    retry_delay_s: float = 0.25
+
+
+class Orchestrator:
+    """Implements `cluster.gateway.generator.Generator` over real workers."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: OrchestratorConfig,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        on_slo: Callable[[bytes], None] = lambda report: None,
+        on_ended: Callable[[RequestRun], None] = lambda run: None,
+    ) -> None:
+        """`on_slo` is told how requests fared at other gateways, as `publish_slo` tells those of this one's;
+        `on_ended` of each request that leaves."""
+        self._config = config
+        self._on_ended = on_ended
+        self._runs: dict[str, RequestRun] = {}
+        self._quarantine = Quarantine()
+        self._alone_on: dict[str, set[str]] = {}  # worker: the only requests of ours that may be in its step
+        self._links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
+        self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas, on_slo, self._standing)
+        self._placer = Placer(
+            self._scheduler, self._links, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
+        )
+
+    def start(self) -> None:
+        self._scheduler.start()
+        self._watching = asyncio.create_task(self._watch_workers(), name="watch-workers")
+
+    async def stop(self) -> None:
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        await self._scheduler.stop()
+        await self._links.stop()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._runs)
+
+    def limits(self) -> ServingLimits | None:
+        """What the connected decode workers hold; None before any worker was heard of."""
+        decodes = [info for info, _ in self._scheduler.workers.values() if info.role == "decode"]
+        if not decodes:
+            return None
+        ready = any(self._links.is_up(info.worker_id) for info in decodes)
+        reason = "" if ready else "no decode worker can be reached"
+        return ServingLimits(max_model_len=max(i.max_model_len for i in decodes), ready=ready, reason=reason)
+
+    def workers(self) -> list[dict[str, object]]:
+        """Each live worker by its registration, its newest snapshot, and what the scheduler's block index knows."""
+        suspects = self._links.suspects()
+        return [
+            {
+                **asdict(info),
+                **asdict(snapshot),
+                "connected": self._links.is_up(info.worker_id),
+                "suspect": info.worker_id in suspects,
+                "index": self._scheduler.index_of(info.worker_id),
+            }
+            for info, snapshot in self._scheduler.workers.values()
+        ]
+
+    def reports(self) -> list[KnownWorker]:
+        return list(self._scheduler.workers.values())
+
+    def pools(self) -> dict[Role, int]:
+        """See `Generator`."""
+        return self._scheduler.pools
+
+    def publish_slo(self, report: SloReport) -> None:
+        """To the scheduler, which adds up what all gateways saw."""
+        self._scheduler.tell(SloUpdate(report=report.to_bytes()))
+
+    async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
+        """See `Generator`."""
+        return await self._scheduler.decisions(limit, as_text=as_text)
+
+    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+        """See `Generator`."""
+        await self._scheduler.change_role(worker_id, role, drain_s)
+
+    async def generate(
+        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
+    ) -> AsyncGenerator[Arrivals, None]:
+        """The tokens of one sequence, each index once and in order; see `Generator`."""
+        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, terms, journey)
+        assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
+        self._runs[run.request_id] = run
+        try:
+            while not run.ended:
+                try:
+                    async with contextlib.aclosing(self._attempt(run)) as arriving:
+                        async for arrivals in arriving:
+                            yield arrivals
+                except AttemptFailedError as failure:
+                    if ready := run.take_ready():  # the next attempt goes on behind them
+                        yield ready
+                    await self._prepare_retry(run, failure)
+        except GenerationError:
+            run.end(RequestState.FAILED)
+            raise
+        finally:
+            run.end(RequestState.CANCELLED)
+            self._forget(run)
+
+    # --- one attempt ---
+
+    async def _attempt(self, run: RequestRun) -> AsyncGenerator[Arrivals, None]:
+        await self._quarantine.admit(run)
+        placement = await self._placer.place(run)
+        if not self._quarantine.allows(run):
+            raise AttemptFailedError(_COPY_IS_TRIED, None, "moved")
+        spec = run.spec()
+        if placement.prefill is None:
+            await self._post(run, placement.decode, Start(request=spec, ticket=None))
+        else:
+            run.state = RequestState.RESERVING
+            await self._post(run, placement.decode, Reserve(request=spec))
+            reserved = await self._await_reservation(run)
+            await self._post(run, placement.prefill, Start(request=spec, ticket=reserved.ticket))
+        run.state = RequestState.PREFILLING
+        run.journey.started()
+        while True:
+            while ready := run.take_ready():
+                yield ready
+                if ready[-1].token.finish_reason is not None:
+                    return
+            while run.inbox:
+                self._read_news(run)
+            await self._arrival(run)
+
+    async def _await_reservation(self, run: RequestRun) -> Reserved:
+        while (reserved := self._read_news(run)) is None:
+            await self._arrival(run)
+        return reserved
+
+    def _read_news(self, run: RequestRun) -> Reserved | None:
+        """Up to the first good news, if there is any. Raises what bad news means for the attempt or the request."""
+        while run.inbox:
+            match run.inbox.popleft():
+                case FoundGuilty():
+                    raise PoisonRequestError
+                case Recalled(attempt) if attempt == run.attempt and run.placement is not None:
+                    raise AttemptFailedError(_COPY_IS_TRIED, run.placement.decode, "moved")
+                case WorkerLost(worker_id, in_order) if run.concerns(worker_id):
+                    raise AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault")
+                case WorkerSuspected(worker_id) if self._may_leave(run, worker_id):
+                    if self._links.is_silent(worker_id):
+                        raise AttemptFailedError("the worker is silent", worker_id, "silent")
+                    raise AttemptFailedError("the worker's step does not end", worker_id, "hung")
+                case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
+                    if not failure.retryable:
+                        logger.error("request %s cannot go on: %s (%s)", run.request_id, failure.reason, worker_id)
+                        raise FailedError(f"A worker cannot go on with the request. {_what_to_do(run)}")
+                    if run.concerns(worker_id):
+                        raise AttemptFailedError(failure.reason, worker_id, failure.cause)
+                case FromWorker(worker_id, Refused() as refused) if refused.attempt == run.attempt:
+                    self._refused(run, worker_id, refused)
+                case FromWorker(_, Reserved() as reserved) if reserved.attempt == run.attempt:
+                    return reserved
+                case _:
+                    pass  # of an attempt or a worker that is of the past
+        return None
+
+    async def _arrival(self, run: RequestRun) -> None:
+        """Wait for tokens or news."""
+        limit = run.deadline
+        if run.state is RequestState.DECODING:
+            limit = min(limit, time.monotonic() + self._config.stall_s)
+        try:
+            await run.bell.wait(limit)
+        except TimeoutError:
+            if time.monotonic() >= run.deadline:
+                raise DeadlineError(
+                    f"The request was not finished within {self._config.request_deadline_s:g} s. Ask for fewer tokens."
+                ) from None
+            assert run.placement is not None
+            self._lost_in_a_step(run.placement.decode)
+            raise AttemptFailedError("the worker is silent", run.placement.decode) from None
+
+    def _refused(self, run: RequestRun, worker_id: str, refused: Refused) -> None:
+        logger.info("request %s attempt %d: %s refuses it: %s", run.request_id, run.attempt, worker_id, refused.reason)
+        if refused.retry_after_s is None:
+            raise RequestTooLargeError(
+                "The workers have no room for so many tokens. Shorten the prompt, or lower max_tokens."
+            )
+        if run.attempt == run.request.attempt:
+            raise OverloadedError(
+                "Overloaded: the workers are full. Try again later.", retry_after_s=refused.retry_after_s
+            )
+        raise AttemptFailedError(refused.reason, worker_id, "full")
+
+    async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:
+        worker_id = failure.worker_id
+        level = logging.INFO if failure.cause in ("moved", "full") else logging.WARNING
+        logger.log(level, "request %s attempt %d ended: %s (%s)", run.request_id, run.attempt, failure, worker_id)
+        if failure.cause in ("hung", "silent"):
+            assert worker_id is not None
+            self._lost_in_a_step(worker_id)
+        # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
+        for touched in list(run.touched):
+            if not self._placer.is_decode(touched) or touched == worker_id:
+                self._links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
+                run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
+        run.next_attempt(worker_id, failure.cause)
+        if run.num_faults >= self._config.max_attempts:
+            raise FailedError(f"The request failed {self._config.max_attempts} times. {_what_to_do(run)}")
+        # All of a worker's requests come back at once: the second time not all in the same moment.
+        delay_s = self._config.retry_delay_s * min(run.num_stumbles - 1, _LONGEST_DELAY) * random.uniform(0.5, 1.5)
+        await sleep_within(run, delay_s)
+
+    async def _post(self, run: RequestRun, worker_id: str, message: Reserve | Start) -> None:
+        """A long prompt waits for the link to take those before it: 128 choices of one would be taken for a backlog."""
+        if message.request.num_tokens <= _LONG_PROMPT_TOKENS:
+            posted = self._links.post(worker_id, message)
+        else:
+            try:
+                async with asyncio.timeout(run.deadline - time.monotonic()):
+                    posted = await self._links.post_large(worker_id, message)
+            except TimeoutError:
+                raise DeadlineError("The request's worker did not take it before its deadline.") from None
+        if not posted:
+            raise AttemptFailedError("the worker is gone", worker_id)
+
+    def _forget(self, run: RequestRun) -> None:
+        del self._runs[run.request_id]
+        run.bell.close()
+        self._quarantine.ended(run)
+        self._scheduler.ended(run.request_id, run.num_output_tokens)
+        self._on_ended(run)
+        finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
+        if finished_by_decode and run.attempt == run.request.attempt:
+            return  # every worker let go of it by itself
+        for worker_id in run.touched:
+            self._links.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
+
+    def _standing(self) -> list[StandingRequest]:
+        return [standing for run in self._runs.values() if (standing := run.standing()) is not None]
+
+    # --- what comes in ---
+
+    def _on_replicas(self, workers: list[WorkerInfo]) -> None:
+        self._links.update(workers)
+        self._placer.replicas_changed()
+
+    def _on_message(self, worker_id: str, message: Message) -> None:
+        match message:
+            case StepFrame(tokens=tokens, failures=failures):
+                now = time.monotonic()
+                for token in tokens:
+                    self._deliver_token(worker_id, token, now)
+                if tokens:
+                    self._quarantine.heard(worker_id)
+                self._look_who_failed(worker_id, failures)
+                for failure in failures:
+                    self._deliver(failure.request_id, FromWorker(worker_id, failure))
+            case Computing(sequences=sequences, alone=alone):
+                self._note_computing(worker_id, sequences, alone)
+            case Reserved(ticket=ticket):
+                self._deliver(ticket.request_id, FromWorker(worker_id, message))
+            case Refused(request_id=request_id):
+                self._deliver(request_id, FromWorker(worker_id, message))
+            case StepOverdue(is_overdue=is_overdue):
+                self._links.step_overdue(worker_id, is_overdue)
+                if is_overdue and self._quarantine.had(worker_id):
+                    self._lost_in_a_step(worker_id)
+                self._tell_of_suspects()
+            case _:
+                logger.warning("worker %s sent %s to a gateway", worker_id, type(message).__name__)
+
+    def _deliver_token(self, worker_id: str, token: TokenEvent, now: float) -> None:
+        run = self._runs.get(token.request_id)
+        if run is None:
+            return
+        was_prefilling = run.state is RequestState.PREFILLING
+        if run.take(worker_id, token, now) and was_prefilling:
+            self._scheduler.first_token(run.request_id)
+        if run.alone:
+            self._quarantine.came(run)
+
+    def _deliver(self, request_id: str, event: FromWorker) -> None:
+        run = self._runs.get(request_id)
+        if run is not None:
+            run.tell(event)
+
+    async def _watch_workers(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._tell_of_suspects()
+
+    def _tell_of_suspects(self) -> None:
+        for worker_id in self._links.suspects():
+            told = WorkerSuspected(worker_id)
+            for run in self._runs.values():
+                if run.concerns(worker_id) and told not in run.inbox:
+                    run.tell(told)
+
+    def _may_leave(self, run: RequestRun, worker_id: str) -> bool:
+        is_bound = self._is_in_step(run, worker_id) and self._quarantine.must_stay(run, worker_id)
+        return run.concerns(worker_id) and not is_bound and self._has_another(run, worker_id)
+
+    def _has_another(self, run: RequestRun, worker_id: str) -> bool:
+        """Whether a decode worker could take the request, the prompt included: if not, waiting is better."""
+        suspects = self._links.suspects()
+        if worker_id not in suspects:
+            return False
+        length = len(run.request.prompt_token_ids) + run.request.params.max_tokens
+        return any(
+            info.role == "decode"
+            and info.worker_id not in suspects
+            and self._links.is_up(info.worker_id)
+            and not snapshot.draining
+            and info.max_model_len >= length
+            for info, snapshot in self._scheduler.workers.values()
+        )
+
+    def _on_worker_lost(self, worker_id: str, in_order: bool) -> None:
+        self._scheduler.worker_lost(worker_id)
+        if not in_order:
+            self._lost_in_a_step(worker_id)
+        self._alone_on.pop(worker_id, None)
+        for run in self._runs.values():
+            if run.concerns(worker_id):
+                run.tell(WorkerLost(worker_id, in_order))
+
+    # --- who is to blame ---
+
+    def _note_computing(self, worker_id: str, sequences: list[tuple[str, int]], alone: bool) -> None:
+        for request_id, attempt in sequences:
+            run = self._runs.get(request_id)
+            if run is not None and run.attempt == attempt:
+                run.computing_on.add(worker_id)
+        if alone:
+            self._alone_on[worker_id] = {request_id for request_id, _ in sequences}
+        else:
+            self._alone_on.pop(worker_id, None)
+
+    def _is_in_step(self, run: RequestRun, worker_id: str) -> bool:
+        """Whether it may be, by what the worker told before its last step."""
+        alone = self._alone_on.get(worker_id)
+        return worker_id in run.computing_on and (not run.alone if alone is None else run.request_id in alone)
+
+    def _lost_in_a_step(self, worker_id: str) -> None:
+        """It died, or hangs: whoever was in its step may be the reason."""
+        runs = [run for run in self._runs.values() if run.concerns(worker_id) and self._is_in_step(run, worker_id)]
+        if self._quarantine.lost(worker_id, runs):
+            self._end_guilty()
+        self._recall_copies()
+
+    def _recall_copies(self) -> None:
+        for run in self._runs.values():
+            if self._quarantine.recall(run, run.computing_on):
+                run.tell(Recalled(run.attempt))
+
+    def _look_who_failed(self, worker_id: str, failures: list[FailureEvent]) -> None:
+        broke: list[RequestRun] = []
+        found = False
+        for failure in failures:
+            run = self._runs.get(failure.request_id)
+            if run is None or run.attempt != failure.attempt or not run.concerns(worker_id):
+                continue
+            if failure.cause == "broke":
+                broke.append(run)
+            if failure.cause == "shared":
+                self._quarantine.suspect(run)
+            if failure.cause == "raised":
+                found |= self._quarantine.raised(worker_id, run)
+        if broke:
+            found |= self._quarantine.lost(worker_id, broke)
+            self._recall_copies()
+        if found:
+            self._end_guilty()
+
+    def _end_guilty(self) -> None:
+        """Also the copies that have done nothing yet."""
+        for run in self._runs.values():
+            if self._quarantine.is_guilty(run):
+                run.tell(FoundGuilty())
+
+
+def _what_to_do(run: RequestRun) -> str:
+    """Reasons are a worker's words, with its paths and addresses: they go to the log, where this id finds them."""
+    return f"Try again; if it fails again, tell whoever operates this service the request's id: {run.request_id}."

@@ -1,0 +1,210 @@
+"""Which requests make workers fail, and which only were there.
+
+Workers tell who is in a step before it computes (`kv_transfer.messages.Computing`). Where a worker dies or hangs,
+everyone in its step is a suspect: it is placed again marked `alone`, so that workers compute it in steps of its own
+until it has brought some tokens, which clears it. Who was in the steps of two workers that were lost, and is the only
+one of whom that can be said, is guilty: its request is ended, and copies of it are refused. So is one whose own steps
+fail on two workers while these compute others'.
+
+Copies are told by a keyed hash of all that decides what is computed, but for the seed. While one is suspected, its
+copies on other workers are recalled, and all wait until the one that had come furthest has been tried. Pure bookkeeping
+but for that wait; places nothing and ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Final
+
+from cluster.errors import DeadlineError, PoisonRequestError
+from cluster.gateway.request_state import RequestRun, RequestState
+from kv_transfer.worker.sequences import NUM_ALONE
+
+REMEMBERED_S: Final = 600.0
+_MAX_RECORDS: Final = 1024
+_MAX_LOST: Final = 256
+_LOSSES: Final = 2  # after which a request is placed no more
+_SETTLING_S: Final = 1.0  # after copies were recalled: workers that they have taken down already are known by then
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is held against a request and its copies."""
+
+    expires_at: float
+    num_losses: int = 0  # of workers, in steps of it
+    raised_on: set[str] = field(default_factory=set)  # workers that fail at it alone
+    suspects: set[str] = field(default_factory=set)  # request ids that are to show that it is not them
+    on_trial: str | None = None  # the one of them that may be placed
+    one_is_cleared: bool = False  # then all may be
+    was_on: set[str] = field(default_factory=set)  # workers that copies were recalled from
+    not_before: float = 0.0  # a trial
+    is_guilty: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note_change(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Quarantine:
+    """Of one gateway."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._records: OrderedDict[bytes, _Record] = OrderedDict()
+        self._lost: OrderedDict[str, None] = OrderedDict()  # workers, and silent ones until they are heard
+
+    async def admit(self, run: RequestRun) -> None:
+        """Before each attempt: waits while a copy is tried. Raises PoisonRequestError, or DeadlineError."""
+        while (record := self._record_of(run)) is not None:
+            if record.is_guilty:
+                raise PoisonRequestError
+            now = time.monotonic()
+            has_settled = now >= record.not_before
+            if has_settled and (record.one_is_cleared or record.on_trial in (None, run.request_id)):
+                record.on_trial = record.on_trial or run.request_id
+                record.was_on.clear()
+                record.suspects.add(run.request_id)
+                run.alone = True
+                return
+            if now >= run.deadline:
+                raise DeadlineError("The request waited for a copy of itself until its deadline.")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(run.deadline if has_settled else min(record.not_before, run.deadline)):
+                    await record.changed.wait()
+        run.alone = False
+
+    def allows(self, run: RequestRun) -> bool:
+        """Whether it may still be placed as it was admitted."""
+        record = self._record_of(run)
+        return record is None or (run.alone and not record.is_guilty)
+
+    def is_guilty(self, run: RequestRun) -> bool:
+        record = self._record_of(run)
+        return record is not None and record.is_guilty
+
+    def must_stay(self, run: RequestRun, worker_id: str) -> bool:
+        """Whether this worker's loss would be its second: a step that is only late must not make it guilty, so that it
+        waits until the step ends or the worker is replaced."""
+        record = self._record_of(run)
+        return record is not None and record.num_losses >= _LOSSES - 1 and worker_id not in self._lost
+
+    def recall(self, run: RequestRun, workers: Collection[str]) -> bool:
+        """Whether it has to leave these workers, where it computes in shared steps, because a copy is suspected."""
+        record = self._record_of(run)
+        if record is None or run.alone or run.request_id in record.suspects or not workers:
+            return False
+        record.was_on.update(workers)
+        record.not_before = time.monotonic() + _SETTLING_S
+        return True
+
+    def had(self, worker_id: str) -> bool:
+        """Whether a suspect's copies were recalled from there just now."""
+        return any(worker_id in record.was_on for record in self._records.values())
+
+    def lost(self, worker_id: str, runs: Collection[RequestRun]) -> bool:
+        """A worker died, or is silent, in a step of these. Whether somebody is guilty now; once for each worker."""
+        if worker_id in self._lost:
+            return False
+        self._lost[worker_id] = None
+        if len(self._lost) > _MAX_LOST:
+            self._lost.popitem(last=False)
+        copies: dict[bytes, list[RequestRun]] = {
+            fingerprint: [] for fingerprint, record in self._records.items() if worker_id in record.was_on
+        }
+        for run in runs:
+            copies.setdefault(self._fingerprint(run), []).append(run)
+        for fingerprint, suspects in copies.items():
+            record = self._open(fingerprint)
+            record.num_losses += 1
+            names = {run.request_id for run in suspects}
+            record.suspects |= names
+            if suspects and (record.on_trial is None or record.on_trial in names):
+                # All go the same way, and who is furthest on it is the first to come to where it ends.
+                record.on_trial = max(suspects, key=lambda run: len(run.emitted)).request_id
+        twice = [fingerprint for fingerprint in copies if self._records[fingerprint].num_losses >= _LOSSES]
+        return len(twice) == 1 and self._convict(self._records[twice[0]])
+
+    def heard(self, worker_id: str) -> None:
+        """It computes: if it is lost after this, that is another loss."""
+        self._lost.pop(worker_id, None)
+
+    def suspect(self, run: RequestRun) -> None:
+        """A step of it and others failed."""
+        self._open(self._fingerprint(run)).suspects.add(run.request_id)
+
+    def raised(self, worker_id: str, run: RequestRun) -> bool:
+        """Its steps fail there, and not others'. Whether it is guilty now."""
+        record = self._open(self._fingerprint(run))
+        record.suspects.add(run.request_id)
+        record.on_trial = record.on_trial or run.request_id
+        record.raised_on.add(worker_id)
+        run.num_raised += 1
+        return max(len(record.raised_on), run.num_raised) >= _LOSSES and self._convict(record)
+
+    def came(self, run: RequestRun) -> None:
+        """A suspect's tokens came. All of those from steps of its own clear it: the next one is of a shared step."""
+        assert run.placement is not None
+        num_alone = NUM_ALONE + (run.placement.prefill is not None)  # whose one token comes of such steps as well
+        if run.ended or (run.decode_took_over and run.num_of_attempt >= num_alone):
+            self._release(run, is_cleared=True)
+
+    def ended(self, run: RequestRun) -> None:
+        """It is over, in whatever way."""
+        self._release(run, is_cleared=run.state is RequestState.FINISHED)
+
+    def _release(self, run: RequestRun, *, is_cleared: bool) -> None:
+        run.alone = False
+        record = self._record_of(run)
+        if record is None or run.request_id not in record.suspects:
+            return
+        record.suspects.discard(run.request_id)
+        if record.on_trial == run.request_id:
+            record.on_trial = None
+        record.one_is_cleared |= is_cleared
+        if is_cleared and not (record.suspects or record.is_guilty):
+            del self._records[self._fingerprint(run)]
+        record.note_change()
+
+    @staticmethod
+    def _convict(record: _Record) -> bool:
+        record.is_guilty = True
+        record.expires_at = time.monotonic() + REMEMBERED_S
+        record.note_change()
+        return True
+
+    def _open(self, fingerprint: bytes) -> _Record:
+        record = self._records.pop(fingerprint, None) or _Record(0.0)
+        if not record.is_guilty:
+            record.expires_at = time.monotonic() + REMEMBERED_S
+        self._records[fingerprint] = record
+        if len(self._records) > _MAX_RECORDS:
+            _, oldest = self._records.popitem(last=False)
+            oldest.note_change()
+        return record
+
+    def _record_of(self, run: RequestRun) -> _Record | None:
+        if not self._records:
+            return None  # as always: nobody's prompt need be hashed
+        record = self._records.get(self._fingerprint(run))
+        if record is not None and record.expires_at < time.monotonic() and not record.suspects:
+            del self._records[self._fingerprint(run)]
+            return None
+        return record
+
+    def _fingerprint(self, run: RequestRun) -> bytes:
+        if run.fingerprint is None:
+            request = run.request
+            wishes = repr((request.cache_salt, replace(request.params, seed=0))).encode()
+            tokens = array("q", request.prompt_token_ids).tobytes()
+            run.fingerprint = blake2b(wishes + b"\n" + tokens, key=self._key, digest_size=16).digest()
+        return run.fingerprint

@@ -1,0 +1,285 @@
+"""What a gateway remembers of one request: its state, what was emitted, which workers are on it.
+
+Pure bookkeeping: merges the events of prefill, decode and their successors into one stream in which every index appears
+once and in order. Waits for nothing and does no I/O.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal
+
+from cluster.gateway.generator import Arrival, Arrivals
+from cluster.gateway.journey import Journey
+from cluster.gateway.wakeup import Doorbell
+from cluster.slo.terms import RequestTerms
+from kv_transfer.messages import (
+    FailureCause,
+    FailureEvent,
+    Place,
+    Placement,
+    Refused,
+    RequestSpec,
+    Reserved,
+    StandingRequest,
+    TokenEvent,
+)
+
+
+class RequestState(Enum):
+    PLACING = "the scheduler is asked where to run it, or workers are awaited"
+    RESERVING = "a decode worker is asked for blocks; nothing is computed yet"
+    PREFILLING = "the prompt is being computed; no token of this attempt has come"
+    DECODING = "tokens come"
+    FINISHED = "the last token has come (terminal)"
+    FAILED = "no attempt could finish it (terminal)"
+    CANCELLED = "the client is gone (terminal)"
+
+
+TERMINAL = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """`in_order`: it stopped as it was told to."""
+
+    worker_id: str
+    in_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSuspected:
+    """It is silent, or a step of it may never end. Told again for as long as that is so."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FoundGuilty:
+    """It, or a copy of it, makes workers fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """A copy of it is suspected of that: it must not compute any more meanwhile."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """An event and who it came from."""
+
+    worker_id: str
+    event: FailureEvent | Reserved | Refused
+
+
+RunEvent = WorkerLost | WorkerSuspected | FromWorker | FoundGuilty | Recalled
+
+
+AttemptEnd = FailureCause | Literal["full", "silent", "hung"]
+"""Or what a gateway finds: a worker that is full has done nothing for the attempt; nothing is heard of one, or its step
+does not end, and another one is there."""
+
+
+class AttemptFailedError(Exception):
+    """This attempt is over, the request is not. `worker_id`: whose doing it was, if anybody's."""
+
+    def __init__(self, reason: str, worker_id: str | None, cause: AttemptEnd = "fault") -> None:
+        super().__init__(reason)
+        self.worker_id = worker_id
+        self.cause = cause
+
+
+class RequestRun:
+    """One request from arrival to its terminal state."""
+
+    def __init__(
+        self,
+        request: RequestSpec,
+        deadline: float,
+        terms: RequestTerms | None = None,
+        journey: Journey | None = None,
+    ) -> None:
+        self.request = request
+        self.deadline = deadline
+        self.terms = terms or RequestTerms()
+        self.journey = journey or Journey()
+        self.state = RequestState.PLACING
+        self.attempt = request.attempt
+        self.emitted: list[int] = list(request.output_token_ids)
+        self.ended = False
+        self.ready: Arrivals = []  # merged, and not yet given on
+        self.inbox: deque[RunEvent] = deque()  # what else came
+        self.bell = Doorbell()  # rung when either grows
+        self.placement: Placement | None = None
+        self.touched: set[str] = set()  # workers that may hold something for it
+        self.decode_took_over = False  # decode has emitted in this attempt: prefill's fate matters no more
+        self.excluded: set[str] = set()
+        self.num_faults = 0  # that ended an attempt since one that made progress
+        self.num_stumbles = 0  # the same, and whatever else ended one
+        self.computing_on: set[str] = set()  # workers that may be in a step of this attempt
+        # it is suspected of making workers fail: see `cluster.gateway.quarantine`, as for the next two
+        self.alone = False
+        self.num_raised = 0  # attempts that failed by its own doing
+        self.fingerprint: bytes | None = None
+        self.prefix_hashes = b""  # of the prompt's blocks, as the workers name them
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0
+        self._num_before = len(self.emitted)  # tokens, of earlier attempts
+        self._decoding_since: float | None = None  # in this attempt
+        self._early: dict[int, TokenEvent] = {}  # of this attempt, ahead of the next index
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def tell(self, event: RunEvent) -> None:
+        """Anything but a token has come."""
+        self.inbox.append(event)
+        self.bell.ring()
+
+    def take(self, worker_id: str, event: TokenEvent, now: float) -> bool:
+        """A token has come; whether it made any ready to go out."""
+        ready = self.merge(worker_id, event)
+        if not ready:
+            return False
+        self.came(now)
+        self.ready.extend(Arrival(now, token) for token in ready)
+        self.bell.ring()
+        return True
+
+    def take_ready(self) -> Arrivals:
+        ready, self.ready = self.ready, []
+        return ready
+
+    def came(self, now: float) -> None:
+        """Tokens were ready to go out."""
+        self.first_token_at = self.first_token_at or now
+        self._decoding_since = self._decoding_since or now
+        self.last_token_at = now
+
+    @property
+    def num_of_attempt(self) -> int:
+        """Tokens that this attempt has brought."""
+        return len(self.emitted) - self._num_before
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        """Where it came to its own end."""
+        return len(self.emitted) if self.state is RequestState.FINISHED else None
+
+    def end(self, state: RequestState) -> None:
+        """Enter a terminal state; only the first one counts."""
+        assert state in TERMINAL
+        if not self.ended:
+            self.state, self.ended = state, True
+
+    def spec(self) -> RequestSpec:
+        """The request as this attempt should run it: going on from what was emitted."""
+        return replace(self.request, attempt=self.attempt, output_token_ids=list(self.emitted), alone=self.alone)
+
+    def place_query(self, *, prefer_decode: str | None, avoid: Collection[str] = ()) -> Place:
+        """`avoid`: besides those that it avoids by itself."""
+        return Place(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            num_tokens=len(self.request.prompt_token_ids) + len(self.emitted),
+            max_new_tokens=max(1, self.request.params.max_tokens - len(self.emitted)),
+            exclude=sorted(self.excluded.union(avoid)),
+            prefer_decode=prefer_decode,
+            slo_class=self.terms.slo.slo_class,
+            tenant=self.terms.tenant,
+            ttft_s=self.terms.slo.ttft_s,
+            tpot_s=self.terms.slo.tpot_s,
+            waited_s=max(0.0, time.monotonic() - self.terms.arrived_at),
+            prefix_hashes=self.prefix_hashes,
+        )
+
+    def standing(self) -> StandingRequest | None:
+        """How it stands with its workers, for a scheduler that did not place it; None: it is on none."""
+        if self.placement is None or self.ended:
+            return None
+        now = time.monotonic()
+        first_after_s = (self.first_token_at or now) - self.terms.arrived_at
+        num_emitted = self.num_of_attempt
+        asked = self.place_query(prefer_decode=None)
+        return StandingRequest(
+            place=replace(
+                asked,
+                num_tokens=asked.num_tokens - num_emitted,
+                max_new_tokens=asked.max_new_tokens + num_emitted,
+                exclude=[],
+                prefix_hashes=b"",
+            ),
+            prefill=self.placement.prefill,
+            decode=self.placement.decode,
+            num_emitted=num_emitted,
+            since_first_s=now - (self._decoding_since or now),
+            late=self.terms.slo.ttft_s is not None and first_after_s > self.terms.slo.ttft_s,
+        )
+
+    def placed(self, placement: Placement) -> None:
+        self.placement = placement
+        self.journey.placed(placement)
+        self.touched.add(placement.decode)
+        if placement.prefill is not None:
+            self.touched.add(placement.prefill)
+
+    def concerns(self, worker_id: str) -> bool:
+        """Whether this attempt cannot finish without that worker."""
+        if self.placement is None or self.ended:
+            return False
+        if worker_id == self.placement.decode:
+            return True
+        return worker_id == self.placement.prefill and not self.decode_took_over
+
+    def next_attempt(self, failed_worker: str | None, cause: AttemptEnd = "fault") -> None:
+        """Forget the attempt, keep what was emitted."""
+        if len(self.emitted) > self._num_before + 1:  # progress: one token each comes of computing the prompt again
+            self.num_faults = self.num_stumbles = 0
+        self.num_faults += cause in ("fault", "raised", "broke")
+        self.num_stumbles += 1
+        self.excluded = self._suspects(failed_worker, cause)
+        self.attempt += 1
+        self.state = RequestState.PLACING
+        self.placement = None
+        self.decode_took_over = False
+        self.computing_on.clear()
+        self._num_before, self._decoding_since = len(self.emitted), None
+        self._early.clear()
+
+    def _suspects(self, failed_worker: str | None, cause: AttemptEnd) -> set[str]:
+        """Who should not have the next attempt. A hand-off that decode reports as failed may be its prefill's fault."""
+        if failed_worker is None:
+            return set()
+        started = self.state in (RequestState.PREFILLING, RequestState.DECODING) and not self.decode_took_over
+        prefill = None if self.placement is None else self.placement.prefill
+        if prefill is None or failed_worker == prefill or not started or cause != "fault":
+            return {failed_worker}
+        return {failed_worker, prefill}
+
+    def merge(self, worker_id: str, event: TokenEvent) -> list[TokenEvent]:
+        """The tokens that this event makes ready to go out. Repetitions and older attempts bring none."""
+        if event.attempt != self.attempt or self.ended:
+            return []
+        if self.placement is not None and worker_id == self.placement.decode:
+            self.decode_took_over = True
+        else:
+            self.computing_on.discard(worker_id)  # its part is done
+        if event.index >= len(self.emitted):
+            self._early[event.index] = event
+        ready = []
+        while not self.ended and (head := self._early.pop(len(self.emitted), None)) is not None:
+            self.state = RequestState.DECODING
+            self.emitted.append(head.token_id)
+            if head.waited_s is not None:
+                self.journey.worker_wait_s = head.waited_s
+            ready.append(head)
+            if head.finish_reason is not None:
+                self.end(RequestState.FINISHED)
+        return ready

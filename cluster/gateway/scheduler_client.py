@@ -1,0 +1,294 @@
+"""A gateway's line to the global scheduler, and what it does when that line is cut.
+
+While the scheduler cannot be reached, placement falls back to the better of two random workers by the last snapshots
+known ("the power of two choices", Mitzenmacher 2001): good enough, and never a reason to turn a request away. That
+holds for requests, too, that waited for room when the line was cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.gateway.worker_connections import SILENCE_S
+from cluster.scheduler.role_changes import require_ordered
+from engine.sequence import SequenceKey
+from kv_transfer.connections.connection import Connection, connect
+from kv_transfer.messages import (
+    AskDecisions,
+    Decisions,
+    Ended,
+    Endpoint,
+    FirstToken,
+    IndexReport,
+    KnownWorker,
+    Message,
+    Place,
+    Placement,
+    Queued,
+    Replicas,
+    Role,
+    RoleAnswer,
+    RoleRequest,
+    SloUpdate,
+    Standing,
+    StandingRequest,
+    Unplaceable,
+    WorkerInfo,
+    WorkerSnapshot,
+)
+from kv_transfer.transports.base import Identity, TransportError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+PLACE_TIMEOUT_S = 2.0
+RETRY_S = 0.5
+SETTLE_S = 3.0
+STANDING_AT_ONCE = 1000  # requests in a message
+
+
+@dataclass(slots=True)
+class _Question:
+    """`patience`: until when an answer is waited for; longer once the scheduler says that it will take a while."""
+
+    answer: asyncio.Future[Placement | Unplaceable]
+    patience: asyncio.Timeout
+
+
+class SchedulerClient:
+    """Places requests and keeps the newest list of workers. `on_replicas` is called with each new list, `on_slo` with
+    how requests fared at other gateways. A scheduler that is new to it is told which requests are `standing`: on their
+    workers, whoever placed them."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        on_replicas: Callable[[list[WorkerInfo]], None],
+        on_slo: Callable[[bytes], None] = lambda report: None,
+        standing: Callable[[], list[StandingRequest]] = list,
+    ) -> None:
+        self._identity = identity
+        self._locate_scheduler = locate_scheduler
+        self._on_replicas = on_replicas
+        self._on_slo = on_slo
+        self._standing = standing
+        self._connection: Connection | None = None
+        # By request and attempt: an answer that comes too late for one attempt is none to the next.
+        self._waiting: dict[SequenceKey, _Question] = {}
+        self._asked: dict[int, asyncio.Future[Decisions | RoleAnswer]] = {}  # by number
+        self._ask_ids = itertools.count()
+        self._task: asyncio.Task[None] | None = None
+        self.workers: dict[str, KnownWorker] = {}
+        self.indexes: dict[str, IndexReport] = {}  # what the scheduler knows of a worker's blocks
+        self.pools: dict[Role, int] = {}  # workers that it would have in each, where it sizes them
+        self._settles_at = 0.0
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="scheduler-client")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def place(self, request: Place) -> Placement:
+        """Where to run this attempt. Raises OverloadedError, RequestTooLargeError or UnavailableError."""
+        answer = await self._ask(request)
+        if isinstance(answer, Placement):
+            return answer
+        if answer.retry_after_s is None:
+            raise RequestTooLargeError(
+                f"This request cannot be served: {answer.reason}. Shorten the prompt or max_tokens."
+            )
+        if not self._live("decode"):
+            raise UnavailableError(f"Not ready: {answer.reason}.", retry_after_s=answer.retry_after_s)
+        raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
+
+    def first_token(self, request_id: str) -> None:
+        self.tell(FirstToken(request_id=request_id))
+
+    def ended(self, request_id: str, num_output_tokens: int | None = None) -> None:
+        """`num_output_tokens`: where the request came to its own end."""
+        self.tell(Ended(request_id=request_id, num_output_tokens=num_output_tokens))
+
+    async def decisions(self, limit: int, *, as_text: bool = False) -> list[str]:
+        """The scheduler's newest decisions, newest first; UnavailableError while it cannot be asked."""
+        told = await self._put(AskDecisions(ask_id=next(self._ask_ids), limit=limit, as_text=as_text))
+        assert isinstance(told, Decisions)
+        return told.decisions
+
+    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+        """Have the scheduler tell the worker. Raises NotFoundError or ConflictError where it does not, and
+        UnavailableError while it cannot be asked."""
+        question = RoleRequest(ask_id=next(self._ask_ids), worker_id=worker_id, role=role, drain_s=drain_s)
+        answer = await self._put(question)
+        assert isinstance(answer, RoleAnswer)
+        require_ordered(answer)
+
+    def index_of(self, worker_id: str) -> dict[str, object] | None:
+        """What the scheduler knows of a worker's blocks; None where it has not told."""
+        report = self.indexes.get(worker_id)
+        if report is None:
+            return None
+        return {name: value for name, value in asdict(report).items() if name != "worker_id"}
+
+    def tell(self, message: Message) -> None:
+        """What is lost, and no harm, while the scheduler cannot be reached."""
+        if self._connection is not None:
+            self._connection.post(message)
+
+    def worker_lost(self, worker_id: str) -> None:
+        """The link to a worker broke. Without a scheduler to tell whether it lives on, it is dead."""
+        if self._connection is None:
+            self.workers.pop(worker_id, None)
+
+    async def _put(self, question: AskDecisions | RoleRequest) -> Decisions | RoleAnswer:
+        answer: asyncio.Future[Decisions | RoleAnswer] = asyncio.get_running_loop().create_future()
+        self._asked[question.ask_id] = answer
+        try:
+            if self._connection is not None:
+                self._connection.post(question)
+                return await asyncio.wait_for(answer, PLACE_TIMEOUT_S)
+        except (TransportError, TimeoutError) as error:
+            logger.info("the scheduler does not answer %s: %s", type(question).__name__, error)
+        finally:
+            del self._asked[question.ask_id]
+        raise UnavailableError("The global scheduler cannot be asked now. Try again.", retry_after_s=RETRY_S)
+
+    async def _ask(self, request: Place) -> Placement | Unplaceable:
+        connection = self._connection
+        if connection is None or connection.silent_s >= SILENCE_S:
+            return self._place_alone(request)
+        answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
+        key = (request.request_id, request.attempt)
+        try:
+            async with asyncio.timeout(PLACE_TIMEOUT_S) as patience:
+                self._waiting[key] = _Question(answer, patience)
+                await connection.post_large(request)  # it names every block of the prompt
+                return await answer
+        except TransportError:
+            return self._place_alone(request)
+        except TimeoutError:
+            self.ended(request.request_id)  # an answer that comes yet is not to be booked
+            return self._place_alone(request)
+        finally:
+            self._waiting.pop(key, None)
+
+    def _place_alone(self, request: Place) -> Placement | Unplaceable:
+        """By the scheduler's rules on who can take it; who of them does is the better of two random ones."""
+        length = request.num_tokens + request.max_new_tokens
+        decodes = [worker for worker in self._live("decode") if worker[0].max_model_len >= length]
+        decode = _better_of_two([w for w in decodes if w[0].worker_id not in request.exclude] or decodes)
+        if decode is None:
+            return Unplaceable(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                reason=f"no decode worker for {length} tokens is known and the scheduler cannot be reached",
+                retry_after_s=RETRY_S,
+            )
+        prefill = _better_of_two(
+            [
+                (info, snapshot)
+                for info, snapshot in self._live("prefill")
+                if info.compatibility == decode.compatibility
+                and info.max_model_len >= request.num_tokens
+                and info.worker_id not in request.exclude
+            ]
+        )
+        prefill_id = None if prefill is None else prefill.worker_id
+        asked = replace(request, exclude=[], prefix_hashes=b"")
+        # The scheduler may be there all the same, late or without its workers.
+        self.tell(Standing(requests=[StandingRequest(place=asked, prefill=prefill_id, decode=decode.worker_id)]))
+        return Placement(
+            request_id=request.request_id, attempt=request.attempt, prefill=prefill_id, decode=decode.worker_id
+        )
+
+    @property
+    def _settling(self) -> bool:
+        """A new scheduler does not know a decode worker yet. Those that we know will soon have found it, too."""
+        return time.monotonic() < self._settles_at
+
+    def _live(self, role: Role) -> list[KnownWorker]:
+        return [(info, snap) for info, snap in self.workers.values() if info.role == role and not snap.draining]
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._listen()
+            except (TransportError, OSError, TimeoutError) as error:
+                logger.info("the scheduler cannot be reached, trying again: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _listen(self) -> None:
+        endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
+        connection = await connect(endpoint, self._identity, purpose="gateway", timeout_s=CONNECT_TIMEOUT_S)
+        standing = self._standing()
+        for at in range(0, len(standing), STANDING_AT_ONCE):
+            connection.post(Standing(requests=standing[at : at + STANDING_AT_ONCE]))
+        self._connection = connection
+        self._settles_at = time.monotonic() + SETTLE_S if self.workers else 0.0
+        try:
+            while True:
+                message, _ = await connection.receive()
+                self._on_message(message)
+        finally:
+            self._connection = None
+            self.indexes, self.pools = {}, {}
+            connection.close("the gateway reconnects")
+            lost: list[asyncio.Future[Any]] = [
+                *(question.answer for question in self._waiting.values()),
+                *self._asked.values(),
+            ]
+            for answer in lost:
+                if not answer.done():
+                    answer.set_exception(TransportError("the scheduler is gone"))
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Replicas(workers=workers, indexes=indexes, pools=pools):
+                self.indexes, self.pools = {report.worker_id: report for report in indexes}, pools
+                if any(info.role == "decode" for info, _ in workers):
+                    self._settles_at = 0.0
+                if self._settling:
+                    return
+                self.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
+                self._on_replicas([info for info, _ in workers])
+            case Placement() | Unplaceable() | Queued():
+                question = self._waiting.get((message.request_id, message.attempt))
+                if question is not None and not question.answer.done():
+                    self._on_answer(question, message)
+            case Decisions() | RoleAnswer():
+                if (asked := self._asked.get(message.ask_id)) is not None and not asked.done():
+                    asked.set_result(message)
+            case SloUpdate(report=report):
+                self._on_slo(report)
+            case _:
+                logger.warning("the scheduler sent %s, which a gateway has no use for", type(message).__name__)
+
+    def _on_answer(self, question: _Question, message: Placement | Unplaceable | Queued) -> None:
+        if isinstance(message, Queued):
+            now = asyncio.get_running_loop().time()
+            question.patience.reschedule(now + message.within_s + PLACE_TIMEOUT_S)
+        elif isinstance(message, Unplaceable) and self._settling:
+            question.answer.set_exception(TransportError("the scheduler does not know its workers yet"))
+        else:
+            question.answer.set_result(message)
+
+
+def _better_of_two(workers: list[KnownWorker]) -> WorkerInfo | None:
+    if not workers:
+        return None
+    return min(random.sample(workers, min(2, len(workers))), key=lambda worker: _busyness(worker[1]))[0]
+
+
+def _busyness(snapshot: WorkerSnapshot) -> tuple[int, int]:
+    return snapshot.queued_prefill_tokens, snapshot.num_running + snapshot.num_waiting

@@ -1,0 +1,1 @@
+"""The HTTP side of a gateway: OpenAI's API over a `Generator`."""

@@ -1,0 +1,101 @@
+"""What every endpoint of one gateway may use: the generator, the tokenizer, the settings, the metrics.
+
+Knows nothing of HTTP's shapes; owns the counts of sequences in flight and of output that waits to be read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cluster.config.settings import GatewaySettings
+from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
+from cluster.gateway.generator import Generator, ServingLimits
+from cluster.http.tenants import Tenants
+from cluster.http.turns import Turns
+from cluster.http.unread import Unread
+from cluster.metrics.requests import Metrics
+from cluster.slo.account import SloAccount
+from engine.text.tokenizer import Tokenizer
+
+
+class InFlight:
+    """How many sequences this gateway is generating, and no more than it may."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num = 0
+
+    def require_room(self, num_sequences: int) -> None:
+        """Before anything is made ready for so many.
+
+        Raises InvalidRequestError when there will never be room for them at once, OverloadedError when there is none
+        now: several take at most half of what others leave, so that a few large requests do not shut out small ones.
+        """
+        if num_sequences > self._limit:
+            raise InvalidRequestError(
+                f"This request asks for {num_sequences} choices (prompts × n) and the server generates at most "
+                f"{self._limit} at a time. Send fewer prompts, or a smaller n.",
+                param="n",
+            )
+        left = self._limit - self._num
+        if num_sequences > (left if num_sequences == 1 or self._num == 0 else left // 2):
+            raise OverloadedError(
+                f"{self._num} of at most {self._limit} sequences are in flight here. Try again shortly.",
+                retry_after_s=1.0,
+            )
+
+    @contextmanager
+    def enter(self, num_sequences: int) -> Iterator[Callable[[], None]]:
+        """Hold room for that many; each call of what it gives returns that of one. Raises like `require_room`."""
+        self.require_room(num_sequences)
+        held = num_sequences
+        self._num += held
+
+        def leave() -> None:
+            nonlocal held
+            assert held > 0, "more sequences end than have begun"
+            held -= 1
+            self._num -= 1
+
+        try:
+            yield leave
+        finally:
+            self._num -= held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """Handed to every endpoint through `request.app.state.api`."""
+
+    generator: Generator
+    tokenizer: Tokenizer
+    model_name: str
+    settings: GatewaySettings
+    metrics: Metrics
+    slo: SloAccount
+    tenants: Tenants
+    in_flight: InFlight
+    unread: Unread
+    turns: Turns = field(default_factory=Turns)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def require_model(self, name: str) -> None:
+        """Raises NotFoundError unless `name` is the model served here."""
+        if name != self.model_name:
+            raise NotFoundError(
+                f"The model {name[:200]!r} does not exist here. Use {self.model_name!r} (see /v1/models).",
+                param="model",
+                code="model_not_found",
+            )
+
+    def require_limits(self) -> ServingLimits:
+        """What the cluster can do. Raises UnavailableError while no worker is known."""
+        limits = self.generator.limits()
+        if limits is None:
+            raise UnavailableError(
+                "No worker has reported yet, so nothing can be generated. Try again shortly.", retry_after_s=2.0
+            )
+        return limits

@@ -1,0 +1,36 @@
+"""The HTTP application of one gateway: OpenAI's API over a `Generator`.
+
+Knows no worker and no Ray: `cluster.app` runs it inside a Serve replica, tests run it under uvicorn.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from cluster.http.api import Api
+from cluster.http.body import BodyLimit
+from cluster.http.endpoints import chat as http_chat
+from cluster.http.endpoints import completions as http_completions
+from cluster.http.endpoints import decisions as http_decisions
+from cluster.http.endpoints import service as http_service
+from cluster.http.endpoints import slo as http_slo
+from cluster.http.error_responses import install_error_handlers
+
+
+def create_app(api: Api) -> FastAPI:
+    """The app that answers with what `api` holds."""
+    # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere.
+    app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False)
+    app.state.api = api
+    for module in (http_chat, http_completions, http_decisions, http_service, http_slo):
+        app.include_router(module.router)
+    install_error_handlers(app)
+    api.metrics.watch_unread(lambda: api.unread.num_bytes)
+    settings = api.settings
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        max_arriving_bytes=settings.max_arriving_bytes,
+        timeout_s=settings.body_timeout_s,
+    )
+    return app

@@ -1,0 +1,235 @@
+"""Reads every request's body before a route sees it: bounded in size and in time, and all together in memory.
+
+`BodyLimit` is plain ASGI: a body over the limit is answered with 413 as soon as that is known, one that does not arrive
+with 408. Where too many arrive at once, the oldest are answered with 503: to read more slowly would not help, Serve
+reads ahead. `JsonRoute` parses what came, strictly, and checks it without holding up the loop; what would hold the
+parser up for long is answered with 413, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jiter
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError, InvalidRequestError, UnavailableError
+from cluster.http.api import Api
+from cluster.http.connection import note_connection
+from cluster.http.error_responses import error_response, from_validation
+from cluster.http.terms import note_arrival
+from cluster.http.turns import Turns
+
+MAX_VALUES: Final = 2**18  # in a body: the parser holds the interpreter's lock for up to 60 ms for as many
+_NAMED_VALUES: Final = 5  # that a member of an object counts as: its name costs the parser four times its value
+_SMALL_BYTES: Final = 16 * 2**10  # of a body that is parsed and checked on the loop, in 2 ms at most
+
+# What begins a value, or parts two; and whole texts, whose commas count for nothing. It matches a text without an end,
+# too: else it would look for the end again from each of its quotes.
+_VALUES_OR_TEXT: Final = re.compile(rb'[,\[{:]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+_LONGEST_LENGTH: Final = 20  # digits of a Content-Length that matter
+_LONGEST_KEY: Final = 200  # characters of a client's words that an error repeats
+
+# What to do about each of the parser's complaints; the others are plain mistakes of syntax.
+_ADVICE: Final = {
+    "recursion limit": "It is nested too deeply: at most 200 levels are read.",
+    "number out of range": "A number in it has too many digits: at most 4300 are read.",
+    "hex escape": r"An escape such as \ud83d is half of a character: send the other half with it, or leave it out.",
+    "unicode code point": "It must be in UTF-8.",
+    "duplicate key": "Send each key of an object once.",
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Upload:
+    """A body that has not arrived in full."""
+
+    time: asyncio.Timeout
+    body: bytearray = field(default_factory=bytearray)
+
+
+class BodyLimit:
+    """Middleware. Holds one body of at most `max_bytes` per request, and `max_arriving_bytes` of all unfinished ones.
+
+    Beyond that the one that has been on its way longest gives way: a crowd of slow uploads costs others nothing.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_arriving_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._max_arriving_bytes = max_arriving_bytes
+        self._timeout_s = timeout_s
+        self._arriving: dict[_Upload, None] = {}  # the oldest first
+        self._num_bytes = 0  # of them
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._app(scope, receive, send)
+            return
+        note_arrival(scope)
+        note_connection(scope, receive)
+        try:
+            self._check_declared(scope)
+            body = await self._receive(receive, scope["app"].state.api.turns)
+        except ApiError as error:
+            await self._refuse(error, scope, receive, send)
+        else:
+            if body is not None:
+                await self._app(scope, _replaying(body, receive), send)
+
+    def _check_declared(self, scope: Scope) -> None:
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value[:_LONGEST_LENGTH]) > self._max_bytes:
+                raise self._too_large()
+
+    async def _receive(self, receive: Receive, turns: Turns) -> bytes | None:
+        """The whole body, or None if the client has gone."""
+        upload = _Upload(asyncio.timeout(self._timeout_s))
+        self._arriving[upload] = None
+        try:
+            async with upload.time:
+                return await self._read(receive, turns, upload)
+        except TimeoutError:
+            if upload in self._arriving:
+                raise BodyTimeoutError(
+                    f"The body did not arrive within {self._timeout_s:g} s. Send it again."
+                ) from None
+            raise UnavailableError(
+                "More is being sent to the server at once than it has room for, and this body has been on its way"
+                " longest. Send it again.",
+                code="body_gave_way",
+                retry_after_s=1.0,
+            ) from None
+        finally:
+            self._forget(upload)
+
+    async def _read(self, receive: Receive, turns: Turns, upload: _Upload) -> bytes | None:
+        """Of a hundred clients that send at once, each turn of the loop takes one piece."""
+        body = upload.body
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            piece = message.get("body", b"")
+            if upload not in self._arriving:  # it had to give way just now, and what came of it is gone
+                raise TimeoutError
+            if len(body) + len(piece) > self._max_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body + piece) if body else piece
+            body += piece
+            self._num_bytes += len(piece)
+            self._make_room()
+            await turns.on_loop(lambda: None)
+
+    def _make_room(self) -> None:
+        while self._num_bytes > self._max_arriving_bytes:
+            oldest = next(iter(self._arriving))
+            self._forget(oldest)
+            oldest.time.reschedule(asyncio.get_running_loop().time())
+
+    def _forget(self, upload: _Upload) -> None:
+        if upload in self._arriving:
+            del self._arriving[upload]
+            self._num_bytes -= len(upload.body)
+            upload.body.clear()
+
+    def _too_large(self) -> BodyTooLargeError:
+        return BodyTooLargeError(f"The body is larger than {self._max_bytes} bytes. Send a shorter request.")
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"].state.api.metrics.count("other", error.code)
+        response = error_response(error)
+        response.headers["connection"] = "close"  # the rest of the body is not read
+        await response(scope, receive, send)
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body first, then what really comes (a disconnect)."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+class JsonRoute(APIRoute):
+    """A route that gets its body parsed and checked."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        model = None if self.body_field is None else self.body_field.field_info.annotation
+
+        async def handle_checked(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive, model))
+
+        return handle_checked
+
+
+class _JsonRequest(Request):
+    """What `json()` gives is an object of the route's model, which FastAPI then has nothing to check about."""
+
+    def __init__(self, scope: Scope, receive: Receive, model: Any) -> None:
+        super().__init__(scope, receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        body = await self.body()
+        api: Api = self.scope["app"].state.api
+        if len(body) <= _SMALL_BYTES:
+            return await api.turns.on_loop(_checked, body, self._model)
+        return await api.turns.reading(len(body), _checked, body, self._model)
+
+
+def _checked(body: bytes, model: type[BaseModel]) -> BaseModel:
+    """Raises ApiError."""
+    _require_few_values(body)
+    value = parse_json(body)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        raise from_validation([{**problem, "loc": ("body", *problem["loc"])} for problem in problems[:1]]) from None
+
+
+def _require_few_values(body: bytes) -> None:
+    """Raises BodyTooLargeError. Counts only where a body of so many bytes could hold so many values, and in Python, so
+    that others have their turn meanwhile."""
+    weights = {b",": 1, b"[": 1, b"{": 1, b":": _NAMED_VALUES - 1}
+    if sum(weight * body.count(mark) for mark, weight in weights.items()) <= MAX_VALUES:
+        return
+    num_values = 0
+    for found in _VALUES_OR_TEXT.finditer(body):
+        num_values += weights.get(found[0][:1], 0)
+        if num_values > MAX_VALUES:
+            raise BodyTooLargeError(
+                f"The body holds more than {MAX_VALUES} JSON values (numbers, texts, lists, objects; one with a name"
+                f" counts as {_NAMED_VALUES}). Send it in several requests, or texts in place of token ids."
+            )
+
+
+def parse_json(body: bytes) -> Any:
+    """The value of a body in UTF-8. Raises InvalidRequestError, also for what two readers could read in two ways or
+    nobody could write again: a key that is there twice, half of a surrogate pair, NaN, a number of 5,000 digits."""
+    try:
+        return jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True)
+    except ValueError as error:
+        raise InvalidRequestError(_complaint(body, str(error)), code="invalid_json") from None
+
+
+def _complaint(body: bytes, found: str) -> str:
+    if body.startswith(b"\xef\xbb\xbf") or b"\0" in body[:4]:
+        advice = "It must be in UTF-8, without a byte order mark."
+    else:
+        advice = next((advice for word, advice in _ADVICE.items() if word in found), "Send a JSON object in UTF-8.")
+    what, _, where = found.rpartition(" at line ")
+    return f"The body is no JSON: {what[:_LONGEST_KEY]} at line {where}. {advice}"

@@ -1,0 +1,105 @@
+"""The endpoints beside generation: models, tokens, health, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from cluster.errors import InvalidRequestError
+from cluster.http.api import Api
+from cluster.http.body import JsonRoute
+from cluster.http.openai.schemas import DetokenizeBody, RoleBody, TokenizeBody
+from cluster.http.openai.sse import dumps_large
+from cluster.http.parse import chat_token_ids, text_token_ids, token_text
+
+router = APIRouter(route_class=JsonRoute)
+
+
+def _api(request: Request) -> Api:
+    api: Api = request.app.state.api
+    return api
+
+
+@router.get("/v1/models", response_model=None)
+async def list_models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_model_card(_api(request))]}
+
+
+@router.get("/v1/models/{model:path}", response_model=None)
+async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
+    api = _api(request)
+    api.require_model(model)
+    return _model_card(api)
+
+
+def _model_card(api: Api) -> dict[str, Any]:
+    limits = api.generator.limits()
+    return {
+        "id": api.model_name,
+        "object": "model",
+        "created": api.created,
+        "owned_by": "legato",
+        "max_model_len": None if limits is None else limits.max_model_len,
+    }
+
+
+@router.post("/tokenize", response_model=None)
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    api = _api(request)
+    if body.model is not None:
+        api.require_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+    if body.messages is not None:
+        tokens = await chat_token_ids(body.messages, api)
+    else:
+        tokens = await text_token_ids(body.prompt or "", api, add_special_tokens=body.add_special_tokens)
+    limits = api.generator.limits()
+    context = None if limits is None else limits.max_model_len
+    return await _json({"tokens": tokens, "count": len(tokens), "max_model_len": context}, api)
+
+
+async def _json(answer: dict[str, Any], api: Api) -> Response:
+    """Of any size."""
+    return Response(await api.turns.writing(dumps_large, answer), media_type="application/json")
+
+
+@router.post("/detokenize", response_model=None)
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    api = _api(request)
+    if body.model is not None:
+        api.require_model(body.model)
+    return await _json({"prompt": await token_text(body.tokens, api)}, api)
+
+
+@router.get("/health", response_model=None)
+async def health(request: Request) -> JSONResponse:
+    """200 only when a request sent now could be served."""
+    limits = _api(request).generator.limits()
+    if limits is not None and limits.ready:
+        return JSONResponse({"status": "ready"})
+    reason = "No worker has reported yet." if limits is None else limits.reason
+    return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
+
+
+@router.get("/cluster", response_model=None)
+async def cluster(request: Request) -> dict[str, Any]:
+    """The workers as this gateway knows them: role, pid, load, KV blocks. And how many each pool should have."""
+    generator = _api(request).generator
+    return {"workers": generator.workers(), "wanted": generator.pools()}
+
+
+@router.post("/cluster/workers/{worker_id}/role", response_model=None, status_code=202)
+async def change_role(worker_id: str, body: RoleBody, request: Request) -> dict[str, Any]:
+    """The worker was told: it comes back under another name, see `/cluster`."""
+    await _api(request).generator.change_role(worker_id, body.role, body.drain_s)
+    return {"worker_id": worker_id, "role": body.role, "status": "changing"}
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    """This gateway replica's own numbers."""
+    return Response(generate_latest(_api(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)

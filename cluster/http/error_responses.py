@@ -1,0 +1,117 @@
+"""Every error of the HTTP side in OpenAI's shape: ours, pydantic's, Starlette's, and the unexpected."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from cluster.errors import ApiError, FailedError, InvalidRequestError
+from cluster.http.api import Api
+
+logger = logging.getLogger(__name__)
+
+_CODES: Mapping[str, str] = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "unsupported_parameter": "unsupported_parameter",
+    "unsupported_value": "unsupported_value",
+}
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """From here on the app answers every error in OpenAI's shape."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+async def _api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    _count(request, error.code or "invalid")
+    return error_response(error)
+
+
+async def _validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return await _api_error(request, from_validation(error.errors()))
+
+
+async def _http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ApiError):  # FastAPI takes whatever the parser of a body raises for a 400 of its own
+        return await _api_error(request, error.__cause__)
+    path = request.scope["path"][:200]  # `request.url` would decode the query as well, which may be no UTF-8
+    sentences = {
+        404: f"There is no {path}. See /openapi.json for what there is.",
+        405: f"{request.method} is not possible on {path}. See /openapi.json for what is.",
+        400: "The body cannot be read. Send a JSON object in UTF-8.",
+    }
+    message = sentences.get(error.status_code, f"{error.detail}.")
+    codes = {404: "unknown_url", 405: "method_not_allowed", 400: "invalid_json"}
+    answer = InvalidRequestError(message, code=codes.get(error.status_code))
+    _count(request, answer.code or "invalid")
+    return JSONResponse(answer.body(), status_code=error.status_code, headers=error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    # Starlette raises it again for the server to log, with its traceback.
+    _count(request, "failed")
+    return error_response(FailedError("The server failed to answer; the fault is its own. Try again."))
+
+
+def _count(request: Request, outcome: str) -> None:
+    """By route, never by the client's own path, so that the number of series stays bounded."""
+    api: Api = request.app.state.api
+    route = request.scope.get("route")
+    api.metrics.count(getattr(route, "path", "other"), outcome)
+
+
+def from_validation(problems: Sequence[Any]) -> InvalidRequestError:
+    """The first problem as a sentence that names the field and says what to do."""
+    problem = problems[0]
+    kind, path = problem["type"], problem["loc"][1:]
+    if not path:
+        return InvalidRequestError(
+            "The body must be a JSON object, sent with the header Content-Type: application/json.", code="invalid_json"
+        )
+    param = _dotted(path)
+    return InvalidRequestError(_sentence(param, problem), param=param, code=_CODES.get(kind, _type_code(kind)))
+
+
+def _sentence(param: str, problem: Mapping[str, Any]) -> str:
+    kind, message = problem["type"], str(problem["msg"])
+    if kind == "extra_forbidden":
+        return f"Unrecognized request argument supplied: {param}. Check its spelling, or leave it out."
+    if kind == "missing":
+        return f"{param} is missing. It is required, so send it."
+    if kind in ("invalid_type", "invalid_value", "unsupported_parameter", "unsupported_value"):
+        return f"{param}: {message}."
+    return f"{param}: {message[:1].lower()}{message[1:]}, but it is {_shown(problem.get('input'))}."
+
+
+def _type_code(kind: str) -> str:
+    return "invalid_type" if kind.endswith(("_type", "_parsing")) or kind == "int_from_float" else "invalid_value"
+
+
+def _dotted(path: Sequence[int | str]) -> str:
+    """("messages", 0, "role") as "messages[0].role"."""
+    dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return dotted.removeprefix(".")[:200]
+
+
+def _shown(value: object) -> str:
+    """The beginning of what came, however large or deep it is."""
+    shown = reprlib.repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

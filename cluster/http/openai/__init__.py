@@ -1,0 +1,1 @@
+"""OpenAI's shapes: bodies of requests, choices, log probabilities, streamed chunks."""

@@ -1,0 +1,135 @@
+"""What has been generated and no client has taken yet: it waits without holding up who generates, and within bounds.
+
+Each answer has an `Outbox`; `Unread` counts what waits in all of them. Where that is too much, the answer with most of
+it is ended: who reads has little waiting. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from cluster.errors import UnreadError
+from cluster.gateway.wakeup import Doorbell
+from cluster.http.openai.choice import Delta
+
+PIECE_BYTES: Final = 64 * 2**10  # by which an answer is sent, roughly
+_CHOICE_BYTES: Final = 4 * 2**10  # what is kept of a choice besides its output until its answer has been sent, roughly
+
+
+class Unread:
+    """What waits in one gateway, in bytes of its memory, estimated. One answer may have half of the limit."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._outboxes: set[Outbox] = set()
+        self.num_bytes = 0
+
+    def open(self, num_choices: int, on_too_much: Callable[[], None]) -> Outbox:
+        """For one answer; to be closed. `on_too_much` is called if it is ended."""
+        outbox = Outbox(self, on_too_much)
+        self._outboxes.add(outbox)
+        outbox.grow(num_choices * _CHOICE_BYTES)
+        return outbox
+
+    def changed(self, outbox: Outbox, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        if num_bytes > 0 and outbox.num_bytes > self._limit_bytes // 2:
+            outbox.give_up()
+        while self.num_bytes > self._limit_bytes:
+            max(self._outboxes, key=lambda candidate: candidate.num_bytes).give_up()
+
+    def closed(self, outbox: Outbox) -> None:
+        self._outboxes.discard(outbox)
+        self.num_bytes -= outbox.num_bytes
+
+
+class Outbox:
+    """Deltas of one answer, on their way from who generates them to who sends them. Made by `Unread.open`.
+
+    What waits of a choice is merged, so that a client that reads slowly gets few events and large ones.
+    """
+
+    def __init__(self, unread: Unread, on_too_much: Callable[[], None]) -> None:
+        self._unread = unread
+        self._on_too_much = on_too_much
+        self._waiting: deque[tuple[int, Delta]] = deque()
+        self._newest: dict[int, Delta] = {}  # of those that wait, by choice
+        self._bell = Doorbell()
+        self._error: Exception | None = None
+        self._ended = self._closed = False
+        self.num_bytes = 0
+
+    def add(self, index: int, delta: Delta) -> None:
+        """More of choice `index`. Never waits."""
+        if self._closed:
+            return
+        newest = self._newest.get(index)
+        if newest is not None and (before := newest.num_bytes) < PIECE_BYTES:
+            newest.merge(delta)
+            self.grow(newest.num_bytes - before)
+        else:
+            self._waiting.append((index, delta))
+            self._newest[index] = delta
+            self.grow(delta.num_bytes)
+        self._bell.ring()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Nothing more comes; `take` raises the error after what came before it."""
+        self._ended, self._error = True, self._error or error
+        self._bell.ring()
+
+    async def take(self) -> list[tuple[int, Delta]]:
+        """What waits, in order and about `PIECE_BYTES` of it, waiting for something to come; empty after the end.
+
+        Still counts as waiting until `shrink`. Raises what `end` was given, or UnreadError.
+        """
+        while not self._waiting and not self._ended:
+            await self._bell.wait()
+        taken: list[tuple[int, Delta]] = []
+        num_bytes = 0
+        while self._waiting and num_bytes < PIECE_BYTES:
+            index, delta = self._waiting.popleft()
+            if self._newest[index] is delta:
+                del self._newest[index]
+            num_bytes += delta.num_bytes
+            taken.append((index, delta))
+        if not taken and self._error is not None:
+            raise self._error
+        return taken
+
+    def grow(self, num_bytes: int) -> None:
+        """More waits for the client."""
+        if not self._closed:
+            self.num_bytes += num_bytes
+            self._unread.changed(self, num_bytes)
+
+    def shrink(self, num_bytes: int) -> None:
+        """So much of it has been sent. Raises UnreadError if the answer had to be ended."""
+        if isinstance(self._error, UnreadError):
+            raise self._error
+        self.grow(-num_bytes)
+
+    def resize(self, num_bytes: int) -> None:
+        """What waits has become something else, of so many bytes. Raises UnreadError."""
+        self.shrink(self.num_bytes - num_bytes)
+
+    def give_up(self) -> None:
+        """Too much waits."""
+        self._error = UnreadError(
+            f"Too much of this answer waits to be read, {self.num_bytes >> 20} MiB. Read it faster, or ask for fewer"
+            " choices, tokens or log probabilities."
+        )
+        self._ended = True
+        self.close()
+        self._bell.ring()
+        self._on_too_much()
+
+    def close(self) -> None:
+        """Nothing waits any more; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._unread.closed(self)
+            self._waiting.clear()
+            self._newest.clear()

@@ -1,0 +1,1 @@
+"""Prometheus metrics of requests, workers and promises."""

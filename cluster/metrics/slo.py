@@ -1,0 +1,135 @@
+"""Prometheus metrics of promises, computed when they are asked for.
+
+Quantiles and rates are of sliding windows and of the whole cluster, so whichever gateway answers tells the same;
+quantiles could not be added up afterwards. Counters are each gateway's own, under its name, to be added up over any
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from prometheus_client import Metric as Family
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from cluster.slo.account import SloAccount
+from cluster.slo.classes import SloConfig
+from cluster.slo.report import Counts, Metric, SeriesKey
+from cluster.slo.tracker import SeriesSnapshot
+
+_CLASS: Final = ("slo_class", "model")
+
+
+class SloMetrics(Collector):
+    """Reads the account of one gateway, which is called `gateway`."""
+
+    def __init__(self, account: SloAccount, gateway: str) -> None:
+        self._account = account
+        self._gateway = gateway
+
+    def collect(self) -> Iterator[Family]:
+        totals = self._account.totals("cluster")
+        yield from _targets(self._account.classes)
+        yield _latencies(totals)
+        yield from _rates(totals)
+        yield from _budgets(totals)
+        yield from _counters(self._account.counts(), self._gateway)
+        yield from _workers(self._account.replicas("cluster"))
+
+
+def _targets(classes: SloConfig) -> Iterator[Family]:
+    seconds = GaugeMetricFamily("legato_slo_target_seconds", "What a class promises", labels=("slo_class", "metric"))
+    share = GaugeMetricFamily("legato_slo_target_share", "Requests that must be in time", labels=("slo_class",))
+    for slo_class in classes.classes:
+        share.add_metric([slo_class.name], slo_class.share)
+        for metric, target_s in ((Metric.TTFT, slo_class.ttft_s), (Metric.TPOT, slo_class.tpot_s)):
+            if target_s is not None:
+                seconds.add_metric([slo_class.name, metric.name.lower()], target_s)
+    yield seconds
+    yield share
+
+
+def _latencies(totals: list[SeriesSnapshot]) -> Family:
+    family = GaugeMetricFamily(
+        "legato_slo_latency_seconds", "Quantiles of the short window", labels=(*_CLASS, "metric", "quantile")
+    )
+    for snapshot in totals:
+        _add_quantiles(family, snapshot, snapshot.key[:2])
+    return family
+
+
+def _add_quantiles(family: GaugeMetricFamily, snapshot: SeriesSnapshot, labels: tuple[str, ...]) -> None:
+    for metric, found in snapshot.latencies.items():
+        for quantile, seconds in (("0.5", found.p50_s), ("0.95", found.p95_s), ("0.99", found.p99_s)):
+            family.add_metric([*labels, metric.name.lower(), quantile], seconds)
+
+
+def _rates(totals: list[SeriesSnapshot]) -> Iterator[Family]:
+    requests = GaugeMetricFamily(
+        "legato_slo_goodput_requests_per_second", "Requests that kept their promise", labels=_CLASS
+    )
+    good = GaugeMetricFamily("legato_slo_goodput_tokens_per_second", "Tokens of such requests", labels=_CLASS)
+    tokens = GaugeMetricFamily("legato_slo_tokens_per_second", "Tokens of all requests that ended", labels=_CLASS)
+    for snapshot in totals:
+        requests.add_metric(snapshot.key[:2], snapshot.goodput_rps)
+        good.add_metric(snapshot.key[:2], snapshot.goodput_tokens_s)
+        tokens.add_metric(snapshot.key[:2], snapshot.tokens_s)
+    yield requests
+    yield good
+    yield tokens
+
+
+def _budgets(totals: list[SeriesSnapshot]) -> Iterator[Family]:
+    attainment = GaugeMetricFamily(
+        "legato_slo_attainment", "Share of requests that kept their promise", labels=(*_CLASS, "window")
+    )
+    burn = GaugeMetricFamily(
+        "legato_slo_burn_rate", "Use of the error budget; 1 uses it up exactly", labels=(*_CLASS, "window")
+    )
+    for snapshot in totals:
+        for window, figures in (("short", snapshot.short), ("long", snapshot.long)):
+            burn.add_metric([*snapshot.key[:2], window], figures.rate)
+            if figures.attainment is not None:
+                attainment.add_metric([*snapshot.key[:2], window], figures.attainment)
+    yield attainment
+    yield burn
+
+
+def _counters(counts: Mapping[SeriesKey, Counts], gateway: str) -> Iterator[Family]:
+    own = (*_CLASS, "gateway")
+    promises = CounterMetricFamily("legato_slo_promises", "Promises by what became of them", labels=(*own, "result"))
+    late = CounterMetricFamily("legato_slo_late", "Requests by what came too late", labels=(*own, "what"))
+    ended = CounterMetricFamily("legato_slo_unfinished", "Requests that were not finished", labels=(*own, "outcome"))
+    tokens = CounterMetricFamily("legato_slo_tokens", "Tokens of requests that ended", labels=own)
+    good = CounterMetricFamily("legato_slo_good_tokens", "Of those, of requests that kept their promise", labels=own)
+    for (slo_class, model, _), counted in counts.items():
+        labels = [slo_class, model, gateway]
+        promises.add_metric([*labels, "met"], counted.met)
+        promises.add_metric([*labels, "missed"], counted.missed)
+        late.add_metric([*labels, "first_byte"], counted.late_first)
+        late.add_metric([*labels, "tokens"], counted.late_tokens)
+        for outcome in ("failed", "rejected", "cancelled"):
+            ended.add_metric([*labels, outcome], getattr(counted, outcome))
+        tokens.add_metric(labels, counted.tokens)
+        good.add_metric(labels, counted.met_tokens)
+    yield from (promises, late, ended, tokens, good)
+
+
+def _workers(replicas: list[SeriesSnapshot]) -> Iterator[Family]:
+    labels = (*_CLASS, "worker")
+    latency = GaugeMetricFamily(
+        "legato_slo_worker_latency_seconds",
+        "Quantiles of the short window, of requests that this worker had a part in",
+        labels=(*labels, "metric", "quantile"),
+    )
+    burn = GaugeMetricFamily(
+        "legato_slo_worker_burn_rate", "Use of the error budget by this worker's requests", labels=(*labels, "window")
+    )
+    for snapshot in replicas:
+        _add_quantiles(latency, snapshot, snapshot.key)
+        burn.add_metric([*snapshot.key, "short"], snapshot.short.rate)
+        burn.add_metric([*snapshot.key, "long"], snapshot.long.rate)
+    yield latency
+    yield burn

@@ -1,0 +1,94 @@
+"""What the scheduler decided lately, and from which candidates: for operators to read, as JSON or as a table.
+
+Knows no scheduler and writes no files. Times are on the scheduler's clock; whoever reads says what that is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from cluster.scheduler.placement.admission import Verdict
+from kv_transfer.messages import Place
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedDecision:
+    """`request`: as it was asked. The verdict's own query may have lost its targets: see `is_hopeless`."""
+
+    request: Place
+    verdict: Verdict
+    reason: str
+
+    @property
+    def is_hopeless(self) -> bool:
+        """It would be late on an idle cluster, too, so it was served like one without targets."""
+        request, query = self.request, self.verdict.decision.query
+        return (request.ttft_s is not None or request.tpot_s is not None) and not query.has_targets
+
+    def as_json(self, clock_offset_s: float) -> str:
+        """One line. `clock_offset_s`: from the scheduler's clock to Unix time."""
+        request, verdict, now = self.request, self.verdict, self.verdict.decision.now
+        found = {
+            "time": round(now + clock_offset_s, 6),
+            "request_id": request.request_id,
+            "attempt": request.attempt,
+            "tenant": request.tenant,
+            "slo_class": request.slo_class,
+            "num_tokens": request.num_tokens,
+            "max_new_tokens": request.max_new_tokens,
+            "ttft_s": request.ttft_s,
+            "tpot_s": request.tpot_s,
+            "waited_s": request.waited_s,
+            "outcome": verdict.outcome.name.lower(),
+            "reason": self.reason,
+            "hopeless": self.is_hopeless,
+            "retry_after_s": verdict.retry_after_s,
+            "look_again_s": None if verdict.until is None else verdict.until - now,
+            "candidates": [row._asdict() for row in verdict.decision.rows],
+        }
+        return json.dumps(_finite(found))
+
+    def __str__(self) -> str:
+        note = " (hopeless: its targets do not count)" if self.is_hopeless else ""
+        return f"{self.verdict}\n{self.reason}{note}"
+
+
+class DecisionLog:
+    """The newest `size`."""
+
+    def __init__(self, size: int) -> None:
+        self._decisions: deque[LoggedDecision] = deque(maxlen=size)
+        self._num_new = 0
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    def add(self, request: Place, verdict: Verdict, reason: str) -> None:
+        self._decisions.append(LoggedDecision(request, verdict, reason))
+        self._num_new += 1
+
+    def newest(self, limit: int) -> list[LoggedDecision]:
+        """Newest first."""
+        return list(islice(reversed(self._decisions), limit))
+
+    def take_new(self) -> list[LoggedDecision]:
+        """Those since the last time, oldest first, as far as they are still held."""
+        new = self.newest(self._num_new)[::-1]
+        self._num_new = 0
+        return new
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value

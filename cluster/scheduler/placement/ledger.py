@@ -1,0 +1,299 @@
+"""Everything that was placed and has not ended: booked at once, corrected by what workers and gateways tell.
+
+The one writer of the `WorkerTable`, with `decode_pace`. Each placed request is a `Booking` here, one entry in the queue
+of the worker that computes its prompt until its first token, and one slot of the worker that decodes it until its end.
+Knows no policy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from cluster.scheduler.placement.assumed_cost import assumed_cost
+from cluster.scheduler.placement.booked_worker import BookedWorker
+from cluster.scheduler.placement.booking import Booking
+from cluster.scheduler.placement.decode_pace import advance, count_prompt, set_step_s
+from cluster.scheduler.placement.demand import PromptDemand
+from cluster.scheduler.placement.output_lengths import OutputLengths
+from cluster.scheduler.placement.overhead import Overhead
+from cluster.scheduler.placement.query import Query
+from cluster.scheduler.placement.worker_table import Row, Slot, WorkerTable
+from engine.cost_model.step_cost import StepCost
+from kv_transfer.messages import KnownWorker, WorkerInfo, WorkerSnapshot
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.table = WorkerTable()
+        self.lengths = OutputLengths()
+        self.overhead = Overhead()
+        self.demand = PromptDemand()
+        self._workers: dict[str, BookedWorker] = {}
+        self._bookings: dict[str, Booking] = {}
+
+    # --- workers ---
+
+    def register(
+        self,
+        info: WorkerInfo,
+        snapshot: WorkerSnapshot,
+        now: float,
+        *,
+        cost: StepCost | None = None,
+        chunk_tokens: float = float("inf"),
+        max_num_seqs: float = float("inf"),
+    ) -> None:
+        """A worker's new life. What was booked on an earlier one is void."""
+        self.lost(info.worker_id, now)
+        self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], now)
+        self.table.add(info, chunk_tokens, max_num_seqs, now)
+        self._take_in(self._workers[info.worker_id], snapshot, now, cost, None)
+
+    def heartbeat(
+        self,
+        snapshot: WorkerSnapshot,
+        now: float,
+        *,
+        cost: StepCost | None = None,
+        context_tokens: float | None = None,
+    ) -> bool:
+        """Take a snapshot in, unless a newer one is known. False if the worker is not: it has to register (again)."""
+        worker = self._workers.get(snapshot.worker_id)
+        if worker is None:
+            return False
+        if snapshot.sequence_number > worker.snapshot.sequence_number:
+            # What was placed before the previous snapshot has reached the worker and counts in this one.
+            for booking in worker.queue.values():
+                booking.reported = booking.reported or booking.placed_at < worker.heard_at
+            self._take_in(worker, snapshot, now, cost, context_tokens)
+        return True
+
+    def lost(self, worker_id: str, now: float) -> bool:
+        """The worker is gone, and with it all that was booked there. False if it was not known."""
+        if worker_id not in self._workers:
+            return False
+        for booking in self.booked_on(worker_id):
+            self.ended(booking.query.request_id, now)
+        del self._workers[worker_id]
+        self.table.remove(worker_id)
+        return True
+
+    def booked_on(self, worker_id: str) -> list[Booking]:
+        """Those that it computes, in their order, and those that decode there or will; some of them twice."""
+        worker = self._workers.get(worker_id)
+        return [] if worker is None else [*worker.queue.values(), *worker.decoding]
+
+    def silent(self, now: float, stale_after_s: float) -> list[str]:
+        """The workers that were not heard of for so long."""
+        return [name for name, worker in self._workers.items() if now - worker.heard_at > stale_after_s]
+
+    def workers(self) -> Iterable[KnownWorker]:
+        return ((worker.info, worker.snapshot) for worker in self._workers.values())
+
+    def info(self, worker_id: str) -> WorkerInfo:
+        return self._workers[worker_id].info
+
+    def queued_tokens(self, worker_id: str, *, before: str) -> float:
+        """Prompt tokens to be computed there before that request's: as booked, or as reported where that is more."""
+        return self._workers[worker_id].queued_tokens(before)
+
+    # --- requests ---
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._bookings
+
+    def __len__(self) -> int:
+        return len(self._bookings)
+
+    def bookings(self) -> Iterable[Booking]:
+        return self._bookings.values()
+
+    def book(
+        self,
+        query: Query,
+        *,
+        prefill: str | None,
+        decode: str,
+        uncached_tokens: float,
+        prefill_s: float,
+        weight: float,
+        now: float,
+    ) -> Booking:
+        """Count the request as theirs from now on; an earlier attempt's booking ends. `prefill` None: decode alone."""
+        booking = self._take_slot(query, prefill or decode, decode, uncached_tokens, prefill_s, weight, now)
+        computing = self._workers[booking.computing]
+        if not computing.queue:  # it idled: begins now, or when the unknown work is done
+            computing.busy_since = max(now - computing.extra_s, min(now, computing.busy_since))
+            booking.is_first = computing.extra_s == 0.0
+        computing.queue[query.request_id] = booking
+        row = self.table.row(booking.computing)
+        count_prompt(self.table, row, uncached_tokens, query.num_tokens - uncached_tokens, now)
+        self._plan_queue(computing, now)
+        return booking
+
+    def book_computing(self, query: Query, *, prefill: str | None, decode: str, weight: float, now: float) -> Booking:
+        """A request that is there already, with its prompt still to be computed. What of it is cached or done by now,
+        the worker's reports tell."""
+        row = self.table.row(prefill or decode)
+        chunk_tokens = float(self.table.rows[Row.CHUNK_TOKENS, row])
+        booking = self.book(
+            query,
+            prefill=prefill,
+            decode=decode,
+            uncached_tokens=query.num_tokens,
+            prefill_s=self.table.cost(row).prefill_s(query.num_tokens, 0.0, chunk_tokens),
+            weight=weight,
+            now=now,
+        )
+        booking.is_first = False  # it began before
+        computing = self._workers[booking.computing]
+        self._correct_queue(computing, now)
+        self._plan_queue(computing, now)
+        self._known(booking, 0)
+        set_step_s(self.table, self.table.row(decode), now)
+        return booking
+
+    def book_decoding(
+        self,
+        query: Query,
+        *,
+        prefill: str | None,
+        decode: str,
+        num_emitted: int,
+        first_at: float,
+        weight: float,
+        now: float,
+    ) -> Booking:
+        """A request that decodes there already: `num_emitted` tokens since `first_at`."""
+        booking = self._take_slot(query, prefill or decode, decode, 0.0, 0.0, weight, now)
+        row = self.table.row(decode)
+        slots = self.table.slots[:, row, booking.slot]
+        slots[Slot.FIRST_AT], slots[Slot.JOINED_STEP] = first_at, self.table.rows[Row.STEPS, row] - num_emitted
+        self._known(booking, num_emitted)
+        set_step_s(self.table, row, now)
+        return booking
+
+    def first_token(self, request_id: str, now: float) -> None:
+        """Its prompt is computed and it decodes from now on. Unknown ids, and a second time, are fine."""
+        booking = self._bookings.get(request_id)
+        if booking is None:
+            return
+        computing = self._workers.get(booking.computing)
+        if computing is not None and request_id in computing.queue:
+            if booking.is_first and len(computing.queue) == 1:
+                self.overhead.observe(now - booking.placed_at - booking.prefill_s)
+            self._leave_queue(computing, request_id, now, computed=True)
+            row = self.table.row(booking.decode)
+            advance(self.table, row, now)
+            slots = self.table.slots[:, row, booking.slot]
+            slots[Slot.FIRST_AT], slots[Slot.JOINED_STEP] = now, self.table.rows[Row.STEPS, row]
+            set_step_s(self.table, row, now)
+
+    def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
+        """It left the cluster, or is placed anew. `num_output_tokens`: what it put out, if it came to its end."""
+        booking = self._bookings.pop(request_id, None)
+        if booking is None:
+            return
+        # The prefill worker may be gone since: with the prompt computed, that is no matter.
+        computing, decoding = self._workers.get(booking.computing), self._workers[booking.decode]
+        if computing is not None and request_id in computing.queue:
+            self._leave_queue(computing, request_id, now, computed=False)
+        row = self.table.row(booking.decode)
+        advance(self.table, row, now)
+        last = self.table.free_slot(row, booking.slot)
+        decoding.decoding[last].slot = booking.slot
+        decoding.decoding[booking.slot] = decoding.decoding[last]
+        decoding.decoding.pop()
+        self._count(row, -1, -booking.query.num_tokens)
+        set_step_s(self.table, row, now)
+        if num_output_tokens:
+            self.lengths.observe(booking.query.tenant, booking.query.slo_class, num_output_tokens)
+            self.table.residuals = self.lengths.residuals
+
+    # --- arithmetic ---
+
+    def _take_slot(
+        self,
+        query: Query,
+        computing: str,
+        decode: str,
+        uncached_tokens: float,
+        prefill_s: float,
+        weight: float,
+        now: float,
+    ) -> Booking:
+        self.ended(query.request_id, now)
+        decoding, row = self._workers[decode], self.table.row(decode)
+        advance(self.table, row, now)
+        slot = self.table.take_slot(row)
+        booking = Booking(query, computing, decode, uncached_tokens, prefill_s, now, slot, now)
+        self._bookings[query.request_id] = booking
+        decoding.decoding.append(booking)
+        expected = self.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
+        most = max(1, query.max_new_tokens)
+        self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), query.tpot_s, weight)
+        self._count(row, 1, query.num_tokens)
+        return booking
+
+    def _known(self, booking: Booking, num_emitted: int) -> None:
+        """What the worker reports of the request is nobody's no more."""
+        rows, row = self.table.rows, self.table.row(booking.decode)
+        extra = self._workers[booking.decode].num_unknown
+        context = rows[Row.EXTRA_CONTEXT, row] - booking.query.num_tokens - num_emitted
+        rows[Row.EXTRA_DECODES, row] = min(extra, rows[Row.EXTRA_DECODES, row])
+        rows[Row.EXTRA_CONTEXT, row] = max(0.0, context) if extra else 0.0
+
+    def _take_in(
+        self,
+        worker: BookedWorker,
+        snapshot: WorkerSnapshot,
+        now: float,
+        cost: StepCost | None,
+        context_tokens: float | None,
+    ) -> None:
+        row = self.table.row(snapshot.worker_id)
+        advance(self.table, row, now)
+        worker.snapshot, worker.heard_at = snapshot, now
+        if cost is not None or not worker.is_measured:
+            self.table.set_cost(row, cost or assumed_cost(snapshot))
+            worker.is_measured = cost is not None
+        self.table.rows[Row.DRAINING, row] = snapshot.draining
+        self._correct_queue(worker, now)
+        self._correct_decodes(worker, row, context_tokens)
+        self._plan_queue(worker, now)
+        set_step_s(self.table, row, now)
+
+    def _correct_queue(self, worker: BookedWorker, now: float) -> None:
+        row = self.table.row(worker.info.worker_id)
+        worker.correct_queue(self.table.cost(row), float(self.table.rows[Row.CHUNK_TOKENS, row]), now)
+
+    def _correct_decodes(self, worker: BookedWorker, row: int, context_tokens: float | None) -> None:
+        """Sequences that the worker has beyond those booked on it were placed before this scheduler's time."""
+        if worker.info.role != "decode":
+            return
+        rows, extra = self.table.rows, worker.num_unknown
+        context = worker.used_tokens if context_tokens is None else context_tokens
+        rows[Row.EXTRA_DECODES, row] = extra
+        rows[Row.EXTRA_CONTEXT, row] = max(0.0, context - rows[Row.BOOKED_CONTEXT, row]) if extra else 0.0
+
+    def _leave_queue(self, computing: BookedWorker, request_id: str, now: float, *, computed: bool) -> None:
+        was_first = next(iter(computing.queue)) == request_id
+        del computing.queue[request_id]
+        if was_first or computed:
+            computing.busy_since, computing.extra_s = now, 0.0 if computed else computing.extra_s
+        self._plan_queue(computing, now)
+
+    def _plan_queue(self, worker: BookedWorker, now: float) -> None:
+        """When each prompt will have been computed, one after the other."""
+        at = worker.busy_since + worker.extra_s
+        for booking in worker.queue.values():
+            at = max(at + booking.prefill_s, now)
+            booking.computed_at = at
+            self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at
+        row = self.table.row(worker.info.worker_id)
+        self.table.rows[Row.DRAINED_AT, row] = at
+
+    def _count(self, row: int, requests: int, tokens: int) -> None:
+        self.table.rows[Row.BOOKED, row] += requests
+        self.table.rows[Row.BOOKED_CONTEXT, row] += tokens

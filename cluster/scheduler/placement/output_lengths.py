@@ -1,0 +1,76 @@
+"""How many tokens a request will probably put out: learned from those of the same tenant and class that ended.
+
+Knows lengths only. A client's `max_new_tokens` is a bound, and usually far above what comes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+
+from cluster.scheduler.placement.worker_table import RESIDUAL_STEP, Floats
+
+_RECENT: Final = 256  # observations kept per key
+_ENOUGH: Final = 8  # observations before a key is believed by itself
+_PRIOR_TOKENS: Final = 256.0
+_RESIDUAL_EVERY: Final = 16  # observations
+_RESIDUALS: Final = 64
+
+
+class _Recent:
+    """The newest lengths of one key."""
+
+    __slots__ = ("_lengths", "num_seen")
+
+    def __init__(self) -> None:
+        self._lengths = np.zeros(_RECENT)
+        self.num_seen = 0
+
+    def add(self, length: float) -> None:
+        self._lengths[self.num_seen % _RECENT] = length
+        self.num_seen += 1
+
+    def residuals(self) -> Floats:
+        """How much is still to come after 0, 1, 2... times `RESIDUAL_STEP` of the mean, as a share of the mean."""
+        lengths = self._lengths[: self.num_seen]
+        if not lengths.any():
+            return np.ones(_RESIDUALS)
+        ages = np.arange(_RESIDUALS) * RESIDUAL_STEP * lengths.mean()
+        beyond = np.maximum(lengths - ages[:, None], 0.0)
+        left = beyond.sum(axis=1) / np.maximum((beyond > 0.0).sum(axis=1), 1)
+        # Past the longest that was seen, as much again as a tail without memory would have.
+        shares: Floats = np.maximum(left / lengths.mean(), RESIDUAL_STEP)
+        return shares
+
+    def mean_below(self, bound: float) -> float:
+        """Mean of the lengths, each cut at `bound`."""
+        return float(np.minimum(self._lengths[: self.num_seen], bound).mean())
+
+
+class OutputLengths:
+    """Expected output per (tenant, class); where little is known of it, per class; then of all. Bounded memory."""
+
+    def __init__(self, max_keys: int = 1000) -> None:
+        self._max_keys = max_keys
+        self._recent: OrderedDict[tuple[str, str] | str | None, _Recent] = OrderedDict()
+        self.residuals = np.ones(_RESIDUALS)  # of all; like a tail without memory before anything is known
+
+    def observe(self, tenant: str, slo_class: str, num_tokens: float) -> None:
+        for key in ((tenant, slo_class), slo_class, None):
+            self._recent.setdefault(key, _Recent()).add(num_tokens)
+            self._recent.move_to_end(key)
+        everyone = self._recent[None]
+        if everyone.num_seen % _RESIDUAL_EVERY == 0:
+            self.residuals = everyone.residuals()
+        while len(self._recent) > self._max_keys:
+            self._recent.popitem(last=False)
+
+    def expect(self, tenant: str, slo_class: str, max_new_tokens: int) -> float:
+        """At least one token, at most `max_new_tokens`."""
+        for key in ((tenant, slo_class), slo_class, None):
+            recent = self._recent.get(key)
+            if recent is not None and recent.num_seen >= _ENOUGH:
+                return max(1.0, recent.mean_below(max_new_tokens))
+        return max(1.0, min(_PRIOR_TOKENS, max_new_tokens))

@@ -1,0 +1,157 @@
+"""Who holds a column, found by the column: the block index turned around, so that a prefix is looked up once for all.
+
+Workers are small numbers here, sets of workers are the bits of an integer. Knows no messages and no order of changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from cluster.scheduler.digest_table import Digests, doubled, new_table, numbers_until_free, put_number, put_sole, split
+
+DEVICE, HOST, DISK = 1, 2, 4
+_ANY = DEVICE | HOST | DISK
+_ROWS: Final = 1024  # of the table, at first
+
+Sets = tuple[int, int, int]  # of workers: with the column on the device; there or in host memory; anywhere
+_NOBODY: Final[Sets] = (0, 0, 0)
+
+
+class PrefixHolders:
+    """A holder's tiers are a set of the bits DEVICE, HOST, DISK.
+
+    Most columns are held by one worker: the table's number of such a one is 8 times the worker's and its tiers. Of the
+    others it is 8 times that of their `Sets`.
+    """
+
+    def __init__(self) -> None:
+        self._table = new_table(_ROWS)
+        self._num_columns = 0
+        self._shared = _SharedSets()
+
+    def __len__(self) -> int:
+        """Columns that anyone holds."""
+        return self._num_columns
+
+    def put(self, digests: bytes, worker: int, tiers: bytes) -> None:
+        """The worker holds these columns (joined), each in the tiers that `tiers` has for it, and in no others; 0: not
+        at all."""
+        columns = split(digests)
+        while 2 * (self._num_columns + len(columns)) > len(self._table):
+            self._table = doubled(self._table)
+        others, num_more = put_sole(self._table, columns, worker, np.frombuffer(tiers, np.uint8))
+        self._num_columns += num_more
+        for at in others.tolist():
+            self._put_shared(columns[at : at + 1], worker, tiers[at])
+
+    def reaches(self, digests: bytes) -> dict[tuple[int, int, int], int]:
+        """The leading columns held (on the device, down to host memory, in any tier), and the set of workers with just
+        so many; those that hold none are left out."""
+        device = host = disk = -1  # everyone
+        ends: list[list[tuple[int, int]]] = [[], [], []]  # of each kind: (length, workers whose run ends there)
+        found = numbers_until_free(self._table, split(digests))
+        for length, number in _runs(found):
+            on_device, in_host, anywhere = self._sets(number)
+            if gone := disk & ~anywhere if length else 0:
+                ends[2].append((length, gone))
+            if gone := host & ~in_host if length else ~in_host & anywhere:
+                ends[1].append((length, gone))
+            if gone := device & ~on_device if length else ~on_device & anywhere:
+                ends[0].append((length, gone))
+            device, host, disk = device & on_device, host & in_host, disk & anywhere
+            if not disk:
+                break
+        for kind, left in enumerate((device, host, disk)):
+            if left and len(found):
+                ends[kind].append((len(found), left))
+        return {
+            (on_device, in_host, anywhere): workers
+            for anywhere, any_workers in ends[2]
+            for in_host, host_workers in ends[1]
+            if any_workers & host_workers
+            for on_device, device_workers in ends[0]
+            if (workers := any_workers & host_workers & device_workers)
+        }
+
+    def _put_shared(self, column: Digests, worker: int, tiers: int) -> None:
+        """What more than one worker holds, or did."""
+        number = int(numbers_until_free(self._table, column)[0])
+        sets = _with(self._sets(number), worker, tiers)
+        if number and not number & _ANY:
+            self._shared.give_back(number >> 3)
+        number = self._shared.take(sets) << 3 if sets[2] else 0
+        self._num_columns += put_number(self._table, column, number)
+
+    def _sets(self, number: int) -> Sets:
+        tiers = number & _ANY
+        if not tiers:
+            return self._shared.of(number >> 3)
+        bit = 1 << (number >> 3)
+        return bit if tiers & DEVICE else 0, bit if tiers & (DEVICE | HOST) else 0, bit
+
+
+class _SharedSets:
+    """Each once, however many columns have it, under a number from 1 on; 0: nobody."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Sets, int] = {}
+        self._sets: list[Sets] = [_NOBODY]
+        self._num_columns = [0]
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def of(self, number: int) -> Sets:
+        return self._sets[number]
+
+    def take(self, sets: Sets) -> int:
+        """For one column more."""
+        number = self._numbers.get(sets)
+        if number is None:
+            number = self._numbers[sets] = self._next()
+            self._sets[number] = sets
+        self._num_columns[number] += 1
+        return number
+
+    def give_back(self, number: int) -> None:
+        self._num_columns[number] -= 1
+        if not self._num_columns[number]:
+            del self._numbers[self._sets[number]]
+            self._sets[number] = _NOBODY
+            self._free.append(number)
+
+    def _next(self) -> int:
+        if not self._free:
+            self._free.append(len(self._sets))
+            self._sets.append(_NOBODY)
+            self._num_columns.append(0)
+        return self._free.pop()
+
+
+def members(workers: int) -> list[int]:
+    """The numbers in a set of workers."""
+    joined = np.frombuffer(workers.to_bytes((workers.bit_length() + 7) // 8, "little"), np.uint8)
+    numbers: list[int] = np.unpackbits(joined, bitorder="little").nonzero()[0].tolist()
+    return numbers
+
+
+def _runs(numbers: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Iterator[tuple[int, int]]:
+    """Where a number is another one than before, and which."""
+    if len(numbers):
+        starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
+        yield from zip(starts, numbers[starts].tolist(), strict=True)
+
+
+@lru_cache(maxsize=1024)
+def _with(sets: Sets, worker: int, tiers: int) -> Sets:
+    bit = 1 << worker
+    wanted = (DEVICE, DEVICE | HOST, _ANY)
+    on_device, in_host, anywhere = (
+        held | bit if tiers & tier else held & ~bit for held, tier in zip(sets, wanted, strict=True)
+    )
+    return on_device, in_host, anywhere

@@ -1,0 +1,289 @@
+"""The global scheduler: what workers and gateways tell, in their own words, into placements.
+
+A pure class: fed with messages and the clock, it answers with messages. Joins what is known of workers and placements
+(`Ledger`), of their caches (`BlockIndex`), and the decision (`Admission`). Knows no sockets and no Ray; the same class
+runs in the cluster, in the simulator and in tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from cluster.scheduler.block_index import BlockIndex, PrefixReach
+from cluster.scheduler.decision_log import DecisionLog
+from cluster.scheduler.placement.admission import MIN_RETRY_AFTER_S, Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.query import NO_TARGET, Query
+from cluster.scheduler.placement.recovery import StandingQuery, StandingRequests
+from cluster.scheduler.placement.worker_table import Row
+from kv_transfer.messages import (
+    BlockEvents,
+    BlockIndexRequest,
+    BlockIndexSnapshot,
+    Place,
+    Placement,
+    Queued,
+    Replicas,
+    StandingRequest,
+    Unplaceable,
+    WorkerInfo,
+    WorkerSnapshot,
+)
+from kv_transfer.worker.cost_report import reported_cost
+
+WAKE_PERIOD_S: Final = 0.02  # those who wait are looked at so often at most when room comes early,
+WAKE_COUNT: Final = 4  # so many of them,
+FREED_S: Final = 0.02  # and when a worker turns out to be done with its prompts by so much earlier than predicted
+
+Answer = Placement | Unplaceable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerPolicy:
+    """A request is turned away when more than `max_queued_tokens` prompt tokens wait wherever it would be computed.
+
+    Prompts shorter than `local_prefill_below` tokens are computed by the decode worker itself. A worker that was not
+    heard of for `stale_after_s` counts as gone.
+    """
+
+    max_queued_tokens: int = 131_072
+    local_prefill_below: int = 0
+    stale_after_s: float = 5.0
+    log_size: int = 1000  # decisions
+    decision: DecisionPolicy = field(default_factory=DecisionPolicy)
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
+
+
+class GlobalScheduler:
+    """`now` never goes back. `log`: the newest decisions. `on_verdict` hears each as it is made, `ledger` is to read:
+    for those who size the pools."""
+
+    def __init__(self, policy: SchedulerPolicy) -> None:
+        self._policy = policy
+        self.ledger = Ledger()
+        self._standing = StandingRequests(self.ledger)
+        self._admission = Admission(self.ledger, self._reach, policy.decision, policy.admission)
+        self._prefills: frozenset[str] = frozenset()
+        self._waiting: dict[str, Place] = {}
+        self._wake_at = float("inf")
+        self._woken_at = float("-inf")
+        self.block_index = BlockIndex()
+        self.log = DecisionLog(policy.log_size)
+        self.on_verdict: Callable[[Query, Verdict, float], None] = lambda query, verdict, now: None
+
+    # --- what workers report ---
+
+    def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
+        """A worker is there, in a new life or (by an equal `info`) again. What it was known to hold is void, and so is
+        what was placed on an earlier life; what was placed on this one is its own still."""
+        self.block_index.forget(info.worker_id)
+        self._standing.losing(info.worker_id, now)
+        self.ledger.register(
+            info,
+            snapshot,
+            now,
+            cost=reported_cost(info.role, snapshot.step_cost),
+            chunk_tokens=info.chunk_tokens or float("inf"),
+            max_num_seqs=info.max_num_seqs or float("inf"),
+        )
+        self._standing.registered(info.worker_id, now)
+        self._note_prefills()
+        self._room_may_have_come(now)
+
+    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
+        """Take a snapshot in, unless a newer one is known. False if the worker is not: it has to register (again)."""
+        if snapshot.worker_id not in self.ledger.table:
+            return False
+        before = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)].copy()
+        cost = reported_cost(self.ledger.info(snapshot.worker_id).role, snapshot.step_cost)
+        # A worker that does not count its context tokens reports none, whatever runs there.
+        context = None if snapshot.num_running and not snapshot.context_tokens else snapshot.context_tokens
+        self.ledger.heartbeat(snapshot, now, cost=cost, context_tokens=context)
+        after = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)]
+        earlier_s = max(before[Row.DRAINED_AT], now) - max(after[Row.DRAINED_AT], now)
+        left = before[Row.EXTRA_DECODES] > after[Row.EXTRA_DECODES] or before[Row.DRAINING] > after[Row.DRAINING]
+        if earlier_s > FREED_S or left:
+            self._room_may_have_come(now)
+        return True
+
+    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> BlockIndexRequest | None:
+        """What a worker's tiers hold; returns what to ask the worker, if anything."""
+        if isinstance(message, BlockEvents):
+            return self.block_index.on_events(message, now)
+        return self.block_index.on_snapshot(message, now)
+
+    def lost(self, worker_id: str, now: float) -> bool:
+        """The worker is out of sight. False if it was not known."""
+        self.block_index.forget(worker_id)
+        self._standing.losing(worker_id, now)
+        known = self.ledger.lost(worker_id, now)
+        self._note_prefills()
+        return known
+
+    def expire(self, now: float) -> list[str]:
+        """Drop and name the workers that have been silent too long."""
+        silent = self.ledger.silent(now, self._policy.stale_after_s)
+        for worker_id in silent:
+            self.lost(worker_id, now)
+        return silent
+
+    def replicas(self) -> Replicas:
+        return Replicas(workers=list(self.ledger.workers()), indexes=self.block_index.report())
+
+    # --- what gateways ask and tell ---
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_booked(self) -> int:
+        """Requests that were placed and have not ended."""
+        return len(self.ledger)
+
+    def place(self, request: Place, now: float) -> Answer | Queued:
+        """Choose workers and count the work as theirs at once; or say when to come back, or that there will be an
+        answer: see `answers`."""
+        self.ledger.ended(request.request_id, now)  # an earlier attempt
+        self._standing.ended(request.request_id)
+        self._waiting.pop(request.request_id, None)
+        query = self._query(request, now)
+        verdict = self._admission.ask(query, now)
+        self.on_verdict(query, verdict, now)
+        if verdict.outcome is not Outcome.WAITING:
+            return self._answer(request, verdict, now)
+        self._waiting[request.request_id] = request
+        self.log.add(request, verdict, "it waits for room")
+        query = verdict.decision.query  # without targets, where these are hopeless
+        within_s = min(self._policy.admission.max_wait_s, max(0.0, query.arrived_at + query.ttft_s - now))
+        return Queued(request_id=request.request_id, attempt=request.attempt, within_s=within_s)
+
+    def answers(self, now: float) -> list[Answer]:
+        """To requests that waited. Called at `next_at`."""
+        if self._wake_at <= now:
+            self._wake_at, self._woken_at = float("inf"), now
+            self._admission.wake(now, WAKE_COUNT)
+        answers = [
+            self._answer(self._waiting.pop(verdict.decision.query.request_id), verdict, now)
+            for verdict in self._admission.again(now)
+        ]
+        if any(isinstance(answer, Placement) for answer in answers):
+            self._room_may_have_come(now)
+        return answers
+
+    def next_at(self) -> float | None:
+        """When there may be answers, as it stands. Changes with whatever is told."""
+        at = self._admission.next_at()
+        return None if at is None else min(at, self._wake_at)
+
+    def standing(self, request: StandingRequest, now: float) -> None:
+        """It is on its workers, placed by somebody else: count it, as soon as they are known."""
+        self.ended(request.place.request_id, now)
+        self._standing.told(
+            StandingQuery(
+                query=self._query(request.place, now),
+                prefill=request.prefill,
+                decode=request.decode,
+                num_emitted=request.num_emitted,
+                first_at=now - request.since_first_s,
+                weight=0.0 if request.late else 1.0,
+            ),
+            now,
+        )
+
+    def first_token(self, request_id: str, now: float) -> None:
+        self.ledger.first_token(request_id, now)
+        self._standing.first_token(request_id, now)
+
+    def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
+        """The request left the cluster, or its client is gone. Unknown ids are fine."""
+        if self._waiting.pop(request_id, None) is not None:
+            self._admission.gone(request_id)
+        self._standing.ended(request_id)
+        if request_id in self.ledger:
+            self.ledger.ended(request_id, now, num_output_tokens)
+            self._room_may_have_come(now)
+
+    # --- between the words and the decision ---
+
+    def _answer(self, request: Place, verdict: Verdict, now: float) -> Answer:
+        request_id, attempt = request.request_id, request.attempt
+        verdict, reason = self._unless_swamped(request, verdict, now)
+        self.log.add(request, verdict, reason)
+        if verdict.outcome is Outcome.PLACED:
+            best = verdict.decision.best
+            return Placement(
+                request_id=request_id,
+                attempt=attempt,
+                prefill=best.prefill,
+                decode=best.decode,
+                ttft_s=best.ttft_s if math.isfinite(best.ttft_s) else None,
+            )
+        return Unplaceable(request_id=request_id, attempt=attempt, reason=reason, retry_after_s=verdict.retry_after_s)
+
+    def _unless_swamped(self, request: Place, verdict: Verdict, now: float) -> tuple[Verdict, str]:
+        """The verdict and its reason; a placement behind too long a queue is none."""
+        if verdict.outcome is not Outcome.PLACED:
+            return verdict, self._reason(request, verdict)
+        computing = verdict.decision.best.prefill or verdict.decision.best.decode
+        queued = self.ledger.queued_tokens(computing, before=request.request_id)
+        excess = queued - self._policy.max_queued_tokens
+        if excess <= 0 or request.attempt > 0:
+            return verdict, verdict.outcome.value
+        self.ledger.ended(request.request_id, now)
+        later_s = self.ledger.table.cost(self.ledger.table.row(computing)).prefill_s(excess)
+        verdict = replace(verdict, outcome=Outcome.REJECTED, retry_after_s=max(MIN_RETRY_AFTER_S, later_s))
+        return verdict, f"{queued:.0f} prompt tokens are waiting"
+
+    def _reason(self, request: Place, verdict: Verdict) -> str:
+        """Why not now."""
+        if verdict.decision.rows:
+            best = verdict.decision.best
+            return (
+                f"the first token would come after {best.ttft_s:.3g} s and each further one after"
+                f" {1000 * best.tpot_s:.3g} ms, or those of others too late"
+            )
+        longest = max((info.max_model_len for info, _ in self.ledger.workers() if info.role == "decode"), default=0)
+        if verdict.retry_after_s is None:
+            return f"no decode worker holds more than {longest} tokens"
+        return "no decode worker is ready"
+
+    def _reach(self, hashes: bytes) -> Mapping[str, PrefixReach]:
+        return self.block_index.longest_prefix(hashes) if hashes else {}
+
+    def _note_prefills(self) -> None:
+        self._prefills = frozenset(info.worker_id for info, _ in self.ledger.workers() if info.role == "prefill")
+
+    def _room_may_have_come(self, now: float) -> None:
+        """Not each time: a busy cluster tells of room hundreds of times a second."""
+        if self._waiting:
+            self._wake_at = min(self._wake_at, max(now, self._woken_at + WAKE_PERIOD_S))
+
+    def _query(self, request: Place, now: float) -> Query:
+        exclude: Collection[str] = request.exclude
+        if request.num_tokens < self._policy.local_prefill_below:
+            exclude = self._prefills.union(request.exclude)
+        return Query(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            num_tokens=request.num_tokens,
+            max_new_tokens=request.max_new_tokens,
+            arrived_at=now - request.waited_s,
+            ttft_s=NO_TARGET if request.ttft_s is None else request.ttft_s,
+            tpot_s=NO_TARGET if request.tpot_s is None else request.tpot_s,
+            tenant=request.tenant,
+            slo_class=request.slo_class,
+            prefix_hashes=request.prefix_hashes,
+            exclude=exclude,
+            prefer_decode=None if self._leaves(request.prefer_decode) else request.prefer_decode,
+        )
+
+    def _leaves(self, worker_id: str | None) -> bool:
+        """Whether it refuses also those that it has blocks reserved for."""
+        if worker_id is None or worker_id not in self.ledger.table:
+            return False
+        return bool(self.ledger.table.rows[Row.DRAINING][self.ledger.table.row(worker_id)])

@@ -1,0 +1,1 @@
+"""The smallest cluster that serves a trace within its targets."""

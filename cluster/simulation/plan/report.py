@@ -1,0 +1,146 @@
+"""A plan as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from cluster.simulation.plan.demand import Demand, Targets
+from cluster.simulation.plan.search import Layout
+from cluster.simulation.plan.worker_memory import WorkerMemory
+from cluster.simulation.records import Record
+from cluster.simulation.simulate import SimulationResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a layout achieves. Shares are of all requests; who was late with both counts in both. Times in seconds, of
+    those that were served."""
+
+    layout: Layout
+    num_gpus: int
+    share: float
+    late_first_token: float
+    slow_tokens: float
+    rejected: float
+    ttft_p95_s: float
+    tpot_p95_s: float
+    utilisation: dict[str, float]
+
+    @classmethod
+    def of(cls, layout: Layout, result: SimulationResult) -> Outcome:
+        records, overall = result.records, result.summary.overall
+        return cls(
+            layout=layout,
+            num_gpus=layout.num_gpus,
+            share=overall.attainment,
+            late_first_token=_share(
+                records, [r.ttft_s is not None and not r.slo.meets_ttft(r.ttft_s) for r in records]
+            ),
+            slow_tokens=_share(records, [not r.slo.meets_tpot(r.tpot_s) for r in records]),
+            rejected=_share(records, [r.end_s is None for r in records]),
+            ttft_p95_s=overall.ttft.p95,
+            tpot_p95_s=overall.tpot.p95,
+            utilisation=result.summary.utilisation,
+        )
+
+
+def _share(records: Sequence[Record], flags: list[bool]) -> float:
+    return sum(flags) / len(records)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """`answer` None: nothing that was tried is enough. `at_load`: the share that the answer serves in time at so many
+    times the load. `memory`: of each device, by the worker's role."""
+
+    model: str
+    device: str
+    targets: Targets
+    demand: Demand
+    answer: Outcome | None
+    next_cheaper: Outcome | None
+    at_load: dict[str, float]
+    memory: dict[str, WorkerMemory]
+    num_tried: int
+    is_complete: bool
+    max_gpus: int
+
+    def json_line(self) -> str:
+        fields = asdict(self)
+        fields["demand"] = {
+            "requests": len(self.demand.prompts),
+            "requests_per_s": self.demand.requests_per_s,
+            "output_tokens": self.demand.output_tokens,
+        }
+        return json.dumps(fields, separators=(",", ":"))
+
+    def text(self) -> str:
+        targets = self.targets
+        lines = [
+            f"{self.model} on {self.device}: {len(self.demand.prompts)} requests, {self.demand.requests_per_s:.2f}/s;"
+            f" TTFT {targets.ttft_s:g} s and TPOT {1000 * targets.tpot_s:g} ms for {targets.share:.0%} of them"
+        ]
+        named = {"plan": self.answer, "best" if self.answer is None else "cheaper": self.next_cheaper}
+        rows = [_row(name, outcome) for name, outcome in named.items() if outcome is not None]
+        lines += _aligned([_HEAD, *rows]) if rows else []
+        if self.next_cheaper is not None:
+            lines.append(f"{self.next_cheaper.layout} fails: {_why(self.next_cheaper, targets)}.")
+        if self.answer is None and self.is_complete:
+            lines.append(f"No layout of up to {self.max_gpus} GPUs is enough. Give --max-gpus more, or looser targets.")
+        if self.at_load:
+            loads = ", ".join(f"{share:.1%} at {load} x the load" for load, share in self.at_load.items())
+            lines.append(f"The plan serves in time: {loads}.")
+        lines += _memory_lines(self.memory)
+        if not self.is_complete:
+            known = "none that is enough" if self.answer is None else "a smaller one may do"
+            lines.append(f"Time was over after {self.num_tried} layouts: {known}. Give --time-s more.")
+        return "\n".join(lines)
+
+
+_HEAD = ["", "layout", "GPUs", "in time", "late", "slow", "rejected", "TTFT P95", "TPOT P95", "busy"]
+_GIB = 1 << 30
+
+
+def _row(name: str, outcome: Outcome) -> list[str]:
+    shares = (outcome.share, outcome.late_first_token, outcome.slow_tokens, outcome.rejected)
+    busy = ", ".join(f"{pool} {share:.0%}" for pool, share in outcome.utilisation.items())
+    times = [f"{outcome.ttft_p95_s:.2f} s", f"{1000 * outcome.tpot_p95_s:.1f} ms"]
+    return [name, str(outcome.layout), str(outcome.num_gpus), *(f"{share:.1%}" for share in shares), *times, busy]
+
+
+def _why(outcome: Outcome, targets: Targets) -> str:
+    reasons = {
+        f"{outcome.late_first_token:.1%} have their first token after {targets.ttft_s:g} s": outcome.late_first_token,
+        f"{outcome.slow_tokens:.1%} take more than {1000 * targets.tpot_s:g} ms a token": outcome.slow_tokens,
+        f"{outcome.rejected:.1%} are turned away, as they would miss their targets": outcome.rejected,
+    }
+    told = [reason for reason, share in sorted(reasons.items(), key=lambda item: -item[1]) if share > 0]
+    return f"only {outcome.share:.1%} are served in time; " + ", ".join(told)
+
+
+def _memory_lines(memory: dict[str, WorkerMemory]) -> list[str]:
+    if not memory:
+        return []
+    head = ["GiB per device", "weights", "activations", "ring", "KV", "unused", "KV tokens"]
+    rows = [
+        [role, *(f"{part / _GIB:.2f}" for part in _parts(worker)), str(worker.kv_tokens)]
+        for role, worker in memory.items()
+    ]
+    return _aligned([head, *rows])
+
+
+def _parts(worker: WorkerMemory) -> tuple[int, ...]:
+    return (
+        worker.weights_bytes,
+        worker.activation_bytes,
+        worker.ring_bytes,
+        worker.kv_bytes,
+        worker.unused_bytes,
+    )
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,1 @@
+"""Who places requests in a simulation: Legato's scheduler, and what others publish."""

@@ -1,0 +1,1 @@
+"""Requests to simulate: read from traces, or drawn."""

@@ -1,0 +1,79 @@
+"""Sequences whose tokens are counted and not kept: what a trace says of a prompt, as schedulers and pools want it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenIds
+from typing import Any, cast
+
+from cluster.simulation.workload.traces import TraceRequest
+from engine.kv.prefix import PrefixHasher
+from engine.sampling.params import SamplingParams
+from engine.sequence import Sequence
+
+TOKEN = 1  # that every simulated step samples
+
+
+class CountedTokens:
+    """So many tokens that nobody looks at; of a list it has what schedulers use."""
+
+    __slots__ = ("_num_tokens",)
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def __getitem__(self, part: slice) -> CountedTokens:
+        return CountedTokens(len(range(*part.indices(self._num_tokens))))
+
+    def __add__(self, more: list[int]) -> CountedTokens:
+        return CountedTokens(self._num_tokens + len(more))
+
+
+class ContentHasher(PrefixHasher):
+    """Names the prompt's blocks by the trace's content names, and what follows by the request's own number."""
+
+    __slots__ = ("_block_size", "_owner")
+
+    def __init__(self, request: TraceRequest, number: int, block_size: int) -> None:
+        super().__init__(block_size)
+        self._block_size = block_size
+        self._owner = number
+        self.hashes = content_hashes(request, number, block_size)
+
+    def extend(self, token_ids: TokenIds[int]) -> list[bytes]:
+        first = len(self.hashes)
+        self.hashes += [_own(self._owner, first + k) for k in range(len(token_ids) // self._block_size)]
+        return self.hashes[first:]
+
+
+def content_hashes(request: TraceRequest, number: int, block_size: int) -> list[bytes]:
+    """Of the prompt's full blocks. `number` tells the requests of a simulation apart.
+
+    A content name stands for all content before it, too, as in the published traces; a block is named by the run in
+    which it ends and its place, hence equal names mean equal tokens up to there.
+    """
+    num_blocks = request.prompt_tokens // block_size
+    runs, run_tokens = request.content, request.content_tokens
+    named = min(num_blocks, len(runs) * run_tokens // block_size)
+    hashes = [
+        runs[((block + 1) * block_size - 1) // run_tokens].to_bytes(8, "little") + block.to_bytes(8, "little")
+        for block in range(named)
+    ]
+    return hashes + [_own(number, block) for block in range(named, num_blocks)]
+
+
+def _own(number: int, block: int) -> bytes:
+    return (2**63 + number).to_bytes(8, "little") + block.to_bytes(8, "little")
+
+
+def sequence_of(request: TraceRequest, hasher: PrefixHasher, attempt: int) -> Sequence:
+    """It ends after as many tokens as in the trace."""
+    return Sequence(
+        request_id=request.request_id,
+        attempt=attempt,
+        prompt_token_ids=cast(Any, CountedTokens(request.prompt_tokens)),
+        params=SamplingParams(max_tokens=request.output_tokens, seed=0, ignore_eos=True),
+        prefix=hasher,
+    )

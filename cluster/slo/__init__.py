@@ -1,0 +1,1 @@
+"""What requests are promised, and how well that is kept."""

@@ -1,0 +1,180 @@
+"""How well promises are kept: for each class, model and worker, over sliding windows.
+
+    Latencies     P50, P95, P99 of the short window, each within 1 % (`cluster.slo.latency_sketch`)
+    Goodput       requests, and their tokens, per second that met their promise
+    Attainment    share of the requests that met it, of those that had something to meet or met it by finishing
+    Burn rate     (1 - attainment) / (1 - share promised), over the short and the long window: 1 uses the error budget
+                  up exactly, 10 ten times as fast (as in Google's Site Reliability Workbook, chapter 5)
+
+The tracker absorbs reports (`cluster.slo.report`) of one gateway or of many; what it holds is the same however they are
+cut and in whatever order they come within a part of the window. Series without news leave with the window, so workers
+that are gone cost nothing. The clock is the caller's. Knows nothing of Prometheus, connections or placement.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cluster.slo.classes import SloConfig
+from cluster.slo.latency_sketch import quantiles
+from cluster.slo.report import Counts, Metric, SeriesKey, SloReport, Tally
+from cluster.slo.sliding_window import SlidingWindow
+
+logger = logging.getLogger(__name__)
+
+_SHARES: Final = (0.5, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloWindows:
+    """The short window is for latencies and goodput, both are for burn rates. Each moves in `num_parts` steps."""
+
+    short_s: float = 60.0
+    long_s: float = 600.0
+    num_parts: int = 12
+
+    def __post_init__(self) -> None:
+        if not 0 < self.short_s <= self.long_s:
+            raise ValueError(f"the short window ({self.short_s} s) must be above 0 and no longer than the long one")
+        if self.num_parts < 2:
+            raise ValueError(f"a window of {self.num_parts} parts would not slide; give it at least 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+    """Seconds. `count`: values they were taken from."""
+
+    count: int
+    p50_s: float
+    p95_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burn:
+    """`attainment` None: nothing ended in the window. No news burns no budget. `ttft_rate`, `tpot_rate`: by those alone
+    whose first byte was late, and whose tokens were; the rest was rejected or failed."""
+
+    window_s: float
+    attainment: float | None
+    rate: float
+    ttft_rate: float = 0.0
+    tpot_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesSnapshot:
+    """One series now. `latencies` has the metrics that there are values of; rates are per second of `covered_s`."""
+
+    key: SeriesKey
+    covered_s: float
+    latencies: Mapping[Metric, Quantiles]
+    counts: Counts
+    goodput_rps: float
+    goodput_tokens_s: float
+    tokens_s: float
+    short: Burn
+    long: Burn
+
+
+class SloTracker:
+    """Absorbs reports and answers how things stand."""
+
+    def __init__(self, config: SloConfig, *, now_s: float, windows: SloWindows | None = None) -> None:
+        windows = windows or SloWindows()
+        self._config = config
+        self._tallies = SlidingWindow[dict[SeriesKey, Tally]](
+            window_s=windows.short_s, num_parts=windows.num_parts, start_s=now_s, make=dict
+        )
+        self._counts = SlidingWindow[dict[SeriesKey, Counts]](
+            window_s=windows.long_s, num_parts=windows.num_parts, start_s=now_s, make=dict
+        )
+
+    def absorb(self, now_s: float, report: SloReport) -> None:
+        """Count what a report holds as having happened now. Raises ValueError, and takes nothing, where it speaks of
+        a class that there is not."""
+        for key in report.tallies:
+            self._share_of(key)
+        tallies, counts = self._tallies.current(now_s), self._counts.current(now_s)
+        for key, tally in report.tallies.items():
+            known = tallies.get(key)
+            tallies[key] = tally if known is None else Tally.total((known, tally))
+            if any(tally.counts):
+                counts[key] = Counts.total((counts.get(key, Counts()), tally.counts))
+
+    def hear(self, now_s: float, report: bytes, teller: str) -> None:
+        """Count what another process tells. One with other classes, while settings roll out, is no reason to fail."""
+        try:
+            self.absorb(now_s, SloReport.from_bytes(report))
+        except ValueError as error:
+            logger.warning("how requests fared at %s is not counted: %s", teller, error)
+
+    def totals(self, now_s: float) -> list[SeriesSnapshot]:
+        """Of each class and model, over all workers."""
+        return self._snapshots(now_s, (key for key in self._keys(now_s) if not key.replica))
+
+    def replicas(self, now_s: float) -> list[SeriesSnapshot]:
+        """Of each class and model on each worker."""
+        return self._snapshots(now_s, (key for key in self._keys(now_s) if key.replica))
+
+    def snapshot(self, now_s: float, key: SeriesKey) -> SeriesSnapshot:
+        """Of one series; one without news is empty. Raises ValueError where there is no such class."""
+        tallies = [part[key] for part in self._tallies.parts(now_s) if key in part]
+        counts = Counts.total([Counts(), *(tally.counts for tally in tallies)])
+        long_counts = Counts.total([Counts(), *(part[key] for part in self._counts.parts(now_s) if key in part)])
+        covered_s = self._tallies.covered_s(now_s)
+        return SeriesSnapshot(
+            key=key,
+            covered_s=covered_s,
+            latencies=_latencies(tallies),
+            counts=counts,
+            goodput_rps=_rate(counts.met, covered_s),
+            goodput_tokens_s=_rate(counts.met_tokens, covered_s),
+            tokens_s=_rate(counts.tokens, covered_s),
+            short=_burn(counts, self._share_of(key), self._tallies.window_s),
+            long=_burn(long_counts, self._share_of(key), self._counts.window_s),
+        )
+
+    def _snapshots(self, now_s: float, keys: Iterable[SeriesKey]) -> list[SeriesSnapshot]:
+        return [self.snapshot(now_s, key) for key in keys]
+
+    def _keys(self, now_s: float) -> list[SeriesKey]:
+        parts: list[Mapping[SeriesKey, object]] = [*self._tallies.parts(now_s), *self._counts.parts(now_s)]
+        return sorted(set[SeriesKey]().union(*parts))
+
+    def _share_of(self, key: SeriesKey) -> float:
+        slo_class = self._config.named(key.slo_class)
+        if slo_class is None:
+            raise ValueError(f"There is no SLO class {key.slo_class!r}; do all processes have the same settings?")
+        return slo_class.share
+
+
+def _latencies(tallies: list[Tally]) -> dict[Metric, Quantiles]:
+    found = {}
+    for metric in Metric:
+        sketches = [tally.sketches[metric] for tally in tallies if tally.sketches[metric]]
+        if sketches:
+            count, (p50_s, p95_s, p99_s) = quantiles(sketches, _SHARES)
+            found[metric] = Quantiles(count=count, p50_s=p50_s, p95_s=p95_s, p99_s=p99_s)
+    return found
+
+
+def _burn(counts: Counts, share: float, window_s: float) -> Burn:
+    num_judged = counts.met + counts.missed
+    if num_judged == 0:
+        return Burn(window_s=window_s, attainment=None, rate=0.0)
+    budget = num_judged * (1.0 - share)
+    return Burn(
+        window_s=window_s,
+        attainment=counts.met / num_judged,
+        rate=counts.missed / budget,
+        ttft_rate=counts.late_first / budget,
+        tpot_rate=counts.late_tokens / budget,
+    )
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
