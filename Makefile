@@ -55,7 +55,7 @@ bench-peers: setup
 GPU_PYTHON ?= python3
 MINUTES ?= 9
 gpu-check:
-	$(GPU_PYTHON) -m benchmarks.gpu_check $(STEPS) --minutes $(MINUTES) $(if $(PART),--part $(PART))
+	$(GPU_PYTHON) -m benchmarks.gpu.check $(STEPS) --minutes $(MINUTES) $(if $(PART),--part $(PART))
 
 # Keeps the virtual environment and the converted models (~/.cache/legato).
 clean:

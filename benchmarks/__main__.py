@@ -16,28 +16,28 @@ import sys
 import threading
 import time
 
-from benchmarks.provenance import ROOT, provenance
-from benchmarks.quiet import PATIENCE_VARIABLE
-from benchmarks.summary import Json
-from benchmarks.table import RESULTS, headline, write_table
+from benchmarks.common.provenance import ROOT, provenance
+from benchmarks.common.quiet import PATIENCE_VARIABLE
+from benchmarks.common.summary import Json
+from benchmarks.report.table import RESULTS, headline, write_table
 
-# Seconds after which a part is stopped: several times what it takes on two quiet cores.
+# Each part's module, and the seconds after which it is stopped: several times what it takes on two quiet cores.
 PARTS = {
-    "transports": 240,
-    "gateway": 600,
-    "startup": 600,
-    "handoff": 300,
-    "sampling": 300,
-    "engine": 600,
-    "quantisation": 900,
-    "cluster": 600,
-    "eviction": 180,
-    "offload": 420,
-    "prefix": 300,
-    "layerkv": 1800,
-    "simulator_honesty": 1200,
-    "decisions": 600,
-    "goodput": 7200,
+    "transports": ("benchmarks.transfer.transports", 240),
+    "gateway": ("benchmarks.serving.gateway", 600),
+    "startup": ("benchmarks.serving.startup", 600),
+    "handoff": ("benchmarks.transfer.handoff", 300),
+    "sampling": ("benchmarks.engine.sampling", 300),
+    "engine": ("benchmarks.engine.speed", 600),
+    "quantisation": ("benchmarks.engine.quantisation", 900),
+    "cluster": ("benchmarks.serving.cluster", 600),
+    "eviction": ("benchmarks.scheduling.eviction", 180),
+    "offload": ("benchmarks.engine.offload", 420),
+    "prefix": ("benchmarks.engine.prefix", 300),
+    "layerkv": ("benchmarks.serving.layerkv", 1800),
+    "simulator_honesty": ("benchmarks.serving.simulator_honesty", 1200),
+    "decisions": ("benchmarks.scheduling.decisions", 600),
+    "goodput": ("benchmarks.scheduling.goodput", 7200),
 }
 STOP_TIMEOUT_S = 60.0
 
@@ -61,7 +61,7 @@ def main() -> int:
         parser.error(f"there is no part {unknown[0]!r}: choose from {', '.join(PARTS)}")
     if options and len(parts) != 1:
         parser.error("options behind -- are one part's: name that part alone")
-    reports = [_run(part, arguments.patience, arguments.time_s or PARTS[part], options) for part in parts]
+    reports = [_run(part, arguments.patience, arguments.time_s or PARTS[part][1], options) for part in parts]
     write_table()
     failed = [report["part"] for report in reports if report["status"] != "ok"]
     print(json.dumps({"status": "failed" if failed else "ok", "failed": failed, "parts": headline()}), flush=True)
@@ -81,7 +81,7 @@ def _run(part: str, patience_s: int, time_s: float, options: list[str]) -> Json:
     if options:
         report["options"] = " ".join(options)
     started = time.perf_counter()
-    exit_code, last_line = _watch([f"benchmarks.{part}", *options], patience_s, time_s)
+    exit_code, last_line = _watch([PARTS[part][0], *options], patience_s, time_s)
     duration_s = round(time.perf_counter() - started, 1)
     report |= _understood(last_line, exit_code)
     report.setdefault("duration_s", duration_s)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from itertools import count
 
-from benchmarks.decisions import build, simulated, timed_decisions
-from benchmarks.goodput_table import decisions_table
-from benchmarks.table import RESULTS
+from benchmarks.report.goodput import decisions_table
+from benchmarks.report.table import RESULTS
+from benchmarks.scheduling.decisions import build, simulated, timed_decisions
 from cluster.scheduler.placement.admission import Outcome
 
 

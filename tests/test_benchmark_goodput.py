@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import split_options
-from benchmarks.goodput_bound import bounds
-from benchmarks.goodput_comparison import Comparison
-from benchmarks.goodput_judge import TooManyMissedError
-from benchmarks.goodput_kept import Kept
-from benchmarks.goodput_search import Bracket, Search, Suited, bracketed
-from benchmarks.goodput_setting import (
+from benchmarks.report.goodput import goodput_headline, goodput_overview, goodput_tables
+from benchmarks.scheduling.goodput_bound import bounds
+from benchmarks.scheduling.goodput_comparison import Comparison
+from benchmarks.scheduling.goodput_judge import TooManyMissedError
+from benchmarks.scheduling.goodput_kept import Kept
+from benchmarks.scheduling.goodput_search import Bracket, Search, Suited, bracketed
+from benchmarks.scheduling.goodput_setting import (
     ATTAINMENT,
     REQUESTS,
     Layout,
@@ -24,7 +25,6 @@ from benchmarks.goodput_setting import (
     layouts,
     play,
 )
-from benchmarks.goodput_table import goodput_headline, goodput_overview, goodput_tables
 from engine.cost_model.step_cost import StepWork
 
 SPLIT = Layout(num_prefill=1, num_decode=1)

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.overheads import Overheads, overheads_of
-from benchmarks.simulator_honesty import NUM_WARM, compared
-from benchmarks.timing import RequestTiming
-from benchmarks.traced_load import OUTPUT_TOKENS, PROMPT_TOKENS, RUN_TOKENS, drawn, shrunk, stretched, timed
+from benchmarks.common.timing import RequestTiming
+from benchmarks.serving.overheads import Overheads, overheads_of
+from benchmarks.serving.simulator_honesty import NUM_WARM, compared
+from benchmarks.serving.traced_load import OUTPUT_TOKENS, PROMPT_TOKENS, RUN_TOKENS, drawn, shrunk, stretched, timed
 from cluster.gateway.request_log import LoggedRequest
 from cluster.simulation.records import Record
 from cluster.simulation.workload.prompts import content_hashes

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.common.part import GateError
+from benchmarks.common.provenance import ROOT, commit
 from benchmarks.gpu import exactness, kernels
 from benchmarks.gpu.ceilings import Ceilings, Times
 from benchmarks.gpu.exactness import same_tokens
 from benchmarks.gpu.figures import Report, path_of, reported
 from benchmarks.gpu.kernel_cases import Case, Shape, cases
 from benchmarks.gpu.kernels import TESTS, judged, measure_cases
-from benchmarks.part import GateError
-from benchmarks.provenance import ROOT, commit
 from engine.checkpoint.builtin_models import ModelUnavailableError
 from tests.gpu_steps import TINY, models_in
 from tests.interpreted import device

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.quiet import PATIENCE_VARIABLE
+from benchmarks.common.sse_client import AnswerError
 from benchmarks.peers.company import ANSWER_TOKENS, company, questions
 from benchmarks.peers.confirm import confirm, read_output, summed_up
 from benchmarks.peers.http_asker import HttpAsker, read_answer
@@ -27,9 +29,7 @@ from benchmarks.peers.started import await_listening, started
 from benchmarks.peers.stored import results
 from benchmarks.peers.vllm_cpu import requirements_but_torch
 from benchmarks.peers.works import GROUPS, ONE_STREAM, START, drawing, gaps
-from benchmarks.peers_table import peers_tables
-from benchmarks.quiet import PATIENCE_VARIABLE
-from benchmarks.sse_client import AnswerError
+from benchmarks.report.peers import peers_tables
 from engine.text.tokenizer import Tokenizer
 from tests.http_server import MODEL, running_server
 from tests.scripted_generator import ScriptedGenerator

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks.common.provenance import ROOT
+from benchmarks.gpu import check as gpu_check
 from benchmarks.gpu import steps
+from benchmarks.gpu.check import Outcome, parts, run_steps, tell_summary
 from benchmarks.gpu.steps import STEPS, Step, run_command
-from benchmarks.gpu_check import Outcome, parts, run_steps, tell_summary
-from benchmarks.provenance import ROOT
 from tests.waiting import HANGS_S, wait_until
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def _storing(name: str, folder: Path, value: float) -> Step:
 def test_without_a_gpu_the_command_says_so_in_one_sentence() -> None:
     program = (
         "import torch; torch.cuda.is_available = lambda: False\n"
-        "import sys; sys.argv = ['gpu_check']; from benchmarks.gpu_check import main; sys.exit(main())"
+        "import sys; sys.argv = ['gpu_check']; from benchmarks.gpu.check import main; sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.common.workload import draw_prompts
 from benchmarks.gpu import handoff_share
 from benchmarks.gpu.exactness import generated
 from benchmarks.gpu.handoff_exactness import handed_over_tokens
 from benchmarks.gpu.handoff_share import Scale
 from benchmarks.gpu.random_model import checkpoint
-from benchmarks.workload import draw_prompts
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
 SMALL = Scale(model=TINY, ways=("shm",), prompt_tokens=100, chunk_tokens=64, slab_bytes=1 << 16, repeats=1)

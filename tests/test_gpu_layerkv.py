@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.common.part import GateError
 from benchmarks.gpu import layerkv
 from benchmarks.gpu.figures import Report
 from benchmarks.gpu.layerkv import Scale, told_apart
 from benchmarks.gpu.random_model import checkpoint
 from benchmarks.gpu.trace import Activity, share_beside
-from benchmarks.part import GateError
 from tests.gpu_steps import TINY, figures, models_in, run_here
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.common.part import GateError
 from benchmarks.gpu import model_speed
 from benchmarks.gpu.figures import Figure, Report, path_of, reported
 from benchmarks.gpu.model_speed import Aims, Scale, decode_bytes, prefill_flops
 from benchmarks.gpu.random_model import LLAMA_8B, write_checkpoint
 from benchmarks.gpu.stepping import StepEnd, decode_step_seconds
-from benchmarks.part import GateError
 from engine.checkpoint.weights import load_weights
 from engine.cost_model.step_cost import StepWork
 from engine.model.config import ModelConfig

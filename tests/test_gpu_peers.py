@@ -25,7 +25,7 @@ def test_all_engines_answer_with_the_same_tokens(tmp_path: Path, monkeypatch: py
     write_checkpoint(tmp_path, TINY, torch.device("cpu"))
     measured = {}
     for engine in ENGINES:
-        monkeypatch.setattr("benchmarks.workload._seeds", iter(range(1, 100)))
+        monkeypatch.setattr("benchmarks.common.workload._seeds", iter(range(1, 100)))
         *_, measured[engine] = measuring_engine(SMALL.order(engine, str(tmp_path), torch.device("cpu")))
     for answers in measured.values():
         assert [answers[num]["token_ids"] for num in ("1", "3")] == [

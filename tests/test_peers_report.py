@@ -19,7 +19,7 @@ from benchmarks.peers.registry import peers
 from benchmarks.peers.report import piece_of
 from benchmarks.peers.stored import Stored, results
 from benchmarks.peers.works import GROUPS, ONE_STREAM, WORKS
-from benchmarks.peers_table import peers_headline, peers_tables
+from benchmarks.report.peers import peers_headline, peers_tables
 
 EIGHT = "8 concurrent 256 -> 128"
 Report = dict[str, Any]

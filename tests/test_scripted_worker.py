@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.scripted_worker import ScriptedWorker
+from benchmarks.serving.scripted_worker import ScriptedWorker
 from engine.sampling.params import SamplingParams
 from kv_transfer.connections.connection import connect
 from kv_transfer.messages import Endpoint, RequestSpec, Start, StepFrame

@@ -1,1 +1,1 @@
-"""What is measured and checked on a GPU: the steps of `python -m benchmarks.gpu_check`, each a program of its own."""
+"""What is measured and checked on a GPU: the steps of `python -m benchmarks.gpu.check`, each a program of its own."""

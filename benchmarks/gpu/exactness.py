@@ -9,8 +9,8 @@ import sys
 
 import torch
 
+from benchmarks.common.workload import MODEL
 from benchmarks.gpu.random_model import checkpoint, kept_checkpoint, small_model
-from benchmarks.workload import MODEL
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.builtin_models import ModelUnavailableError
 from engine.checkpoint.store import resolve_model

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.part import GateError
-from benchmarks.provenance import provenance
-from benchmarks.summary import Json
-from benchmarks.table import RESULTS
+from benchmarks.common.part import GateError
+from benchmarks.common.provenance import provenance
+from benchmarks.common.summary import Json
+from benchmarks.report.table import RESULTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from typing import cast
 
 import uvloop
 
+from benchmarks.common.workload import MODEL, draw_prompts
 from benchmarks.gpu.exactness import generated, model_or_stand_in
-from benchmarks.handoff_cluster import running_handoffs
-from benchmarks.handoff_worker import Transporting
-from benchmarks.workload import MODEL, draw_prompts
+from benchmarks.transfer.handoff_cluster import running_handoffs
+from benchmarks.transfer.handoff_worker import Transporting
 
 PROMPT_TOKENS = (64, 1000, 4000)
 

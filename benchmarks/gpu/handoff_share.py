@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu.handoff_share`: what a hand-off of a long prompt leaves exposed, between two processes.
 
 Llama-3.1-8B's shape, prefill and decode on one GPU, by that GPU's memory and by shared memory of the host. Stamps are
-the prefill worker's own; see `benchmarks.handoff`.
+the prefill worker's own; see `benchmarks.transfer.handoff`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.common.summary import spread
+from benchmarks.common.workload import draw_prompts
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint
-from benchmarks.handoff_cluster import running_handoffs
-from benchmarks.handoff_worker import Transporting
-from benchmarks.summary import spread
-from benchmarks.workload import draw_prompts
+from benchmarks.transfer.handoff_cluster import running_handoffs
+from benchmarks.transfer.handoff_worker import Transporting
 from kv_transfer.handoff.timing import HandoffTimeline
 
 AIM = 0.02  # of prefill time

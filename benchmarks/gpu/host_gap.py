@@ -21,11 +21,11 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.model_speed import Aims, Scale, loaded
 from benchmarks.gpu.stepping import Stepper, decode_step_seconds
 from benchmarks.gpu.trace import DEVICE_WORK, StepTime, read_trace, step_times
-from benchmarks.workload import draw_prompts, greedy
 from engine.steps.loading import LoadedModel
 
 AIM_US = 100.0

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.part import GateError
+from benchmarks.common.provenance import ROOT, commit
 from benchmarks.gpu.ceilings import Ceilings, Times, ceilings, timed
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.kernel_cases import Case, Shape, cases
-from benchmarks.part import GateError
-from benchmarks.provenance import ROOT, commit
-from benchmarks.table import RESULTS
+from benchmarks.report.table import RESULTS
 
 TESTS = (
     "tests/test_dense_kernels.py",

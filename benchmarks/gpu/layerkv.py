@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
+from benchmarks.common.part import GateError
+from benchmarks.common.summary import ratio, spread
+from benchmarks.common.tiered_engine import StepCost, TieredEngine
+from benchmarks.common.timing import MS
+from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.exactness import generated, model_or_stand_in
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.host_gap import profiling
 from benchmarks.gpu.trace import DEVICE_WORK, Activity, length, read_trace, share_beside, union
-from benchmarks.part import GateError
-from benchmarks.summary import ratio, spread
-from benchmarks.tiered_engine import StepCost, TieredEngine
-from benchmarks.timing import MS
-from benchmarks.workload import draw_prompts, greedy
 from engine.checkpoint.store import resolve_model
 from engine.kv.sizes import layers_per_group_for
 from engine.model.config import ModelConfig

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
+from benchmarks.common.workload import draw_prompts
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, engine_config
 from benchmarks.gpu.stepping import Stepper
-from benchmarks.workload import draw_prompts
 from engine.sampling.params import SamplingParams
 from engine.steps.loading import LoadedModel, load_model
 from engine.steps.memory_profile import StepSize

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.common.summary import spread
+from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, engine_config
 from benchmarks.gpu.stepping import Stepper, decode_step_seconds
-from benchmarks.summary import spread
-from benchmarks.workload import draw_prompts, greedy
 from engine.cost_model.roofline import H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepWork
 from engine.steps.loading import LoadedModel, load_model

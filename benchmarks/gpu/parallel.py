@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks.common.part import GateError
+from benchmarks.common.workload import draw_prompts, greedy, sequences
 from benchmarks.gpu import model_speed
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import RandomModel, engine_config, small_model
-from benchmarks.part import GateError
-from benchmarks.workload import draw_prompts, greedy, sequences
 from decode_workers.local_engine import LocalEngine
 from engine.parallel.leader import STEP_S
 from engine.parallel.processes import GroupError

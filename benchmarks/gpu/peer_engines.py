@@ -18,9 +18,9 @@ from typing import Any, Final, Literal
 
 import torch
 
+from benchmarks.common.timing import RequestTiming, Wave
+from benchmarks.common.workload import Load, draw_prompts, greedy
 from benchmarks.gpu.stepping import Stepper
-from benchmarks.timing import RequestTiming, Wave
-from benchmarks.workload import Load, draw_prompts, greedy
 from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model
 from engine.steps.memory_profile import StepSize
 

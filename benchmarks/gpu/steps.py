@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.common.provenance import ROOT
 from benchmarks.gpu.kernels import TESTS
-from benchmarks.provenance import ROOT
 
 Command = tuple[str, ...]
 """Arguments of Python."""

@@ -22,17 +22,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.part import note
+from benchmarks.common.part import note
+from benchmarks.common.provenance import provenance
+from benchmarks.common.summary import Json
 from benchmarks.peers.pieces import PART, PIECES, Piece, chosen, in_order
 from benchmarks.peers.registry import peers
 from benchmarks.peers.report import piece_of
 from benchmarks.peers.rounds import prepared, prepared_works, run_rounds
 from benchmarks.peers.stored import Stored
 from benchmarks.peers.works import GROUPS
-from benchmarks.peers_table import peers_headline, peers_tables
-from benchmarks.provenance import provenance
-from benchmarks.summary import Json
-from benchmarks.table import RESULTS
+from benchmarks.report.peers import peers_headline, peers_tables
+from benchmarks.report.table import RESULTS
 from kernels.cache_folder import default_cache_dir
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.common.summary import Json
 from benchmarks.peers.merged import Pieces, Report, together
 from benchmarks.peers.works import ONE_STREAM, START
-from benchmarks.summary import Json
 
 BF16 = ("llama.cpp", "openvino", "vllm", "transformers")
 SERVERS = BF16[:3]

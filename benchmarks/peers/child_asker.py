@@ -11,9 +11,9 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
+from benchmarks.common.provenance import ROOT
 from benchmarks.peers.peer import Answer, PeerUnavailableError, Request
 from benchmarks.peers.started import START_TIMEOUT_S, end_process
-from benchmarks.provenance import ROOT
 
 WAVE_TIMEOUT_S = 600.0
 

@@ -10,9 +10,9 @@ import itertools
 
 from tokenizers import Tokenizer
 
+from benchmarks.common.summary import Json
 from benchmarks.peers.peer import Answer, Asker, Draw, Request
 from benchmarks.peers.weights import model_folder
-from benchmarks.summary import Json
 
 NUM_GREEDY, NUM_SEEDED = 36, 12
 ANSWER_TOKENS = 48

@@ -12,11 +12,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.summary import Json
 from benchmarks.peers.http_asker import HttpAsker
 from benchmarks.peers.installation import Workshop
 from benchmarks.peers.peer import Answer, Asker, Draw, PeerUnavailableError, Request
 from benchmarks.peers.weights import model_folder
-from benchmarks.summary import Json
 
 VERSION = "0.8.1"
 PROMPT_TOKENS, OUTPUT_TOKENS = 256, 128

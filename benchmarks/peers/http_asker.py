@@ -12,8 +12,8 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.common.sse_client import AnswerError, stream_chunks
 from benchmarks.peers.peer import Answer, Request
-from benchmarks.sse_client import AnswerError, stream_chunks
 
 WAVE_TIMEOUT_S = 400.0
 

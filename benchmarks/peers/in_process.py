@@ -15,8 +15,8 @@ from typing import Any, get_args
 
 import torch
 
+from benchmarks.common.workload import MODEL
 from benchmarks.peers.peer import THREADS, Answer, Request
-from benchmarks.workload import MODEL
 from engine.checkpoint.quantisation import Quantisation, QuantisationName
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
@@ -36,7 +36,7 @@ def main() -> None:
 
 def legato(weights: Any) -> Wave:
     """`LocalEngine` with the limits of a decode worker; `weights`: a dtype, or int8 or int4 beside bfloat16."""
-    from benchmarks.local import KV_BYTES, local_engine
+    from benchmarks.common.local import KV_BYTES, local_engine
     from engine.steps.loading import EngineConfig, load_model
 
     quantised = weights in get_args(QuantisationName)
@@ -64,7 +64,7 @@ def legato(weights: Any) -> Wave:
 
 def transformers(dtype: str) -> Wave:
     """`generate` on one batch of all requests, padded to the longest; all get as many tokens as the first. Greedy."""
-    from benchmarks.hugging_face import HuggingFace
+    from benchmarks.common.hugging_face import HuggingFace
     from engine.checkpoint.store import resolve_model
 
     peer = HuggingFace(resolve_model(MODEL), getattr(torch, dtype))

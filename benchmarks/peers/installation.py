@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from benchmarks.part import note
+from benchmarks.common.part import note
 from benchmarks.peers.peer import PeerUnavailableError
 from kernels.cache_folder import default_cache_dir
 

@@ -7,14 +7,14 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-from benchmarks.cluster_process import running_cluster
+from benchmarks.common.cluster_process import running_cluster
+from benchmarks.common.provenance import commit
+from benchmarks.common.summary import Json
+from benchmarks.common.workload import MODEL
 from benchmarks.peers.child_asker import child_engine
 from benchmarks.peers.http_asker import HttpAsker
 from benchmarks.peers.peer import MAX_CONCURRENT, THREADS, Peer
 from benchmarks.peers.weights import model_folder
-from benchmarks.provenance import commit
-from benchmarks.summary import Json
-from benchmarks.workload import MODEL
 
 _DECODE: Json = {"max_num_seqs": MAX_CONCURRENT, "chunk_tokens": 512}
 COLOCATED: Json = {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": THREADS}}

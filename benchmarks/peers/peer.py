@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.timing import RequestTiming
+from benchmarks.common.timing import RequestTiming
 
 THREADS = 2  # what everyone computes with
 MAX_CONCURRENT = 32  # sequences that everyone is configured for

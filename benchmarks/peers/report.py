@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.summary import Json, percentiles, spread
+from benchmarks.common.summary import Json, percentiles, spread
 
 Records = Sequence[dict[str, Any]]
 POOLED = "all_"  # begins the names of lists that are pooled

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.part import note
+from benchmarks.common.part import note
+from benchmarks.common.quiet import QuietMachine
+from benchmarks.common.summary import Json
 from benchmarks.peers.peer import Asker, Peer
 from benchmarks.peers.works import START, WORKS, Work, drawing, first_token, warm_up
-from benchmarks.quiet import QuietMachine
-from benchmarks.summary import Json
 
 # What a peer that is absent, broken, slow or wrong raises here; asyncio's IncompleteReadError is an EOFError.
 FAILURES = (RuntimeError, OSError, EOFError, ValueError)

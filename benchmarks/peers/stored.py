@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.peers.aims import AIMS
 from benchmarks.peers.merged import Pieces, latest, merged
 from benchmarks.peers.plots import plot_peers
-from benchmarks.table import write_table
+from benchmarks.report.table import write_table
 
 
 class Stored:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from benchmarks.common.workload import MODEL
 from benchmarks.peers.http_asker import HttpAsker
 from benchmarks.peers.installation import Workshop
 from benchmarks.peers.peer import CONTEXT_TOKENS, Peer, PeerUnavailableError
 from benchmarks.peers.started import START_TIMEOUT_S, await_listening, started
 from benchmarks.peers.weights import model_folder, weights_id
-from benchmarks.workload import MODEL
 from cluster.deployment.free_ports import free_port
 
 VERSION = "0.32.0"

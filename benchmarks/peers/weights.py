@@ -6,7 +6,7 @@ import functools
 import hashlib
 from pathlib import Path
 
-from benchmarks.workload import MODEL
+from benchmarks.common.workload import MODEL
 from engine.checkpoint.store import resolve_model
 
 

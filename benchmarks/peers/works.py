@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.common.summary import Json
 from benchmarks.peers.company import company
 from benchmarks.peers.confirm import LOADS, confirm, install
 from benchmarks.peers.peer import Answer, Asker, Draw, Request, draw_prompt
-from benchmarks.summary import Json
 
 PREFIX_TOKENS, SUFFIX_TOKENS, NUM_SHARING = 1_500, 16, 5
 STEADY_STREAMS, STEADY_TOKENS, LONG_PROMPTS, LONG_TOKENS = 4, 2_000, 2, 4_000

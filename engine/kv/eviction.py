@@ -1,5 +1,5 @@
 """Which cached block a pool gives up next: the policies by name, measured against each other on a conversation trace in
-`benchmarks.eviction`.
+`benchmarks.scheduling.eviction`.
 """
 
 from __future__ import annotations

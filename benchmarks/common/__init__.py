@@ -1,0 +1,1 @@
+"""What benchmarks share: workloads, clients, processes, gates, medians."""

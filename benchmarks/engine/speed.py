@@ -1,0 +1,139 @@
+"""The in-process engine beside Hugging Face `generate`: same weights, threads and requests, in turns.
+
+Speeds are reported only after both gave the same greedy tokens in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.common.agreement import require_agreement
+from benchmarks.common.ceiling import matmul_flops_per_s, memory_read_bytes_per_s
+from benchmarks.common.hugging_face import HuggingFace
+from benchmarks.common.local import load_default_model, local_engine, local_wave
+from benchmarks.common.part import note, run_part
+from benchmarks.common.quiet import QuietMachine
+from benchmarks.common.summary import Json, ratio, spread
+from benchmarks.common.timing import Wave, describe_waves, throughputs
+from benchmarks.common.workload import MODEL, Load, draw_prompts
+from decode_workers.local_engine import LocalEngine
+from engine.checkpoint.store import resolve_model
+from engine.steps.loading import LoadedModel
+
+NUM_THREADS = 2
+SINGLE = Load(num_requests=1, prompt_tokens=128, output_tokens=128)
+# (load, repeats): Hugging Face's largest batch takes most of a minute.
+CONCURRENT = (
+    (Load(num_requests=1, prompt_tokens=256, output_tokens=128), 3),
+    (Load(num_requests=8, prompt_tokens=256, output_tokens=128), 3),
+    (Load(num_requests=32, prompt_tokens=256, output_tokens=128), 2),
+)
+PREFILL_TOKENS = (512, 2048)
+PREFILL_REPEATS = 5
+
+
+def measure() -> Json:
+    torch.set_num_threads(NUM_THREADS)
+    folder = resolve_model(MODEL)
+    gate = require_agreement(folder)
+    model = load_default_model("bfloat16", num_threads=NUM_THREADS)
+    engine, peer = local_engine(model), HuggingFace(folder, torch.bfloat16)
+    _warm_up(engine, peer)
+    quiet = QuietMachine()
+    single = _single_stream(engine, peer, quiet)
+    return {
+        "gate": gate,
+        "model": MODEL,
+        "dtype": "bfloat16",
+        "threads": NUM_THREADS,
+        "single_stream": single,
+        "concurrent": [_concurrent(engine, peer, quiet, load, repeats) for load, repeats in CONCURRENT],
+        "prefill": [_prefill(engine, peer, quiet, num_tokens) for num_tokens in PREFILL_TOKENS],
+        "ceiling": quiet.run(lambda: _ceiling(model)),
+        "quiet": quiet.report(),
+    }
+
+
+def _warm_up(engine: LocalEngine, peer: HuggingFace) -> None:
+    load = Load(num_requests=4, prompt_tokens=64, output_tokens=4)
+    local_wave(engine, load)
+    peer.wave(load)
+
+
+def _in_turns(
+    quiet: QuietMachine, ours: Callable[[], Wave], theirs: Callable[[], Wave], repeats: int
+) -> tuple[list[Wave], list[Wave]]:
+    """A, B, B, A, ...: what drifts on the machine meets both alike."""
+    waves: tuple[list[Wave], list[Wave]] = ([], [])
+    for number in range(repeats):
+        order = ((waves[0], ours), (waves[1], theirs))
+        for kept, run in order if number % 2 == 0 else order[::-1]:
+            kept.append(quiet.run(run))
+    return waves
+
+
+def _single_stream(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine) -> Json:
+    ours, theirs = _in_turns(quiet, lambda: local_wave(engine, SINGLE), lambda: peer.wave(SINGLE), repeats=5)
+    described = {
+        who: {
+            "ttft_ms": spread([wave.requests[0].ttft_s * 1e3 for wave in waves]),
+            "tpot_ms": spread([wave.requests[0].tpot_s * 1e3 for wave in waves]),
+            "decode_tokens_per_s": spread([1 / wave.requests[0].tpot_s for wave in waves]),
+        }
+        for who, waves in (("legato", ours), ("hugging_face", theirs))
+    }
+    ttft = ratio([w.requests[0].ttft_s for w in theirs], [w.requests[0].ttft_s for w in ours])
+    tpot = ratio([w.requests[0].tpot_s for w in theirs], [w.requests[0].tpot_s for w in ours])
+    note(f"one stream 128 -> 128: first token {ttft:.2f}x, each further token {tpot:.2f}x as fast as Hugging Face")
+    return {"load": "128 -> 128", **described, "speedup": {"ttft": ttft, "tpot": tpot}}
+
+
+def _concurrent(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, load: Load, repeats: int) -> Json:
+    ours, theirs = _in_turns(quiet, lambda: local_wave(engine, load), lambda: peer.wave(load), repeats)
+    speedup = ratio(throughputs(ours), throughputs(theirs))
+    row = {
+        "concurrent": load.num_requests,
+        "load": f"{load.prompt_tokens} -> {load.output_tokens}",
+        "legato": describe_waves(ours),
+        "hugging_face": {"output_tokens_per_s": spread(throughputs(theirs))},
+        "speedup": speedup,
+    }
+    rate, peer_rate = max(throughputs(ours)), max(throughputs(theirs))
+    note(f"{load.num_requests} concurrent: {rate:.0f} output tokens/s, Hugging Face {peer_rate:.0f}: {speedup:.2f}x")
+    return row
+
+
+def _prefill(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, num_tokens: int) -> Json:
+    load = Load(num_requests=1, prompt_tokens=num_tokens, output_tokens=2)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(PREFILL_REPEATS):
+        ours.append(num_tokens / quiet.run(lambda: local_wave(engine, load)).requests[0].ttft_s)
+        theirs.append(num_tokens / quiet.run(lambda: peer.prefill_s(draw_prompts(1, num_tokens)[0])))
+    speedup = ratio(ours, theirs)
+    note(f"prefill {num_tokens}: {max(ours):.0f} tokens/s, Hugging Face {max(theirs):.0f}: {speedup:.2f}x")
+    return {
+        "prompt_tokens": num_tokens,
+        "legato_tokens_per_s": spread(ours),
+        "hugging_face_tokens_per_s": spread(theirs),
+        "speedup": speedup,
+    }
+
+
+def _ceiling(model: LoadedModel) -> Json:
+    """Each token of one stream reads all weights once: memory bandwidth bounds it."""
+    read = memory_read_bytes_per_s()
+    bound = read / model.runner.weight_bytes
+    note(f"memory reads at {read / 1e9:.0f} GB/s: at most {bound:.0f} tokens/s for one stream")
+    return {
+        "memory_read_gb_per_s": round(read / 1e9, 1),
+        "matmul_bf16_tflops": round(matmul_flops_per_s(torch.bfloat16) / 1e12, 3),
+        "weight_bytes": model.runner.weight_bytes,
+        "single_stream_bound_tokens_per_s": round(bound, 1),
+    }
+
+
+if __name__ == "__main__":
+    run_part("engine", measure)

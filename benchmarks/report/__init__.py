@@ -1,0 +1,1 @@
+"""Stored reports as pages for people."""

@@ -1,0 +1,1 @@
+"""A cluster or a gateway over HTTP."""

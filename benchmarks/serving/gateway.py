@@ -1,0 +1,255 @@
+"""What one streamed token costs the gateway, in CPU time of its process.
+
+First the HTTP application alone, over a generator that is never the bottleneck: with the client on the other core this
+is also the most tokens per second that one core streams. Then the whole gateway, its orchestrator fed by a scripted
+worker over the connections that real workers use: at a steady beat, at full speed, and with answers of one token that
+is there at once, whose times are what the gateway adds to a first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import IO
+
+import psutil
+import uvloop
+
+from benchmarks.common.part import note, run_part
+from benchmarks.common.provenance import ROOT
+from benchmarks.common.sse_client import AnswerError, stream_wave
+from benchmarks.common.summary import Json, percentiles, spread
+from benchmarks.common.timing import MS
+from benchmarks.common.workload import MODEL, Load, draw_prompts
+from benchmarks.serving.gateway_server import ServerOrder
+from benchmarks.serving.scripted_worker import ScriptedWorker, keep_beat, keep_pace
+from benchmarks.serving.stream_sinks import Sink, completion_request, open_sink
+from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
+from kv_transfer.messages import Endpoint
+from kv_transfer.transports.base import Identity
+
+REPEATS = 3
+TOKENS_AT_FULL_SPEED = 60_000
+# Streams and the time between a stream's tokens: what a gateway should carry with ease.
+BEATS = ((1, 0.004), (32, 0.020), (256, 0.100))
+BEAT_SECONDS = 4.0
+TOKENS_IN_FLOOD = 200_000
+FLOODS = (1, 32, 256, 1_024)
+FIRST_TOKENS = 300
+START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    port: int
+    process: psutil.Process
+
+    def cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+def measure() -> Json:
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[-1]})
+    with _server(ServerOrder(scheduler_port=None, cpu=cpus[0])) as server:
+        app = [uvloop.run(_full_speed(server, streams)) for streams, _ in BEATS]
+    whole: Json = uvloop.run(_whole(cpus[0]))
+    return {"app_alone": app, **whole}
+
+
+async def _full_speed(server: _Server, streams: int) -> Json:
+    load = Load(num_requests=streams, prompt_tokens=16, output_tokens=min(8_000, TOKENS_AT_FULL_SPEED // streams))
+    rates: list[float] = []
+    costs: list[float] = []
+    num_arrivals = 0
+    for _ in range(REPEATS):
+        started_s, cpu_s = time.perf_counter(), server.cpu_s()
+        wave = await stream_wave(server.port, MODEL, load)
+        num_arrivals += sum(request.num_arrivals for request in wave.requests)
+        rates.append(load.num_output_tokens / (time.perf_counter() - started_s))
+        costs.append((server.cpu_s() - cpu_s) / load.num_output_tokens * 1e6)
+    row: Json = {
+        "streams": streams,
+        "tokens_per_s": spread(rates),
+        "cpu_us_per_token": spread(costs),
+        "tokens_per_read": round(REPEATS * load.num_output_tokens / num_arrivals, 2),  # of the client
+    }
+    note(f"app alone, {streams} streams: {max(rates):.0f} tokens/s, {min(costs):.0f} us of CPU per token")
+    return row
+
+
+async def _whole(cpu: int) -> Json:
+    """The scheduler and the scripted worker run here, beside the client."""
+    secret = secrets.token_bytes(32)
+    scheduler = SchedulerServer(SchedulerPolicy(), _identity("scheduler", secret), broadcast_period_s=0.2)
+    endpoint = await scheduler.start("127.0.0.1")
+
+    async def locate_scheduler() -> Endpoint:
+        return endpoint
+
+    worker = ScriptedWorker(_identity("scripted", secret), locate_scheduler)
+    await worker.start()
+    order = ServerOrder(scheduler_port=endpoint.port, cpu=cpu)
+    try:
+        with _server(order, secret) as server:
+            await _until_served(server, worker)
+            return {
+                "whole_gateway": [await _at_beat(server, worker, streams, period_s) for streams, period_s in BEATS],
+                "flood": [await _flooded(server, worker, streams) for streams in FLOODS],
+                "first_token": [await _first_tokens(server, worker, beside) for beside in (0, 32)],
+            }
+    finally:
+        await worker.stop()
+        await scheduler.stop()
+
+
+async def _until_served(server: _Server, worker: ScriptedWorker) -> None:
+    """The gateway has to hear of the worker first."""
+    beating = asyncio.create_task(keep_beat(worker, 0.01))
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            try:
+                await stream_wave(server.port, MODEL, Load(num_requests=1, prompt_tokens=16, output_tokens=4))
+                break
+            except AnswerError:
+                await asyncio.sleep(0.2)
+    beating.cancel()
+
+
+async def _at_beat(server: _Server, worker: ScriptedWorker, streams: int, period_s: float) -> Json:
+    """All streams start at one beat, so that every frame carries a token of each."""
+    load = Load(num_requests=streams, prompt_tokens=16, output_tokens=int(BEAT_SECONDS / period_s))
+    costs: list[float] = []
+    tpots: list[float] = []
+    for _ in range(REPEATS):
+        waves = asyncio.create_task(stream_wave(server.port, MODEL, load))
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await worker.until_active(streams)
+        cpu_s = server.cpu_s()
+        beating = asyncio.create_task(keep_beat(worker, period_s))
+        wave = await waves
+        beating.cancel()
+        costs.append((server.cpu_s() - cpu_s) / load.num_output_tokens * 1e6)
+        tpots += [request.tpot_s for request in wave.requests]
+    note(f"whole gateway, {streams} streams every {period_s * 1e3:.0f} ms: {min(costs):.0f} us of CPU per token")
+    return {
+        "streams": streams,
+        "beat_ms": period_s * 1e3,
+        "cpu_us_per_token": spread(costs),
+        "tpot_ms": spread([tpot * 1e3 for tpot in tpots]),
+    }
+
+
+async def _flooded(server: _Server, worker: ScriptedWorker, streams: int) -> Json:
+    """The worker emits as fast as the gateway reads."""
+    num_tokens = min(8_000, TOKENS_IN_FLOOD // streams)
+    rates: list[float] = []
+    costs: list[float] = []
+    num_events = 0
+    for _ in range(REPEATS):
+        sinks = await _started(server, worker, streams, num_tokens)
+        started_s, cpu_s = time.perf_counter(), server.cpu_s()
+        await keep_pace(worker)
+        await asyncio.gather(*(sink.ended for sink in sinks))
+        rates.append(streams * num_tokens / (time.perf_counter() - started_s))
+        costs.append((server.cpu_s() - cpu_s) / (streams * num_tokens) * 1e6)
+        for sink in sinks:
+            sink.require_tokens(num_tokens)
+            num_events += sink.num_events
+    note(f"flooded, {streams} streams: {max(rates):.0f} tokens/s, {min(costs):.1f} us of CPU per token")
+    return {
+        "streams": streams,
+        "tokens_per_s": spread(rates),
+        "cpu_us_per_token": spread(costs),
+        "tokens_per_event": round(REPEATS * streams * num_tokens / num_events, 2),
+    }
+
+
+async def _started(server: _Server, worker: ScriptedWorker, streams: int, num_tokens: int) -> list[Sink]:
+    """So many streams, all of which the worker has."""
+    requests = [completion_request(prompt, num_tokens) for prompt in draw_prompts(streams, 16)]
+    sinks = [await open_sink(server.port, request) for request in requests]
+    async with asyncio.timeout(START_TIMEOUT_S):
+        await worker.until_active(streams)
+    return sinks
+
+
+async def _first_tokens(server: _Server, worker: ScriptedWorker, beside: int) -> Json:
+    """One request after the other, each answered by one token at once; `beside` others stream at 20 ms a token."""
+    beating = None
+    if beside:
+        others = await _started(server, worker, beside, 8_000)
+        beating = asyncio.create_task(keep_beat(worker, 0.020))
+    delays_s = [await _first_token(server, worker) for _ in range(FIRST_TOKENS)]
+    if beating is not None:
+        beating.cancel()
+        await keep_pace(worker)
+        await asyncio.gather(*(sink.ended for sink in others))
+    row: Json = {"beside": beside, "ttft_ms": percentiles(delays_s, MS)}
+    note(f"first token beside {beside} streams: {row['ttft_ms']} ms")
+    return row
+
+
+async def _first_token(server: _Server, worker: ScriptedWorker) -> float:
+    """Those beside are at a beat of their own, which answers the request if it comes first."""
+    [prompt] = draw_prompts(1, 256)
+    num_started = worker.num_started
+    sink = await open_sink(server.port, completion_request(prompt, 1))
+    async with asyncio.timeout(START_TIMEOUT_S):
+        await worker.until_started(num_started + 1)
+        worker.beat()
+        await sink.ended
+    sink.require_tokens(1)
+    assert sink.first_s is not None
+    return sink.first_s - sink.sent_s
+
+
+@contextlib.contextmanager
+def _server(order: ServerOrder, secret: bytes = b"") -> Iterator[_Server]:
+    command = [sys.executable, "-m", "benchmarks.serving.gateway_server", json.dumps(asdict(order))]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, SECRET_VARIABLE: secret.hex()},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield _Server(_port(process.stdout), psutil.Process(process.pid))
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _port(output: IO[str]) -> int:
+    line = output.readline()
+    if not line:
+        raise RuntimeError("the gateway did not start; its error output is above")
+    port: int = json.loads(line)["port"]
+    return port
+
+
+def _identity(name: str, secret: bytes) -> Identity:
+    return Identity(worker_id=name, node_id=NODE_ID, secret=secret, compatibility={})
+
+
+if __name__ == "__main__":
+    run_part("gateway", measure)

@@ -1,0 +1,130 @@
+"""The gateway's HTTP application in a process of its own, on one core: `python -m benchmarks.serving.gateway_server
+'<JSON>'`.
+
+Prints its port as a line of JSON; serves until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+
+from benchmarks.common.workload import MODEL
+from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
+from cluster.config.settings import GatewaySettings
+from cluster.deployment.heap import settle_heap
+from cluster.errors import NotFoundError
+from cluster.gateway.generator import Arrival, Arrivals, Generator, ServingLimits
+from cluster.gateway.journey import Journey
+from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.http.api import Api, InFlight
+from cluster.http.app import create_app
+from cluster.http.tenants import Tenants
+from cluster.http.unread import Unread
+from cluster.metrics.requests import Metrics
+from cluster.slo.account import SloAccount
+from cluster.slo.terms import RequestTerms
+from engine.checkpoint.store import resolve_model
+from engine.text.tokenizer import Tokenizer
+from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
+from kv_transfer.transports.base import Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOrder:
+    """`scheduler_port` None: tokens come from a generator in the process, as fast as it is asked."""
+
+    scheduler_port: int | None
+    cpu: int
+
+
+class _FullSpeed:
+    """A `Generator` whose next token is there in the next turn of the event loop."""
+
+    async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
+        return []
+
+    def workers(self) -> list[dict[str, object]]:
+        return []
+
+    def pools(self) -> dict[Role, int]:
+        return {}
+
+    def limits(self) -> ServingLimits:
+        return ServingLimits(max_model_len=8_192, ready=True)
+
+    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+        raise NotFoundError("There are no workers here.")
+
+    async def generate(
+        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
+    ) -> AsyncGenerator[Arrivals, None]:
+        for index in range(request.params.max_tokens):
+            await asyncio.sleep(0)
+            token = TokenEvent(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                index=index,
+                token_id=1_000 + index * 31 % 997,
+                finish_reason="length" if index + 1 == request.params.max_tokens else None,
+            )
+            yield [Arrival(time.monotonic(), token)]
+
+
+async def _serve(order: ServerOrder) -> None:
+    if order.scheduler_port is None:
+        await _serve_http(_FullSpeed())
+        return
+    endpoint = Endpoint(host="127.0.0.1", port=order.scheduler_port, node_id=NODE_ID)
+
+    async def locate_scheduler() -> Endpoint:
+        return endpoint
+
+    secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
+    identity = Identity(worker_id="gateway", node_id=NODE_ID, secret=secret, compatibility={})
+    orchestrator = Orchestrator(identity, OrchestratorConfig(), locate_scheduler)
+    orchestrator.start()
+    await _serve_http(orchestrator)
+    await orchestrator.stop()
+
+
+async def _serve_http(generator: Generator) -> None:
+    settings = GatewaySettings(max_concurrent=2_048)
+    api = Api(
+        generator=generator,
+        tokenizer=Tokenizer(resolve_model(MODEL)),
+        model_name=MODEL,
+        settings=settings,
+        metrics=Metrics(),
+        slo=SloAccount(model=MODEL),
+        tenants=Tenants(b""),
+        in_flight=InFlight(settings.max_concurrent),
+        unread=Unread(settings.max_unread_bytes),
+    )
+    settle_heap()
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", lifespan="off", access_log=False))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        server.should_exit = True
+        await serving
+
+
+def main() -> None:
+    order = ServerOrder(**json.loads(sys.argv[1]))
+    os.sched_setaffinity(0, {order.cpu})
+    uvloop.run(_serve(order))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""How honest the simulator is, and how well the scheduler predicts: a real cluster's run beside its replay.
+
+One prefill and one decode worker over HTTP serve a slice of a trace. Its log, with the cost models that the workers
+reported and the overheads that lone requests showed before, is then replayed on the virtual clock: TTFT and TPOT as
+measured and as simulated stand side by side. And each first token is compared with what the scheduler predicted when it
+placed the request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import uvloop
+
+from benchmarks.common.cluster_process import running_cluster
+from benchmarks.common.cluster_watch import ClusterWatch
+from benchmarks.common.part import note, run_part
+from benchmarks.common.quiet import QuietMachine
+from benchmarks.common.sse_client import http_wave, stream_one
+from benchmarks.common.summary import Json, percentile
+from benchmarks.common.timing import RequestTiming
+from benchmarks.common.workload import MODEL, Load
+from benchmarks.serving.overheads import Overheads, lone_overheads
+from benchmarks.serving.traced_load import Timed, drawn, shrunk, stretched, timed
+from cluster.gateway.request_log import LoggedCluster, LoggedRequest, cluster_line, request_line
+from cluster.simulation.plan.demand import demand_of
+from cluster.simulation.records import Record
+from cluster.simulation.whatif import replay
+from cluster.simulation.workload.prompts import content_hashes
+from cluster.simulation.workload.traces import TraceRequest, read_trace
+from cluster.slo.classes import NO_TARGETS
+
+BUSY: Final = 0.6  # share of its time that the prefill worker is to compute
+NUM_WARM: Final = 100  # requests at the start that are not judged
+DEADLINE_S: Final = 900.0
+LOGGED_WITHIN_S: Final = 3.0  # decisions, after they were made
+NUM_REPLAYS: Final = 8  # a spell or two decide a single one's slowest answers
+AIM: Final = 0.15
+PREDICTION_AIMS: Final = {"median": 0.10, "p90": 0.25}
+_POOL: Final[Json] = {"memory": "512MiB", "host_memory": 0}
+SETTINGS: Final[Json] = {
+    "kv": {"layerkv": "off", "prefill": _POOL, "decode": _POOL},
+    "decode": {"threads": 1, "max_num_seqs": 32},
+}
+
+
+def measure(arguments: argparse.Namespace) -> Json:
+    requests = _requests(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        return _measured(arguments, requests, Path(folder) / "decisions")
+
+
+def _measured(arguments: argparse.Namespace, requests: list[TraceRequest], decision_log: Path) -> Json:
+    with running_cluster({**SETTINGS, "scheduler": {"decision_log": str(decision_log)}}) as port:
+        http_wave(port, MODEL, Load(num_requests=4, prompt_tokens=300, output_tokens=8))
+        with ClusterWatch(port) as watch:
+            overheads = lone_overheads(port, watch)
+        note(str(overheads))
+        load = timed(stretched(requests, _stretch(requests, watch)))
+        note(f"{len(load)} requests within {load[-1].arrival_s:.0f} s")
+        quiet = QuietMachine(0.0)  # once: a repetition would find its prompts cached
+        with ClusterWatch(port) as watch:
+            timings = quiet.run(lambda: uvloop.run(_send(port, load)))
+        time.sleep(LOGGED_WITHIN_S)
+    decisions = _decisions(decision_log)
+    cluster = _logged_cluster(watch, overheads)
+    log = _logged_requests(load, timings, cluster.block_size)
+    if arguments.log is not None:
+        lines = [cluster_line(cluster), *map(request_line, log)]
+        arguments.log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    seeds = range(0, 100 * NUM_REPLAYS, 100)  # far enough apart that no two workers' are the same
+    records = [record for seed in seeds for record in replay(cluster, log, seed)]
+    rows = compared(log, records)
+    return {
+        "model": MODEL,
+        "requests": len(load),
+        "judged": len(load) - NUM_WARM,
+        "replays": NUM_REPLAYS,
+        "duration_s": round(load[-1].arrival_s, 1),
+        "aim": f"within {AIM:.0%}",
+        "overheads": overheads.describe(),
+        "workers": {"prefill": asdict(watch.worker("prefill")), "decode": asdict(watch.worker("decode"))},
+        "cached_tokens": {
+            "measured": sum(timing.num_cached_tokens for timing in timings),
+            "simulated": round(sum(record.cached_tokens for record in records) / NUM_REPLAYS),
+        },
+        "rows": rows,
+        "reaches_aim": all(abs(float(str(row["error"]))) <= AIM for row in rows),
+        "prediction": _predictions(timings, decisions),
+        "quiet": quiet.report(),
+    }
+
+
+def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:
+    source = drawn() if arguments.trace is None else read_trace(arguments.trace, "mooncake")
+    return shrunk(islice(source, arguments.first, None), arguments.requests)
+
+
+def _stretch(requests: Sequence[TraceRequest], watch: ClusterWatch) -> float:
+    """By what makes the prefill worker as busy as it should be, as far as its lone steps tell."""
+    demand, worker = demand_of(requests), watch.worker("prefill")
+    work_s = sum(worker.cost.prefill_s(new, cached, worker.token_budget) for new, cached in demand.prompts)
+    return work_s / demand.duration_s / BUSY
+
+
+async def _send(port: int, load: Sequence[Timed]) -> list[RequestTiming]:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    async def one(request: Timed) -> RequestTiming:
+        await asyncio.sleep(began + request.arrival_s - loop.time())
+        return await stream_one(port, MODEL, list(request.prompt), request.output_tokens)
+
+    async with asyncio.timeout(DEADLINE_S):
+        return await asyncio.gather(*map(one, load))
+
+
+def _logged_cluster(watch: ClusterWatch, overheads: Overheads) -> LoggedCluster:
+    return LoggedCluster(
+        num_prefill=1,
+        num_decode=1,
+        prefill=watch.worker("prefill"),
+        decode=watch.worker("decode"),
+        block_size=watch.block_size(),
+        slo=NO_TARGETS,
+        gateway_s=overheads.gateway_s,
+        handoff_s=overheads.handoff_s,
+        handoff_token_s=overheads.handoff_token_s,
+    )
+
+
+def _logged_requests(load: Sequence[Timed], timings: Sequence[RequestTiming], block_size: int) -> list[LoggedRequest]:
+    """As clients saw them."""
+    return [
+        LoggedRequest(
+            request_id=entry.request.request_id,
+            arrival_s=timing.sent_s,
+            prompt_tokens=entry.request.prompt_tokens,
+            output_tokens=entry.output_tokens,
+            hashes=tuple(digest.hex() for digest in content_hashes(entry.request, number, block_size)),
+            ttft_s=timing.ttft_s,
+            tpot_s=timing.tpot_s,
+        )
+        for number, (entry, timing) in enumerate(zip(load, timings, strict=True))
+    ]
+
+
+def compared(log: Sequence[LoggedRequest], records: Sequence[Record]) -> list[Json]:
+    """Of the requests that are judged. `records`: of one replay or of several."""
+    judged = sorted(log, key=lambda request: request.arrival_s)[NUM_WARM:]
+    names = {request.request_id for request in judged}
+    simulated = [record for record in records if record.request_id in names]
+    rows: list[Json] = []
+    for name, unit_s, real, ours in (
+        ("TTFT, s", 1.0, [r.ttft_s for r in judged], [r.ttft_s for r in simulated]),
+        ("TPOT, ms", 1e-3, [r.tpot_s for r in judged], [r.tpot_s for r in simulated]),
+    ):
+        for share in (0.5, 0.99):
+            truth, told = (percentile([s for s in seconds if s is not None], share) for seconds in (real, ours))
+            row: Json = {
+                "what": f"{name}, P{share * 100:.0f}",
+                "measured": float(f"{truth / unit_s:.4g}"),
+                "simulated": float(f"{told / unit_s:.4g}"),
+                "error": round(told / truth - 1, 4),
+            }
+            note(f"{row['what']}: {row['measured']} measured, {row['simulated']} simulated, {told / truth - 1:+.1%}")
+            rows.append(row)
+    return rows
+
+
+def _decisions(decision_log: Path) -> dict[str, float]:
+    """TTFT as it was predicted when the request was first placed, by the id of the answer."""
+    told = [json.loads(line) for line in decision_log.read_text(encoding="utf-8").splitlines()]
+    return {
+        decision["request_id"].rsplit("-", 1)[0]: decision["candidates"][0]["ttft_s"]
+        for decision in reversed(told)
+        if decision["outcome"] == "placed"
+    }
+
+
+def _predictions(timings: Sequence[RequestTiming], decisions: dict[str, float]) -> Json:
+    errors = [abs(decisions[t.answer_id] / t.ttft_s - 1) for t in timings[NUM_WARM:] if t.answer_id in decisions]
+    found = {"requests": len(errors), "median": round(median(errors), 4), "p90": round(percentile(errors, 0.9), 4)}
+    note(f"predicted TTFT is off by {found['median']:.1%} in the median, {found['p90']:.1%} at P90")
+    return {**found, "aims": PREDICTION_AIMS}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.simulator_honesty", description=__doc__)
+    default = os.environ.get("LEGATO_MOONCAKE_TRACE")
+    parser.add_argument("--trace", type=Path, default=default and Path(default), help="a file in Mooncake's format")
+    parser.add_argument("--first", type=int, default=0, help="requests of the trace to leave out at the start")
+    parser.add_argument("--requests", type=int, default=420, help="to send; the first 100 are not judged")
+    parser.add_argument("--log", type=Path, help="where to write the run's log, for `python -m cluster whatif`")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    chosen = _arguments()
+    run_part("simulator_honesty", lambda: measure(chosen))
