@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.legato-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: setup serve test test-long check bench bench-peers gpu-check clean
+.PHONY: setup serve test test-fast test-long check bench bench-peers gpu-check clean
 
 setup: $(STAMP)
 
@@ -27,11 +27,15 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest
 
+# The inner loop: what needs no cluster, weights, processes or interpreter. The other folders of tests/ are named for what they need.
+test-fast: setup
+	$(BIN)/python -m pytest -q tests/kernels tests/engine tests/kv_transfer tests/prefill_workers tests/decode_workers tests/cluster
+
 # Properties once more, with ROUNDS times other examples; `make test` tries the same ones in every run.
 ROUNDS ?= 5
 test-long: setup
 	for round in $$(seq $(ROUNDS)); do \
-	  $(BIN)/python -m pytest -m "not ray" --hypothesis-profile=random $$(grep -l hypothesis tests/test_*.py) || exit 1; \
+	  $(BIN)/python -m pytest -m "not ray" --hypothesis-profile=random $$(grep -rl --include='test_*.py' hypothesis tests) || exit 1; \
 	done
 
 check: setup

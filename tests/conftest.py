@@ -1,20 +1,21 @@
-"""Fixtures that several test files share, and how Hypothesis chooses its examples."""
+"""Fixtures that several test files share, and how Hypothesis chooses its examples.
+
+Imports no torch: files that need none are collected and run without waiting for it.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-import tests.interpreted  # noqa: F401 - before the module of any test imports a kernel
-from engine.checkpoint.store import resolve_model
-
 if TYPE_CHECKING:
-    from tests.small_models import SmallModel
+    from tests.support.small_models import SmallModel
 
 # What fails depends on the code alone: the same examples in every run, and no limit on the time that one takes.
 settings.register_profile(
@@ -24,22 +25,33 @@ settings.register_profile(
 settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False)
 settings.load_profile("repeatable")
 
+# Triton asks for it when a kernel is decorated, so it is set before the module of any test imports one. Whether torch
+# can use the GPU is asked by `tests.support.interpreted`, which every test of such kernels imports.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
-torch.set_num_threads(1)
+
+def _one_torch_thread() -> None:
+    """Tests run beside each other and beside worker processes; more threads would only make their timing vary."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    _one_torch_thread()
 
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """Tests run beside each other and beside worker processes; more threads would only make their timing vary. What a
-    test sets, or what it loads, is no other's."""
+    """What a test sets, or what it loads, is no other's."""
     yield
-    torch.set_num_threads(1)
+    _one_torch_thread()
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     """A small random Llama, for whoever only asks it."""
-    from tests.small_models import SmallModel  # most tests need none of what it imports
+    from tests.support.small_models import SmallModel  # most tests need none of what it imports
 
     return SmallModel("llama", tmp_path_factory.mktemp("llama"))
 
@@ -53,10 +65,14 @@ def llama_folder(llama: SmallModel) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """SmolLM2-135M-Instruct with its real weights, converted once into the default cache folder."""
+    from engine.checkpoint.store import resolve_model
+
     return resolve_model("smollm2-135m-instruct")
 
 
 @pytest.fixture(scope="session")
 def gemma3_folder() -> Path:
     """Gemma 3 270M (a base model) with its real weights, converted once into the default cache folder."""
+    from engine.checkpoint.store import resolve_model
+
     return resolve_model("gemma3-270m")

@@ -24,21 +24,21 @@ from benchmarks.gpu.kernel_cases import Case, Shape, cases
 from benchmarks.report.table import RESULTS
 
 TESTS = (
-    "tests/test_dense_kernels.py",
-    "tests/test_attention_kernels.py",
-    "tests/test_attention_invariance.py",
-    "tests/test_attention_work.py",
-    "tests/test_cascade_attention.py",
-    "tests/test_slab_kernels.py",
-    "tests/test_device_copying.py",
-    "tests/test_pinned_slabs.py",
-    "tests/test_block_link.py",
-    "tests/test_offloading.py",
-    "tests/test_sampling_kernels.py",
-    "tests/test_block_digest.py",
-    "tests/test_gpu_kernels.py",
-    "tests/test_decode_graphs.py",
-    "tests/test_batch_invariance.py",
+    "tests/interpreted/test_dense_kernels.py",
+    "tests/interpreted/test_attention_kernels.py",
+    "tests/interpreted/test_attention_invariance.py",
+    "tests/interpreted/test_attention_work.py",
+    "tests/interpreted/test_cascade_attention.py",
+    "tests/interpreted/test_slab_kernels.py",
+    "tests/interpreted/test_device_copying.py",
+    "tests/interpreted/test_pinned_slabs.py",
+    "tests/interpreted/test_block_link.py",
+    "tests/interpreted/test_offloading.py",
+    "tests/interpreted/test_sampling_kernels.py",
+    "tests/kernels/test_block_digest.py",
+    "tests/interpreted/test_gpu_kernels.py",
+    "tests/interpreted/test_decode_graphs.py",
+    "tests/interpreted/test_batch_invariance.py",
 )
 
 

@@ -42,14 +42,18 @@ def _measured(name: str, answers: str, minutes: float, module: str, *arguments: 
 
 
 _TRANSPORT_TESTS = (
-    "tests/test_transports.py",
-    "tests/test_device_transport.py",
-    "tests/test_distributed_transport.py",
-    "tests/test_transport_processes.py",
-    "tests/test_copying.py",
+    "tests/kv_transfer/transports/test_transports.py",
+    "tests/processes/test_device_transport.py",
+    "tests/processes/test_distributed_transport.py",
+    "tests/processes/test_transport_processes.py",
+    "tests/interpreted/test_copying.py",
 )
-_COMPILATION_TESTS = ("tests/test_compilation.py", "tests/test_attention_layouts.py")
-_ENGINE_TESTS = ("tests/test_models.py", "tests/test_runner.py", "tests/test_kernels.py")
+_COMPILATION_TESTS = ("tests/interpreted/test_compilation.py", "tests/interpreted/test_attention_layouts.py")
+_ENGINE_TESTS = (
+    "tests/with_models/test_models.py",
+    "tests/with_models/test_runner.py",
+    "tests/kernels/test_kernels.py",
+)
 _HANDOFF = "benchmarks.gpu.handoff_exactness"
 
 # What tells most comes first, for who has little time.

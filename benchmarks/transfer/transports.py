@@ -2,9 +2,9 @@
 
 `python -m benchmarks.transfer.transports` streams slabs one way through a real link, and measures in the same run: a
 memory copy in this process (the ceiling of shared memory), a plain blocking socket pair and, where it is installed,
-iperf3 (the ceiling of TCP). Everything is measured once per round, so that what else the machine does falls on all alike;
-medians over the rounds are shown, and the last line is JSON. The sender writes one byte per slab: what is measured is moving
-slabs, not making them.
+iperf3 (the ceiling of TCP). Everything is measured once per round, so that what else the machine does falls on all
+alike; medians over the rounds are shown, and the last line is JSON. The sender writes one byte per slab: what is
+measured is moving slabs, not making them.
 """
 
 from __future__ import annotations

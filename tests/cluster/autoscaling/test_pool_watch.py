@@ -1,0 +1,243 @@
+"""What pool sizing goes by, and the orders that come of it: over real placements, and budgets that really burn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.autoscaling.controller import PoolKeeper
+from cluster.autoscaling.sizing import FlipRules, PoolRules
+from cluster.autoscaling.watch import Burning, PoolsPlan, PoolWatch
+from cluster.config.load import load_config
+from cluster.config.scheduler import pools_plan
+from cluster.scheduler.block_index import BlockIndex
+from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.query import Query
+from cluster.slo.classes import SloClass, SloConfig
+from cluster.slo.report import Outcome as Ending
+from cluster.slo.report import RequestEnd, Served, SloRecorder
+from cluster.slo.tracker import SloTracker
+from kv_transfer.messages import ChangeRole, PoolTarget, Role
+from tests.cluster.scheduler.placement.placement_world import COST, ledger_of, query_of
+from tests.support.worker_reports import worker_info, worker_snapshot
+
+SLO = SloConfig(
+    classes=(SloClass(name="chat", ttft_s=2.0, tpot_s=0.05, share=0.9), SloClass(name="batch")), default="chat"
+)
+SCALING = PoolRules(max_workers=8)
+FIXED = PoolRules(min_workers=0, max_workers=8, scales=False)
+
+
+class Door:
+    """Asks the real admission, and lets the watch hear of it."""
+
+    def __init__(self, ledger: Ledger, watch: PoolWatch) -> None:
+        self._admission = Admission(ledger, BlockIndex().longest_prefix, DecisionPolicy(), AdmissionPolicy())
+        self._watch = watch
+
+    def ask(self, query: Query, now: float) -> Verdict:
+        verdict = self._admission.ask(query, now)
+        self._watch.asked(query, verdict, now)
+        return verdict
+
+
+def tracker(now_s: float = 0.0) -> SloTracker:
+    return SloTracker(SLO, now_s=now_s)
+
+
+def test_demand_is_what_is_asked_for_whether_or_not_it_is_served() -> None:
+    """Prompts of 1.01 s, three per second, on one prefill worker: first they fit, then they are turned away."""
+    ledger = ledger_of("p1", "d1")
+    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    door = Door(ledger, watch)
+    outcomes = [door.ask(query_of(f"r{i}", arrived_at=i / 3), i / 3).outcome for i in range(300)]
+    assert Outcome.PLACED in outcomes and Outcome.REJECTED in outcomes
+    prefill, decode = watch.views(100.0, Burning())
+    assert prefill.demand + decode.demand > 2.5  # some prompts are computed by the decode worker
+    assert (prefill.live, decode.live) == (1, 1)
+
+
+def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> None:
+    ledger = ledger_of("p1", "d1")
+    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    door = Door(ledger, watch)
+    queries = [query_of(f"r{i}", prefix_hashes=bytes([i]) * 16) for i in range(20)]  # far too many at once
+    verdicts = [door.ask(query, 0.0) for query in queries]
+    told = {q: v.retry_after_s for q, v in zip(queries, verdicts, strict=True) if v.outcome is Outcome.REJECTED}
+    assert len(told) > 10
+    alike = queries[-1]
+    before = demand(watch, 0.1)
+    door.ask(replace(alike, request_id="alike"), 0.1)  # of somebody else: nobody was asked to come back so soon
+    grown = demand(watch, 0.1) - before
+    assert grown == pytest.approx(before / 20, rel=0.2)
+    for query, retry_after_s in told.items():
+        assert retry_after_s is not None
+        now = max(1.0, retry_after_s)
+        before = demand(watch, now)
+        door.ask(replace(query, request_id=f"{query.request_id} again", arrived_at=now), now)
+        assert demand(watch, now) == before
+
+
+def demand(watch: PoolWatch, now: float) -> float:
+    """Before anything is made of it."""
+    return sum(forecast.short for forecast in watch.forecasts(now))
+
+
+def test_later_attempts_and_unknown_workers_ask_for_nothing() -> None:
+    ledger = ledger_of("p1", "d1")
+    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    door = Door(ledger, watch)
+    door.ask(query_of("r", attempt=1), 1.0)
+    empty = Door(Ledger(), watch)
+    empty.ask(query_of("s"), 1.0)
+    assert watch.views(1.0, Burning())[0].demand == 0.0
+
+
+def test_sequences_that_run_longer_than_expected_hold_their_worker() -> None:
+    ledger = ledger_of("p1", "d1")
+    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    door = Door(ledger, watch)
+    for i in range(10):
+        door.ask(query_of(f"r{i}", tpot_s=0.05, ttft_s=60.0), 0.0)
+        ledger.first_token(f"r{i}", 0.0)
+    demands = [watch.views(float(second), Burning())[1].demand for second in range(300)]
+    # A step of 20 such sequences takes 50 ms: ten of them are half a worker, when their arrival is long forgotten.
+    assert demands[-1] == pytest.approx(10 * 0.00205 / 0.04, rel=0.1)
+
+
+def ended(recorder: SloRecorder, count: int, ending: Ending, *, ttft_s: float = 0.1, tpot_s: float = 0.01) -> None:
+    served = Served(slo=SLO.classes[0].promise(), model="m")
+    is_served = ending is Ending.FINISHED
+    for _ in range(count):
+        end = RequestEnd(
+            outcome=ending, e2e_s=5.0, ttft_s=ttft_s if is_served else None, tpot_s=tpot_s if is_served else None
+        )
+        recorder.ended(served, end)
+
+
+@pytest.mark.parametrize(
+    ("ending", "times", "expected"),
+    [
+        (Ending.FINISHED, {"ttft_s": 9.0}, Burning(ttft=True)),
+        (Ending.FINISHED, {"tpot_s": 9.0}, Burning(tpot=True)),
+        (Ending.REJECTED, {}, Burning(other=True)),
+    ],
+)
+def test_whose_budget_burns(ending: Ending, times: dict[str, float], expected: Burning) -> None:
+    recorder, slo = SloRecorder(), tracker()
+    ended(recorder, 17, Ending.FINISHED)
+    ended(recorder, 3, ending, **times)  # 15 % where 10 % are allowed
+    slo.absorb(1.0, recorder.take())
+    assert Burning.of(slo.totals(1.0)) == expected
+    assert Burning.of(slo.totals(200.0)) == Burning()  # over, says the short window
+
+
+def test_two_misses_are_chance() -> None:
+    recorder, slo = SloRecorder(), tracker()
+    ended(recorder, 2, Ending.FINISHED, ttft_s=9.0)
+    slo.absorb(1.0, recorder.take())
+    assert Burning.of(slo.totals(1.0)) == Burning()
+
+
+def test_rejections_are_blamed_on_the_busier_pool() -> None:
+    ledger = ledger_of("p1", "p2", "d1")
+    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    door = Door(ledger, watch)
+    for i in range(30):
+        door.ask(query_of(f"r{i}", max_new_tokens=2), float(i))
+    prefill, decode = watch.views(30.0, Burning(other=True))
+    assert (prefill.burns, decode.burns) == (True, False)
+
+
+# --- orders ---
+
+
+def keeper(ledger: Ledger, plan: PoolsPlan) -> PoolKeeper:
+    return PoolKeeper(ledger, plan, tracker(), 0.0)
+
+
+def targets(keeper: PoolKeeper, now: float) -> dict[str, int]:
+    return {w: order.num_workers for w, order in keeper.orders(now) if isinstance(order, PoolTarget)}
+
+
+def test_every_worker_hears_how_many_its_pool_should_have() -> None:
+    ledger = ledger_of("p1", "d1", "d2")
+    sizing = keeper(ledger, PoolsPlan(prefill=SCALING, decode=SCALING))
+    assert targets(sizing, 1.0) == {}  # it only listens yet
+    door = Door(ledger, sizing.watch)
+    for i in range(60):
+        door.ask(query_of(f"r{i}", ttft_s=float("inf"), tpot_s=float("inf"), max_new_tokens=2), i / 2)
+    assert sizing.orders is not None
+    heard = targets(sizing, 30.0)
+    assert heard["p1"] >= 2 and heard["d1"] == heard["d2"] == 2
+
+
+def test_pools_of_fixed_size_hear_nothing() -> None:
+    ledger = ledger_of("p1", "d1")
+    assert targets(keeper(ledger, PoolsPlan(prefill=FIXED, decode=SCALING)), 10.0) == {"d1": 1}
+
+
+def test_a_worker_counts_where_it_works_and_is_kept_where_it_was_started() -> None:
+    """Of three decode workers one was started for prefill: Serve should have two for prefill, and two for decode."""
+    ledger = ledger_of("p1", "d1", "d2")
+    ledger.register(replace(worker_info("d3"), home="prefill"), worker_snapshot("d3"), 0.0, cost=COST)
+    rules = PoolRules(initial=1, max_workers=8)
+    heard = targets(keeper(ledger, PoolsPlan(prefill=rules, decode=replace(rules, initial=3))), 10.0)
+    assert heard == {"p1": 2, "d3": 2, "d1": 2, "d2": 2}
+
+
+def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_change() -> None:
+    ledger = Ledger()
+    for pid, worker_id in enumerate(("p1", "d1", "d2", "d3")):
+        ledger.register(worker_info(worker_id, pid=pid), worker_snapshot(worker_id), 0.0, cost=COST)
+    rules = PoolRules(max_workers=8)
+    plan = PoolsPlan(prefill=rules, decode=replace(rules, initial=3), flips=FlipRules(enabled=True, hold_s=2.0))
+    sizing = keeper(ledger, plan)
+    ledger.heartbeat(worker_snapshot("d1", 2, num_running=1), 5.0)
+    ledger.heartbeat(worker_snapshot("d3", 2, num_running=2), 5.0)
+    for second in range(20):
+        list(sizing.orders(float(second)))
+    door = Door(ledger, sizing.watch)
+    for i in range(40):
+        door.ask(query_of(f"r{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0), 20.0)
+    first, second_time = list(sizing.orders(20.0)), list(sizing.orders(20.0))
+    assert [(w, order.role) for w, order in first if isinstance(order, ChangeRole)] == [("d2", "prefill")]
+    assert not [order for _, order in second_time if isinstance(order, ChangeRole)]  # once is enough
+    assert sizing.advice is not None and sizing.advice.num_decode == 2
+    during = targets(sizing, 21.0)
+    assert during["d1"] == 3  # as Serve has it
+    ledger.lost("d2", 22.0)
+    assert targets(sizing, 22.0)["d1"] == 3
+    ledger.register(replace(worker_info("p2"), home="decode", pid=2), worker_snapshot("p2"), 23.0, cost=COST)
+    assert targets(sizing, 23.0)["d1"] == 3
+
+
+# --- settings ---
+
+
+def plan_of(tree: dict[str, object]) -> PoolsPlan | None:
+    return pools_plan(load_config(tree))
+
+
+def test_settings_become_rules() -> None:
+    scaling = {"max_replicas": 4, "target_utilisation": 0.5, "start_s": 7.0, "downscale_delay_s": 9.0}
+    plan = plan_of({"prefill": {"replicas": 2, "autoscaling": scaling}})
+    assert plan is not None
+    expected = PoolRules(initial=2, max_workers=4, target=0.5, start_s=7.0, hold_s=9.0)
+    assert plan.prefill == expected and not plan.decode.scales and not plan.flips.enabled
+
+
+def test_without_pools_to_size_there_is_no_plan() -> None:
+    by_load = {"policy": "load", "max_replicas": 4, "target_per_replica": 9}
+    assert plan_of({}) is None and plan_of({"prefill": {"autoscaling": by_load}}) is None
+    flips = plan_of({"scheduler": {"role_flips": True}})
+    assert flips is not None and flips.flips.enabled and not flips.prefill.scales
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_colocated_pool_has_no_prefill(role: Role) -> None:
+    plan = plan_of({"prefill": {"replicas": 0}, "decode": {"autoscaling": {"max_replicas": 3}}})
+    assert plan is not None and plan.prefill.max_workers == 0 and plan.decode.max_workers == 3

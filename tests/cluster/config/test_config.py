@@ -1,0 +1,272 @@
+"""The configuration: what is refused and how, the shipped files, and the documentation of every setting."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from ray import cloudpickle
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.app import build_application
+from cluster.config.fields import KvMemory, format_size, parse_size
+from cluster.config.load import ConfigError, LegatoConfig, cluster_secret, draw_secret, give_secret, load_config
+from cluster.config.table import setting_rows, settings_table
+from cluster.slo.classes import NO_TARGETS, SloConfig
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "ray_configs").glob("*.yaml"))
+GIVEN = "0123456789abcdef"  # the shortest that will do
+
+
+def test_the_shipped_files_are_there() -> None:
+    names = {path.stem for path in FILES}
+    assert names >= {"quickstart", "cpu_2p2d", "gpu_1p1d", "gpu_autoscale", "gpu_tensor_parallel", "colocated"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_shipped_file_loads(path: Path) -> None:
+    load_config(path)
+    document = yaml.safe_load(path.read_text())
+    schema = ServeDeploySchema.model_validate(document)
+    # Serve ignores options that it does not know; a typing error in one must not pass for a setting.
+    assert set(document) <= set(ServeDeploySchema.model_fields)
+    assert set(document["http_options"]) <= set(type(schema.http_options).model_fields)
+    assert set(document["logging_config"]) <= set(type(schema.logging_config).model_fields)
+    (application,) = schema.applications
+    assert application.import_path == "cluster.app:build" and application.route_prefix == "/"
+    assert schema.http_options.host == "127.0.0.1"
+
+
+def test_what_the_shipped_files_are_for() -> None:
+    configs = {path.stem: load_config(path) for path in FILES}
+    quickstart = configs["quickstart"]
+    assert (quickstart.prefill.replicas, quickstart.decode.replicas, quickstart.colocated) == (1, 1, False)
+    assert configs["colocated"].colocated
+    assert (configs["cpu_2p2d"].prefill.replicas, configs["cpu_2p2d"].decode.replicas) == (2, 2)
+    assert configs["gpu_1p1d"].prefill.num_gpus == configs["gpu_1p1d"].decode.num_gpus == 1
+    group = configs["gpu_tensor_parallel"]
+    assert (group.prefill.num_gpus, group.decode.num_gpus) == (2, 4)
+    scaled = configs["gpu_autoscale"]
+    assert scaled.prefill.autoscaling is not None and scaled.decode.autoscaling is not None
+    assert scaled.prefill.autoscaling != scaled.decode.autoscaling
+
+
+def test_classes_of_service() -> None:
+    assert load_config({}).slo_classes == NO_TARGETS
+    assert load_config({"slo": {}}).slo_classes == SloConfig()
+    config = load_config(ROOT / "ray_configs" / "slo.yaml")
+    interactive, batch = config.slo_classes.classes
+    assert (interactive.name, config.slo_classes.default, interactive.promise().has_targets) == (
+        "interactive",
+        "interactive",
+        True,
+    )
+    assert batch.name == "batch" and not batch.promise().has_targets
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = load_config({})
+    assert config == LegatoConfig() and pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model.ref = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("tree", "mentions"),
+    [
+        ({"prefil": {}}, ("prefil", "did you mean prefill?")),
+        ({"kv": {"decode": {"blocksize": 3}}}, ("kv.decode.blocksize", "did you mean block_size?")),
+        ({"kv": {"decode": {"zzz": 3}}}, ("kv.decode.zzz", "block_size, memory")),
+        ({"decode": {"autoscaling": {"min": 1}}}, ("decode.autoscaling.min", "max_replicas")),
+        ({"prefill": {"replicas": -1}}, ("prefill.replicas", "-1")),
+        ({"prefill": {"replicas": "2"}}, ("prefill.replicas", "integer", "'2'")),
+        ({"prefill": {"replicas": True}}, ("prefill.replicas", "integer")),
+        ({"prefill": []}, ("prefill", "[]")),
+        ({"decode": {"replicas": 0}}, ("decode.replicas",)),
+        (
+            {"transfer": {"transport": "nccl"}, "prefill": {"num_gpus": 1}},
+            ("transfer.transport is 'nccl'", "decode workers with decode.num_gpus: 0", "leave it at 'auto'"),
+        ),
+        (
+            {"prefill": {"tensor_parallel": 3, "num_gpus": 2}},
+            ("prefill.tensor_parallel is 3, but prefill.num_gpus is 2", "set prefill.num_gpus: 3"),
+        ),
+        (
+            {"decode": {"tensor_parallel": 2, "num_gpus": 2}},
+            ("decode.tensor_parallel is 2 with GPUs and kv.decode.host_memory", "set kv.decode.host_memory: 0"),
+        ),
+        ({"model": {"dtype": "float64"}}, ("model.dtype", "float32", "bfloat16")),
+        ({"kv": {"decode": {"memory": "2 GB"}}}, ("kv.decode.memory", "2GiB", "4096 blocks")),
+        ({"kv": {"decode": {"memory": 0}}}, ("kv.decode.memory", "larger than nothing")),
+        ({"transfer": {"slab_bytes": "much"}}, ("transfer.slab_bytes", "512MiB")),
+        ({"transfer": {"lease_ttl_s": float("nan")}}, ("transfer.lease_ttl_s",)),
+        ({"decode": {"autoscaling": {"min_replicas": 2}}}, ("decode.autoscaling.max_replicas", "missing")),
+        (
+            {"decode": {"autoscaling": {"max_replicas": 2, "policy": "load"}}},
+            ("decode.autoscaling", "target_per_replica", "policy: slo"),
+        ),
+        (
+            {"decode": {"autoscaling": {"max_replicas": 2, "target_per_replica": 9}}},
+            ("decode.autoscaling", "policy: load"),
+        ),
+        ({"prefill": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}}, ("prefill.autoscaling", "use 1")),
+        ({"prefill": {"replicas": 0}, "scheduler": {"role_flips": True}}, ("scheduler.role_flips", "prefill.replicas")),
+        (
+            {"decode": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}},
+            ("decode.autoscaling", "min_replicas is 3", "max_replicas 2"),
+        ),
+        (
+            {"prefill": {"replicas": 5, "autoscaling": {"max_replicas": 2}}},
+            ("prefill.replicas is 5", "1 to 2"),
+        ),
+        (
+            {
+                "decode": {
+                    "autoscaling": {"policy": "load", "min_replicas": 0, "max_replicas": 2, "target_per_replica": 1}
+                }
+            },
+            ("decode.autoscaling.min_replicas is 0", "use 1"),
+        ),
+        ({"model": {"quantization_group": 32}}, ("quantization_group is 32 without quantization", "int8 or int4")),
+        (
+            {"model": {"batch_invariant": True}, "prefill": {"num_gpus": 1}},
+            ("model.batch_invariant", "decode.num_gpus is 0"),
+        ),
+        ({"slo": {"clases": {}}}, ("slo.clases", "did you mean classes?")),
+        ({"slo": {"classes": {"chat": {"ttft_m": 5}}}}, ("slo.classes.chat.ttft_m", "did you mean ttft_ms?")),
+        ({"slo": {"classes": {"chat": {}}}}, ("slo: the default SLO class is 'interactive'", "there are chat")),
+        ({"slo": {"classes": {"a": {"share": 1}}, "default": "a"}}, ("slo.classes.a.share", "less than 1")),
+        ({"scheduler": {"heartbeat_s": 5}}, ("scheduler", "stale_after_s", "twice")),
+        (
+            {"model": {"max_model_len": 32}, "kv": {"prefill": {"block_size": 64}}},
+            ("kv.prefill.block_size is 64", "max_model_len (32)"),
+        ),
+        (
+            {"model": {"max_model_len": 32}, "scheduler": {"local_prefill_below_tokens": 64}},
+            ("scheduler.local_prefill_below_tokens", "prefill.replicas: 0"),
+        ),
+    ],
+)
+def test_nonsense_is_refused_with_advice(tree: dict[str, Any], mentions: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree)
+    for mention in mentions:
+        assert mention in str(caught.value)
+
+
+def test_every_problem_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"prefill": {"replicas": -1}, "decode": {"replica": 2}})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_secret_stands_in_no_file() -> None:
+    """Ray's dashboard would show it."""
+    for tree in {"secret": "hush-hush-hush-hush"}, {"secret": None}, {"secret": "hush", "decode": {"replicas": -1}}:
+        with pytest.raises(ConfigError, match="LEGATO_SECRET") as caught:
+            load_config(tree)
+        assert "hush" not in str(caught.value)
+
+
+def test_a_secret_comes_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGATO_SECRET", GIVEN)
+    assert draw_secret() is None and cluster_secret(None) == GIVEN.encode()
+    give_secret()
+    assert cluster_secret(None) == GIVEN.encode()
+    for short in (GIVEN[:-1], GIVEN[0]):
+        monkeypatch.setenv("LEGATO_SECRET", short)
+        for use in (draw_secret, give_secret, lambda: cluster_secret(None)):
+            with pytest.raises(ConfigError, match=f"has {len(short)} bytes.*openssl rand"):
+                use()
+
+
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_a_secret_is_drawn_where_none_is_given(monkeypatch: pytest.MonkeyPatch, nothing: str | None) -> None:
+    if nothing is None:
+        monkeypatch.delenv("LEGATO_SECRET", raising=False)
+    else:
+        monkeypatch.setenv("LEGATO_SECRET", nothing)
+    one, other = draw_secret(), draw_secret()
+    assert one is not None and other is not None
+    assert len(cluster_secret(one)) == 32 and cluster_secret(one) != cluster_secret(other)
+    assert cluster_secret(one).hex() not in repr(one) and repr(cluster_secret(one)) not in repr(one)
+    with pytest.raises(ConfigError, match="every node"):
+        cluster_secret(None)
+    give_secret()  # to the Ray that is started then
+    assert draw_secret() is None and len(cluster_secret(None)) == 64
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_given_secret_is_no_deployments_argument(monkeypatch: pytest.MonkeyPatch, colocated: bool) -> None:
+    """Serve keeps these, pickled, in its checkpoints."""
+    monkeypatch.setenv("LEGATO_SECRET", GIVEN)
+    config = load_config({"prefill": {"replicas": 0 if colocated else 1}})
+    kept = cloudpickle.dumps(build_application(config))
+    assert kept.count(b"LegatoConfig") > 0
+    raw = GIVEN.encode()
+    assert not [form for form in (raw, raw.hex().encode(), base64.b64encode(raw)) if form in kept]
+
+
+@pytest.mark.parametrize(
+    ("text", "mention"),
+    [
+        ("a: [", "no YAML"),
+        ("- 1", "mapping"),
+        ("applications: []", "exactly one application"),
+        ("applications: [{args: 5}]", "applications[0].args"),
+        ("applications: [{args: {nonsense: 1}}]", "nonsense is no setting"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, mention: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert mention in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_a_bare_tree_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tree.yaml"
+    path.write_text("kv: {decode: {memory: 100 blocks}}")
+    assert load_config(path).kv.decode.memory == KvMemory(num_blocks=100)
+    path.write_text("")
+    assert load_config(str(path)) == LegatoConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [(5, 5), ("5", 5), ("2GiB", 2**31), ("1.5 MiB", 3 * 2**19), ("8KiB", 2**13), ("7B", 7)]
+)
+def test_sizes(text: object, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes == parse_size(format_size(num_bytes))
+
+
+def test_names_of_models() -> None:
+    def name(**model: str) -> str:
+        return load_config({"model": model}).model.name
+
+    assert name(ref="/models/tiny-llama/") == "tiny-llama"
+    assert name(ref="Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert name(ref="./x", served_name="chat") == "chat"
+
+
+def test_every_setting_is_described() -> None:
+    rows = list(setting_rows())
+    assert all(row.description.endswith(".") for row in rows)
+    assert all("branch" not in row.kind for row in rows if not row.path.endswith((".autoscaling", ".disk", "slo")))
+
+
+def test_the_documentation_has_every_setting() -> None:
+    documentation = (ROOT / "docs" / "operations.md").read_text()
+    assert settings_table() in documentation, "run `python -m cluster.config.table` and put its table there"

@@ -1,0 +1,86 @@
+"""What a Ray cluster can't hold is said in a sentence before anything waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.config.load import ConfigError, load_config
+from cluster.deployment.capacity import needs, require_room
+from tests.cluster.config.test_config import FILES
+
+CPU_FILES = [path for path in FILES if not path.name.startswith("gpu")]
+
+
+def room(tree: dict[str, Any], *nodes: dict[str, float]) -> None:
+    require_room(load_config(tree), nodes)
+
+
+def test_everything_that_is_started_is_counted() -> None:
+    tree = {
+        "prefill": {"replicas": 2, "num_cpus": 1.5},
+        "decode": {"num_gpus": 1, "resources": {"rack": 1}, "autoscaling": {"min_replicas": 1, "max_replicas": 3}},
+        "gateway": {"replicas": 2, "num_cpus": 0.5},
+        "scheduler": {"num_cpus": 0.25},
+    }
+    totals = {need.settings: (need.replicas, dict(need.each)) for need in needs(load_config(tree))}
+    assert totals == {
+        "prefill": (2, {"CPU": 1.5, "GPU": 0}),
+        "decode": (1, {"CPU": 0.5, "GPU": 1, "rack": 1}),
+        "gateway": (2, {"CPU": 0.5}),
+        "scheduler": (1, {"CPU": 0.25}),
+    }
+
+
+def test_without_a_prefill_pool_none_is_counted() -> None:
+    tree = {"prefill": {"replicas": 0, "num_cpus": 7}}
+    assert "prefill" not in {need.settings for need in needs(load_config(tree))}
+
+
+@pytest.mark.parametrize("path", CPU_FILES, ids=lambda path: str(path.stem))
+def test_each_cpu_file_fits_two_cores(path: Any) -> None:
+    require_room(load_config(path), [{"CPU": 2}])
+
+
+def test_no_settings_at_all_fit_two_cores() -> None:
+    room({}, {"CPU": 2})
+
+
+def test_too_few_cpus_are_named_with_what_to_lower() -> None:
+    tree = {"prefill": {"num_cpus": 2}, "decode": {"replicas": 3, "num_cpus": 1}}
+    with pytest.raises(ConfigError) as raised:
+        room(tree, {"CPU": 2}, {"CPU": 2})
+    sentence = str(raised.value)
+    assert "needs 5.6 CPUs (1 prefill worker x 2, 3 decode workers x 1, 1 gateway x 0.5, 1 scheduler x 0.1)" in sentence
+    assert "the Ray cluster has 4 on 2 nodes" in sentence
+    assert "Lower prefill.num_cpus or decode.num_cpus or gateway.num_cpus or prefill.replicas" in sentence
+    assert "\n" not in sentence
+
+
+def test_gpus_that_are_not_there_are_said_to_be_missing() -> None:
+    (path,) = (path for path in FILES if path.name == "gpu_1p1d.yaml")
+    config = load_config(path)
+    require_room(config, [{"CPU": 10, "GPU": 2}])
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs .* has 0 on 1 node. Lower prefill.num_gpus"):
+        require_room(config, [{"CPU": 10}])
+
+
+def test_a_worker_must_fit_on_one_node() -> None:
+    tree = {
+        "prefill": {"replicas": 0},
+        "decode": {"num_gpus": 4, "tensor_parallel": 4},
+        "kv": {"decode": {"host_memory": 0}},
+    }
+    room(tree, {"CPU": 8, "GPU": 4})
+    with pytest.raises(ConfigError, match="Each decode worker needs 4 GPUs on one node and the largest has 2"):
+        room(tree, {"CPU": 8, "GPU": 2}, {"CPU": 8, "GPU": 2})
+
+
+def test_a_missing_custom_resource_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"1 of 'rack' .* Lower decode.resources"):
+        room({"decode": {"resources": {"rack": 1}}}, {"CPU": 8})
+
+
+def test_nodes_that_ray_will_add_are_waited_for() -> None:
+    room({"wait_for_nodes": True, "decode": {"num_gpus": 8}}, {"CPU": 1})

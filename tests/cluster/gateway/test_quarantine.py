@@ -1,0 +1,169 @@
+"""Who is suspected, tried, cleared and found guilty, without workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from cluster.errors import DeadlineError, PoisonRequestError
+from cluster.gateway import quarantine
+from cluster.gateway.quarantine import Quarantine
+from cluster.gateway.request_state import RequestRun, RequestState
+from engine.sampling.params import SamplingParams
+from kv_transfer.messages import Placement, RequestSpec, TokenEvent
+from kv_transfer.worker.sequences import NUM_ALONE
+from tests.support.waiting import HANGS_S, eventually
+
+
+def a_run(name: str, prompt: int = 1, *, seed: int = 0, salt: str = "", deadline_s: float = HANGS_S) -> RequestRun:
+    params = SamplingParams(max_tokens=50, seed=seed)
+    spec = RequestSpec(request_id=name, attempt=0, prompt_token_ids=[prompt] * 9, params=params, cache_salt=salt)
+    return RequestRun(spec, time.monotonic() + deadline_s)
+
+
+def is_free(run: RequestRun) -> bool:
+    """To share steps."""
+    return not run.alone
+
+
+def brings(run: RequestRun, num_tokens: int) -> None:
+    """From a decode worker that does all of it."""
+    run.placed(Placement(request_id=run.request_id, attempt=run.attempt, prefill=None, decode="d"))
+    for index in range(len(run.emitted), len(run.emitted) + num_tokens):
+        run.merge("d", TokenEvent(request_id=run.request_id, attempt=run.attempt, index=index, token_id=7))
+
+
+async def test_who_is_in_the_steps_of_two_lost_workers_is_guilty_and_so_are_its_copies() -> None:
+    book, poison = Quarantine(), a_run("p")
+    await book.admit(poison)
+    assert is_free(poison) and book.allows(poison)
+    assert not book.lost("w1", [poison, a_run("i", 2)])
+    await book.admit(poison)
+    assert not is_free(poison)
+    assert book.lost("w2", [poison])
+    for guilty in (poison, a_run("copy"), a_run("other seed", seed=5)):
+        with pytest.raises(PoisonRequestError):
+            await book.admit(guilty)
+    for other in (a_run("prompt", 3), a_run("salt", salt="x")):
+        await book.admit(other)
+
+
+async def test_nobody_is_guilty_while_it_may_have_been_one_of_several() -> None:
+    book, both = Quarantine(), [a_run("p"), a_run("i", 2)]
+    assert not book.lost("w1", both)
+    assert not book.lost("w2", both)
+    assert not any(map(book.is_guilty, both))
+    assert book.lost("w3", [both[0]])
+    assert [book.is_guilty(run) for run in both] == [True, False]
+
+
+async def test_a_worker_is_lost_once_unless_it_is_heard_in_between() -> None:
+    book, run = Quarantine(), a_run("r")
+    for _ in range(3):
+        assert not book.lost("w1", [run])
+    book.heard("w1")
+    assert book.lost("w1", [run])
+
+
+async def test_tokens_from_steps_of_its_own_clear_a_suspect() -> None:
+    book, run = Quarantine(), a_run("r")
+    book.lost("w1", [run])
+    await book.admit(run)
+    brings(run, NUM_ALONE - 1)
+    book.came(run)
+    assert not is_free(run)
+    brings(run, 1)
+    book.came(run)
+    assert is_free(run) and not book._records
+    assert not book.lost("w2", [run]), "what it was suspected of before counts no more"
+
+
+async def test_copies_are_tried_one_at_a_time_the_furthest_first() -> None:
+    book, runs = Quarantine(), [a_run(f"r{n}") for n in range(3)]
+    brings(runs[1], 4)
+    book.lost("w1", runs)
+    tasks = [asyncio.create_task(book.admit(run)) for run in runs]
+    await eventually(lambda: tasks[1].done())
+    await asyncio.sleep(0.01)
+    assert [task.done() for task in tasks] == [False, True, False]
+    runs[1].next_attempt("w1")
+    brings(runs[1], NUM_ALONE)
+    book.came(runs[1])
+    await asyncio.gather(*tasks)
+    assert [run.alone for run in runs] == [True, False, True]
+
+
+async def test_who_leaves_while_it_is_tried_makes_way_for_a_copy() -> None:
+    book, first, second = Quarantine(), a_run("first"), a_run("second")
+    book.lost("w1", [first])
+    await book.admit(first)
+    waiting = asyncio.create_task(book.admit(second))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    first.end(RequestState.CANCELLED)
+    book.ended(first)
+    await waiting
+    assert not is_free(second), "nothing has cleared the first one"
+    assert book.lost("w2", [second])
+
+
+async def test_a_copy_waits_until_its_own_deadline_at_most() -> None:
+    book, first = Quarantine(), a_run("first")
+    book.lost("w1", [first])
+    await book.admit(first)
+    with pytest.raises(DeadlineError):
+        await book.admit(a_run("second", deadline_s=0.02))
+
+
+async def test_workers_that_copies_were_recalled_from_count_if_they_are_lost_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quarantine, "_SETTLING_S", 0.05)
+    book, first, copy = Quarantine(), a_run("first"), a_run("copy")
+    book.lost("w1", [first])
+    assert book.recall(copy, {"w2"}) and book.had("w2")
+    trial = asyncio.create_task(book.admit(first))
+    await asyncio.sleep(0)
+    assert not trial.done()
+    await trial
+    assert not book.had("w2"), "it lives"
+    again = a_run("again")
+    assert book.recall(again, {"w3"})
+    assert book.lost("w3", [])
+    assert book.is_guilty(first)
+
+
+async def test_whose_steps_fail_on_two_workers_is_guilty() -> None:
+    book, run, copy = Quarantine(), a_run("r"), a_run("copy")
+    assert not book.raised("w1", run)
+    assert not book.raised("w1", copy)
+    assert book.raised("w2", copy)
+    assert book.is_guilty(run)
+    alone = a_run("alone", 2)
+    assert not book.raised("w1", alone)
+    assert book.raised("w1", alone), "there may be no other worker"
+
+
+async def test_what_is_held_against_somebody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine, "REMEMBERED_S", 0.01)
+    monkeypatch.setattr(quarantine, "_MAX_RECORDS", 3)
+    book, run = Quarantine(), a_run("r")
+    book.lost("w1", [run])
+    book.lost("w2", [run])
+    run.end(RequestState.FAILED)
+    book.ended(run)
+    await asyncio.sleep(0.02)
+    await book.admit(a_run("copy"))
+    for n in range(9):
+        book.lost(f"v{n}", [a_run(f"r{n}", 10 + n)])
+    assert len(book._records) == 3
+
+
+def test_the_seed_alone_makes_no_other_request() -> None:
+    book, run = Quarantine(), a_run("r")
+    warmer = a_run("warmer")
+    warmer.request = replace(warmer.request, params=replace(warmer.request.params, temperature=0.5))
+    assert book._fingerprint(run) == book._fingerprint(a_run("x", seed=9)) != book._fingerprint(warmer)

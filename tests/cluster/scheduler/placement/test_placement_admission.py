@@ -1,0 +1,352 @@
+"""Admission: waiting that ends, honest times to come back, and tenants that share under overload."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.fairness import TenantShares
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.query import Query
+from tests.cluster.scheduler.placement.placement_world import book, decoding, ledger_of, query_of
+
+BATCH: dict[str, Any] = {"ttft_s": math.inf, "tpot_s": math.inf}
+
+
+def _admission(ledger: Ledger, **rules: Any) -> Admission:
+    return Admission(ledger, lambda hashes: {}, DecisionPolicy(), AdmissionPolicy(**rules))
+
+
+def _ask(admission: Admission, request_id: str = "new", now: float = 0.0, **changes: Any) -> Verdict:
+    return admission.ask(query_of(request_id, **{"arrived_at": now, **changes}), now)
+
+
+def _crowd(ledger: Ledger, max_new_tokens: int = 100, tpot_s: float = 0.023) -> None:
+    """Six who just keep their pace of 22 ms, and would not beside another one; 100 tokens take them 2.2 s."""
+    for number in range(6):
+        decoding(ledger, f"close-{number}", tpot_s=tpot_s, max_new_tokens=max_new_tokens)
+
+
+# --- waiting ---
+
+
+def test_who_would_fit_a_moment_later_waits_and_is_placed() -> None:
+    ledger = ledger_of("p1", "d1")
+    _crowd(ledger)
+    admission = _admission(ledger)
+    verdict = _ask(admission, ttft_s=4.0)
+    assert verdict.outcome is Outcome.WAITING
+    assert verdict.until == admission.next_at()
+    assert 0.0 < (verdict.until or 0.0) <= 2.2
+    assert admission.again(0.0) == []
+    for number in range(6):
+        ledger.ended(f"close-{number}", 2.2)
+    (placed,) = admission.again(2.2)
+    assert placed.outcome is Outcome.PLACED
+    assert placed.decision.best.ttft_s == pytest.approx(2.2 + 1.01)  # from its arrival
+    assert (admission.next_at(), "new" in ledger) == (None, True)
+
+
+def test_who_waits_in_vain_is_placed_in_the_end() -> None:
+    """Whoever is turned away hears it at once, and not after a while."""
+    ledger = ledger_of("p1", "d1")
+    _crowd(ledger)
+    admission = _admission(ledger)
+    assert _ask(admission, ttft_s=4.0).outcome is Outcome.WAITING
+    for number in range(20):
+        decoding(ledger, f"more-{number}", tpot_s=0.05, max_new_tokens=1000)
+    now = 0.0
+    while (at := admission.next_at()) is not None:
+        now = at
+        verdicts = admission.again(now)
+    assert [v.outcome for v in verdicts] == [Outcome.PLACED]
+    assert now <= 4.0
+
+
+def test_only_so_many_with_targets_wait_at_once() -> None:
+    ledger = ledger_of("p1", "d1")
+    _crowd(ledger)
+    admission = _admission(ledger, max_contenders=2)
+    outcomes = [_ask(admission, f"r{number}", ttft_s=4.0).outcome for number in range(4)]
+    assert outcomes == [Outcome.WAITING] * 2 + [Outcome.REJECTED] * 2
+
+
+def test_batch_waits_for_the_others_and_at_most_so_long() -> None:
+    ledger = ledger_of("p1", "d1")
+    for _ in range(8):
+        ledger.lengths.observe("t", "", 1500)
+    _crowd(ledger, max_new_tokens=1500, tpot_s=0.0215)
+    admission = _admission(ledger, max_wait_s=20.0)
+    assert _ask(admission, **BATCH, max_new_tokens=1000).outcome is Outcome.WAITING
+    verdicts: list[Verdict] = []
+    while (at := admission.next_at()) is not None:
+        verdicts += admission.again(at)
+        assert at <= 20.0
+    assert [v.outcome for v in verdicts] == [Outcome.REJECTED]
+
+
+def test_a_client_that_leaves_waits_no_more() -> None:
+    ledger = ledger_of("p1", "d1")
+    _crowd(ledger)
+    admission = _admission(ledger)
+    assert _ask(admission, ttft_s=4.0).outcome is Outcome.WAITING
+    admission.gone("new")
+    admission.gone("new")
+    assert admission.next_at() is None
+
+
+def test_a_full_waiting_room_turns_away() -> None:
+    ledger = ledger_of("p1", "d1")
+    _crowd(ledger)
+    admission = _admission(ledger, max_waiting=1)
+    assert _ask(admission, "a", ttft_s=4.0).outcome is Outcome.WAITING
+    assert _ask(admission, "b", ttft_s=4.0).outcome is Outcome.REJECTED
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0.0, 1.0), st.integers(1, 3000), st.sampled_from([0.013, 0.02, math.inf]), st.booleans()),
+        max_size=25,
+    )
+)
+def test_everyone_is_answered_by_its_deadline(requests: list[tuple[float, int, float, bool]]) -> None:
+    ledger = ledger_of("p1", "d1", "d2")
+    admission, now, open_since = _admission(ledger, max_wait_s=10.0), 0.0, dict[str, float]()
+    for number, (dt, tokens, tpot_s, ends) in enumerate(requests):
+        now += dt
+        ttft_s = 5.0 if tpot_s < math.inf else math.inf
+        if (
+            _ask(admission, f"r{number}", now, num_tokens=tokens, tpot_s=tpot_s, ttft_s=ttft_s).outcome
+            is Outcome.WAITING
+        ):
+            open_since[f"r{number}"] = now
+        if ends:
+            ledger.ended(f"r{number // 2}", now, 10)
+        for verdict in admission.again(now):
+            del open_since[verdict.decision.query.request_id]
+    while (at := admission.next_at()) is not None:
+        now = max(now, at)
+        for verdict in admission.again(now):
+            assert now <= open_since.pop(verdict.decision.query.request_id) + 10.0 + 1e-9
+    assert not open_since
+
+
+# --- coming back ---
+
+
+def test_a_rejected_client_that_comes_back_when_told_is_served() -> None:
+    ledger = ledger_of("p1", "d1")
+    for number in range(8):
+        book(ledger, f"r{number}", prefill_s=1.0)
+    # Decode alone is as good as the queue is long; take that way out too.
+    book(ledger, "local", prefill=None, prefill_s=9.0)
+    verdict = _ask(_admission(ledger))
+    assert verdict.outcome is Outcome.REJECTED
+    assert verdict.retry_after_s is not None
+    at = verdict.retry_after_s
+    assert 7.0 <= at <= 13.0
+    for number in range(8):
+        if number + 1.0 <= at:
+            ledger.first_token(f"r{number}", number + 1.0)
+    assert _ask(_admission(ledger), now=at).outcome is Outcome.PLACED
+
+
+def test_what_never_fits_and_what_has_no_worker_yet() -> None:
+    assert _ask(_admission(ledger_of("p1"))).retry_after_s == 1.0
+    verdict = _ask(_admission(ledger_of("p1", "d1")), num_tokens=9_999, max_new_tokens=2)
+    assert (verdict.outcome, verdict.retry_after_s) == (Outcome.REJECTED, None)
+
+
+@pytest.mark.parametrize("tpot_s", [0.001, 0.01, 0.0111, 0.0113, 0.0115, 0.012, 0.013, 0.015, 0.02])
+@pytest.mark.parametrize("ttft_s", [0.1, 1.0, 1.02, 1.05, 1.2, 2.0])
+def test_an_idle_cluster_turns_nobody_away(ttft_s: float, tpot_s: float) -> None:
+    """Nothing will be better later; and steps that were thought too slow are measured by being done."""
+    admission = _admission(ledger_of("p1", "d1"))
+    assert _ask(admission, ttft_s=ttft_s, tpot_s=tpot_s).outcome is Outcome.PLACED
+
+
+def test_tokens_that_come_too_slowly_alone_too_are_given_what_others_leave() -> None:
+    ledger = ledger_of("p1", "d1", "d2")
+    admission = _admission(ledger)
+    book(ledger, "first", decode="d1")
+    verdict = _ask(admission, tpot_s=0.001)
+    assert (verdict.outcome, verdict.decision.query.has_targets) == (Outcome.PLACED, False)
+
+
+def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_promised_nothing() -> None:
+    ledger = ledger_of("p1", "p2", "d1", max_model_len=100_000)
+    decoding(ledger, "close", tpot_s=0.013)
+    admission = _admission(ledger, max_wait_s=20.0)
+    hopeless: dict[str, Any] = {"num_tokens": 8000, "ttft_s": 2.0}
+    assert _ask(admission, "idle", **hopeless).outcome is Outcome.PLACED
+    verdict = _ask(admission, "busy", **hopeless)  # a worker is free, but only one
+    assert verdict.outcome is Outcome.WAITING
+    assert _ask(admission, "short", num_tokens=100, tpot_s=0.1).decision.best.prefill == "p2"
+    assert len(admission._promises) == 0
+
+
+# --- overload ---
+
+
+@dataclass(slots=True)
+class _Cluster:
+    """Workers that do exactly what was predicted; clients that come back once when they were told."""
+
+    ledger: Ledger
+    admission: Admission
+    events: list[tuple[float, int, str, str]] = field(default_factory=list)
+    queries: dict[str, Query] = field(default_factory=dict)
+    arrived: dict[str, float] = field(default_factory=dict)
+    served: Counter[str] = field(default_factory=Counter)
+    met: Counter[str] = field(default_factory=Counter)
+    told: set[str] = field(default_factory=set)
+    count: int = 0
+
+    def at(self, at: float, kind: str, request_id: str) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (at, self.count, kind, request_id))
+
+    def offer(self, request_id: str, at: float, **changes: Any) -> None:
+        self.queries[request_id] = query_of(request_id, **{"arrived_at": at, **changes})
+        self.at(at, "ask", request_id)
+
+    def run(self) -> None:
+        while self.events:
+            now, _, kind, request_id = heapq.heappop(self.events)
+            if kind == "ask":
+                query = self.queries[request_id]
+                self._take(self.admission.ask(query, now), now)
+            elif kind == "first":
+                self._first(request_id, now)
+            elif kind == "end":
+                self.ledger.ended(request_id, now, 100)
+            else:
+                for verdict in self.admission.again(now):
+                    self._take(verdict, now)
+
+    def _first(self, request_id: str, now: float) -> None:
+        booking = next((b for b in self.ledger.bookings() if b.query.request_id == request_id), None)
+        if booking is None:
+            return
+        if booking.computed_at > now + 1e-9:
+            self.at(booking.computed_at, "first", request_id)
+            return
+        query = booking.query
+        self.met[query.tenant] += now - query.arrived_at <= query.ttft_s
+        self.met["returned"] += request_id in self.told and now - query.arrived_at <= query.ttft_s
+        self.ledger.first_token(request_id, now)
+        self.at(now + 1.3, "end", request_id)
+
+    def _take(self, verdict: Verdict, now: float) -> None:
+        query = verdict.decision.query
+        if verdict.outcome is Outcome.PLACED:
+            self.served[query.tenant] += 1
+            self.at(now, "first", query.request_id)
+        elif verdict.outcome is Outcome.WAITING:
+            self.at(float(verdict.until or now), "again", "")
+        elif query.request_id not in self.told:
+            again = query.request_id + "'"
+            self.told.add(again)
+            self.offer(
+                again, now + float(verdict.retry_after_s or 0.0), tenant=query.tenant, num_tokens=query.num_tokens
+            )
+
+
+def _cluster(**rules: Any) -> _Cluster:
+    ledger = ledger_of("p1", "p2", "d1", "d2")
+    return _Cluster(ledger, _admission(ledger, **rules))
+
+
+def test_a_tenant_with_ten_times_the_requests_does_not_starve_another() -> None:
+    cluster = _cluster()
+    for number in range(600):
+        cluster.offer(f"heavy-{number}", 0.1 * number, tenant="heavy", num_tokens=1000 + number % 7)
+    for number in range(60):
+        cluster.offer(f"light-{number}", 0.05 + 1.0 * number, tenant="light", num_tokens=1000 + number % 7)
+    cluster.run()
+    assert cluster.met["light"] >= 0.9 * 60
+    assert cluster.served["heavy"] < 600  # there was an overload
+    assert cluster.served["heavy"] > cluster.served["light"]
+
+
+def test_those_who_are_placed_meet_their_targets_and_those_who_return_too() -> None:
+    """Three times the capacity for a while: what is placed is on time, and so is who comes back as it was told."""
+    cluster = _cluster()
+    for number in range(240):
+        cluster.offer(f"r{number}", 0.1 * number, num_tokens=900 + number)
+    cluster.run()
+    placed = cluster.served["t"]
+    assert cluster.met["t"] >= 0.9 * placed
+    assert cluster.told
+    assert cluster.met["returned"] >= 0.8 * len(cluster.told)
+
+
+# --- shares ---
+
+
+def test_who_was_served_more_is_ahead_and_pauses_save_nothing() -> None:
+    shares = TenantShares(quantum=100.0, active_s=10.0)
+    shares.ask("a", 0.0)
+    assert not shares.is_ahead("a", 0.0)
+    shares.serve("a", 1000, 500)
+    assert not shares.is_ahead("a", 0.0)  # of whom?
+    shares.ask("b", 1.0)
+    assert not shares.is_ahead("a", 1.0)  # b begins where a is
+    shares.serve("a", 50, 50)
+    assert shares.is_ahead("a", 1.0)
+    assert not shares.is_ahead("b", 1.0)
+    shares.ask("a", 12.0)
+    assert not shares.is_ahead("a", 12.0)  # b wants nothing any more
+
+
+def test_tenants_are_forgotten_in_the_end() -> None:
+    shares = TenantShares(max_tenants=10)
+    for number in range(100):
+        shares.ask(f"t{number}", float(number))
+    assert len(shares._served) == len(shares._asked_at) == 10
+
+
+# --- without targets ---
+
+
+def test_where_nobody_has_targets_nobody_waits() -> None:
+    """Prompts, queues and memory as they are: a worker's own queue is as good a place to wait as the scheduler's."""
+    ledger = ledger_of("p1", "p2", "d1", "d2")
+    admission = _admission(ledger)
+    verdicts = [_ask(admission, f"r{n}", 0.001 * n, **BATCH, num_tokens=3000) for n in range(40)]
+    assert {v.outcome for v in verdicts} == {Outcome.PLACED}
+    assert Counter(v.decision.best.prefill for v in verdicts) == {"p1": 20, "p2": 20}
+    assert Counter(v.decision.best.decode for v in verdicts) == {"d1": 20, "d2": 20}
+    assert all(v.decision.uncached_tokens == 3000 for v in verdicts)
+
+
+def test_after_the_last_one_with_targets_those_without_wait_no_longer() -> None:
+    ledger = ledger_of("p1", "d1")
+    admission = _admission(ledger, calm_s=30.0)
+    assert _ask(admission, "target").outcome is Outcome.PLACED
+    assert _ask(admission, "batch", 1.0, **BATCH, num_tokens=3000).outcome is Outcome.WAITING
+    ledger.ended("target", 2.0)
+    assert _ask(admission, "later", 29.0, **BATCH, num_tokens=9000).outcome is Outcome.PLACED, "one is left idle"
+    assert _ask(admission, "calm", 31.0, **BATCH, num_tokens=3000).outcome is Outcome.PLACED
+
+
+def test_who_waits_is_looked_at_again_when_room_comes_early() -> None:
+    ledger = ledger_of("p1", "d1")
+    _crowd(ledger)
+    admission = _admission(ledger)
+    assert _ask(admission, ttft_s=4.0).outcome is Outcome.WAITING
+    for number in range(6):
+        ledger.ended(f"close-{number}", 0.01)
+    assert admission.again(0.01) == []
+    admission.wake(0.01, 1)
+    assert [v.outcome for v in admission.again(0.01)] == [Outcome.PLACED]

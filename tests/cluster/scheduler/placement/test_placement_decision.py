@@ -1,0 +1,298 @@
+"""The decision: pairs, decode alone, hits, exclusions; the same for the same state, and never better for more load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.scheduler.block_index import PrefixReach
+from cluster.scheduler.placement.candidates import Candidates, find_candidates
+from cluster.scheduler.placement.decision import Action, Decision, decide
+from cluster.scheduler.placement.decision import book as book_decision
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.survey import survey
+from engine.cost_model.step_cost import StepCost
+from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
+from tests.support.worker_reports import worker_info, worker_snapshot
+
+POLICY = DecisionPolicy()
+NO_HITS: Mapping[str, PrefixReach] = {}
+
+
+def _decide(ledger: Ledger, request_id: str = "new", now: float = 0.0, **changes: Any) -> Decision:
+    reach = changes.pop("reach", NO_HITS)
+    query = query_of(request_id, **{"arrived_at": now, **changes})
+    return decide(ledger, POLICY, query, survey(ledger, POLICY, query, reach, now), now)[0]
+
+
+def _where(decision: Decision) -> tuple[str | None, str]:
+    assert decision.action is Action.PLACE, str(decision)
+    return decision.best.prefill, decision.best.decode
+
+
+def _found(ledger: Ledger, **changes: object) -> Candidates:
+    query = query_of("new", **changes)
+    found = find_candidates(ledger, POLICY, query, survey(ledger, POLICY, query, NO_HITS, 0.0), 0.0)
+    assert found is not None
+    return found
+
+
+# --- who gets it ---
+
+
+def test_what_was_placed_counts_for_the_next() -> None:
+    ledger = ledger_of("p1", "p2", "d1", "d2")
+    for request_id in "ab":
+        decision = _decide(ledger, request_id, tpot_s=0.02)
+        book_decision(ledger, decision)
+    prefills, decodes = zip(*((b.computing, b.decode) for b in ledger.bookings()), strict=True)
+    assert (sorted(prefills), sorted(decodes)) == (["p1", "p2"], ["d1", "d2"])
+
+
+def test_a_long_prompt_stays_away_from_those_who_decode_against_the_clock() -> None:
+    ledger = ledger_of("p1", "d1")
+    decoding(ledger, "a", tpot_s=0.02)
+    assert _where(_decide(ledger)) == ("p1", "d1")
+
+
+def test_decode_alone_where_it_hurts_nobody_and_prefill_is_busy() -> None:
+    ledger = ledger_of("p1", "d1", "d2")
+    book(ledger, "a", prefill_s=10.0)
+    assert _where(_decide(ledger)) == (None, "d2")  # nobody will be handed over there
+
+
+def test_decode_alone_must_bring_more_than_the_pair() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", prefill_s=0.5)  # at once there, and a little later here
+    assert _where(_decide(ledger)) == ("p1", "d1")
+
+
+def test_the_newcomer_avoids_whom_it_would_make_late() -> None:
+    """d1 runs two requests with room to spare, d2 one that is close to its target."""
+    ledger = ledger_of("p1", "d1", "d2")
+    for request_id in "ab":
+        decoding(ledger, request_id, tpot_s=0.1)
+    decoding(ledger, "close", decode="d2", tpot_s=0.0125)
+    decision = _decide(ledger, tpot_s=0.1)
+    assert _where(decision)[1] == "d1"
+    assert decision.best.harm < 0.001
+
+
+def test_what_will_have_joined_by_then_counts() -> None:
+    ledger = ledger_of("p1", "p2", "d1", "d2")
+    for number in range(5):  # nothing decodes yet, but they are on their way to d1
+        book(ledger, f"r{number}", prefill="p1", prefill_s=0.1)
+    assert _where(_decide(ledger, tpot_s=0.015)) == ("p2", "d2")
+
+
+def test_a_prefix_is_worth_a_queue_as_long_as_it_saves_more() -> None:
+    ledger = ledger_of("p1", "p2", "d1")
+    reach = {"p1": PrefixReach(device=50, host=50, disk=50)}  # 800 of the 1000 tokens
+    book(ledger, "a", prefill_s=0.5)
+    decision = _decide(ledger, reach=reach)
+    assert (_where(decision), decision.best.cached_tokens, decision.uncached_tokens) == (("p1", "d1"), 800, 200)
+    book(ledger, "b", prefill_s=0.5)
+    assert _where(_decide(ledger, reach=reach))[0] == "p2"
+
+
+def test_exclusions_preferences_and_drains() -> None:
+    ledger = ledger_of("p1", "p2", "d1", "d2")
+    assert _where(_decide(ledger, exclude=("p1", "d1"), attempt=1)) == ("p2", "d2")
+    assert _where(_decide(ledger, exclude=("p1", "p2", "d1", "d2"), attempt=1))[0] is None
+    assert _decide(ledger, prefer_decode="d2", attempt=1).best.decode == "d2"
+    assert _decide(ledger, prefer_decode="gone", attempt=1).best.decode == "d1"
+    for worker_id in ("p1", "d1"):
+        ledger.heartbeat(worker_snapshot(worker_id, 2, draining=True), 0.0, cost=COST)
+    assert {(r.prefill, r.decode) for r in _decide(ledger).rows} == {("p2", "d2"), (None, "d2")}
+    assert _decide(ledger, prefer_decode="d1", attempt=1).best.decode == "d1"
+
+
+def test_only_what_fits_together_is_paired() -> None:
+    ledger = ledger_of("d1")
+    ledger.register(worker_info("p1", compatibility="other"), worker_snapshot("p1"), 0.0, cost=COST)
+    ledger.register(worker_info("p2", max_model_len=999), worker_snapshot("p2"), 0.0, cost=COST)
+    assert _where(_decide(ledger)) == (None, "d1")
+    assert _decide(ledger, num_tokens=9_990, max_new_tokens=11).action is Action.IMPOSSIBLE
+
+
+def test_who_cannot_meet_its_targets_anywhere_is_not_placed() -> None:
+    ledger = ledger_of("p1", "d1")
+    assert _decide(ledger, ttft_s=0.5).action is Action.DEFER
+    assert _decide(ledger, tpot_s=0.005).action is Action.DEFER
+    assert _decide(ledger, ttft_s=0.5, attempt=1).action is Action.PLACE
+    assert _decide(ledger, now=5.0, arrived_at=3.2).action is Action.DEFER
+
+
+def test_batch_takes_what_is_left() -> None:
+    ledger = ledger_of("p1", "d1", "d2")
+    batch: dict[str, Any] = {"ttft_s": math.inf, "tpot_s": math.inf}
+    decoding(ledger, "close", tpot_s=0.013)
+    assert _where(_decide(ledger, **batch))[1] == "d2"
+    decoding(ledger, "close too", decode="d2", tpot_s=0.013)
+    assert _decide(ledger, **batch).action is Action.DEFER
+    ledger.ended("close", 0.0)
+    book(ledger, "long", decode="d2", prefill_s=5.0)
+    assert _where(_decide(ledger, **batch)) == (None, "d1")  # nobody decodes there
+
+
+def test_different_machines_are_told_apart() -> None:
+    ledger = ledger_of("p1", "d1")
+    fast = StepCost(base_s=0.002, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-4, context_token_s=1e-7)
+    for worker_id in ("p2", "d2"):
+        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=fast)
+    assert _where(_decide(ledger)) == ("p2", "d2")
+
+
+# --- what it was made from ---
+
+
+def test_a_decision_reads_as_a_table() -> None:
+    ledger = ledger_of("p1", "d1")
+    text = str(_decide(ledger, tenant="acme", slo_class="interactive"))
+    lines = text.splitlines()
+    assert "acme" in lines[0]
+    assert "PLACE" in lines[0]
+    assert {"TTFT", "TPOT", "gain", "harm"} <= set(lines[1].split())
+    assert lines[2].startswith("p1") or lines[2].startswith("(decode alone)")
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["place", "place", "place", "first", "end", "beat"]),
+        st.integers(0, 30),
+        st.integers(1, 4000),
+        st.floats(0.0, 0.5),
+    ),
+    min_size=5,
+    max_size=40,
+)
+
+
+def _replay(events: list[tuple[str, int, int, float]], order: list[str]) -> list[str]:
+    ledger, now, log = ledger_of(*order), 0.0, []
+    for count, (kind, number, tokens, dt) in enumerate(events):
+        now += dt
+        if kind == "place":
+            decision = _decide(ledger, f"r{number}", now, num_tokens=tokens, tpot_s=0.03, ttft_s=6.0)
+            log.append(repr(decision))
+            if decision.action is Action.PLACE:
+                book_decision(ledger, decision)
+        elif kind == "first":
+            ledger.first_token(f"r{number}", now)
+        elif kind == "end":
+            ledger.ended(f"r{number}", now, tokens)
+        else:
+            worker_id = order[number % len(order)]
+            ledger.heartbeat(worker_snapshot(worker_id, count + 2, queued_prefill_tokens=tokens), now, cost=COST)
+    return log
+
+
+@settings(max_examples=25, deadline=None)
+@given(EVENTS)
+def test_a_recorded_log_replays_to_the_same_decisions(events: list[tuple[str, int, int, float]]) -> None:
+    order = ["p1", "p2", "d1", "d2", "d3"]
+    assert _replay(events, order) == _replay(events, order)
+
+
+def test_workers_that_are_alike_are_taken_by_name_whatever_came_first() -> None:
+    for order in (["p1", "p2", "d1", "d2"], ["d2", "p2", "d1", "p1"]):
+        assert _decide(ledger_of(*order)).best == _decide(ledger_of("p1", "p2", "d1", "d2")).best
+
+
+# --- load ---
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from(["p1", "p2"]),
+        st.sampled_from(["d1", "d2"]),
+        st.integers(1, 3000),
+        st.integers(1, 400),
+        st.booleans(),
+        st.sampled_from([0.013, 0.02, 0.05, math.inf]),
+    ),
+    max_size=12,
+)
+NEWCOMERS = st.tuples(st.integers(1, 3000), st.sampled_from([0.5, 2.0, 6.0]), st.sampled_from([0.013, 0.02, 0.05]))
+
+
+def _loaded(requests: list[tuple[str, str, int, int, bool, float]]) -> Ledger:
+    ledger = ledger_of("p1", "p2", "d1", "d2", num_blocks=1500)
+    for number, (prefill, decode, tokens, output, joined, tpot_s) in enumerate(requests):
+        book(
+            ledger,
+            f"r{number}",
+            prefill=prefill,
+            decode=decode,
+            prefill_s=tokens / 1000,
+            num_tokens=tokens,
+            max_new_tokens=output,
+            tpot_s=tpot_s,
+        )
+        if joined:
+            ledger.first_token(f"r{number}", 0.0)
+    return ledger
+
+
+def _gains(found: Candidates) -> dict[tuple[int, int], float]:
+    return dict(zip(zip(found.computing.tolist(), found.decode.tolist(), strict=True), found.gain, strict=True))
+
+
+@settings(deadline=None)
+@given(REQUESTS, NEWCOMERS, st.sampled_from(["d1", "d2"]), st.integers(1, 3000), st.integers(1, 400))
+def test_more_load_on_a_decode_worker_never_makes_it_more_attractive(
+    requests: list[tuple[str, str, int, int, bool, float]],
+    newcomer: tuple[int, float, float],
+    decode: str,
+    tokens: int,
+    output: int,
+) -> None:
+    ledger = _loaded(requests)
+    wanted: dict[str, Any] = {"num_tokens": newcomer[0], "ttft_s": newcomer[1], "tpot_s": newcomer[2]}
+    before, row = _gains(_found(ledger, **wanted)), ledger.table.row(decode)
+    decoding(ledger, "more", prefill="p1", decode=decode, num_tokens=tokens, max_new_tokens=output)
+    after = _gains(_found(ledger, **wanted))
+    assert all(after[pair] <= before[pair] + 1e-9 for pair in before if pair[1] == row)
+
+
+@settings(deadline=None)
+@given(REQUESTS, NEWCOMERS, st.sampled_from(["p1", "p2"]), st.floats(0.01, 3.0))
+def test_more_work_on_a_prefill_worker_never_moves_requests_to_it(
+    requests: list[tuple[str, str, int, int, bool, float]],
+    newcomer: tuple[int, float, float],
+    prefill: str,
+    work_s: float,
+) -> None:
+    ledger = _loaded(requests)
+    wanted: dict[str, Any] = {"num_tokens": newcomer[0], "ttft_s": newcomer[1], "tpot_s": newcomer[2]}
+    before, row = _found(ledger, **wanted), ledger.table.row(prefill)
+    ledger.heartbeat(worker_snapshot(prefill, 2, queued_prefill_tokens=int(1000 * work_s) + 40_000), 0.0, cost=COST)
+    after = _found(ledger, **wanted)
+    if before.computing[before.order[0]] != row:
+        assert after.computing[after.order[0]] != row
+
+
+@settings(deadline=None)
+@given(REQUESTS, NEWCOMERS, st.integers(1, 3000), st.integers(1, 400))
+def test_more_load_everywhere_never_turns_a_no_into_a_yes(
+    requests: list[tuple[str, str, int, int, bool, float]], newcomer: tuple[int, float, float], tokens: int, output: int
+) -> None:
+    ledger = _loaded(requests)
+    wanted: dict[str, Any] = {"num_tokens": newcomer[0], "ttft_s": newcomer[1], "tpot_s": newcomer[2]}
+    before = _decide(ledger, **wanted).action
+    for decode in ("d1", "d2"):
+        decoding(ledger, f"more-{decode}", decode=decode, num_tokens=tokens, max_new_tokens=output)
+    assert before is Action.PLACE or _decide(ledger, **wanted).action is not Action.PLACE
+
+
+def test_a_policy_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        DecisionPolicy(min_gain=2.0)
+    with pytest.raises(ValueError, match="at least one worker"):
+        DecisionPolicy(num_exact=0)

@@ -1,0 +1,308 @@
+"""The ledger: what was placed counts at once and once, until it ends; snapshots and first tokens correct it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.output_lengths import OutputLengths
+from cluster.scheduler.placement.worker_table import Row, Slot
+from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
+from tests.support.worker_reports import worker_info, worker_snapshot
+
+
+def _drained_at(ledger: Ledger, worker_id: str) -> float:
+    return float(ledger.table.rows[Row.DRAINED_AT, ledger.table.row(worker_id)])
+
+
+def _fact(ledger: Ledger, worker_id: str, fact: int) -> float:
+    return float(ledger.table.rows[fact, ledger.table.row(worker_id)])
+
+
+# --- the queue of prompts ---
+
+
+def test_a_booking_counts_at_once_and_prompts_follow_each_other() -> None:
+    ledger = ledger_of("p1", "d1")
+    assert book(ledger, "a", 1.0, prefill_s=2.0).computed_at == 3.0
+    assert book(ledger, "b", 1.5, prefill_s=1.0).computed_at == 4.0
+    assert _drained_at(ledger, "p1") == 4.0
+
+
+def test_an_idle_worker_begins_when_it_is_given_work() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 1.0)
+    ledger.first_token("a", 1.5)
+    assert book(ledger, "b", 9.0).computed_at == 10.0
+
+
+def test_a_first_token_earlier_or_later_than_predicted_moves_those_behind() -> None:
+    for at, expected in ((0.5, 1.5), (3.0, 4.0)):
+        ledger = ledger_of("p1", "d1")
+        book(ledger, "a"), book(ledger, "b")
+        ledger.first_token("a", at)
+        assert _drained_at(ledger, "p1") == expected
+
+
+def test_an_overdue_prompt_delays_those_behind_from_now_on() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 0.0)
+    assert book(ledger, "b", 5.0).computed_at == 6.0
+
+
+def test_a_cancelled_prompt_leaves_the_queue() -> None:
+    ledger = ledger_of("p1", "d1")
+    for request_id in "abc":
+        book(ledger, request_id)
+    ledger.ended("b", 0.5)
+    assert _drained_at(ledger, "p1") == 2.0
+    ledger.ended("a", 0.5)
+    assert _drained_at(ledger, "p1") == 1.5
+
+
+def test_a_snapshot_tells_what_is_done_of_what_it_knows() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 0.5), book(ledger, "b", 0.5)
+    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=2000), 1.0, cost=COST)
+    book(ledger, "c", 1.5)
+    ledger.heartbeat(worker_snapshot("p1", 3, queued_prefill_tokens=1500), 2.0, cost=COST)
+    # a and b were there before the snapshot at 1.0, c came after: at least half of a is done, by the clock all of it.
+    assert _drained_at(ledger, "p1") == pytest.approx(4.0)
+
+
+def test_between_the_ends_of_steps_the_clock_tells_what_is_done() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 0.0)
+    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=1000), 0.4, cost=COST)
+    ledger.heartbeat(worker_snapshot("p1", 3, queued_prefill_tokens=1000), 0.8, cost=COST)
+    assert _drained_at(ledger, "p1") == pytest.approx(1.0)
+
+
+def test_a_worker_that_lags_is_no_more_than_a_step_ahead_of_what_it_says() -> None:
+    ledger = ledger_of("d1")
+    ledger.register(worker_info("p1"), worker_snapshot("p1"), 0.0, cost=COST, chunk_tokens=200)
+    book(ledger, "a", 0.0)
+    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=900), 0.9, cost=COST)
+    assert _drained_at(ledger, "p1") == pytest.approx(0.9 + 0.7)
+
+
+def test_what_a_waiting_prompt_will_find_cached_is_no_unknown_work() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 0.0), book(ledger, "b", 0.0, num_cached=900, prefill_s=0.1)
+    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=2000), 0.5, cost=COST)
+    assert _drained_at(ledger, "p1") == pytest.approx(1.1)
+
+
+def test_work_that_nobody_booked_counts_too() -> None:
+    ledger = ledger_of("p1", "d1")
+    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=3000), 1.0, cost=COST)
+    assert _drained_at(ledger, "p1") == pytest.approx(1.0 + 3.01)
+    assert book(ledger, "a", 2.0).computed_at == pytest.approx(5.01)
+    assert book(ledger, "late", 2.0, prefill_s=0.5).computed_at == pytest.approx(5.51)
+
+
+def test_older_snapshots_and_unknown_workers_change_nothing() -> None:
+    ledger = ledger_of("p1", "d1")
+    assert ledger.heartbeat(worker_snapshot("p1", 5, queued_prefill_tokens=1000), 1.0, cost=COST)
+    assert ledger.heartbeat(worker_snapshot("p1", 5, queued_prefill_tokens=0), 2.0, cost=COST)
+    assert _drained_at(ledger, "p1") == pytest.approx(2.01)
+    assert not ledger.heartbeat(worker_snapshot("p9", 5), 1.0)
+
+
+def test_a_heartbeat_that_says_nothing_of_costs_leaves_what_was_measured() -> None:
+    ledger = ledger_of("p1")
+    row = ledger.table.row("p1")
+    ledger.heartbeat(worker_snapshot("p1", 2), 1.0)
+    assert ledger.table.cost(row) == COST
+    ledger.register(worker_info("p1"), worker_snapshot("p1"), 2.0)  # another life, of which nothing is known
+    assert ledger.table.cost(ledger.table.row("p1")).relative_error == 0.5
+
+
+def test_prompts_of_lately_are_forgotten_in_time() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 5.0)
+    row = ledger.table.row("p1")
+    assert ledger.table.prompt_share(row, 5.0) == pytest.approx(0.1)  # a second of the last ten
+    assert ledger.table.prompt_share(row, 15.0) == pytest.approx(0.1 * np.exp(-1.0))
+    assert ledger.table.prompt_share(ledger.table.row("d1"), 5.0) == 0.0
+
+
+# --- those who decode ---
+
+
+def test_decode_steps_are_counted_with_those_who_decode() -> None:
+    ledger = ledger_of("p1", "d1")
+    assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(0.010)
+    decoding(ledger, "a", 1.0)
+    assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(0.010 + 0.001 + 0.001)
+    decoding(ledger, "b", 2.2)  # 100 steps later
+    slots = ledger.table.slots[:, ledger.table.row("d1")]
+    assert slots[Slot.JOINED_STEP, 1] - slots[Slot.JOINED_STEP, 0] == pytest.approx(100)
+    assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(0.010 + 0.002 + 0.0021)
+
+
+def test_sequences_of_before_this_scheduler_count_until_they_leave() -> None:
+    ledger = ledger_of("d1")
+    ledger.heartbeat(worker_snapshot("d1", 2, num_running=3, blocks_available=1900), 1.0, cost=COST)
+    assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 3
+    assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 1600
+    ledger.heartbeat(worker_snapshot("d1", 3, num_running=1), 2.0, cost=COST, context_tokens=700)
+    assert (_fact(ledger, "d1", Row.EXTRA_DECODES), _fact(ledger, "d1", Row.EXTRA_CONTEXT)) == (1, 700)
+    ledger.heartbeat(worker_snapshot("d1", 4), 3.0, cost=COST)
+    assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 0
+
+
+def test_a_lost_worker_takes_its_bookings_along_and_no_others() -> None:
+    ledger = ledger_of("p1", "p2", "d1", "d2")
+    book(ledger, "queued"), book(ledger, "elsewhere", prefill="p2", decode="d2")
+    decoding(ledger, "decoding")
+    assert ledger.lost("p1", 1.0)
+    assert [b.query.request_id for b in ledger.bookings()] == ["elsewhere", "decoding"]
+    assert ledger.lost("d1", 1.0)
+    assert not ledger.lost("d1", 1.0)
+    assert "elsewhere" in ledger
+    assert "decoding" not in ledger
+
+
+def test_an_attempt_replaces_the_one_before() -> None:
+    ledger = ledger_of("p1", "p2", "d1")
+    book(ledger, "a")
+    book(ledger, "a", attempt=1, prefill="p2")
+    assert (len(ledger), _drained_at(ledger, "p1"), _drained_at(ledger, "p2")) == (1, 0.0, 1.0)
+
+
+class LedgerRules(RuleBasedStateMachine):
+    """Whatever happens in whatever order, each request is where the model says, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = ledger_of("p1", "p2", "d1", "d2")
+        self.now = 0.0
+        self.number = 1
+        self.model: dict[str, tuple[str, str, bool]] = {}  # computing, decode, still in the queue
+
+    @rule(dt=st.floats(0.0, 3.0))
+    def wait(self, dt: float) -> None:
+        self.now += dt
+
+    @rule(
+        request_id=st.sampled_from("abcdefghijkl"),
+        prefill=st.sampled_from(["p1", "p2", None]),
+        decode=st.sampled_from(["d1", "d2"]),
+        prefill_s=st.floats(0.01, 3.0),
+    )
+    def book(self, request_id: str, prefill: str | None, decode: str, prefill_s: float) -> None:
+        book(self.ledger, request_id, self.now, prefill=prefill, decode=decode, prefill_s=prefill_s)
+        self.model.pop(request_id, None)
+        self.model[request_id] = (prefill or decode, decode, True)
+
+    @rule(request_id=st.sampled_from("abcdefghijkl"))
+    def first_token(self, request_id: str) -> None:
+        self.ledger.first_token(request_id, self.now)
+        if request_id in self.model:
+            self.model[request_id] = (*self.model[request_id][:2], False)
+
+    @rule(request_id=st.sampled_from("abcdefghijkl"))
+    def ended(self, request_id: str) -> None:
+        self.ledger.ended(request_id, self.now, 7)
+        self.model.pop(request_id, None)
+
+    @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]), queued=st.integers(0, 5000), running=st.integers(0, 9))
+    def heartbeat(self, worker: str, queued: int, running: int) -> None:
+        self.number += 1
+        snapshot = worker_snapshot(worker, self.number, queued_prefill_tokens=queued, num_running=running)
+        assert self.ledger.heartbeat(snapshot, self.now, cost=COST)
+
+    @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]))
+    def restart(self, worker: str) -> None:
+        self.number += 1
+        self.ledger.register(worker_info(worker), worker_snapshot(worker, self.number), self.now, cost=COST)
+        gone = [r for r, (p, d, queued) in self.model.items() if worker == d or (queued and worker == p)]
+        for request_id in gone:
+            del self.model[request_id]
+
+    @invariant()
+    def all_is_counted_once(self) -> None:
+        bookings = {b.query.request_id: b for b in self.ledger.bookings()}
+        assert bookings.keys() == self.model.keys()
+        table = self.ledger.table
+        for worker in ("d1", "d2"):
+            row = table.row(worker)
+            here = [b for r, b in bookings.items() if self.model[r][1] == worker]
+            assert sorted(b.slot for b in here) == list(range(table.num_used(row))) == list(range(len(here)))
+            assert table.rows[Row.BOOKED, row] == len(here)
+            assert table.rows[Row.BOOKED_CONTEXT, row] == 1000 * len(here)
+            assert (table.slots[Slot.OUTPUT, row] > 0).sum() == len(here)
+            joined = table.slots[Slot.JOINED_STEP, row, : len(here)] < np.inf
+            assert joined.sum() == sum(not self.model[b.query.request_id][2] for b in here)
+
+    @invariant()
+    def queues_hold_what_is_not_computed(self) -> None:
+        for worker in ("p1", "p2", "d1", "d2"):
+            queued = [b for b in self.ledger.bookings() if self.model[b.query.request_id] == (worker, b.decode, True)]
+            latest = max((b.computed_at for b in queued), default=None)
+            if latest is not None:
+                assert _drained_at(self.ledger, worker) == latest >= 0.0
+            work_s = sum(b.prefill_s for b in queued)
+            assert _drained_at(self.ledger, worker) <= self.now + work_s + 6.0  # at most 5000 unknown tokens
+
+
+LedgerRules.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedgerRules = LedgerRules.TestCase
+
+
+# --- expected lengths ---
+
+
+def test_lengths_are_learned_per_tenant_then_class_then_all() -> None:
+    lengths = OutputLengths()
+    assert lengths.expect("t", "c", 10_000) == 256.0
+    assert lengths.expect("t", "c", 7) == 7.0
+    for _ in range(8):
+        lengths.observe("t", "c", 100)
+        lengths.observe("u", "c", 300)
+    assert lengths.expect("t", "c", 10_000) == 100.0
+    assert lengths.expect("new", "c", 10_000) == 200.0
+    assert lengths.expect("new", "other", 10_000) == 200.0
+    assert lengths.expect("u", "c", 250) == 250.0
+
+
+def test_lengths_follow_and_their_memory_is_bounded() -> None:
+    lengths = OutputLengths(max_keys=50)
+    for number in range(500):
+        lengths.observe(f"tenant-{number}", "c", 10)
+    for _ in range(300):
+        lengths.observe("t", "c", 500)
+    assert lengths.expect("t", "c", 1000) == 500.0
+    assert lengths.expect("tenant-0", "c", 1000) == 500.0
+    assert len(lengths._recent) == 50
+
+
+def test_what_ends_teaches_what_to_expect() -> None:
+    ledger = ledger_of("p1", "d1")
+    for number in range(8):
+        book(ledger, f"r{number}")
+        ledger.ended(f"r{number}", 1.0, num_output_tokens=40)
+    booking = book(ledger, "next", max_new_tokens=1000)
+    assert ledger.table.slots[Slot.OUTPUT, ledger.table.row("d1"), booking.slot] == 40.0
+    assert query_of().has_targets
+
+
+def test_rows_stay_in_order_and_what_is_known_of_a_worker_moves_with_it() -> None:
+    ledger = ledger_of("d2", "p2")
+    decoding(ledger, "a", prefill="p2", decode="d2")
+    before = ledger.table.rows[:, ledger.table.row("d2")].tolist(), ledger.table.slots[:, 1, 0].tolist()
+    for worker_id in ("p1", "d1", "d3"):
+        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=COST)
+    assert ledger.table.ids == ["p1", "p2", "d1", "d2", "d3"]
+    assert ledger.table.pools() == (slice(0, 2), slice(2, 5))
+    for worker_id in ("p1", "d1"):
+        ledger.lost(worker_id, 0.0)
+    assert ledger.table.ids == ["p2", "d2", "d3"]
+    assert (ledger.table.rows[:, 1].tolist(), ledger.table.slots[:, 1, 0].tolist()) == before
+    assert not ledger.table.rows[:, 3:].any()
+    assert ledger.table.num_used(1) == 1

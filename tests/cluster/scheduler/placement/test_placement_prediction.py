@@ -1,0 +1,253 @@
+"""Predictions against hand arithmetic: prompts with hits in each tier, steps shared with neighbours, memory, harm."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.prediction import (
+    DecodeForecast,
+    PromptForecast,
+    forecast_decode,
+    forecast_prompt,
+)
+from cluster.scheduler.placement.tpot_forecast import fit_probability, log_probability
+from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
+from tests.support.worker_reports import worker_info, worker_snapshot
+
+
+def _prompt(
+    ledger: Ledger,
+    worker_id: str,
+    *reach: float,
+    num_tokens: int = 1000,
+    tiers: tuple[float, float] = (0.0, 0.0),
+    now: float = 0.0,
+) -> PromptForecast:
+    row, everywhere = ledger.table.row(worker_id), np.zeros((3, len(ledger.table)))
+    everywhere[:, row] = reach or 0.0
+    return forecast_prompt(ledger.table, num_tokens, everywhere, tiers, now).at(np.array([row]))
+
+
+def _decode(
+    ledger: Ledger,
+    worker_id: str = "d1",
+    *,
+    num_output: float = 100.0,
+    lead_s: float = 0.0,
+    added_s: float = 0.0,
+    now: float = 0.0,
+    **changes: object,
+) -> DecodeForecast:
+    rows = np.array([ledger.table.row(worker_id)])
+    query = query_of("new", **changes)
+    found = forecast_decode(ledger.table, rows, query, num_output, np.array([lead_s]), np.array([added_s]), now)
+    return DecodeForecast(found.tpot_s[0], found.room_s, found.kv_share[0], found.harm[0])
+
+
+# --- prompts ---
+
+
+def test_a_prompt_waits_for_the_queue_and_is_computed() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", prefill_s=3.0)
+    forecast = _prompt(ledger, "p1", now=1.0)
+    assert (forecast.wait_s[0], forecast.prefill_s[0]) == pytest.approx((2.0, 1.01))
+
+
+def test_chunks_cost_a_step_each() -> None:
+    ledger = Ledger()
+    ledger.register(worker_info("p1"), worker_snapshot("p1"), 0.0, cost=COST, chunk_tokens=256)
+    assert _prompt(ledger, "p1").prefill_s[0] == pytest.approx(1.0 + 4 * 0.01)
+
+
+def test_a_decode_worker_computes_prompts_between_the_tokens_of_others() -> None:
+    ledger = ledger_of("p1", "d1")
+    decoding(ledger, "a")
+    forecast = _prompt(ledger, "d1")
+    assert (forecast.prefill_s[0], forecast.added_s[0]) == pytest.approx((1.012, 1.0))
+
+
+def test_hits_are_brought_up_as_far_down_as_it_pays() -> None:
+    ledger = ledger_of("p1")
+    cheap = _prompt(ledger, "p1", 100, 400, 900, tiers=(0.0001, 0.0005))
+    assert (cheap.cached_tokens[0], cheap.load_s[0]) == pytest.approx((900, 300 * 0.0001 + 500 * 0.0005))
+    slow_disk = _prompt(ledger, "p1", 100, 400, 900, tiers=(0.0001, 0.002))
+    assert (slow_disk.cached_tokens[0], slow_disk.load_s[0]) == pytest.approx((400, 0.03))
+    slow = _prompt(ledger, "p1", 100, 400, 900, tiers=(0.002, 0.002))
+    assert (slow.cached_tokens[0], slow.load_s[0]) == (100, 0.0)
+    assert _prompt(ledger, "p1", 1000, 1000, 1000).uncached_tokens[0] == 1
+
+
+# --- decode ---
+
+
+def test_alone_a_newcomer_has_the_worker_for_itself() -> None:
+    assert _decode(ledger_of("d1")).tpot_s[0] == pytest.approx(0.010 + 0.001 + 1050e-6)
+
+
+def test_a_neighbour_counts_for_the_steps_it_shares() -> None:
+    ledger = ledger_of("p1", "d1")
+    decoding(ledger, "a", max_new_tokens=50)
+    forecast = _decode(ledger)
+    # It is there for 50 of the newcomer's 100 steps, with 1025 tokens on average.
+    assert forecast.tpot_s[0] == pytest.approx(0.012050 + 0.5 * (0.001 + 1025e-6))
+
+
+def test_who_will_have_ended_counts_no_more_and_who_will_have_joined_does() -> None:
+    ledger = ledger_of("p1", "d1")
+    decoding(ledger, "leaving", max_new_tokens=50)
+    step_s = 0.012
+    assert _decode(ledger, lead_s=50 * step_s).tpot_s[0] == pytest.approx(0.012050)
+    book(ledger, "joining", prefill_s=1.0)
+    assert _decode(ledger, lead_s=1.0).tpot_s[0] == pytest.approx(0.012050 + 0.001 + 1050e-6)
+    ledger.ended("leaving", 0.0)
+    half = _decode(ledger, lead_s=1.0 - 50 * 0.010).tpot_s[0]  # it joins 50 steps after the newcomer
+    assert half == pytest.approx(0.012050 + 0.5 * (0.001 + 1025e-6))
+
+
+def test_who_puts_out_more_than_expected_is_expected_to_go_on() -> None:
+    ledger = ledger_of("p1", "d1")
+    for _ in range(8):
+        ledger.lengths.observe("t", "", 20)
+    decoding(ledger, "long", max_new_tokens=1000)
+    late = _decode(ledger, now=200 * 0.012)
+    assert late.tpot_s[0] == pytest.approx(0.012050 + 0.2 * (0.001 + 1210e-6), rel=1e-3)
+
+
+def test_who_has_outlived_the_short_ones_is_expected_to_be_a_long_one() -> None:
+    ledger = ledger_of("p1", "d1")
+    for number in range(32):
+        decoding(ledger, f"r{number}")
+        ledger.ended(f"r{number}", 0.0, num_output_tokens=10 if number % 2 else 390)  # 200 in the mean
+    decoding(ledger, "one", max_new_tokens=1000)
+    young = _decode(ledger, num_output=1000.0).tpot_s[0]
+    older = _decode(ledger, num_output=1000.0, now=100 * 0.012).tpot_s[0]  # about 290 are to come
+    assert older - 0.012500 == pytest.approx((young - 0.012500) * 1.45, rel=0.1)
+
+
+def test_memory_counts_at_the_peak_of_the_newcomers_life() -> None:
+    ledger = ledger_of("p1", "d1", num_blocks=250)  # 4000 tokens
+    decoding(ledger, "a")
+    assert _decode(ledger).kv_share[0] == pytest.approx(
+        (1000 + 100 + 8 + 1000 + 100 + 8) / 4000
+    )  # and half a block each
+    decoding(ledger, "short", max_new_tokens=10)
+    assert _decode(ledger).kv_share[0] == pytest.approx(
+        (3000 + 3 * 8) / 4000
+    )  # at first, when the short one is still there
+
+
+def test_where_there_is_no_room_it_comes_when_others_leave() -> None:
+    ledger = ledger_of("p1", "d1", num_blocks=250)
+    for request_id, output in (("a", 10), ("b", 60), ("c", 100)):
+        decoding(ledger, request_id, max_new_tokens=output)
+    step_s = 0.010 + 3 * 0.002
+    assert _decode(ledger, num_tokens=900).room_s[0] == 0.0
+    assert _decode(ledger, num_tokens=1500).room_s[0] == pytest.approx(10 * step_s)
+    assert _decode(ledger, num_tokens=2500).room_s[0] == pytest.approx(60 * step_s)
+    assert _decode(ledger, num_tokens=5000).room_s[0] == math.inf
+
+
+def test_harm_is_what_the_others_chances_lose() -> None:
+    ledger = ledger_of("p1", "d1")
+    decoding(ledger, "a", tpot_s=0.013)
+    before, after = log_probability(0.012, 0.013, 0.1), log_probability(0.012 + 0.00205, 0.013, 0.1)
+    assert _decode(ledger).harm[0] == pytest.approx(before - after, rel=0.05)
+    assert _decode(ledger, "d1", added_s=1.0).harm[0] > 1.0
+    relaxed = ledger_of("p1", "d1")
+    decoding(relaxed, "a", tpot_s=0.1)
+    batch = ledger_of("p1", "d1")
+    decoding(batch, "a", tpot_s=math.inf)
+    assert _decode(relaxed).harm[0] < 1e-3
+    assert _decode(batch, added_s=100.0).harm[0] == 0.0
+
+
+# --- probabilities ---
+
+
+def test_a_prediction_at_the_target_is_met_half_the_time() -> None:
+    chances = [math.exp(log_probability(predicted_s, 1.0, 0.1)) for predicted_s in (0.9, 1.0, 1.1)]
+    assert chances == pytest.approx([0.846, 0.5, 0.154], abs=0.002)
+    assert log_probability(1e9, math.inf, 0.1) == 0.0
+    fits = [fit_probability(kv_share) for kv_share in (0.0, 0.9, 1.0, 1.5)]
+    assert fits == pytest.approx([1.0, 0.966, 0.5, 0.0], abs=1e-3)
+
+
+# --- decode workers that compute prompts themselves ---
+
+
+def test_prompts_of_lately_stretch_the_steps_and_are_forgotten() -> None:
+    ledger = ledger_of("p1", "d1")
+    alone = _decode(ledger).tpot_s[0]
+    book(ledger, "a", prefill=None)
+    ledger.ended("a", 0.0)
+    assert _decode(ledger).tpot_s[0] == pytest.approx(alone / (1.0 - 0.1))  # 1 s of the last 10
+    ledger.heartbeat(worker_snapshot("d1", 2), 100.0, cost=COST)
+    assert _decode(ledger, now=100.0).tpot_s[0] == pytest.approx(alone, rel=1e-3)
+
+
+def test_reservations_go_on_while_prompts_wait_there() -> None:
+    ledger = ledger_of("p1", "d1")
+    for name in ("a", "b"):
+        book(ledger, name, prefill=None, prefill_s=1.0)
+    assert _decode(ledger).room_s[0] == 0.0
+
+
+def test_who_exceeds_the_sequences_of_a_worker_waits_for_one_to_end() -> None:
+    ledger = Ledger()
+    for worker_id in ("p1", "d1"):
+        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=COST, max_num_seqs=2)
+    decoding(ledger, "short", max_new_tokens=50)
+    assert _decode(ledger).room_s[0] == 0.0
+    decoding(ledger, "long", max_new_tokens=100)
+    step_s = 0.012 + 0.002  # two sequences, each with 1000 tokens
+    assert _decode(ledger).room_s[0] == pytest.approx(50 * step_s, rel=0.01)
+
+
+def test_those_who_decode_leave_less_of_each_step_to_prompts() -> None:
+    ledger = Ledger()
+    for worker_id in ("p1", "d1"):
+        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=COST, chunk_tokens=501)
+    decoding(ledger, "a")
+    assert _prompt(ledger, "d1").prefill_s[0] == pytest.approx(1.0 + 2 * 0.012)
+    decoding(ledger, "b")
+    assert _prompt(ledger, "d1").prefill_s[0] == pytest.approx(1.0 + 3 * 0.014)
+
+
+OTHERS = st.lists(
+    st.tuples(
+        st.integers(1, 3000),  # prompt
+        st.integers(1, 400),  # output
+        st.booleans(),  # decodes already
+        st.sampled_from([0.012, 0.02, 0.05, math.inf]),
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(OTHERS, st.tuples(st.integers(1, 3000), st.integers(1, 400), st.booleans()), st.floats(0.0, 2.0))
+def test_one_more_neighbour_never_makes_a_worker_look_better(
+    others: list[tuple[int, int, bool, float]], more: tuple[int, int, bool], lead_s: float
+) -> None:
+    ledger = ledger_of("p1", "d1", num_blocks=1500)
+    for number, (prompt, output, joined, tpot_s) in enumerate(others):
+        book(ledger, f"r{number}", num_tokens=prompt, max_new_tokens=output, tpot_s=tpot_s)
+        if joined:
+            ledger.first_token(f"r{number}", 0.0)
+    before = _decode(ledger, lead_s=lead_s)
+    # The new one is last in its queue, so it delays nobody's joining.
+    book(ledger, "more", num_tokens=more[0], max_new_tokens=more[1])
+    if more[2]:
+        ledger.first_token("more", 0.0)
+    after = _decode(ledger, lead_s=lead_s)
+    assert after.room_s[0] >= before.room_s[0]
+    assert after.kv_share[0] >= before.kv_share[0] - 1e-9
+    assert after.tpot_s[0] >= before.tpot_s[0] - 1e-12
+    assert after.harm[0] >= before.harm[0] - 1e-9

@@ -1,0 +1,80 @@
+"""Which workers may be told to change their role."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.autoscaling.serve_policy import LoadPolicy
+from cluster.scheduler.role_changes import OVERDUE_S, RoleChanges
+from kv_transfer.messages import KnownWorker, Role, RoleAnswer, RoleRequest
+from tests.support.worker_reports import worker_info, worker_snapshot
+
+
+def worker(worker_id: str, *, draining: bool = False) -> KnownWorker:
+    """`p...` is a prefill worker, any other one decodes."""
+    return worker_info(worker_id), worker_snapshot(worker_id, draining=draining)
+
+
+CLUSTER = [worker("p1"), worker("p2"), worker("d1"), worker("d2")]
+
+
+def ask(changes: RoleChanges, worker_id: str, role: Role, workers: list[KnownWorker], now: float = 0.0) -> RoleAnswer:
+    return changes.ask(RoleRequest(ask_id=7, worker_id=worker_id, role=role, drain_s=5.0), workers, now)
+
+
+def test_one_of_two_may() -> None:
+    assert ask(RoleChanges(), "p1", "decode", CLUSTER) == RoleAnswer(ask_id=7, outcome="ordered")
+    assert ask(RoleChanges(), "d2", "prefill", CLUSTER) == RoleAnswer(ask_id=7, outcome="ordered")
+
+
+def test_a_stranger_is_unknown() -> None:
+    answer = ask(RoleChanges(), "p3", "decode", CLUSTER)
+    assert (answer.outcome, answer.reason) == ("unknown", "no worker is called p3")
+
+
+def test_who_has_the_role_is_refused() -> None:
+    answer = ask(RoleChanges(), "p1", "prefill", CLUSTER)
+    assert (answer.outcome, answer.reason) == ("refused", "p1 is a prefill worker already")
+
+
+def test_the_last_of_a_role_stays() -> None:
+    for left in (CLUSTER[1:], [worker("p1", draining=True), *CLUSTER[1:]]):
+        answer = ask(RoleChanges(), "p2", "decode", left)
+        assert answer.outcome == "refused"
+        assert "p2 is the only prefill worker" in answer.reason
+    answer = ask(RoleChanges(), "d1", "prefill", CLUSTER[:3])
+    assert answer.outcome == "refused"
+    assert "nothing could be answered" in answer.reason
+
+
+def test_who_was_told_counts_no_more() -> None:
+    changes = RoleChanges()
+    assert ask(changes, "d1", "prefill", CLUSTER).outcome == "ordered"
+    assert ask(changes, "d1", "prefill", CLUSTER).reason == "d1 is changing its role already"
+    assert "d2 is the only decode worker" in ask(changes, "d2", "prefill", CLUSTER).reason
+    changes.gone("d1")
+    back = [*CLUSTER[:2], CLUSTER[3], worker("p3")]
+    assert "d2 is the only decode worker" in ask(changes, "d2", "prefill", back).reason
+    assert ask(changes, "p3", "decode", back).outcome == "ordered"
+
+
+def test_who_does_not_follow_may_be_told_again() -> None:
+    changes = RoleChanges()
+    assert ask(changes, "d1", "prefill", CLUSTER, now=10.0).outcome == "ordered"
+    assert ask(changes, "d1", "prefill", CLUSTER, now=14.0 + OVERDUE_S).outcome == "refused"
+    assert ask(changes, "d1", "prefill", CLUSTER, now=15.0 + OVERDUE_S).outcome == "ordered"
+
+
+def test_who_is_about_to_stop_is_left_alone() -> None:
+    workers = [*CLUSTER[:3], worker("d2", draining=True), worker("d3")]
+    assert ask(RoleChanges(), "d2", "prefill", workers).reason == "d2 is about to stop"
+
+
+def test_workers_that_are_away_are_not_taken_for_idle() -> None:
+    """By the policy that sizes a pool by its load: Serve would end them."""
+    metrics = {"load": {"a": 900.0, "b": 0.0, "c": 200.0}, "away": {"a": 0.0, "b": 1.0, "c": 0.0}}
+    pool: Any = SimpleNamespace(
+        aggregated_metrics=metrics, capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=8
+    )
+    assert LoadPolicy(500.0)(pool) == (4, {})

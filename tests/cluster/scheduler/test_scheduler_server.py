@@ -1,0 +1,254 @@
+"""The scheduler's server over real connections, and a gateway with and without it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.gateway.scheduler_client import SchedulerClient, _Question
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
+from kv_transfer.connections.connection import connect
+from kv_transfer.messages import (
+    Endpoint,
+    Heartbeat,
+    KnownWorker,
+    Placement,
+    Register,
+    Replicas,
+    StandingRequest,
+    Unplaceable,
+)
+from kv_transfer.transports.base import Identity, LinkClosedError, TransportError
+from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
+from tests.support.waiting import HANGS_S, eventually
+
+# --- over real connections ---
+
+
+def _identity(worker_id: str) -> Identity:
+    return Identity(worker_id=worker_id, node_id="node", secret=b"secret of the test", compatibility={})
+
+
+@asynccontextmanager
+async def _server(**policy: object) -> AsyncIterator[SchedulerServer]:
+    server = SchedulerServer(
+        SchedulerPolicy(**policy),  # type: ignore[arg-type]
+        _identity("scheduler"),
+        broadcast_period_s=0.05,
+    )
+    await server.start("127.0.0.1")
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def _client(server: SchedulerServer, standing: Sequence[StandingRequest] = ()) -> AsyncIterator[SchedulerClient]:
+    async def locate() -> Endpoint:
+        return server.endpoint
+
+    client = SchedulerClient(_identity("gateway"), locate, lambda workers: None, standing=lambda: list(standing))
+    client.start()
+    try:
+        await eventually(lambda: client._connection is not None)
+        yield client
+    finally:
+        await client.stop()
+
+
+async def test_a_worker_that_was_silent_too_long_is_told_to_register_again() -> None:
+    """A worker stalls, counts as gone, and goes on reporting: it must not be lost for ever."""
+    async with _server(stale_after_s=0.1) as server:
+        worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+        await worker.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1")))
+        await eventually(lambda: "d1" in server._workers)
+        await eventually(lambda: not server._scheduler.replicas().workers)
+        await worker.send(Heartbeat(snapshot=small_snapshot("d1", 2)))
+        with pytest.raises(LinkClosedError, match="register again"):
+            await asyncio.wait_for(worker.receive(), HANGS_S)
+
+
+async def test_the_end_of_an_old_connection_does_not_take_the_worker_away() -> None:
+    async with _server() as server:
+        old = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+        await old.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1")))
+        await eventually(lambda: "d1" in server._workers)
+        first = server._workers["d1"]
+        new = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+        await new.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1", 2)))
+        await eventually(lambda: server._workers["d1"] is not first)
+        old.close("its network is back")
+        await eventually(lambda: first.closed is not None)
+        await asyncio.sleep(0.05)
+        assert [info.worker_id for info, _ in server._scheduler.replicas().workers] == ["d1"]
+        new.close("the end")
+        await eventually(lambda: not server._scheduler.replicas().workers)
+
+
+async def test_what_runs_on_a_worker_counts_again_when_its_connection_is_back() -> None:
+    async with _server() as server, _client(server) as client:
+        for number in (1, 2):
+            worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+            await worker.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1", number)))
+            await eventually(lambda: len(server._scheduler.replicas().workers) == 1)
+            if number == 1:
+                await client.place(place("r"))
+            assert server._scheduler.num_booked == 1
+            worker.close("its network is gone")
+            await eventually(lambda: not server._scheduler.replicas().workers)
+            assert server._scheduler.num_booked == 0
+        client.ended("r")
+        await eventually(lambda: not server._scheduler._standing)
+
+
+async def test_a_worker_cannot_speak_for_another() -> None:
+    async with _server() as server:
+        worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+        await worker.send(Register(info=small_info("d2"), snapshot=small_snapshot("d2")))
+        with pytest.raises(LinkClosedError, match="not for d1"):
+            await asyncio.wait_for(worker.receive(), HANGS_S)
+        assert not server._scheduler.replicas().workers
+
+
+async def test_a_gateway_s_death_ends_its_requests() -> None:
+    async with _server() as server:
+        server._scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
+        async with _client(server) as client:
+            await client.place(place("r"))
+            assert server._scheduler.num_booked == 1
+        await eventually(lambda: not server._scheduler.num_booked)
+
+
+async def test_a_gateway_tells_what_stands_when_it_comes_and_takes_it_along_when_it_goes() -> None:
+    """However many there are."""
+    standing = [
+        StandingRequest(place=place(f"r{number}"), prefill=None, decode="d1", num_emitted=1) for number in range(2500)
+    ]
+    async with _server() as server:
+        async with _client(server, standing):
+            await eventually(lambda: len(server._asked_by) == 2500)
+            assert server._scheduler.num_booked == 0, "the worker is not known yet"
+            server._scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
+            assert server._scheduler.num_booked == 2500
+        await eventually(lambda: not server._asked_by)
+        assert server._scheduler.num_booked == 0
+
+
+async def test_what_a_gateway_places_itself_is_told_to_a_scheduler_that_was_too_slow() -> None:
+    async with _server() as server, _client(server) as client:
+        client.workers = {"d1": _known("d1")}
+        client._settles_at = float("inf")
+        assert (await client.place(place("r"))).decode == "d1", "the scheduler knows no worker"
+        await eventually(lambda: len(server._scheduler._standing) == 1)
+        server._scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
+        assert server._scheduler.num_booked == 1
+        client.ended("r")
+        await eventually(lambda: not server._scheduler.num_booked)
+
+
+async def test_a_scheduler_that_stops_takes_nobody_s_workers_away() -> None:
+    """What gateways know last is what they place by until its successor is there."""
+    for _ in range(4):
+        async with _server() as server:
+            for name in ("d1", "d2"):
+                worker = await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S)
+                await worker.send(Register(info=small_info(name), snapshot=small_snapshot(name)))
+            async with _client(server) as client:
+                await eventually(lambda: len(client.workers) == 2)
+                await server.stop()
+                await eventually(lambda: client._connection is None)
+                assert len(client.workers) == 2
+
+
+async def test_answers_become_the_errors_that_clients_are_told() -> None:
+    async with _server(max_queued_tokens=10) as server, _client(server) as client:
+        with pytest.raises(UnavailableError):
+            await client.place(place())
+        server._scheduler.register(small_info("d1"), small_snapshot("d1", queued_prefill_tokens=5000), time.monotonic())
+        await eventually(lambda: "d1" in client.workers)
+        with pytest.raises(RequestTooLargeError):
+            await client.place(place(num_tokens=2000))
+        with pytest.raises(OverloadedError) as overloaded:
+            await client.place(place())
+        assert overloaded.value.retry_after_s == pytest.approx(4.99, rel=0.01)
+
+
+# --- a gateway without its scheduler ---
+
+
+async def _nowhere() -> Endpoint:
+    raise OSError("the scheduler is down")
+
+
+def _alone(*workers: KnownWorker) -> SchedulerClient:
+    client = SchedulerClient(_identity("gateway"), _nowhere, lambda workers: None)
+    client.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
+    return client
+
+
+def _known(worker_id: str, load: int = 0, draining: bool = False, **info: object) -> KnownWorker:
+    return small_info(worker_id, **info), small_snapshot(worker_id, queued_prefill_tokens=load, draining=draining)
+
+
+def _asked(client: SchedulerClient, attempt: int) -> _Question:
+    """What the client remembers of a request that it has asked the scheduler for."""
+    question = _Question(asyncio.get_running_loop().create_future(), asyncio.timeout(None))
+    client._waiting["r", attempt] = question
+    return question
+
+
+async def test_alone_the_better_of_two_is_taken() -> None:
+    client = _alone(_known("p1", 500), _known("p2"), _known("d1"), _known("d2", 500))
+    for n in range(8):
+        answer = await client.place(place(f"r{n}"))
+        assert (answer.prefill, answer.decode) == ("p2", "d1")
+
+
+async def test_alone_the_rules_on_who_can_take_it_stay() -> None:
+    client = _alone(
+        _known("p1", draining=True),
+        _known("p2", compatibility="other"),
+        _known("p3", max_model_len=99),
+        _known("p4", 9000),
+        _known("d1", draining=True),
+        _known("d2", max_model_len=110),
+        _known("d3", 9000),
+    )
+    for n in range(16):
+        answer = await client.place(place(f"r{n}"))
+        assert (answer.prefill, answer.decode) == ("p4", "d3")
+        answer = await client.place(place(f"r{n}", attempt=1, exclude=["p4", "d3"]))
+        assert (answer.prefill, answer.decode) == (None, "d3"), "the one that failed is better than none"
+
+
+async def test_alone_without_any_decode_worker_there_is_none() -> None:
+    with pytest.raises(UnavailableError):
+        await _alone(_known("p1")).place(place())
+
+
+async def test_a_new_scheduler_s_ignorance_does_not_count() -> None:
+    """It turns a request away, and in the next moment hears of a worker that the gateway has known all along."""
+    client = _alone(_known("d1"))
+    question = _asked(client, 0)
+    client._settles_at = float("inf")
+    client._on_message(Replicas(workers=[]))
+    client._on_message(Unplaceable(request_id="r", attempt=0, reason="no decode worker is ready", retry_after_s=1.0))
+    client._on_message(Replicas(workers=[_known("p1"), _known("d2")]))
+    assert isinstance(question.answer.exception(), TransportError), "the gateway places it itself"
+    assert client.workers.keys() == {"p1", "d2"}
+
+
+async def test_a_late_answer_is_none_to_a_newer_attempt() -> None:
+    client = _alone(_known("d1"))
+    newer = _asked(client, 1).answer
+    client._on_message(Placement(request_id="r", attempt=0, prefill=None, decode="dead"))
+    assert not newer.done()
+    client._on_message(Placement(request_id="r", attempt=1, prefill=None, decode="d1"))
+    assert newer.done()

@@ -1,0 +1,202 @@
+"""Each baseline's rule in situations in which its published formula says who is chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeVar
+
+import pytest
+
+from cluster.simulation.arguments import DEVICE_NAMES, MODEL_NAMES, ROUTER_NAMES
+from cluster.simulation.command import DEVICES, MODELS, ROUTERS
+from cluster.simulation.routers.base import PlaceQuery
+from cluster.simulation.routers.baselines import (
+    Baseline,
+    Colocated,
+    DistServe,
+    Dynamo,
+    LeastOutstandingTokens,
+    RoundRobin,
+)
+from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.slo_baselines import LlmdHeadroom, Mooncake
+from cluster.simulation.simulate import SimulationConfig, simulate
+from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.workload.synthetic import Workload, draw_requests
+from cluster.slo.classes import RequestSlo
+from engine.cost_model.step_cost import StepCost
+from kv_transfer.messages import (
+    BlockChange,
+    BlockEvents,
+    BlockIndexSnapshot,
+    Placement,
+    Unplaceable,
+)
+from tests.support.worker_reports import worker_info, worker_snapshot
+
+BLOCK = 16
+COST = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-6)
+COSTS = KnownCosts(prefill=COST, decode=COST, prefill_chunk_tokens=10**6, decode_chunk_tokens=10**6)
+HASHES = tuple(bytes([i]) * 16 for i in range(1, 63))
+
+
+_Router = TypeVar("_Router", bound=Baseline)
+
+
+def fleet(router: _Router, num_prefill: int = 2, num_decode: int = 2) -> _Router:
+    for index in range(num_prefill):
+        _register(router, f"prefill-{index}")
+    for index in range(num_decode):
+        _register(router, f"decode-{index}")
+    return router
+
+
+def _register(router: Baseline, worker_id: str) -> None:
+    info = worker_info(worker_id, max_model_len=10**6, num_blocks=10**5, block_size=BLOCK)
+    router.register(info, worker_snapshot(worker_id, blocks_available=0), 0.0)
+    whole = BlockIndexSnapshot(worker_id=worker_id, epoch=1, next_id=0, part=0, num_parts=1, tier="device", hashes=b"")
+    router.blocks(whole, 0.0)
+
+
+def caches(router: Baseline, worker_id: str, num_blocks: int) -> None:
+    change = BlockChange(tier="device", stored=b"".join(HASHES[:num_blocks]), removed=b"")
+    router.blocks(BlockEvents(worker_id=worker_id, epoch=1, first_id=0, changes=[change]), 0.0)
+
+
+def query(
+    request_id: str, num_tokens: int = 1000, *, new: int = 100, ttft_s: float | None = 1.0, tpot_s: float | None = 0.1
+) -> PlaceQuery:
+    return PlaceQuery(
+        request_id=request_id,
+        attempt=0,
+        num_tokens=num_tokens,
+        max_new_tokens=new,
+        slo=RequestSlo(slo_class="c", ttft_s=ttft_s, tpot_s=tpot_s),
+        hashes=HASHES[: (num_tokens - 1) // BLOCK],
+    )
+
+
+def places(router: Baseline, asked: PlaceQuery, now: float = 0.0) -> tuple[str | None, str]:
+    answer = router.place(asked, now)
+    assert isinstance(answer, Placement), answer
+    return answer.prefill, answer.decode
+
+
+def test_round_robin_takes_turns() -> None:
+    router = fleet(RoundRobin(), 2, 3)
+    assert [places(router, query(f"r{i}"))[1] for i in range(4)] == ["decode-0", "decode-1", "decode-2", "decode-0"]
+    assert places(fleet(RoundRobin(), 0, 1), query("r"))[0] is None
+
+
+def test_least_outstanding_tokens_forgets_what_is_done() -> None:
+    router = fleet(LeastOutstandingTokens())
+    assert places(router, query("a", 5000)) == ("prefill-0", "decode-0")
+    assert places(router, query("b", 100)) == ("prefill-1", "decode-1")
+    assert places(router, query("c", 100)) == ("prefill-1", "decode-1")
+    router.first_token("a", 1.0)
+    assert places(router, query("d", 100)) == ("prefill-0", "decode-1")
+    router.ended("a", 2.0, 100)
+    assert places(router, query("e", 100))[1] == "decode-0"
+
+
+def test_distserve_counts_requests_and_not_tokens() -> None:
+    router = fleet(DistServe())
+    assert places(router, query("a", 5000)) == ("prefill-0", "decode-0")
+    assert places(router, query("b", 10)) == ("prefill-1", "decode-1")
+    assert places(router, query("c", 10)) == ("prefill-0", "decode-0")
+
+
+def test_colocated_uses_decode_workers_alone() -> None:
+    router = fleet(Colocated(), 0, 2)
+    assert [places(router, query(f"r{i}", 1000 - i)) for i in range(2)] == [(None, "decode-0"), (None, "decode-1")]
+
+
+@pytest.mark.parametrize(("num_cached", "expected"), [(0, "prefill-1"), (30, "prefill-1"), (62, "prefill-0")])
+def test_dynamo_weighs_overlap_against_blocks(num_cached: int, expected: str) -> None:
+    """On prefill-0 wait 640 tokens: 40 blocks to prefill and 40 active ones, against an overlap of `num_cached`."""
+    router = fleet(Dynamo())
+    places(router, query("a", 640))
+    if num_cached == 62:
+        router.first_token("a", 0.0)  # nothing is before it any more
+    caches(router, "prefill-0", num_cached)
+    assert places(router, query("b", 1000))[0] == expected
+
+
+def test_dynamo_decides_on_decode_by_active_blocks_alone() -> None:
+    router = fleet(Dynamo())
+    caches(router, "decode-0", 62)
+    assert places(router, query("a", 1000))[1] == "decode-0"
+    assert places(router, query("b", 1000))[1] == "decode-1"
+
+
+def test_mooncake_adds_up_queue_and_uncached_prefill() -> None:
+    router = fleet(Mooncake(COSTS))
+    # 0.11 s of work each; prefill-1 has 31 blocks of it cached: 0.0604 s.
+    caches(router, "prefill-1", 31)
+    assert places(router, query("a"))[0] == "prefill-1"
+    assert places(router, query("b"))[0] == "prefill-0"  # 0.11 s against 0.0604 s + 0.0604 s
+    assert places(router, query("c"), now=0.05)[0] == "prefill-1"  # of its queue 0.0104 s are left
+
+
+def test_mooncake_transfers_a_prefix_where_that_pays() -> None:
+    router = fleet(Mooncake(COSTS, transfer_token_s=1e-5))
+    caches(router, "prefill-1", 31)
+    assert places(router, query("a"))[0] == "prefill-1"
+    assert places(router, query("b"))[0] == "prefill-0"  # 0.0604 s + 496 tokens at 10 us, against twice 0.0604 s
+
+
+def test_mooncake_turns_away_who_would_miss_a_target() -> None:
+    router = fleet(Mooncake(COSTS))
+    late = router.place(query("a", 20_000), 0.0)
+    assert isinstance(late, Unplaceable)
+    assert late.retry_after_s == pytest.approx(1.01)
+    slow = router.place(query("b", 1000, tpot_s=0.011), 0.0)
+    assert isinstance(slow, Unplaceable)
+    assert "12 ms" in slow.reason
+    assert places(router, query("c", 20_000, ttft_s=None, tpot_s=None))
+
+
+def test_llmd_packs_those_with_headroom() -> None:
+    chosen = Counter[str]()
+    for seed in range(300):
+        router = fleet(LlmdHeadroom(COSTS, seed=seed), 1, 2)
+        router.fleet.assign(query("before"), None, router.fleet.decodes[0], 0)
+        chosen[places(router, query("a"))[1]] += 1
+    # Weights 82 and 66: only TPOT headroom tells them apart, and weighs 0.2.
+    assert chosen["decode-0"] / 300 == pytest.approx(82 / 148, abs=0.08)
+
+
+def test_llmd_prefers_idle_workers_when_all_miss() -> None:
+    for seed in range(20):
+        router = fleet(LlmdHeadroom(COSTS, seed=seed), 0, 3)
+        for member in router.fleet.decodes[:2]:
+            router.fleet.assign(query(member.worker_id), None, member, 0)
+        assert places(router, query("a", tpot_s=0.001)) == (None, "decode-2")
+
+
+def test_llmd_heeds_the_strictest_target_of_who_runs() -> None:
+    num_other = 0
+    for seed in range(100):
+        router = fleet(LlmdHeadroom(COSTS, seed=seed), 1, 2)
+        router.fleet.assign(query("strict", tpot_s=0.012), None, router.fleet.decodes[0], 0)
+        num_other += places(router, query("a"))[1] == "decode-1"
+    assert num_other >= 94
+
+
+def test_the_command_line_knows_every_name() -> None:
+    assert (tuple(ROUTERS), tuple(MODELS), tuple(DEVICES)) == (ROUTER_NAMES, MODEL_NAMES, DEVICE_NAMES)
+
+
+@pytest.mark.parametrize("name", ROUTER_NAMES)
+def test_every_router_plays_a_workload_twice_alike(name: str) -> None:
+    cost = StepCost(base_s=0.006, prefill_token_s=4e-5, prefill_pair_s=1e-9, decode_s=1e-5, context_token_s=5e-8)
+    shape = WorkerShape(cost=cost, kv_tokens=60_000, block_size=64)
+    config = SimulationConfig(
+        num_prefill=0 if name == "colocated" else 2, num_decode=2, prefill=shape, decode=shape, max_returns=1
+    )
+    costs = KnownCosts(prefill=cost, decode=cost, prefill_chunk_tokens=2048, decode_chunk_tokens=2048)
+    workload = Workload(requests_per_s=12.0, num_requests=60)
+    first, second = (simulate(config, draw_requests(workload, 3), ROUTERS[name](costs)) for _ in range(2))
+    assert first == second
+    assert len(first.records) == 60
+    assert all((r.end_s is None) is bool(r.rejected) for r in first.records)

@@ -1,0 +1,121 @@
+"""Nobody waits for ever on a decode worker, however many others keep coming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from decode_workers.states import DecodeState
+from engine.sequence import Sequence, StepPlan
+from tests.decode_workers.test_tiered_decode import FAST, LATE, Bench, sequence
+from tests.support.ghost_runner import next_token
+
+
+class Newcomers:
+    """Hands a short sequence over before every step, if the scheduler has room for it."""
+
+    def __init__(self, bench: Bench, *, prompt_tokens: int = 4, max_tokens: int = 6) -> None:
+        self.bench = bench
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.num_taken = 0
+
+    def come(self) -> None:
+        while self.bench.scheduler.can_reserve(self.prompt_tokens):
+            self.num_taken += 1
+            prompt = [2 + self.num_taken % 7] * self.prompt_tokens
+            self.bench.hand_over(f"n{self.num_taken}", prompt, self.max_tokens)
+
+
+def _computes(plan: StepPlan, seq: Sequence) -> bool:
+    return any(item.seq is seq for item in plan.items)
+
+
+def _longest_wait(bench: Bench, seq: Sequence, come: Callable[[], None], num_steps: int) -> int:
+    """Steps in a row that did nothing for `seq` before it ended."""
+    longest = waiting = 0
+    for _ in range(num_steps):
+        come()
+        waiting = 0 if _computes(bench.step(), seq) else waiting + 1
+        longest = max(longest, waiting)
+        if seq.key not in bench.scheduler:
+            return longest
+    raise AssertionError(f"{seq.request_id} has not ended in {num_steps} steps")
+
+
+def test_a_prompt_that_waits_for_blocks_comes_before_new_reservations() -> None:
+    bench = Bench(columns=8, host_columns=1)
+    newcomers = Newcomers(bench)
+    newcomers.come()
+    prompt = sequence("prompt", [5] * 20, 4)
+    bench.scheduler.add(prompt)
+    assert _longest_wait(bench, prompt, newcomers.come, 60) <= 12
+    assert newcomers.num_taken > 2
+
+
+def test_a_preempted_sequence_comes_before_new_reservations() -> None:
+    bench = Bench(columns=9, host_columns=1)
+    newcomers = Newcomers(bench, prompt_tokens=3, max_tokens=5)
+    seqs = [bench.hand_over(f"r{number}", [2, number + 3] * 4, max_tokens=24) for number in range(2)]
+    assert _longest_wait(bench, seqs[1], newcomers.come, 150) <= 30
+    assert bench.scheduler.num_preemptions > 0
+    assert newcomers.num_taken > 1
+
+
+def test_a_prompt_in_host_memory_is_computed_beside_an_endless_stream_of_short_ones() -> None:
+    """Decodes in host memory take most of the ring in every step, and other prompts need none of it."""
+    bench = Bench(columns=8, host_columns=60, staging_columns=14, max_num_seqs=4, step_s=0.06)
+    bench.tiers._restore = lambda turn, queue: None  # type: ignore[method-assign]  # so that they stay where they are
+    device = bench.hand_over("device", [2] * 8, max_tokens=400)
+    decodes = [bench.hand_over(f"h{number}", [3, number + 4] * 10, max_tokens=80) for number in range(3)]
+    assert not device.host_groups and all(seq.host_groups for seq in decodes)
+    prompt = sequence("prompt", [5] * 40, 2)
+    bench.scheduler.add(prompt)
+    number = 0
+
+    def come() -> None:
+        nonlocal number
+        number += 1
+        bench.scheduler.add(sequence(f"short{number}", [6 + number % 5] * 3, 1))
+
+    for _ in range(12):
+        come()
+        bench.step()
+    assert prompt.num_computed == 40, "a chunk every five steps"
+
+
+def test_a_long_sequence_has_its_turns_although_short_ones_would_always_fit() -> None:
+    """It needs all of the ring, of which they need one column each; and new ones keep coming."""
+    bench = Bench(columns=1, host_columns=60, staging_columns=12, max_num_seqs=16)
+    long = bench.hand_over("long", [5] * 40, max_tokens=7)
+    newcomers = Newcomers(bench)
+
+    def come() -> None:
+        if bench.scheduler.num_running < 10:
+            newcomers.num_taken += 1
+            bench.hand_over(f"n{newcomers.num_taken}", [2 + newcomers.num_taken % 7] * 4, 6)
+
+    assert _longest_wait(bench, long, come, 200) <= 20
+    assert newcomers.num_taken > 10
+
+
+def test_who_lacks_a_column_of_host_memory_comes_before_newcomers() -> None:
+    """The host is full with sequences that have all come to the end of their columns; only the device has room."""
+    bench = Bench(columns=10, host_columns=9, staging_columns=14, speeds=FAST)
+    device = bench.hand_over("device", [2] * 30, max_tokens=8)
+    waiting = [bench.hand_over(f"h{number}", [3, number + 4] * 6, max_tokens=26) for number in range(2)]
+    assert not device.host_groups and all(seq.host_groups for seq in waiting)
+    newcomers = Newcomers(bench, max_tokens=9)
+    for seq in waiting:
+        _longest_wait(bench, seq, newcomers.come, 200)
+    assert newcomers.num_taken > 2
+
+
+def test_decodes_that_are_late_let_a_prompt_in_and_go_on_themselves() -> None:
+    bench = Bench(columns=40, speeds=LATE, step_s=1.0)
+    running = bench.hand_over("running", [2, 3], max_tokens=30)
+    prompt = sequence("prompt", [5] * 70, 2)
+    bench.scheduler.add(prompt)
+    newcomers = Newcomers(bench)
+    assert _longest_wait(bench, running, newcomers.come, 60) == 0
+    assert bench.scheduler.state(prompt.key) in (DecodeState.PREFILLING, DecodeState.RUNNING, None)
+    assert next_token([2, 3]) == running.output_token_ids[0]

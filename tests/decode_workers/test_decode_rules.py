@@ -1,0 +1,261 @@
+"""The decode scheduler's rules, one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from decode_workers.scheduler import DecodeScheduler
+from decode_workers.states import DecodeState, Emission
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
+from engine.sampling.params import SamplingParams
+from engine.sampling.stopping import FinishReason
+from engine.sequence import Sequence
+from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, next_token
+
+EOS = frozenset({0, 1})
+BLOCK_SIZE = 4
+
+
+class Bench:
+    """A scheduler on ghost KV, stepped by hand."""
+
+    def __init__(self, columns: int = 40, *, max_num_seqs: int = 8, token_budget: int = 32) -> None:
+        self.pool = BlockPool(columns)
+        allocator = BlockAllocator(self.pool, layer_groups=1, block_size=BLOCK_SIZE)
+        self.runner = GhostRunner(allocator)
+        self.scheduler = DecodeScheduler(
+            allocator,
+            max_num_seqs=max_num_seqs,
+            token_budget=token_budget,
+            max_model_len=columns * BLOCK_SIZE,
+            eos_token_ids=EOS,
+        )
+
+    def step(self) -> list[Emission]:
+        plan = self.scheduler.plan()
+        return self.scheduler.finish_step(plan, self.runner.execute(plan))
+
+    def run(self, max_steps: int = 500) -> list[Emission]:
+        emissions = []
+        for _ in range(max_steps):
+            emissions += self.step()
+            if not (self.scheduler.num_running or self.scheduler.num_waiting):
+                self.pool.check_idle()
+                return emissions
+        raise AssertionError("sequences starve")
+
+
+def _seq(name: str, prompt: list[int], output: list[int] | None = None, **wishes: object) -> Sequence:
+    wishes = {"max_tokens": 8, "seed": 0, "ignore_eos": True} | wishes
+    return Sequence(
+        request_id=name,
+        attempt=0,
+        params=SamplingParams(**wishes),  # type: ignore[arg-type]
+        prompt_token_ids=prompt,
+        output_token_ids=list(output or []),
+        num_prior_output=len(output or []),
+    )
+
+
+def _expected(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def _prompt_with(wanted: Callable[[list[int]], bool]) -> list[int]:
+    """A prompt whose continuation is of some kind."""
+    return next(prompt for n in range(5000) if wanted(_expected(prompt := [2, n % 19 + 2, n // 19 + 2], 8)))
+
+
+ENDS_AT_2 = _prompt_with(lambda out: [token in EOS for token in out[:3]] == [False, False, True])
+TWO_ENDS = _prompt_with(lambda out: [token in EOS for token in out[:5]] == [False, True, False, False, True])
+
+
+def _end(**wishes: object) -> tuple[int, FinishReason | None]:
+    bench = Bench()
+    bench.scheduler.add(_seq("r", **({"prompt": ENDS_AT_2} | wishes)))  # type: ignore[arg-type]
+    last = bench.run()[-1]
+    return last.index + 1, last.finish
+
+
+def test_end_of_sequence_ends_unless_it_is_to_be_ignored() -> None:
+    assert _end(ignore_eos=False) == (3, "stop")
+    assert _end(ignore_eos=True) == (8, "length")
+
+
+def test_end_of_sequence_counts_from_min_tokens_on() -> None:
+    assert _end(prompt=TWO_ENDS, ignore_eos=False) == (2, "stop")
+    assert _end(prompt=TWO_ENDS, ignore_eos=False, min_tokens=2) == (2, "stop")
+    assert _end(prompt=TWO_ENDS, ignore_eos=False, min_tokens=3) == (5, "stop")
+
+
+def test_stop_tokens_end_even_where_end_of_sequence_is_ignored() -> None:
+    outputs = _expected(ENDS_AT_2, 8)
+    assert _end(stop_token_ids=(outputs[2],)) == (3, "stop")
+    first = outputs.index(outputs[4])
+    assert _end(stop_token_ids=(outputs[4],)) == (first + 1, "stop")
+    assert _end(stop_token_ids=(VOCAB_SIZE + 5,)) == (8, "length")
+
+
+def test_stop_wins_over_length_on_the_last_token() -> None:
+    assert _end(ignore_eos=False, max_tokens=3) == (3, "stop")
+    assert _end(ignore_eos=False, max_tokens=2) == (2, "length")
+
+
+def test_the_model_s_length_ends_a_sequence() -> None:
+    bench = Bench(columns=3)
+    bench.scheduler.add(_seq("r", [2] * 7, max_tokens=100))
+    last = bench.run()[-1]
+    assert (last.seq.num_tokens, last.finish) == (12, "length")
+
+
+def test_a_recovered_request_goes_on_where_it_stopped() -> None:
+    """Its earlier tokens count for `max_tokens` and `min_tokens`, and are not put out again."""
+    bench = Bench()
+    outputs = _expected([2, 3, 4], 8)
+    bench.scheduler.add(_seq("r", [2, 3, 4], outputs[:5], prompt_logprobs=0))
+    emissions = bench.run()
+    assert [e.index for e in emissions] == [5, 6, 7]
+    assert [e.token.token_id for e in emissions] == outputs[5:]
+    assert emissions[-1].finish == "length"
+    assert all(e.prompt_logprobs is None for e in emissions), "they went out with the very first token"
+
+
+def test_prompt_logprobs_over_several_chunks_come_whole_with_the_first_token() -> None:
+    bench = Bench(token_budget=5)
+    bench.scheduler.add(_seq("r", [2, 3] * 9, prompt_logprobs=0))
+    emissions = bench.run()
+    assert emissions[0].prompt_logprobs is not None
+    assert [int(p.logprob) for p in emissions[0].prompt_logprobs] == list(range(1, 18))
+    assert all(e.prompt_logprobs is None for e in emissions[1:])
+
+
+def test_prompt_logprobs_are_computed_where_the_prompt_is_cached() -> None:
+    bench = Bench()
+    for name in ("first", "second"):
+        bench.scheduler.add(_seq(name, [2, 3] * 9, prompt_logprobs=0))
+        logprobs = bench.run()[0].prompt_logprobs
+        assert logprobs is not None
+        assert len(logprobs) == 17
+
+
+def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
+    bench = Bench(columns=10)
+    for number in range(4):
+        bench.scheduler.add(_seq(f"r{number}", [2, 3, number + 4] * 3, max_tokens=12, prompt_logprobs=0))
+    emissions = bench.run()
+    assert bench.scheduler.num_preemptions > 0
+    ends = [e.seq.request_id for e in emissions if e.finish]
+    assert ends == ["r0", "r1", "r2", "r3"], "the older ones are never held up by younger ones"
+    for number in range(4):
+        mine = [e for e in emissions if e.seq.request_id == f"r{number}"]
+        assert [e.index for e in mine] == list(range(12))
+        assert [e.token.token_id for e in mine] == _expected([2, 3, number + 4] * 3, 12)
+        assert [e.prompt_logprobs is not None for e in mine] == [True] + [False] * 11
+
+
+def test_the_youngest_is_preempted_and_comes_back_before_those_who_wait() -> None:
+    bench = Bench(columns=9, max_num_seqs=3)
+    for name in ("old", "middle", "young", "newcomer"):
+        bench.scheduler.add(_seq(name, [ord(name[0])] * 8, max_tokens=12))
+    seen: list[list[str]] = []
+    while "newcomer" not in {name for names in seen for name in names}:
+        plan = bench.scheduler.plan()
+        seen.append([item.seq.request_id for item in plan.items])
+        bench.scheduler.finish_step(plan, bench.runner.execute(plan))
+    preempted = seen.index(["old", "middle"])
+    returned = next(n for n in range(preempted, len(seen)) if "young" in seen[n])
+    assert all("newcomer" not in names for names in seen[:returned])
+    bench.run()
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
+    bench = Bench(columns=10)
+    first, second = _seq("old", [2] * 12, max_tokens=16), _seq("young", [3] * 12, max_tokens=16)
+    bench.scheduler.add(first)
+    bench.scheduler.add(second)
+    bench.run()
+    assert bench.scheduler.num_preemptions == 1
+    assert second.num_cached >= 4
+
+
+def test_no_reservation_while_a_preempted_sequence_waits() -> None:
+    bench = Bench(columns=10)
+    for name in ("old", "young"):
+        bench.scheduler.add(_seq(name, [ord(name[0])] * 12, max_tokens=16))
+    while not bench.scheduler.num_waiting or bench.scheduler.num_preemptions == 0:
+        bench.step()
+    assert bench.pool.num_available >= 2
+    assert not bench.scheduler.can_reserve(1)
+    bench.run()
+    assert bench.scheduler.can_reserve(1)
+
+
+def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
+    bench = Bench(token_budget=6)
+    bench.scheduler.add(_seq("short", [2, 3], max_tokens=20))
+    bench.step()
+    bench.scheduler.add(_seq("long", [4] * 40, max_tokens=2))
+    for _ in range(7):
+        plan = bench.scheduler.plan()
+        assert [(i.seq.request_id, i.num_tokens) for i in plan.items] == [("short", 1), ("long", 5)]
+        assert [e.seq.request_id for e in bench.scheduler.finish_step(plan, bench.runner.execute(plan))] == ["short"]
+
+
+def test_at_most_max_num_seqs_run() -> None:
+    bench = Bench(max_num_seqs=3)
+    for number in range(7):
+        bench.scheduler.add(_seq(f"r{number}", [2, number]))
+    bench.step()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (3, 4)
+    assert not bench.scheduler.can_reserve(1)
+    bench.run()
+
+
+def test_a_sequence_is_handed_over_renewed_and_admitted() -> None:
+    bench = Bench()
+    reserved = _seq("r", [2, 3, 4, 5, 6])
+    bench.scheduler.reserve(reserved)
+    newer = dataclasses.replace(_seq("r", [2, 3, 4, 5, 6], _expected([2, 3, 4, 5, 6], 4)), attempt=1)
+    lease = reserved.lease
+    assert bench.scheduler.renew(reserved.key, newer)
+    assert newer.lease is lease and reserved.lease is None
+    assert reserved.key not in bench.scheduler
+    bench.runner.land(newer)
+    bench.scheduler.admit(newer.key, _expected([2, 3, 4, 5, 6], 5)[4])
+    emissions = bench.run()
+    assert [e.token.token_id for e in emissions] == _expected([2, 3, 4, 5, 6], 8)[5:]
+    assert [e.index for e in emissions] == [5, 6, 7]
+
+
+def test_a_renewal_that_does_not_fit_changes_nothing() -> None:
+    bench = Bench(columns=3)
+    reserved = _seq("r", [2, 3, 4])
+    bench.scheduler.reserve(reserved)
+    newer = dataclasses.replace(_seq("r", [2, 3, 4], [5] * 10), attempt=1)
+    assert not bench.scheduler.renew(reserved.key, newer)
+    assert bench.scheduler.state(reserved.key) is DecodeState.RESERVED
+    assert newer.lease is None
+    bench.scheduler.drop(reserved.key)
+    bench.pool.check_idle()
+
+
+@pytest.mark.parametrize("keeps", ["doomed", "alive"])
+def test_blocks_of_a_step_in_flight_are_freed_only_after_it(keeps: str) -> None:
+    bench = Bench()
+    seq = _seq("r", [2, 3, 4])
+    bench.scheduler.add(seq)
+    plan = bench.scheduler.plan()
+    if keeps == "doomed":
+        bench.scheduler.drop(seq.key)
+        assert seq.key in bench.scheduler
+    assert bench.pool.num_held == 1
+    emissions = bench.scheduler.finish_step(plan, bench.runner.execute(plan))
+    assert bool(emissions) is (keeps == "alive")
+    assert bench.pool.num_held == int(keeps == "alive")

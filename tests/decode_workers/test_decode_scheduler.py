@@ -1,0 +1,318 @@
+"""The decode scheduler under everything that can come between two steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from decode_workers.scheduler import DecodeScheduler
+from decode_workers.states import DecodeState, Emission
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
+from engine.sampling.params import SamplingParams
+from engine.sampling.stopping import finish_reason
+from engine.sequence import Sequence, SequenceKey, StepPlan
+from tests.support.ghost_runner import GhostRunner, next_token
+
+EOS = frozenset({0, 1})
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 24
+MAX_NUM_SEQS = 4
+TOKEN_BUDGET = 9
+
+prompts = st.lists(st.integers(2, 3), min_size=1, max_size=14)
+params = st.builds(
+    lambda max_tokens, min_tokens, ignore_eos, stop, prompt_logprobs: SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min(min_tokens, max_tokens),
+        seed=0,
+        ignore_eos=ignore_eos,
+        stop_token_ids=stop,
+        prompt_logprobs=prompt_logprobs,
+    ),
+    st.integers(1, 12),
+    st.sampled_from([0, 0, 3]),
+    st.booleans(),
+    st.sampled_from([(), (4, 5, 6)]),
+    st.sampled_from([None, None, 0]),
+)
+some = st.integers(0, 2**16)
+
+
+@dataclasses.dataclass
+class Story:
+    """What must become of one sequence: its tokens are known from the start."""
+
+    seq: Sequence
+    next_index: int
+    gets_prompt_logprobs: bool
+    at_home: bool = True  # the scheduler has it
+
+
+class DecodeMachine(RuleBasedStateMachine):
+    patience = 4  # steps for each token that is left, at most
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stories: dict[SequenceKey, Story] = {}
+        self.plan: StepPlan | None = None
+        self.ahead: StepPlan | None = None  # planned before `plan` was finished
+        self.lingering: set[SequenceKey] = set()  # ended or dropped, and held for steps in flight
+        self.num_requests = 0
+        self.now = 0.0
+
+    @initialize(layer_groups=st.integers(1, 2), columns=st.integers(MAX_MODEL_LEN // BLOCK_SIZE, 12))
+    def set_out(self, layer_groups: int, columns: int) -> None:
+        self.pool = BlockPool(columns * layer_groups)
+        allocator = BlockAllocator(self.pool, layer_groups=layer_groups, block_size=BLOCK_SIZE)
+        self.runner = GhostRunner(allocator)
+        self.scheduler = DecodeScheduler(
+            allocator,
+            max_num_seqs=MAX_NUM_SEQS,
+            token_budget=TOKEN_BUDGET,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=EOS,
+        )
+
+    # --- requests ---
+
+    @rule(prompt=prompts, params=params, prior=st.integers(0, 5))
+    def add(self, prompt: list[int], params: SamplingParams, prior: int) -> None:
+        seq = self._sequence(prompt, params, prior)
+        self.scheduler.add(seq)
+        self._tell(seq)
+
+    @rule(prompt=prompts, params=params, prior=st.integers(0, 5))
+    def reserve(self, prompt: list[int], params: SamplingParams, prior: int) -> None:
+        seq = self._sequence(prompt, params, prior)
+        if self.scheduler.can_reserve(seq.num_tokens):
+            self.scheduler.reserve(seq)
+            self._tell(seq)
+
+    @precondition(lambda self: self._reserved())
+    @rule(which=some, num_more=st.integers(0, 6))
+    def renew(self, which: int, num_more: int) -> None:
+        """A newer attempt, to which its gateway got some more tokens."""
+        old = self._pick(self._reserved(), which).seq
+        seq = self._attempt_after(old, num_more)
+        taken = self.scheduler.renew(old.key, seq)
+        if taken:
+            del self.stories[old.key]
+            self._tell(seq)
+        assert (old.key in self.scheduler) is not taken
+
+    @precondition(lambda self: self._reserved())
+    @rule(which=some)
+    def admit(self, which: int) -> None:
+        """The KV arrives. Prefill hands nothing over that ends with its first token."""
+        story = self._pick(self._reserved(), which)
+        seq = story.seq
+        first_token = next_token(seq.tokens(0, seq.num_tokens))
+        if _ends_with(seq, first_token):
+            self.scheduler.drop(seq.key)
+            del self.stories[seq.key]
+            return
+        self.runner.land(seq)
+        self.scheduler.admit(seq.key, first_token)
+        story.next_index += 1
+        story.gets_prompt_logprobs = False
+
+    @precondition(lambda self: self.stories)
+    @rule(which=some)
+    def drop(self, which: int) -> None:
+        key = self._pick(list(self.stories.values()), which).seq.key
+        self.scheduler.drop(key)
+        in_step = any(item.seq.key == key for plan in (self.plan, self.ahead) if plan for item in plan.items)
+        assert key in self.scheduler if in_step else True
+        if key in self.scheduler:
+            assert self.plan is not None, "nothing is in flight, so it can go at once"
+            self.lingering.add(key)
+        self.scheduler.drop(("never heard of", 0))
+        del self.stories[key]
+
+    # --- steps ---
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def begin_step(self) -> None:
+        self.now += 0.03
+        plan = self.scheduler.plan(self.now)
+        keys = [item.seq.key for item in plan.items]
+        assert len(set(keys)) == len(keys) and set(keys) <= self.stories.keys(), "a sequence that is not there"
+        assert plan.num_tokens <= TOKEN_BUDGET
+        assert not any(self.scheduler.state(key) is DecodeState.RESERVED for key in keys)
+        assert len(keys) == 1 or not any(item.seq.num_alone for item in plan.items), "a suspect's step is shared"
+        if not (plan.items or plan.copies):
+            assert self._reserved() or not self.stories, "there is work, and nothing is done"
+            return
+        self.plan = plan
+
+    @precondition(lambda self: self.plan is not None and self.ahead is None)
+    @rule()
+    def begin_ahead(self) -> None:
+        """The next step, before what the one in flight brings is known."""
+        self.now += 0.03
+        plan = self.scheduler.plan_ahead(self.now)
+        keys = [item.seq.key for item in plan.items]
+        assert len(set(keys)) == len(keys) and set(keys) <= self.stories.keys(), "a sequence that is not there"
+        assert plan.num_tokens <= TOKEN_BUDGET
+        assert not plan.copies, "what moves has to wait"
+        assert not any(item.seq.num_alone for item in plan.items), "a suspect's steps are known before they begin"
+        assert all(item.stop <= MAX_MODEL_LEN for item in plan.items)
+        self.ahead = plan if plan.items else None
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def finish_step(self) -> None:
+        assert self.plan is not None
+        plan, self.plan, self.ahead = self.plan, self.ahead, None
+        lingering = set(self.lingering)
+        for emission in self.scheduler.finish_step(plan, self.runner.execute(plan)):
+            assert emission.seq.key not in lingering, "a token of a sequence that had ended"
+            self._take(emission)
+        self._check_lingering()
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(then=st.sampled_from(["lose all", "try again", "suspect all"]))
+    def fail_step(self, then: str) -> None:
+        """Everything it held is given up, or it is simply tried again, or each on its own, as the worker does. With it
+        goes what was planned ahead."""
+        failed = [plan for plan in (self.plan, self.ahead) if plan is not None]
+        for plan in failed:
+            self.plan, self.ahead = self.ahead, None
+            self.scheduler.abandon_step()
+            self._check_lingering()
+            if then == "suspect all" and plan is failed[0]:
+                self.scheduler.suspect(plan)
+            for item in plan.items if then == "lose all" else ():
+                if self.stories.pop(item.seq.key, None):
+                    self.scheduler.drop(item.seq.key)
+                    self.lingering |= {item.seq.key} if item.seq.key in self.scheduler else set()
+
+    # --- what must hold ---
+
+    @invariant()
+    def the_pool_is_whole(self) -> None:
+        self.pool.check()
+        homes = {story.seq.key for story in self.stories.values()}
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(homes | self.lingering)
+        assert all(key in self.scheduler for key in homes)
+
+    @invariant()
+    def tokens_stay(self) -> None:
+        for story in self.stories.values():
+            assert len(story.seq.output_token_ids) == story.next_index, "a token was lost or doubled"
+            state = self.scheduler.state(story.seq.key)
+            if state is DecodeState.RUNNING:
+                assert story.seq.num_uncomputed == 1
+            steps = [plan for plan in (self.plan, self.ahead) if plan is not None]
+            planned = [item.num_tokens for plan in steps for item in plan.items if item.seq is story.seq]
+            assert story.seq.num_computing == sum(planned)
+            if state in (DecodeState.WAITING, DecodeState.RESERVED):
+                assert story.seq.num_computed == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for story in self._reserved():
+            self.scheduler.drop(story.seq.key)
+            del self.stories[story.seq.key]
+        num_left = sum(len(s.seq.prompt_token_ids) + s.seq.params.max_tokens for s in self.stories.values())
+        for _ in range(2 * self.patience * num_left + 8):
+            if self.plan is None:
+                self.begin_step()
+            else:
+                self.finish_step()
+        assert not self.stories, f"{sorted(self.stories)} starve"
+        assert self.scheduler.num_uncomputed_tokens == 0
+        self.pool.check_idle()
+
+    # --- helpers ---
+
+    def _reserved(self) -> list[Story]:
+        return [s for s in self.stories.values() if self.scheduler.state(s.seq.key) is DecodeState.RESERVED]
+
+    @staticmethod
+    def _pick(stories: list[Story], which: int) -> Story:
+        return stories[which % len(stories)]
+
+    def _sequence(self, prompt: list[int], params: SamplingParams, num_prior: int) -> Sequence:
+        """A new request's, of which an earlier attempt may have brought some tokens."""
+        self.num_requests += 1
+        seq = Sequence(
+            request_id=f"r{self.num_requests}", attempt=min(num_prior, 1), params=params, prompt_token_ids=prompt
+        )
+        return self._grown(seq, num_prior)
+
+    def _attempt_after(self, old: Sequence, num_more: int) -> Sequence:
+        seq = Sequence(
+            request_id=old.request_id,
+            attempt=old.attempt + 1,
+            params=old.params,
+            prompt_token_ids=old.prompt_token_ids,
+            output_token_ids=list(old.output_token_ids),
+        )
+        return self._grown(seq, num_more)
+
+    @staticmethod
+    def _grown(seq: Sequence, num_more: int) -> Sequence:
+        for _ in range(num_more):
+            token = next_token(seq.tokens(0, seq.num_tokens))
+            if _ends_with(seq, token):
+                break
+            seq.output_token_ids.append(token)
+        seq.num_prior_output = len(seq.output_token_ids)
+        return seq
+
+    def _tell(self, seq: Sequence) -> None:
+        wants = seq.wants_prompt_logprobs and len(seq.prompt_token_ids) > 1
+        self.stories[seq.key] = Story(seq, len(seq.output_token_ids), wants)
+
+    def _take(self, emission: Emission) -> None:
+        story = self.stories[emission.seq.key]
+        assert emission.index == story.next_index
+        outputs = emission.seq.output_token_ids
+        assert outputs[emission.index] == emission.token.token_id
+        before = emission.seq.prompt_token_ids + outputs[: emission.index]
+        assert emission.token.token_id == next_token(before)
+        assert emission.finish == finish_reason(emission.seq, EOS, MAX_MODEL_LEN)
+        self._take_prompt_logprobs(story, emission)
+        story.next_index += 1
+        if emission.finish is not None:
+            del self.stories[emission.seq.key]
+            if emission.seq.key in self.scheduler:
+                assert self._is_in_flight(emission.seq.key), "no step holds it"
+                self.lingering.add(emission.seq.key)
+
+    @staticmethod
+    def _take_prompt_logprobs(story: Story, emission: Emission) -> None:
+        if not story.gets_prompt_logprobs:
+            assert not emission.prompt_logprobs
+            return
+        story.gets_prompt_logprobs = False
+        assert emission.prompt_logprobs is not None
+        positions = [int(judged.logprob) for judged in emission.prompt_logprobs]
+        assert positions == list(range(1, len(emission.seq.prompt_token_ids))), "each prompt token once and in order"
+
+    def _check_lingering(self) -> None:
+        """What has ended is held exactly as long as a step in flight uses it."""
+        self.lingering = {key for key in self.lingering if self._is_in_flight(key)}
+        assert all(self.scheduler.state(key) is DecodeState.ENDED for key in self.lingering)
+        ended = [key for key in self.scheduler._entries if self.scheduler.state(key) is DecodeState.ENDED]
+        assert set(ended) == self.lingering
+
+    def _is_in_flight(self, key: SequenceKey) -> bool:
+        """After a step is over."""
+        return self.plan is not None and any(item.seq.key == key for item in self.plan.items)
+
+
+def _ends_with(seq: Sequence, token: int) -> bool:
+    longer = dataclasses.replace(seq, output_token_ids=[*seq.output_token_ids, token])
+    return finish_reason(longer, EOS, MAX_MODEL_LEN) is not None
+
+
+TestDecodeScheduler = DecodeMachine.TestCase
+TestDecodeScheduler.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

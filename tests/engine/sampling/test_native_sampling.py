@@ -1,0 +1,111 @@
+"""The tokens that can win a draw: the winner is always among them, with its word, and few others are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import engine.sampling.sampler
+import kernels.native.sampling
+from engine.sampling.logits import Row, tempered
+from engine.sampling.philox import gumbel, noise
+from engine.sampling.sampler import Sampler
+from kernels.native.library import native_library
+from kernels.native.sampling import contenders
+from tests.engine.sampling.sampling_twin import params_of, sequence
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="everybody's noise is worked out exactly")
+
+VOCAB = 49_152
+
+
+def random_row(vocab_size: int, scale: float, seed: int, share_excluded: float = 0.0) -> Row:
+    draws = np.random.default_rng(seed)
+    row = (draws.standard_normal(vocab_size) * scale).astype(np.float32)
+    row[draws.random(vocab_size) < share_excluded] = -np.inf
+    row[draws.integers(vocab_size)] = scale  # somebody is possible
+    return row
+
+
+def scores(row: Row, temperature: float, seed: int, position: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """As they are defined, of all tokens."""
+    return gumbel(seed, position, None, len(row)) + tempered(row, temperature)
+
+
+@given(
+    st.sampled_from((1, 3, 15, 16, 17, 63, 64, 65, 1000, 5003)),
+    st.sampled_from((0.0, 1e-3, 0.5, 3.0, 20.0, 200.0)),
+    st.sampled_from((0.0, 0.5, 0.999)),
+    st.sampled_from((0.05, 0.7, 1.0, 2.0, 50.0)),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_winner_is_among_them_with_its_word(
+    vocab_size: int, scale: float, share_excluded: float, temperature: float, seed: int, position: int
+) -> None:
+    row = random_row(vocab_size, scale, seed % 1000, share_excluded)
+    found = contenders(row, row.max(), temperature, seed=seed, position=position)
+    assert found is not None
+    ids, words = found
+    assert (np.diff(ids) > 0).all()
+    assert noise(words).tolist() == gumbel(seed, position, None, vocab_size)[ids].tolist()
+    assert int(scores(row, temperature, seed, position).argmax()) in ids
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_thousands_of_draws_of_a_whole_vocabulary(temperature: float) -> None:
+    counts = []
+    for number in range(300):
+        row = random_row(VOCAB, scale=3.0, seed=number)
+        found = contenders(row, row.max(), temperature, seed=number, position=7)
+        assert found is not None
+        ids, words = found
+        winner = ids[(noise(words) + tempered(row[ids], temperature, row.max())).argmax()]
+        assert winner == scores(row, temperature, number, 7).argmax()
+        counts.append(len(ids))
+    assert np.median(counts) < 20
+    assert max(counts) < 100
+
+
+def test_a_flat_row_has_few_as_well() -> None:
+    row = np.zeros(VOCAB, dtype=np.float32)
+    counts = []
+    for seed in range(100):
+        found = contenders(row, 0.0, 1.0, seed=seed, position=0)
+        assert found is not None
+        assert gumbel(seed, 0, None, VOCAB).argmax() in found[0]
+        counts.append(len(found[0]))
+    assert max(counts) < 100  # of 49,152 numbers in a row 11 are the least so far, on average
+
+
+@pytest.mark.parametrize(("first", "second"), [(5, 40), (40, 5)])
+def test_both_of_two_like_scores_are_among_them(first: int, second: int) -> None:
+    """As near to each other as logits in float32 can make them, so that rounding decides."""
+    row = np.full(64, -np.inf, dtype=np.float32)
+    drawn = gumbel(3, 9, None, 64)
+    row[first], row[second] = 0.0, drawn[first] - drawn[second]
+    found = contenders(row, row.max(), 1.0, seed=3, position=9)
+    assert found is not None
+    assert found[0].tolist() == [5, 40]
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.3}, {"presence_penalty": 1.0}, {"logprobs": 2}])
+def test_tokens_are_those_of_exact_noise_for_everybody(
+    changes: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.from_numpy(np.stack([random_row(VOCAB, 3.0, number) for number in range(20)]))
+    rows = [sequence(params_of(seed=number, **changes), output=[1, 2, 3]) for number in range(20)]
+    sampler = Sampler(VOCAB)
+    found = sampler.sample(logits, rows)
+    monkeypatch.setattr(kernels.native.sampling, "_CAPACITY", 1)  # more than that are not worth it
+    assert sampler.sample(logits, rows) == found
+    monkeypatch.setattr(engine.sampling.sampler, "contenders", lambda *_, **__: None)  # as without C++ kernels
+    assert sampler.sample(logits, rows) == found
+
+
+def test_more_than_there_is_room_for_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.native.sampling, "_CAPACITY", 1)
+    assert contenders(np.zeros(VOCAB, dtype=np.float32), 0.0, 1.0, seed=1, position=0) is None

@@ -1,0 +1,140 @@
+"""A floor found among the likely tokens is that of the definition, and nearly always it is found there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import engine.sampling.philox
+import engine.sampling.truncation
+import kernels.native.sampling
+from engine.sampling.logits import Row, tempered
+from engine.sampling.params import SamplingParams
+from engine.sampling.sampler import Sampler
+from engine.sampling.truncation import is_truncated, survivors
+from kernels.native.library import native_library
+from kernels.native.sampling import likely
+from tests.engine.sampling.sampling_twin import params_of, random_logits, sequence
+
+VOCAB = 49_152
+native = pytest.mark.skipif(native_library() is None, reason="nothing but the definition finds one")
+
+
+def row_of(seed: int, vocab_size: int = VOCAB, scale: float = 3.0) -> Row:
+    row: Row = random_logits(seed, vocab_size=vocab_size, scale=scale)[0].numpy()
+    return row
+
+
+def assert_as_defined(row: Row, params: SamplingParams) -> None:
+    relative = tempered(row, params.temperature)
+    ids = survivors(relative, params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.sampling.truncation, "likely", lambda *_: None)
+        expected = survivors(relative, params)
+    assert (None if ids is None else ids.tolist()) == (None if expected is None else expected.tolist())
+
+
+@given(
+    st.sampled_from((1, 3, 15, 16, 17, 65, 1000, 5003)),
+    st.sampled_from((0.0, 1e-3, 0.5, 3.0, 20.0, 200.0)),
+    st.sampled_from((0.05, 0.7, 1.0, 2.0)),
+    st.sampled_from((0, 5, 2000)),
+    st.sampled_from((1e-6, 0.3, 0.5, 0.95, 0.999)),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_they_are_those_of_the_definition(
+    vocab_size: int, scale: float, temperature: float, top_k: int, top_p: float, some_impossible: bool, seed: int
+) -> None:
+    row = row_of(seed, vocab_size, scale)
+    if some_impossible:
+        row[np.arange(vocab_size) % 3 == seed % 3] = -np.inf
+        row[seed % vocab_size] = 1.0
+    assert_as_defined(row, params_of(temperature=temperature, top_k=top_k, top_p=top_p))
+
+
+@native
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.95])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_usual_floors_are_found_among_the_likely(
+    temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = params_of(temperature=temperature, top_p=top_p)
+    rows = [row_of(seed, scale=2.0) for seed in range(20)]
+    for row in rows:  # as peaked as a language model's
+        row[:40] += np.linspace(16.0, 8.0, 40, dtype=np.float32)
+        assert_as_defined(row, params)
+    monkeypatch.delattr(engine.sampling.truncation, "_nucleus_floor")
+    for row in rows:
+        survivors(tempered(row, temperature), params)
+
+
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, np.nextafter(0.5, 0.0), np.nextafter(0.5, 1.0)])
+def test_a_mass_that_is_met_to_the_last_bit(top_p: float) -> None:
+    """Four tokens of a quarter each, and sixteen of four values: one unit in the last place decides."""
+    row = np.full(1000, -np.inf, dtype=np.float32)
+    row[[3, 500, 501, 999]] = 7.0
+    assert_as_defined(row, params_of(top_p=top_p))
+    row[100:116] = 7.0 - np.repeat(np.arange(4, dtype=np.float32) * 1e-6, 4)
+    assert_as_defined(row, params_of(top_p=top_p))
+
+
+@native
+def test_a_close_thing_is_left_to_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = np.full(64, -np.inf, dtype=np.float32)
+    row[:4] = [0.0, -1e-6, -2e-6, -3e-6]
+    asked: list[float] = []
+
+    def defined(relative: Row, floor: float, top_p: float) -> float:
+        asked.append(top_p)
+        return floor
+
+    monkeypatch.setattr(engine.sampling.truncation, "_nucleus_floor", defined)
+    survivors(row, params_of(top_p=0.6))
+    assert not asked
+    survivors(row, params_of(top_p=0.5))
+    assert asked == [0.5]
+
+
+@native
+@pytest.mark.parametrize("vocab_size", [1, 16, 31, 1000, VOCAB])
+@pytest.mark.parametrize("radius", [1.0, 5.0, 8.0])
+def test_the_likely_and_the_mass_of_the_row(radius: float, vocab_size: int) -> None:
+    relative = tempered(row_of(3, vocab_size), 1.0)
+    found = likely(relative, radius)
+    assert found is not None
+    assert found.values.tolist() == relative[relative >= -radius].tolist()
+    assert found.mass == pytest.approx(np.exp(relative.astype(np.float64)).sum(), rel=1e-6)
+
+
+@native
+def test_more_than_there_is_room_for_are_not_given() -> None:
+    capacity = kernels.native.sampling._LIKELY_CAPACITY
+    found = likely(np.zeros(capacity, dtype=np.float32), 1.0)
+    assert found is not None
+    assert found.values.tolist() == [0.0] * capacity
+    assert likely(np.zeros(capacity + 1, dtype=np.float32), 1.0) is None
+    assert_as_defined(np.zeros(VOCAB, dtype=np.float32), params_of(top_p=0.5))
+
+
+@pytest.mark.parametrize("changes", [{"top_p": 0.9}, {"top_k": 7, "temperature": 1.4}, {"min_p": 0.1}], ids=str)
+def test_tokens_are_the_same_without_the_kernels(changes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.from_numpy(np.stack([row_of(number) for number in range(20)]))
+    rows = [sequence(params_of(seed=number, **changes), output=[1, 2, 3]) for number in range(20)]
+    drawn = Sampler(VOCAB).sample(logits, rows)
+    monkeypatch.setattr(engine.sampling.truncation, "likely", lambda *_: None)
+    monkeypatch.setattr(engine.sampling.philox, "native_words", lambda *_, **__: None)
+    assert Sampler(VOCAB).sample(logits, rows) == drawn
+    assert len({token.token_id for token in drawn}) > 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "truncated"),
+    [({}, False), ({"top_k": VOCAB}, False), ({"top_k": 5}, True), ({"top_p": 0.9}, True), ({"min_p": 0.1}, True)],
+    ids=str,
+)
+def test_what_leaves_tokens_out(changes: dict[str, float], truncated: bool) -> None:
+    assert is_truncated(params_of(**changes), VOCAB) is truncated

@@ -1,0 +1,339 @@
+"""The step loop: when it plans, sleeps, wakes, fails and ends, and what it measures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.step_cost import StepCost, StepWork
+from engine.sampling.params import SamplingParams
+from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
+from engine.steps import loop as step_loop
+from engine.steps.loop import StepLoop, StepRates
+from tests.support.waiting import HANGS_S, eventually
+
+NOTHING = StepPlan(())
+ESTIMATE = StepCost(base_s=1.0, prefill_token_s=1.0, prefill_pair_s=0.1, decode_s=1.0, context_token_s=0.1)
+
+
+def _plan(num_tokens: int = 1, num_seqs: int = 1) -> StepPlan:
+    params = SamplingParams(max_tokens=1, seed=0)
+    seqs = [Sequence(request_id=str(n), attempt=0, params=params, prompt_token_ids=[1] * 99) for n in range(num_seqs)]
+    return StepPlan(tuple(ScheduledSequence(seq, num_tokens) for seq in seqs))
+
+
+class RecordingCosts(StepCosts):
+    def __init__(self, estimate: StepCost) -> None:
+        super().__init__(estimate)
+        self.steps: list[tuple[StepWork, float]] = []
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        super().observe(work, seconds)
+        self.steps.append((work, seconds))
+
+
+class Bench:
+    """The loop's surroundings: plans to be made, a runner that may fail or wait, and what was told."""
+
+    def __init__(self, overdue_s: float = HANGS_S) -> None:
+        self.plans: list[StepPlan] = []
+        self.overdue: list[bool] = []
+        self.finished: list[StepPlan] = []
+        self.failed: list[tuple[StepPlan, str]] = []
+        self.layers: list[tuple[StepPlan, int, str]] = []
+        self.num_planned = 0
+        self.failures = 0  # of the next steps
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.costs = RecordingCosts(ESTIMATE)
+        self.loop = StepLoop(
+            self,
+            costs=self.costs,
+            plan=self._next_plan,
+            finish=self._finish,
+            failed=self._fail,
+            on_layer=self._on_layer,
+            on_overdue=self.overdue.append,
+            overdue_s=overdue_s,
+        )
+
+    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        assert threading.current_thread() is not threading.main_thread()
+        assert on_layer is not None
+        on_layer(0)
+        on_layer(1)
+        self.may_end.wait()
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("hiccup")
+        return StepOutput([], [])
+
+    def _next_plan(self) -> StepPlan:
+        self.num_planned += 1
+        return self.plans.pop(0) if self.plans else NOTHING
+
+    def _finish(self, plan: StepPlan, output: StepOutput) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        for item in plan.items:
+            item.seq.num_computed += item.num_tokens
+        self.finished.append(plan)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        self.failed.append((plan, str(error)))
+
+    def _on_layer(self, plan: StepPlan, layer: int) -> None:
+        self.layers.append((plan, layer, threading.current_thread().name))
+
+
+@asynccontextmanager
+async def _running(*plans: StepPlan, overdue_s: float = HANGS_S) -> AsyncIterator[Bench]:
+    bench = Bench(overdue_s)
+    bench.plans += plans
+    bench.loop.start()
+    try:
+        yield bench
+    finally:
+        bench.may_end.set()
+        await bench.loop.stop()
+
+
+async def test_it_works_off_what_there_is_and_then_sleeps() -> None:
+    plans = [_plan() for _ in range(3)]
+    async with _running(*plans) as bench:
+        await eventually(lambda: bench.finished == plans)
+        await eventually(lambda: bench.num_planned == 4)
+        await asyncio.sleep(0.05)
+        assert bench.num_planned == 4, "an idle loop must not spin"
+        bench.plans.append(_plan())
+        bench.loop.wake()
+        await eventually(lambda: len(bench.finished) == 4)
+
+
+async def test_a_wake_in_the_middle_of_a_step_is_not_lost() -> None:
+    async with _running(_plan()) as bench:
+        bench.may_end.clear()
+        await eventually(lambda: bench.layers)
+        bench.loop.wake()
+        bench.plans.append(_plan())
+        bench.may_end.set()
+        await eventually(lambda: len(bench.finished) == 2)
+
+
+async def test_a_wake_while_planning_is_not_lost() -> None:
+    async with _running() as bench:
+        await eventually(lambda: bench.num_planned == 1)
+        plan_next = bench.loop._plan
+
+        def plan_and_wake() -> StepPlan:
+            plan = plan_next()
+            if bench.num_planned == 2:
+                bench.plans.append(_plan())
+                bench.loop.wake()
+            return plan
+
+        bench.loop._plan = plan_and_wake
+        bench.loop.wake()
+        await eventually(lambda: len(bench.finished) == 1)
+
+
+async def test_layers_are_reported_from_the_compute_thread_with_their_plan() -> None:
+    plan = _plan()
+    async with _running(plan) as bench:
+        await eventually(lambda: bench.finished)
+        assert [(p, layer) for p, layer, _ in bench.layers] == [(plan, 0), (plan, 1)]
+        assert all(thread.startswith("compute") for _, _, thread in bench.layers)
+
+
+async def test_a_failed_step_is_reported_and_the_next_one_made() -> None:
+    bad, good = _plan(), _plan()
+    bench = Bench()
+    bench.failures = 1
+    bench.plans += [bad, good]
+    bench.loop.start()
+    await eventually(lambda: bench.finished == [good])
+    assert bench.failed == [(bad, "hiccup")]
+    assert bench.loop.healthy
+    await bench.loop.stop()
+
+
+async def test_failures_in_a_row_are_ill_health_and_a_good_step_is_a_cure() -> None:
+    async with _running() as bench:
+        for num_failures, healthy in ((2, True), (1, False)):
+            bench.failures = num_failures
+            bench.plans += [_plan() for _ in range(num_failures)]
+            bench.loop.wake()
+            await eventually(lambda: bench.failures == 0 and not bench.plans and bench.num_planned)
+            await eventually(lambda: bench.loop.healthy is healthy)  # noqa: B023
+        bench.plans.append(_plan())
+        bench.loop.wake()
+        await eventually(lambda: bench.loop.healthy)
+
+
+async def test_a_step_that_does_not_come_back_is_ill_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_loop, "MAX_STEP_S", 0.05)
+    async with _running() as bench:
+        await eventually(lambda: bench.loop.healthy)
+        bench.may_end.clear()
+        bench.plans.append(_plan())
+        bench.loop.wake()
+        await eventually(lambda: not bench.loop.healthy)
+        bench.may_end.set()
+        await eventually(lambda: bench.loop.healthy)
+
+
+SECONDS = StepCost(base_s=0.02, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=0.0)
+
+
+async def late_step(bench: Bench) -> None:
+    bench.may_end.clear()
+    bench.plans.append(_plan())
+    bench.loop.wake()
+    await eventually(lambda: bench.layers)
+
+
+async def test_a_step_that_takes_far_longer_than_predicted_is_told_of_and_so_is_its_end() -> None:
+    async with _running(overdue_s=0.2) as bench:
+        bench.costs.seed(SECONDS)
+        await late_step(bench)
+        await eventually(lambda: bench.overdue == [True])
+        assert bench.loop.healthy, "it may end yet"
+        bench.may_end.set()
+        await eventually(lambda: bench.overdue == [True, False])
+
+
+async def test_a_step_is_not_judged_by_a_guess() -> None:
+    """Nor while others go on, each of which takes as long as it should."""
+    async with _running(overdue_s=0.2) as bench:
+        await late_step(bench)
+        await asyncio.sleep(0.6)
+        bench.may_end.set()
+        await eventually(lambda: bench.finished)
+        bench.costs.seed(SECONDS)
+        for _ in range(10):
+            bench.layers.clear()
+            await late_step(bench)
+            await asyncio.sleep(0.05)
+            bench.may_end.set()
+        assert not bench.overdue
+
+
+async def test_time_in_which_the_loop_did_not_run_is_not_the_step_s() -> None:
+    async with _running(overdue_s=0.5) as bench:
+        bench.costs.seed(SECONDS)
+        await late_step(bench)
+        asyncio.get_running_loop().call_soon(time.sleep, 1.5)
+        await asyncio.sleep(0.02)
+        bench.may_end.set()
+        await eventually(lambda: bench.finished)
+        assert not bench.overdue
+
+
+async def test_a_step_that_is_late_by_very_much_is_ill_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_loop, "_HUNG_S", 0.3)
+    async with _running(overdue_s=0.2) as bench:
+        bench.costs.seed(SECONDS)
+        await late_step(bench)
+        await eventually(lambda: not bench.loop.healthy)
+        bench.may_end.set()
+        await eventually(lambda: bench.loop.healthy)
+
+
+async def test_a_loop_that_ended_by_an_error_of_ours_is_ill() -> None:
+    async with _running() as bench:
+        assert bench.loop.healthy
+
+        def broken() -> StepPlan:
+            raise AssertionError("a bug in the scheduler")
+
+        bench.loop._plan = broken
+        bench.loop.wake()
+        await eventually(lambda: not bench.loop.healthy)
+
+
+async def test_stop_waits_for_the_step_in_flight_and_takes_nothing_in() -> None:
+    bench = Bench()
+    bench.plans.append(_plan())
+    bench.may_end.clear()
+    bench.loop.start()
+    await eventually(lambda: bench.layers)
+    stopping = asyncio.create_task(bench.loop.stop())
+    await asyncio.sleep(0.05)
+    assert not stopping.done()
+    bench.may_end.set()
+    await asyncio.wait_for(stopping, 5.0)
+    assert not bench.finished
+    assert not bench.loop.healthy
+
+
+async def test_a_loop_that_was_never_started_can_be_stopped() -> None:
+    bench = Bench()
+    assert not bench.loop.healthy
+    await bench.loop.stop()
+
+
+async def test_costs_learn_from_the_work_as_it_was_before_the_step() -> None:
+    prompt = _plan(num_tokens=40, num_seqs=2)
+    for item in prompt.items:
+        item.seq.num_computing = item.num_tokens  # as a scheduler says whose plan is on its way
+    decoding = StepPlan(tuple(ScheduledSequence(item.seq, 1) for item in prompt.items))
+    async with _running(prompt, decoding) as bench:
+        await eventually(lambda: len(bench.finished) == 2)
+        await eventually(lambda: len(bench.costs.steps) == 2)
+        assert [work for work, _ in bench.costs.steps] == [
+            StepWork(prefill_tokens=80, prefill_pairs=2 * 40 * 41 / 2),
+            StepWork(decodes=2, context_tokens=82),
+        ]
+        assert all(seconds > 0 for _, seconds in bench.costs.steps)
+        assert bench.costs.cost() is not None
+
+
+async def test_a_failed_step_says_nothing_of_costs() -> None:
+    async with _running() as bench:
+        bench.failures = 1
+        bench.plans.append(_plan())
+        bench.loop.wake()
+        await eventually(lambda: bench.failed)
+        assert bench.costs.steps == []
+        assert bench.costs.cost() is None
+
+
+async def test_a_calibration_is_made_in_the_compute_thread_before_the_first_step() -> None:
+    threads: list[str] = []
+
+    def measure() -> StepCost:
+        threads.append(threading.current_thread().name)
+        return ESTIMATE
+
+    bench = Bench()
+    await bench.loop.calibrate(measure)
+    assert [thread.startswith("compute") for thread in threads] == [True]
+    assert bench.costs.cost() == ESTIMATE
+    assert bench.num_planned == 0
+    await bench.loop.calibrate(measure)
+    assert len(threads) == 1, "what is known is not measured again"
+    bench.loop.start()
+    with pytest.raises(AssertionError, match="disturb each other"):
+        await bench.loop.calibrate(measure)
+    await bench.loop.stop()
+
+
+def test_speeds_are_smoothed_and_told_apart() -> None:
+    rates = StepRates(smoothing=0.5)
+    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (0.0, 0.0)
+    assert rates.prefill_s(2000) == 2.0
+    rates.record(_plan(num_tokens=50, num_seqs=2), 0.5)
+    assert rates.prefill_tokens_per_s == 200.0
+    rates.record(_plan(num_tokens=50, num_seqs=2), 1.0)
+    assert rates.prefill_tokens_per_s == 150.0
+    assert rates.decode_step_s == 0.0
+    rates.record(_plan(num_seqs=8), 0.25)
+    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (150.0, 0.25)
+    rates.record(_plan(num_tokens=2, num_seqs=8), 9.0)  # neither a decode step nor enough of a prompt to measure
+    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (150.0, 0.25)
+    assert rates.prefill_s(300) == 2.0

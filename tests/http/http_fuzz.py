@@ -1,0 +1,229 @@
+"""Bodies that nobody should send: made by the schemas of the application's own OpenAPI description, and then broken.
+
+And an application called without a server, thousands of times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from fastapi import FastAPI
+from hypothesis import strategies as st
+from starlette.types import Message
+
+from tests.support.http_server import MODEL
+from tests.support.waiting import HANGS_S
+
+Headers = list[tuple[bytes, bytes]]
+JSON: Final[Headers] = [(b"content-type", b"application/json")]
+
+# --- whole bodies ---
+
+TEXTS: Final = st.text(max_size=12)
+ANYTHING: Final = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+TOKEN_IDS: Final = st.lists(st.integers(0, 40_000), min_size=1, max_size=8)
+
+# Where a schema allows more than makes sense, so that many of the bodies are good ones before they are broken.
+SENSIBLE: Final[dict[str, st.SearchStrategy[Any]]] = {
+    "model": st.just(MODEL),
+    "prompt": st.just("hello") | st.text(min_size=1) | TOKEN_IDS | st.lists(TOKEN_IDS, min_size=1, max_size=2),
+    "content": TEXTS | st.just([{"type": "text", "text": "hello"}]),
+    "tokens": TOKEN_IDS,
+    "stop_token_ids": TOKEN_IDS,
+    "stop": st.lists(st.text(min_size=1, max_size=4), max_size=4),
+    "logit_bias": st.dictionaries(st.integers(0, 40_000).map(str), st.floats(-100, 100), max_size=3),
+    "n": st.integers(1, 3),
+    "max_tokens": st.integers(1, 30),
+    "max_completion_tokens": st.integers(1, 30),
+    "min_tokens": st.integers(0, 3),
+    "service_tier": st.sampled_from(["auto", "default"]),
+}
+
+
+class Schemas:
+    """Strategies of the schemas that an OpenAPI description names."""
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        self._named = description["components"]["schemas"]
+
+    def strategy(self, schema: dict[str, Any], name: str = "") -> st.SearchStrategy[Any]:
+        if name in SENSIBLE:
+            return SENSIBLE[name] | SENSIBLE[name] | SENSIBLE[name] | SENSIBLE[name] | self._strategy(schema)
+        return self._strategy(schema)
+
+    def _strategy(self, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+        if "$ref" in schema:
+            return self.strategy(self._named[schema["$ref"].rpartition("/")[2]])
+        if "enum" in schema:
+            return st.sampled_from(schema["enum"])
+        if "anyOf" in schema:
+            return st.one_of([self.strategy(one) for one in schema["anyOf"]])
+        match schema.get("type"):
+            case "object" if "properties" in schema:
+                return self._object(schema["properties"], set(schema.get("required", ())))
+            case "object":
+                return st.dictionaries(TEXTS, ANYTHING, max_size=3)
+            case "array":
+                return st.lists(self.strategy(schema["items"]), min_size=schema.get("minItems", 0), max_size=3)
+            case "integer":
+                return st.integers(schema.get("minimum"), schema.get("maximum"))
+            case "number":
+                return st.floats(schema.get("minimum"), schema.get("maximum"), allow_nan=False, allow_infinity=False)
+            case "string":
+                return TEXTS
+            case "boolean":
+                return st.booleans()
+            case "null":
+                return st.none()
+        return st.none() | st.none() | ANYTHING
+
+    def _object(self, properties: dict[str, Any], required: set[str]) -> st.SearchStrategy[dict[str, Any]]:
+        fields = {name: self.strategy(schema, name) for name, schema in properties.items()}
+        optional = sorted(fields.keys() - required)
+
+        @st.composite
+        def some(draw: st.DrawFn) -> dict[str, Any]:
+            chosen = draw(st.lists(st.sampled_from(optional), max_size=4, unique=True)) if optional else []
+            return {name: draw(fields[name]) for name in [*sorted(required), *chosen]}
+
+        return some()
+
+
+# --- broken ones ---
+
+DEEP: Final = 100_000
+# What stands in the place of a value, as it is written: none of these can be told to `json.dumps`.
+NASTY: Final = [
+    rb'"\ud800"', rb'"\udfff\ud800"', rb'"half \ud83d"', rb'"\u0000"', rb'"\u12"', rb'"\x"', b'"\xed\xa0\x80"',
+    b'"\xff"', b'"\xc0\x80"', b'"\x00"', b'"', b"'text'", b"1" * 5_000, b"-" + b"7" * 5_000, b"1" * 4_300,
+    b"0." + b"3" * 5_000, b"1e400", b"-1e400", b"1e-400", b"NaN", b"Infinity", b"-Infinity", b"9223372036854775808",
+    b"-9223372036854775809", b"18446744073709551616", b"01", b"1.", b"--1", b"-0", b"True", b"nul", b"[" * DEEP,
+    b'{"a":' * DEEP, b"[" * DEEP + b"]" * DEEP, b"[" * 190 + b"]" * 190, b'{"a":' * 150 + b"1" + b"}" * 150, b"[1,]",
+    b"{}", b"[]", b'""', b"[{}]", b"[[]]", b'{"a":1,"a":2}', b'{"\\ud800":1}', b"null", b"-1", b"0.5", b'["\\udc00"]',
+    b"/* */1", b'"' + b"x" * 5_000 + b'"', '"🦜"'.encode(), b"", b"}", b",",
+]  # fmt: skip
+ENCODINGS: Final = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig", "utf-7"]
+CONTENT_TYPES: Final = [
+    b"", b"text/plain", b"application/json; charset=utf-16", b"application/x-www-form-urlencoded",
+    b"multipart/form-data", b"application/vnd.x+json", b"\xff\xfe", b"application/json; charset=\xff", b";",
+    b"application/json" * 500,
+]  # fmt: skip
+
+
+class Sent(NamedTuple):
+    body: bytes
+    headers: Headers = JSON
+
+
+NOTHING: Final = Sent(b"", [])
+
+
+def broken(body: Any, rng: random.Random) -> Sent:
+    """The body with one or two things wrong; now and then it stays right all the same."""
+    written = _with_nasty_values(body, rng)
+    headers = JSON
+    for _ in range(rng.randrange(2)):
+        how = rng.choice([_bytes_changed, _bytes_changed, _key_twice, _stranger, _encoded])
+        written = how(written, rng)
+    if rng.random() < 0.03:
+        headers = [(b"content-type", rng.choice(CONTENT_TYPES))]
+    return Sent(written, headers)
+
+
+def _with_nasty_values(body: Any, rng: random.Random) -> bytes:
+    body = json.loads(json.dumps(body))
+    nasty = [rng.choice(NASTY) for _ in range(rng.choice([0, 0, 1, 1, 1, 2]))]
+    for index in range(len(nasty)):
+        places = list(_places(body))
+        if not places or rng.random() < 0.05:
+            body = f"@{index}@"
+            continue
+        holder, key = rng.choice(places)
+        holder[key] = f"@{index}@"
+    if isinstance(body, dict) and body and rng.random() < 0.1:
+        del body[rng.choice(list(body))]
+    return re.sub(rb'"@(\d)@"', lambda found: nasty[int(found[1])], json.dumps(body).encode())
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """All values below this one, by what holds them."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in list(entries):
+        yield value, key
+        yield from _places(inner)
+
+
+def _bytes_changed(written: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(written) + 1)
+    few = bytes(rng.randrange(256) for _ in range(rng.randrange(1, 4)))
+    return rng.choice(
+        [written[:at], written[at:], written[:at] + few + written[at:], written[:at] + few + written[at + len(few) :],
+         written + written[:at], written[:at] + b'"' + written[at:]]
+    )  # fmt: skip
+
+
+def _key_twice(written: bytes, rng: random.Random) -> bytes:
+    found = re.search(rb'"[^"]*":', written)
+    return written if found is None else written.replace(b"{", b"{" + found[0] + rng.choice(NASTY) + b",", 1)
+
+
+def _stranger(written: bytes, rng: random.Random) -> bytes:
+    name = rng.choice(
+        [b'"stranger"', rb'"\ud800"', b'"' + b"k" * 5_000 + b'"', b'""', '"é{}%s"'.encode(), b'"__class__"']
+    )
+    return written.replace(b"{", b"{" + name + b":1,", 1)
+
+
+def _encoded(written: bytes, rng: random.Random) -> bytes:
+    return written.decode("utf-8", errors="replace").encode(rng.choice(ENCODINGS))
+
+
+# --- calls ---
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+
+async def call(app: FastAPI, method: str, path: str, sent: Sent = NOTHING, query: bytes = b"") -> Answer:
+    """What a server would have the application answer. The client stays until the end."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": query, "root_path": "", "headers": sent.headers,
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+    coming: list[Message] = [{"type": "http.request", "body": sent.body, "more_body": False}]
+    got: list[Any] = []
+
+    async def receive() -> Message:
+        return coming.pop() if coming else await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def send(message: Any) -> None:
+        got.append(message)
+
+    async with asyncio.timeout(HANGS_S):
+        await app(scope, receive, send)
+    started, *parts = got
+    return Answer(started["status"], dict(started["headers"]), b"".join(part.get("body", b"") for part in parts))
+
+
+def check_refusal(answer: Answer) -> None:
+    """In OpenAI's shape, in a sentence, and no longer than somebody reads."""
+    error = json.loads(answer.body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}, error
+    message, kind = error["message"], error["type"]
+    assert len(message) < 1_000, message
+    assert message.endswith(".") and " " in message, message
+    assert kind in ("invalid_request_error", "rate_limit_error"), error
+    assert isinstance(error["code"], str) and (error["param"] is None or isinstance(error["param"], str)), error

@@ -1,0 +1,207 @@
+"""No input of a client's makes a gateway answer 5xx, log a traceback, fall silent or grow."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote_from_bytes
+
+import psutil
+import pytest
+from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.config.settings import GatewaySettings
+from cluster.errors import ApiError
+from cluster.gateway.generator import ServingLimits
+from cluster.http.app import create_app
+from cluster.http.body import _checked, parse_json
+from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from engine.text.tokenizer import Tokenizer
+from tests.http.http_fuzz import JSON, NOTHING, Answer, Headers, Schemas, Sent, broken, call, check_refusal
+from tests.support.http_server import MODEL, running_server, scripted_api
+from tests.support.processor_time import in_loop_turns
+from tests.support.scripted_generator import Script, ScriptedGenerator
+
+pytestmark = pytest.mark.model
+
+NUM_BODIES = 200  # of each endpoint, in one run of each test
+NUM_BROKEN = 9  # ways that each of them is sent in, besides as it is
+GROWTH_BYTES = 100 * 2**20
+
+
+class Gateway:
+    """An application, called on a loop of its own, and what it logged."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.generator = ScriptedGenerator(tokenizer)
+        self.generator.script = Script(reply="one two three", limits=ServingLimits(max_model_len=64, ready=True))
+        self.app: FastAPI = create_app(scripted_api(self.generator, tokenizer, GatewaySettings(max_concurrent=8)))
+        self.description: dict[str, Any] = self.app.openapi()
+        self.statuses: Counter[tuple[str, int]] = Counter()
+        self._runner = asyncio.Runner()
+
+    def call(self, method: str, path: str, sent: Sent = NOTHING, query: bytes = b"") -> Answer:
+        answer = self._runner.run(call(self.app, method, path, sent, query))
+        self.statuses[path, answer.status] += 1
+        assert answer.status < 500, (path, query, sent, answer)
+        if answer.status >= 400:
+            try:
+                check_refusal(answer)
+            except Exception as error:
+                raise AssertionError(f"{path} {query!r} {sent!r} got {answer}") from error
+        return answer
+
+    def close(self) -> None:
+        assert self.call("GET", "/health").status == 200
+        assert self.generator.num_open == 0
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture
+def gateway(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> Iterator[Gateway]:
+    with caplog.at_level(logging.WARNING):
+        gateway = Gateway(tokenizer)
+        yield gateway
+        gateway.close()
+    assert not [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+def test_no_body_breaks_an_endpoint(gateway: Gateway) -> None:
+    """Of 2,000 for each endpoint that takes one."""
+    schemas = Schemas(gateway.description)
+    operations = [
+        (path, operation)
+        for path, methods in gateway.description["paths"].items()
+        for method, operation in methods.items()
+        if "requestBody" in operation
+    ]
+    assert len(operations) >= 5
+    process, before = psutil.Process(), 0
+    for path, operation in operations:
+        body_of = schemas.strategy(operation["requestBody"]["content"]["application/json"]["schema"])
+        send_bodies(gateway, path.replace("{worker_id}", "decode-1"), body_of)
+        gc.collect()
+        before = before or process.memory_info().rss  # the first endpoint's bodies warm everything up
+    assert process.memory_info().rss - before < GROWTH_BYTES
+    for path, _ in operations:
+        path = path.replace("{worker_id}", "decode-1")
+        num_good = sum(gateway.statuses[path, status] for status in (200, 202))
+        assert NUM_BODIES / 5 < num_good < NUM_BODIES * NUM_BROKEN, gateway.statuses
+
+
+def send_bodies(gateway: Gateway, path: str, body_of: st.SearchStrategy[Any]) -> None:
+    @settings(max_examples=NUM_BODIES)
+    @given(body_of, st.integers(0, 2**32))
+    def send(body: Any, seed: int) -> None:
+        rng = random.Random(seed)
+        gateway.call("POST", path, Sent(json.dumps(body).encode()))
+        for _ in range(NUM_BROKEN):
+            gateway.call("POST", path, broken(body, rng))
+        assert gateway.call("GET", "/health").status == 200
+
+    send()
+
+
+# What reaches an application beside a body: uvicorn gives it any bytes in a header, and a path as text.
+ODD = st.sampled_from([
+    b"", b"0", b"-1", b"nan", b"inf", b"1e400", b"9" * 5_000, b"\xff\xfe", b"\xed\xa0\x80", "é🦜".encode(), b"%00",
+    b"%ff", b"../../etc/passwd", b"{}%s%n", b"a" * 5_000, b"[", b"x@y:z", b" ", b"1,2", b"Bearer \xff", b"interactive",
+])  # fmt: skip
+HEADERS = [
+    b"x-slo-class", b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-tenant", b"authorization", b"host", b"content-length",
+    b"accept", b"cookie", b"x-forwarded-for", b"x-request-id", b"traceparent", b"expect", b"transfer-encoding",
+]  # fmt: skip
+
+
+def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
+    paths: dict[str, dict[str, Any]] = gateway.description["paths"]
+    described = [(path, method.upper(), known) for path, methods in paths.items() for method, known in methods.items()]
+    names = sorted({known["name"].encode() for *_, operation in described for known in operation.get("parameters", ())})
+    odd_headers = st.lists(st.tuples(st.sampled_from(HEADERS), ODD | st.binary(max_size=8)), max_size=3)
+    odd_query = st.lists(st.tuples(st.sampled_from(names), ODD.map(lambda odd: quote_from_bytes(odd).encode()) | ODD))
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
+
+    def send(path: str, method: str, num_times: int) -> None:
+        @settings(max_examples=num_times)
+        @given(ODD, odd_headers, odd_query)
+        def send(part: bytes, headers: Headers, query: list[tuple[bytes, bytes]]) -> None:
+            place = re.sub(r"{.*}", lambda found: part.decode(errors="replace"), path)
+            asked = b"&".join(name + b"=" + value for name, value in query)
+            gateway.call(method, place, Sent(body, [*JSON, *headers]), asked)
+
+        send()
+
+    for path, method, _ in described:
+        send(path, method, 60)
+        send(path, "PUT" if method == "POST" else "POST", 10)
+    for method in ("GET", "POST", "HEAD", "OPTIONS", "TRACE", "odd"):
+        send("/{odd}", method, 30)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (rb'{"model": "M", "prompt": "hi", "user": "\ud800"}', "half of a character"),
+        (rb'{"model": "M", "prompt": "hi", "safety_identifier": "\udfff"}', "half of a character"),
+        (rb'{"model": "M", "prompt": "a\ud83d"}', "half of a character"),
+        (rb'{"model": "M", "prompt": "a", "cache_salt": "\ud83d"}', "half of a character"),
+        (rb'{"model": "M", "prompt": "a", "stop": ["\ud83d"]}', "half of a character"),
+        (rb'{"model": "M", "prompt": "a", "metadata": {"\ud83d": 1}}', "half of a character"),
+        (b'{"model": "M", "prompt": "hi", "seed": ' + b"1" * 5_000 + b"}", "too many digits"),
+        (b'{"model": "M", "prompt": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"model": "M", "metadata": ' + b'{"a":' * 40_000, "nested too deeply"),
+        (b'{"model": "M", "prompt": "hi", "n": 1, "n": 2}', "each key of an object once"),
+        (b'{"model": "M", "prompt": "hi", "metadata": {"a": 1, "a": 1}}', "each key of an object once"),
+        ('{"model": "M", "prompt": "hi"}'.encode("utf-16"), "must be in UTF-8"),
+        ('{"model": "M", "prompt": "hi"}'.encode("utf-32-be"), "must be in UTF-8"),
+        ('{"model": "M", "prompt": "hi"}'.encode("utf-8-sig"), "must be in UTF-8"),
+        (b'{"model": "M", "prompt": "\xff"}', "must be in UTF-8"),
+        (b'{"model": "M", "prompt": "hi", "metadata": NaN}', "Send a JSON object"),
+        (b'{"model": "M", "prompt": "hi", "temperature": Infinity}', "Send a JSON object"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_said(tokenizer: Tokenizer, body: bytes, said: str) -> None:
+    with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            answer = target.http.post(
+                path, content=body.replace(b"M", MODEL.encode()), headers={"content-type": "application/json"}
+            )
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_json")
+            assert said in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionBody, {"model": MODEL, "prompt": "x", **{f"k{n}": 1 for n in range(200_000)}}),
+        (CompletionBody, {"model": MODEL, "prompt": "x", "stop_token_ids": [None] * 250_000}),
+        (ChatBody, {"model": MODEL, "messages": [{}] * 120_000}),
+        (TokenizeBody, {"messages": [{"role": "x"}] * 120_000}),
+        (DetokenizeBody, {"tokens": ["a"] * 250_000}),
+    ],
+)
+def test_many_mistakes_are_reported_as_one(model: type[Body], body: dict[str, Any]) -> None:
+    """In no more than a few times what reading them takes: a report of each would take a hundred times as long."""
+    sent = json.dumps(body).encode()
+
+    def check() -> None:
+        with pytest.raises(ApiError):
+            _checked(sent, model)
+
+    assert in_loop_turns(check, rounds=3) < 3 * in_loop_turns(lambda: parse_json(sent), rounds=3)

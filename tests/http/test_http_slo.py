@@ -1,0 +1,266 @@
+"""Classes of service over the real HTTP application: how a request is counted in the end, and what operators see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.http.app import create_app
+from cluster.slo.classes import SloClass, SloConfig
+from cluster.slo.report import Counts, SeriesKey
+from engine.text.tokenizer import Tokenizer
+from tests.support.http_server import MODEL, running_server, scripted_api
+from tests.support.openai_conformance import PROMPT, Target
+from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.waiting import eventually, wait_until
+
+pytestmark = pytest.mark.model
+
+ROOT = Path(__file__).parents[2]
+CLASSES = SloConfig(
+    classes=(
+        SloClass(name="chat", ttft_s=600.0, tpot_s=600.0, share=0.9, service_tiers=("priority",)),
+        SloClass(name="batch", service_tiers=("flex",)),
+    ),
+    default="chat",
+)
+AT_ONCE = {"x-slo-ttft-ms": "0.001"}  # a target that nothing meets
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture
+def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture
+def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(generator, tokenizer, slo=CLASSES) as target:
+        yield target
+
+
+def figures(target: Target, slo_class: str = "chat") -> dict[str, Any]:
+    classes = target.http.get("/slo").raise_for_status().json()["classes"]
+    (found,) = [row for row in classes if row["slo_class"] == slo_class]
+    return dict(found)
+
+
+def counted(target: Target, slo_class: str = "chat", /, **counts: int) -> dict[str, Any]:
+    """The class's figures, once it counts this and nothing else: a request's end is counted after its last byte."""
+    names = figures(target, slo_class)["counts"]
+    wanted = {name: counts.get(name, 0) for name in names}
+    wait_until(lambda: figures(target, slo_class)["counts"] == wanted, 20.0, f"{slo_class} did not come to {wanted}")
+    return figures(target, slo_class)
+
+
+def samples(target: Target, name: str) -> dict[tuple[str, ...], float]:
+    """Of one metric: values of the labels, in the order of their names."""
+    page = target.http.get("/metrics").text
+    return {
+        tuple(value for _, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+# How it is counted.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_in_time(target: Target, generator: ScriptedGenerator, stream: bool) -> None:
+    generator.script = Script(delay_s=0.05)
+    answer = target.complete(max_tokens=5, stream=stream, extra_body={"ignore_eos": True})
+    assert (list(answer) if stream else answer.choices) != []
+    latency = counted(target, met=1, tokens=5, met_tokens=5)["latency_ms"]
+    assert {name: found["count"] for name, found in latency.items()} == {
+        "ttft": 1,
+        "queue": 1,
+        "gap": 4,
+        "tpot": 1,
+        "e2e": 1,
+    }
+    assert latency["ttft"]["p50"] > 25 and latency["tpot"]["p50"] > 25 and latency["e2e"]["p50"] > 125
+    assert latency["ttft"]["p99"] < latency["e2e"]["p99"]  # a whole answer's first byte counts from its first token
+    workers = target.http.get("/slo").json()["workers"]
+    assert {row["worker"]: set(row["latency_ms"]) for row in workers} == {
+        "p0": {"ttft", "queue", "e2e"},
+        "d0": {"gap", "tpot", "e2e"},
+    }
+
+
+def test_several_choices_are_one_request(target: Target) -> None:
+    target.complete(max_tokens=3, n=2, extra_body={"ignore_eos": True})
+    latency = counted(target, met=1, tokens=6, met_tokens=6)["latency_ms"]
+    assert (latency["gap"]["count"], latency["tpot"]["count"], latency["ttft"]["count"]) == (4, 1, 1)
+
+
+def test_arrival_is_before_the_body(target: Target) -> None:
+    body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 1}).encode()
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:5]
+        threading.Event().wait(0.3)
+        yield body[5:]
+
+    assert target.http.post("/v1/completions", content=slowly()).status_code == 200
+    latency = counted(target, met=1, tokens=1, met_tokens=1)["latency_ms"]
+    assert latency["ttft"]["p50"] > 100 and latency["queue"]["p50"] > 100
+
+
+def test_late_requests_miss(target: Target, generator: ScriptedGenerator) -> None:
+    target.complete(max_tokens=1, extra_headers=AT_ONCE)
+    counted(target, missed=1, late_first=1, tokens=1)
+    generator.script = Script(delay_s=0.02)
+    target.complete(max_tokens=3, extra_headers={"x-slo-tpot-ms": "1"}, extra_body={"ignore_eos": True})
+    target.complete(max_tokens=3, extra_body={"ignore_eos": True})
+    found = counted(target, met=1, missed=2, late_first=1, late_tokens=1, tokens=7, met_tokens=3)
+    assert found["windows"]["short"]["attainment"] == pytest.approx(1 / 3)
+    assert found["windows"]["long"]["burn_rate"] == pytest.approx((2 / 3) / 0.1)
+    assert found["goodput_requests_per_s"] * found["covered_s"] == pytest.approx(1, abs=0.05)
+    target.complete(max_tokens=2, extra_body={"service_tier": "flex"}, extra_headers=AT_ONCE)
+    counted(target, "batch", missed=1, late_first=1, tokens=2)  # a class without targets, but this request had one
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (OverloadedError("Full. Wait.", retry_after_s=1), {"missed": 1, "rejected": 1}),
+        (UnavailableError("Nobody home. Wait.", retry_after_s=1), {"missed": 1, "failed": 1}),
+        (FailedError("Lost. Try again."), {"missed": 1, "failed": 1}),
+        (RuntimeError("bug"), {"missed": 1, "failed": 1}),
+        (RequestTooLargeError("Too large. Shorten it."), {}),
+    ],
+)
+def test_what_was_turned_away_missed_its_promise(
+    target: Target, generator: ScriptedGenerator, error: Exception, counts: dict[str, int]
+) -> None:
+    generator.script = Script(fail_after=0, error=error)
+    body = {"model": MODEL, "prompt": PROMPT}
+    assert target.http.post("/v1/completions", json=body).status_code >= 400
+    assert counted(target, **counts)["latency_ms"] == {}, "no time of theirs blurs the others'"
+    target.http.post("/v1/completions", json={**body, "service_tier": "flex"})
+    counts.pop("missed", None)
+    counted(target, "batch", **counts)
+
+
+def test_nobody_to_ask_is_a_failure(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.limits = None
+    assert target.http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT}).status_code == 503
+    counted(target, missed=1, failed=1)
+
+
+def test_a_failure_in_a_stream_keeps_its_first_byte(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(reply="one two three four", fail_after=2, error=FailedError("Lost. Try again."))
+    target.http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "stream": True})
+    assert counted(target, missed=1, failed=1, tokens=2)["latency_ms"]["ttft"]["count"] == 1
+
+
+@pytest.mark.parametrize(("headers", "counts"), [({}, {}), (AT_ONCE, {"missed": 1, "late_first": 1})])
+def test_a_client_that_leaves_counts_only_if_it_had_waited_too_long(
+    target: Target, generator: ScriptedGenerator, headers: dict[str, str], counts: dict[str, int]
+) -> None:
+    generator.script = Script(delay_s=60.0)
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=str(target.http.base_url), headers=headers) as client:
+            request = asyncio.create_task(client.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT}))
+            await asyncio.to_thread(wait_until, lambda: generator.num_open == 1)
+            request.cancel()
+            await asyncio.wait({request})
+
+    asyncio.run(leave())
+    counted(target, cancelled=1, **counts)
+
+
+async def test_serve_cancels_a_request_whose_client_has_left(
+    generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """That is no failure of the service."""
+    api = scripted_api(generator, tokenizer, slo=CLASSES)
+    generator.script = Script(delay_s=60.0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://test") as client:
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+        request = asyncio.create_task(client.post("/v1/completions", json=body))
+        await eventually(lambda: generator.num_open == 1)
+        request.cancel()  # of the task that runs the application
+        await asyncio.wait({request})
+        assert api.slo.counts()[SeriesKey("chat", MODEL, "")] == Counts(cancelled=1)
+        generator.script = Script()
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        metrics = (await client.get("/metrics")).text
+    assert 'legato_requests_total{endpoint="/v1/completions",outcome="cancelled"} 1.0' in metrics
+
+
+# What operators see.
+
+
+def test_what_prometheus_scrapes(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(delay_s=0.02)
+    target.complete(max_tokens=3, extra_body={"ignore_eos": True})
+    target.complete(max_tokens=3, extra_body={"ignore_eos": True}, extra_headers=AT_ONCE)
+    counted(target, met=1, missed=1, late_first=1, tokens=6, met_tokens=3)
+    assert samples(target, "legato_slo_promises_total") == {
+        ("gateway-1", MODEL, "met", "chat"): 1,
+        ("gateway-1", MODEL, "missed", "chat"): 1,
+        ("gateway-1", MODEL, "met", "batch"): 0,
+        ("gateway-1", MODEL, "missed", "batch"): 0,
+    }
+    assert samples(target, "legato_slo_attainment") == {(MODEL, "chat", window): 0.5 for window in ("short", "long")}
+    burn = samples(target, "legato_slo_burn_rate")
+    assert burn[MODEL, "chat", "long"] == pytest.approx(5) and burn[MODEL, "batch", "short"] == 0
+    assert samples(target, "legato_slo_latency_seconds")["gap", MODEL, "0.5", "chat"] > 0.01
+    assert samples(target, "legato_slo_target_seconds") == {("ttft", "chat"): 600, ("tpot", "chat"): 600}
+    assert samples(target, "legato_slo_worker_burn_rate")[MODEL, "chat", "short", "d0"] == pytest.approx(5)
+
+
+def test_the_scope_of_figures(target: Target) -> None:
+    target.complete(max_tokens=1)
+    counted(target, met=1, tokens=1, met_tokens=1)
+    whole, own = (target.http.get("/slo", params={"scope": scope}).json() for scope in ("cluster", "gateway"))
+    assert [part["classes"][0]["counts"]["met"] for part in (whole, own)] == [1, 1]  # it is all of its cluster
+    assert whole["targets"]["chat"] == {"ttft_ms": 6e5, "tpot_ms": 6e5, "share": 0.9, "service_tiers": ["priority"]}
+    assert (whole["scope"], own["scope"], own["default_class"]) == ("cluster", "gateway", "chat")
+    refused = target.http.get("/slo", params={"scope": "world"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "scope"
+
+
+def test_the_dashboard_shows_what_there_is(target: Target) -> None:
+    """Every metric that a panel asks for is one that the application tells, with the labels that it groups by."""
+    dashboard = json.loads((ROOT / "docs" / "grafana" / "legato.json").read_text())
+    queries = [query["expr"] for panel in dashboard["panels"] for query in panel.get("targets", ())]
+    target.complete(max_tokens=2, extra_body={"ignore_eos": True})
+    counted(target, met=1, tokens=2, met_tokens=2)
+    families = list(text_string_to_metric_families(target.http.get("/metrics").text))
+    labels: dict[str, set[str]] = {}
+    for family in families:
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    assert len(queries) > 10
+    for query in queries:
+        names = set(re.findall(r"\blegato_\w+", query))
+        assert names, query
+        assert names <= labels.keys(), query
+        asked = set(re.findall(r"(\w+)\s*=~?\"", query)) | set(re.findall(r"\w+", " ".join(_groups(query))))
+        for name in names:
+            assert asked - {"le"} <= labels[name], query
+    variables = [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    assert all(set(re.findall(r"\blegato_\w+", query)) <= labels.keys() for query in variables)
+
+
+def _groups(query: str) -> list[str]:
+    return re.findall(r"\bby\s*\(([^)]*)\)", query)

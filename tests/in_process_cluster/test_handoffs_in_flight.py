@@ -1,0 +1,201 @@
+"""Hand-offs with several slabs on their way at once: bounded, and blocks never given up amid a copy.
+
+Both ends are real, with their threads; the device is the CPU, with events of the test's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import torch
+
+from engine.memory.streams import Event
+from engine.sampling.params import SamplingParams
+from engine.sequence import BlockTable, Sequence
+from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.handoff.copy_threads import COPIES_AT_ONCE
+from kv_transfer.handoff.receiver import KvReceiver
+from kv_transfer.handoff.sender import KvSender
+from kv_transfer.messages import RequestSpec, Ticket
+from kv_transfer.transports.base import Identity
+from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from kv_transfer.transports.slab_pool import SlabConfig
+from tests.interpreted.test_copying import NUM_LAYERS, NUM_TOKENS, End
+from tests.support.waiting import HANGS_S, eventually
+
+KEY = ("r", 1)
+LEASE = 3
+
+
+class Gate:
+    """A device's event that comes when the test says, and who waits for it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[str] = []  # names of threads
+        self._came = threading.Event()
+
+    def wait(self) -> None:
+        self._waiting.append(threading.current_thread().name)
+        assert self._came.wait(HANGS_S)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def come(self) -> None:
+        self._came.set()
+
+
+class HandOff:
+    """One prompt from one worker's cache to another's. Use `async with handing_over()`."""
+
+    def __init__(
+        self,
+        source: End,
+        target: End,
+        sender: KvSender,
+        receiver: KvReceiver,
+        crash_decode: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.source, self.target, self.sender, self.receiver = source, target, sender, receiver
+        self.crash_decode = crash_decode
+        self.stored = [Gate() for _ in range(NUM_LAYERS)]
+
+    def begin(self) -> None:
+        params = SamplingParams(max_tokens=2, seed=1)
+        spec = RequestSpec(request_id="r", attempt=1, prompt_token_ids=list(range(NUM_TOKENS)), params=params)
+        self.ticket: Ticket = self.receiver.reserve(spec, LEASE)
+        seq = Sequence(request_id="r", attempt=1, params=spec.params, prompt_token_ids=spec.prompt_token_ids)
+        seq.block_table = BlockTable(self.source.table.shape[0])
+        seq.block_table.append(self.source.table)
+        self.sender.begin(self.ticket, seq)
+
+    def compute(self) -> None:
+        """All layers are queued on the device, and come to when their gates are."""
+        for layer, stored in enumerate(self.stored):
+            self.sender.layer_ready(KEY, layer, 0, NUM_TOKENS, stored)
+        self.sender.first_token(KEY, 5, 0)
+
+    @property
+    def num_filling(self) -> int:
+        return sum(gate.num_waiting for gate in self.stored)
+
+    def arrived(self) -> list[bool]:
+        return [
+            self.target.bytes_of(layer, 0, NUM_TOKENS) == self.source.bytes_of(layer, 0, NUM_TOKENS)
+            for layer in range(NUM_LAYERS)
+        ]
+
+
+class Told:
+    """What either end told its worker, in order."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.free: Event | None = None
+
+    def say(self, word: str, *arguments: object) -> None:
+        self.words.append(word)
+
+
+@contextlib.asynccontextmanager
+async def handing_over(told: Told) -> AsyncIterator[HandOff]:
+    source, target = End.make(4, 1, torch.float16, seed=1), End.make(3, 1, torch.float16, seed=2)
+    network, thread = InProcessNetwork(), LoopThread("kv")
+    prefill, decode = (
+        InProcessTransport(
+            network,
+            Identity(worker_id=name, node_id="node", secret=b"s" * 32, compatibility={}),
+            SlabConfig(slab_bytes=1 << 14, num_slabs=8),
+        )
+        for name in ("prefill", "decode")
+    )
+    receiver = KvReceiver(
+        target.cache.layout,
+        decode,
+        thread,
+        target_of=lambda lease, layer: (target.cache, target.row(layer)),
+        on_admit=lambda *word: told.say("admitted"),
+        on_release=lambda lease: told.say("lease released"),
+        on_failed=lambda *word: told.say("landing failed"),
+        mark_queued=lambda: told.free,
+    )
+    sender = KvSender(
+        source.cache,
+        prefill,
+        thread,
+        max_slab_bytes=1 << 14,
+        on_release=lambda key: told.say("source released"),
+        on_failed=lambda *word: told.say("failed"),
+    )
+    await receiver.start(epoch=1, worker_id="decode", ttl_s=HANGS_S)
+    try:
+        yield HandOff(source, target, sender, receiver, lambda: thread.run(decode.crash()))
+    finally:
+        for transport in (prefill, decode):
+            await thread.run(transport.close())
+        sender.stop()
+        receiver.stop()
+        thread.stop()
+
+
+async def test_the_next_slab_is_filled_while_one_is_and_no_third() -> None:
+    told = Told()
+    async with handing_over(told) as handoff:
+        handoff.begin()
+        handoff.compute()
+        await eventually(lambda: handoff.num_filling == COPIES_AT_ONCE)
+        await asyncio.sleep(0)
+        assert [gate.num_waiting for gate in handoff.stored] == [1, 1, 0], "begun in order, and bounded"
+        handoff.stored[1].come()
+        await eventually(lambda: handoff.arrived()[1], what="the second does not wait for the first to end")
+        assert not handoff.arrived()[0] and told.words == []
+        await eventually(lambda: handoff.stored[2].num_waiting)
+        handoff.stored[2].come()
+        handoff.stored[0].come()
+        await eventually(lambda: len(told.words) == 2)
+        assert sorted(told.words) == ["admitted", "source released"]
+        assert all(handoff.arrived())
+
+
+@pytest.mark.parametrize("end", ["cancelled", "link lost"])
+async def test_blocks_are_read_until_every_copy_out_has_ended(end: str) -> None:
+    told = Told()
+    async with handing_over(told) as handoff:
+        handoff.begin()
+        handoff.compute()
+        await eventually(lambda: handoff.num_filling == COPIES_AT_ONCE)
+        if end == "cancelled":
+            handoff.sender.cancel(KEY, "nobody waits any more")
+        else:
+            await handoff.crash_decode()
+        handoff.stored[0].come()
+        await eventually(lambda: len(handoff.sender._machine._outgoing[KEY].in_flight) < NUM_LAYERS)
+        assert "source released" not in told.words, "the second slab still reads them"
+        for gate in handoff.stored[1:]:
+            gate.come()
+        await eventually(lambda: "source released" in told.words)
+        assert told.words.count("source released") == 1
+        assert told.words.count("failed") == (1 if end == "link lost" else 0)
+        assert handoff.sender.num_handing_over == 0
+
+
+async def test_a_lease_is_kept_until_every_copy_in_has_ended() -> None:
+    told, free = Told(), Gate()
+    told.free = free
+    async with handing_over(told) as handoff:
+        handoff.begin()
+        for gate in handoff.stored:
+            gate.come()
+        handoff.compute()
+        await eventually(lambda: free.num_waiting == COPIES_AT_ONCE)
+        handoff.receiver.cancel("r", 1)
+        await asyncio.sleep(0)
+        assert "lease released" not in told.words
+        free.come()
+        await eventually(lambda: "lease released" in told.words)
+        assert "admitted" not in told.words

@@ -1,0 +1,181 @@
+"""Prefill and decode workers, gateway and scheduler in one process, over real connections: their tokens, and room."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.errors import OverloadedError, RequestTooLargeError
+from decode_workers.worker import DecodeWorkerConfig
+from kv_transfer.worker.transfer_config import TransferConfig
+from prefill_workers.worker import PrefillWorkerConfig
+from tests.support.mini_cluster import brake, cluster_of
+from tests.support.mini_requests import PROMPT, busy, interrupted, sampled, tokens, tokens_of
+from tests.support.small_models import SmallModel, greedy, random_prompts
+
+LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 129, 200)
+
+
+# --- exact tokens ---
+
+
+@pytest.mark.parametrize(
+    ("transport", "blocks", "layers", "chunk_tokens", "slab_bytes"),
+    [
+        ("shm", (16, 16), (None, None), 512, 4 * 2**20),
+        ("tcp", (16, 16), (None, None), 64, 4 * 2**20),
+        ("shm", (8, 32), (1, 2), 64, 7 * 256),
+        ("tcp", (5, 3), (2, 3), 33, 10 * 256),
+        ("gloo", (16, 8), (1, 3), 40, 9 * 256),
+        ("auto", (32, 8), (4, 1), 50, 1),
+    ],
+)
+async def test_tokens_are_those_of_one_machine_and_of_hugging_face(
+    llama: SmallModel,
+    transport: str,
+    blocks: tuple[int, int],
+    layers: tuple[int | None, int | None],
+    chunk_tokens: int,
+    slab_bytes: int,
+) -> None:
+    """Whatever the bytes travel by and the blocks at both ends, in several chunks and slabs (256 bytes a token)."""
+    async with cluster_of(
+        llama,
+        prefill_engine={"block_size": blocks[0], "layers_per_group": layers[0], "kv_blocks": 2000},
+        decode_engine={"block_size": blocks[1], "layers_per_group": layers[1], "kv_blocks": 2000},
+        prefill=PrefillWorkerConfig(chunk_tokens=chunk_tokens, max_slab_bytes=slab_bytes),
+        transfer=TransferConfig(transport=transport),  # type: ignore[arg-type]
+    ) as cluster:
+        prompts = random_prompts(LENGTHS)
+        together = await asyncio.gather(*(tokens(cluster, f"r{n}", p, greedy()) for n, p in enumerate(prompts)))
+        for prompt, found in zip(prompts, together, strict=True):
+            assert found == llama.local(prompt, greedy()).tokens == llama.hugging_face(prompt, 24)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2-windowed", "gemma3"])
+async def test_sliding_windows_survive_the_hand_off(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = SmallModel(family, tmp_path_factory.mktemp(family))
+    async with cluster_of(
+        model, decode_engine={"block_size": 4}, prefill=PrefillWorkerConfig(chunk_tokens=20)
+    ) as cluster:
+        for n, prompt in enumerate(random_prompts((5, 70, 140))):
+            found = await tokens(cluster, f"r{n}", prompt, greedy())
+            assert found == model.local(prompt, greedy()).tokens == model.hugging_face(prompt, 24)
+
+
+async def test_a_cached_prefix_is_reported_and_handed_over(llama: SmallModel) -> None:
+    async with cluster_of(llama) as cluster:
+        for n, (prompt, cached) in enumerate([(PROMPT, 0), (PROMPT, 144), (PROMPT[:100] + [5] * 30, 96)]):
+            events = await cluster.generate(f"r{n}", prompt, greedy())
+            assert events[0].num_cached_tokens == cached
+            assert tokens_of(events) == llama.local(prompt, greedy()).tokens
+        assert cluster.prefills[0]._scheduler.num_uncomputed_tokens == 0
+        salted = await cluster.generate("salted", PROMPT, greedy(), cache_salt="another tenant")
+        assert salted[0].num_cached_tokens == 0
+
+
+async def test_prompt_logprobs_come_with_the_first_token(llama: SmallModel) -> None:
+    params = greedy(4, prompt_logprobs=2, logprobs=1)
+    expected = llama.local(PROMPT, params).prompt_logprobs
+    assert expected is not None
+    async with cluster_of(llama, prefill=PrefillWorkerConfig(chunk_tokens=40)) as cluster:
+        for n in range(2):
+            events = await cluster.generate(f"r{n}", PROMPT, params)
+            assert [event.prompt_logprobs is not None for event in events] == [True, False, False, False]
+            assert all(event.logprob is not None and len(event.top_logprobs or ()) == 1 for event in events)
+            found = events[0].prompt_logprobs
+            assert found is not None
+            assert [logprob for logprob, _ in found] == pytest.approx([e.logprob for e in expected], abs=1e-4)
+            assert [[t for t, _ in top] for _, top in found] == [[t for t, _ in e.top] for e in expected]
+
+
+async def test_a_prefill_worker_with_little_memory_cuts_no_answer_short(llama: SmallModel) -> None:
+    """The prompt fills its memory to the last token; the answer's length is decode's affair."""
+    async with cluster_of(llama, prefill_engine={"kv_blocks": 4}) as cluster:
+        assert cluster.prefills[0].info.max_model_len == 64
+        for length in (63, 64):
+            events = await cluster.generate(f"r{length}", PROMPT[:length], greedy())
+            assert tokens_of(events) == llama.local(PROMPT[:length], greedy()).tokens
+            assert cluster.prefills[0]._steps.rates.prefill_tokens_per_s > 0
+
+
+async def test_without_prefill_workers_decode_computes_prompts(llama: SmallModel) -> None:
+    async with cluster_of(llama, num_prefill=0, decode=DecodeWorkerConfig(token_budget=40)) as cluster:
+        prompts = random_prompts(LENGTHS)
+        found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, greedy()) for n, p in enumerate(prompts)))
+        assert found == [llama.local(prompt, greedy()).tokens for prompt in prompts]
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_request_with_earlier_tokens_goes_on_after_them(llama: SmallModel, num_prefill: int) -> None:
+    expected = llama.local(PROMPT, greedy()).tokens
+    async with cluster_of(llama, num_prefill=num_prefill) as cluster:
+        events = await cluster.generate("r", PROMPT, greedy(), attempt=3, output_token_ids=expected[:10])
+        assert [event.index for event in events] == list(range(10, 24))
+        assert [event.token_id for event in events] == expected[10:]
+        assert [event.num_cached_tokens for event in events] == [0] + [None] * 13
+
+
+async def test_work_spreads_over_all_workers(llama: SmallModel) -> None:
+    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+        prompts = random_prompts([40] * 24)
+        found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, greedy()) for n, p in enumerate(prompts)))
+        assert found == [llama.local(prompt, greedy()).tokens for prompt in prompts]
+        assert all(worker._steps.rates.prefill_tokens_per_s > 0 for worker in cluster.prefills)
+        assert all(worker._steps.rates.decode_step_s > 0 for worker in cluster.decodes)
+
+
+async def test_a_seed_gives_the_same_tokens_alone_and_among_others(llama: SmallModel) -> None:
+    async with cluster_of(llama) as cluster:
+        alone = await tokens(cluster, "alone", PROMPT[:40], sampled(5))
+        assert alone == llama.local(PROMPT[:40], sampled(5)).tokens
+        others = [tokens(cluster, f"r{n}", p, sampled(n)) for n, p in enumerate(random_prompts([30] * 31))]
+        among, *rest = await asyncio.gather(tokens(cluster, "among", PROMPT[:40], sampled(5)), *others)
+        assert among == alone
+        assert len({tuple(found) for found in rest}) == 31
+
+
+async def test_a_seed_gives_the_same_tokens_after_preemptions(llama: SmallModel) -> None:
+    """Eight sequences of which at the end four fit."""
+    async with cluster_of(llama, decode_engine={"kv_blocks": 20, "block_size": 4}) as cluster:
+        prompts = random_prompts([6] * 8)
+        found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, sampled(n)) for n, p in enumerate(prompts)))
+        assert cluster.decodes[0]._scheduler.num_preemptions > 0
+        assert found == [llama.local(p, sampled(n)).tokens for n, p in enumerate(prompts)]
+
+
+async def test_a_seed_gives_the_same_tokens_after_a_decode_s_death(llama: SmallModel) -> None:
+    async with cluster_of(llama, num_decode=2) as cluster:
+        found = await interrupted(cluster, sampled(9), 7, lambda: cluster.remove(busy(cluster)))
+        assert found == llama.local(PROMPT, sampled(9)).tokens
+
+
+# --- room ---
+
+
+async def test_a_reservation_waits_for_room_and_is_granted(llama: SmallModel) -> None:
+    async with cluster_of(llama, decode_engine={"kv_blocks": 12}) as cluster:
+        found = await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT, greedy()) for n in range(4)))
+        assert found == [llama.local(PROMPT, greedy()).tokens] * 4
+
+
+async def test_a_reservation_that_finds_no_room_in_time_is_refused(llama: SmallModel) -> None:
+    async with cluster_of(
+        llama, decode_engine={"kv_blocks": 12}, decode=DecodeWorkerConfig(reserve_wait_s=0.2)
+    ) as cluster:
+        with brake(cluster.decodes[0]._model.runner) as held:
+            first = asyncio.create_task(cluster.generate("a", PROMPT, greedy()))
+            await held.reached()
+            with pytest.raises(OverloadedError, match="the workers are full") as refused:
+                await cluster.generate("b", PROMPT, greedy())
+            assert refused.value.retry_after_s == 0.2
+        assert tokens_of(await first) == llama.local(PROMPT, greedy()).tokens
+
+
+async def test_a_request_that_no_worker_holds_is_refused_for_good(llama: SmallModel) -> None:
+    async with cluster_of(llama, decode_engine={"kv_blocks": 12}) as cluster:
+        for length in (169, 192, 300):
+            with pytest.raises(RequestTooLargeError):
+                await cluster.generate(f"r{length}", [5] * length, greedy(24))
+        assert len(await tokens(cluster, "fits", [5] * 168, greedy(24))) == 24

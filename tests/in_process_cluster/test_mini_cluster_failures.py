@@ -1,0 +1,200 @@
+"""Deaths, failures and drains in a mini cluster, which its requests survive."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, aclosing
+
+import pytest
+
+from cluster.errors import DeadlineError, FailedError
+from cluster.gateway.orchestrator import OrchestratorConfig
+from decode_workers.worker import DecodeWorkerConfig
+from prefill_workers.worker import PrefillWorkerConfig
+from tests.support.mini_cluster import brake, cluster_of
+from tests.support.mini_requests import (
+    PROMPT,
+    broken,
+    busy,
+    fail_once,
+    interrupted,
+    prefills_braked,
+    sees_draining,
+    tokens,
+    tokens_of,
+)
+from tests.support.small_models import SmallModel, greedy
+from tests.support.waiting import HANGS_S, eventually
+
+# --- deaths and failures ---
+
+
+@pytest.mark.parametrize("num_prefill", [1, 2])
+async def test_a_prefill_s_death_in_the_middle_of_a_hand_off_is_not_noticed(
+    llama: SmallModel, num_prefill: int
+) -> None:
+    """Another one computes the prompt under the same reservation; or decode itself, if there is none."""
+    async with cluster_of(llama, num_prefill=num_prefill, prefill=PrefillWorkerConfig(chunk_tokens=64)) as cluster:
+        dying = cluster.prefills[0]
+        with prefills_braked(cluster) as held:
+            request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+            await eventually(lambda: any(one.holding.is_set() for one in held))
+            dying = next(w for w, one in zip(cluster.prefills, held, strict=True) if one.holding.is_set())
+            death = asyncio.create_task(cluster.remove(dying))
+            await asyncio.sleep(0)
+            for one in held:
+                one.release()
+            await death
+            assert tokens_of(await request) == llama.local(PROMPT, greedy()).tokens
+
+
+@pytest.mark.parametrize("after", [1, 2, 12])
+async def test_a_decode_s_death_is_not_noticed(llama: SmallModel, after: int) -> None:
+    async with cluster_of(llama, num_decode=2) as cluster:
+        found = await interrupted(cluster, greedy(40), after, lambda: cluster.remove(busy(cluster)))
+        assert found == llama.local(PROMPT, greedy(40)).tokens
+
+
+async def test_a_request_waits_for_the_successor_of_the_only_decode_worker(llama: SmallModel) -> None:
+    async with cluster_of(llama) as cluster:
+
+        async def replace() -> None:
+            await cluster.remove(cluster.decodes[0])
+            asyncio.get_running_loop().call_later(0.4, lambda: asyncio.ensure_future(cluster.add_decode()))
+
+        assert await interrupted(cluster, greedy(40), 5, replace) == llama.local(PROMPT, greedy(40)).tokens
+        assert len(cluster.decodes) == 1
+
+
+async def test_requests_are_placed_without_a_scheduler_and_by_its_successor(llama: SmallModel) -> None:
+    expected = llama.local(PROMPT, greedy()).tokens
+    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+        found = await interrupted(cluster, greedy(), 4, cluster.scheduler.stop)
+        assert found == expected
+        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        alone = await asyncio.gather(*(tokens(cluster, f"alone{n}", PROMPT, greedy()) for n in range(8)))
+        assert alone == [expected] * 8
+        await cluster.start_scheduler()
+        for n in range(20):  # across the moment when the new scheduler knows the gateway and no worker yet
+            assert await tokens(cluster, f"again{n}", PROMPT, greedy()) == expected
+            assert cluster.orchestrator.limits() is not None
+        await eventually(lambda: len(cluster.scheduler._scheduler.replicas().workers) == 4)
+
+
+async def test_without_a_scheduler_dead_workers_are_not_waited_for(llama: SmallModel) -> None:
+    expected = llama.local(PROMPT, greedy()).tokens
+    patient = OrchestratorConfig(link_timeout_s=2 * HANGS_S)
+    async with cluster_of(llama, num_prefill=2, num_decode=2, orchestrator=patient) as cluster:
+        await cluster.scheduler.stop()
+        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        assert await interrupted(cluster, greedy(), 4, lambda: cluster.remove(busy(cluster))) == expected
+        await cluster.remove(cluster.prefills[0])
+        for n in range(8):
+            assert await asyncio.wait_for(tokens(cluster, f"r{n}", PROMPT, greedy()), HANGS_S) == expected
+
+
+async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel) -> None:
+    """Its event loop answers, its device does not."""
+    config = OrchestratorConfig(stall_s=0.3)
+    async with cluster_of(llama, num_decode=2, orchestrator=config) as cluster, AsyncExitStack() as stack:
+        ballast = await stack.enter_async_context(aclosing(cluster.stream("ballast", PROMPT[:9], greedy(200))))
+        await anext(ballast)
+        await anext(ballast)
+        chosen = next(worker for worker in cluster.decodes if not worker._gateway_of)
+
+        async def hang() -> None:
+            assert chosen._gateway_of, "it was placed where there was less to do, and would be again"
+            stack.enter_context(brake(chosen._model.runner))
+
+        found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), HANGS_S)
+        assert found == llama.local(PROMPT, greedy(40)).tokens
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_step_that_fails_costs_another_attempt_and_no_token(llama: SmallModel, role: str) -> None:
+    async with cluster_of(llama, num_decode=2) as cluster:
+        for worker in cluster.prefills if role == "prefill" else cluster.decodes:
+            fail_once(worker._model.runner)
+        found = await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT[n:], greedy()) for n in range(4)))
+        assert found == [llama.local(PROMPT[n:], greedy()).tokens for n in range(4)]
+        assert all(worker.healthy for worker in cluster.workers)
+
+
+async def test_a_reservation_whose_prefill_falls_silent_lapses_and_the_request_goes_on(llama: SmallModel) -> None:
+    # Long enough that the other worker's own keep-alives come in time on a busy machine.
+    config = DecodeWorkerConfig(lease_ttl_s=1.5)
+    async with cluster_of(llama, num_prefill=2, decode=config, prefill=PrefillWorkerConfig(chunk_tokens=64)) as cluster:
+        with prefills_braked(cluster) as held:
+            request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+            await eventually(lambda: any(one.holding.is_set() for one in held))
+            silent = next(w for w, one in zip(cluster.prefills, held, strict=True) if one.holding.is_set())
+            silent._sender.stop()  # its keep-alives
+            next(one for one in held if not one.holding.is_set()).release()
+            await eventually(lambda: request.done() or cluster.orchestrator._runs["r"].attempt > 0)
+            for one in held:  # the next attempt may be the silent one's again
+                one.release()
+            found = await asyncio.wait_for(request, HANGS_S)
+            assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
+
+
+async def test_a_request_ends_at_its_deadline(llama: SmallModel) -> None:
+    async with cluster_of(llama, orchestrator=OrchestratorConfig(request_deadline_s=0.3)) as cluster:
+        with brake(cluster.prefills[0]._model.runner), pytest.raises(DeadlineError, match="within"):
+            await cluster.generate("r", PROMPT, greedy())
+
+
+async def test_a_request_that_fails_everywhere_fails(llama: SmallModel) -> None:
+    config = OrchestratorConfig(max_attempts=3, retry_delay_s=0.01)
+    async with cluster_of(llama, orchestrator=config) as cluster:
+        runner = cluster.decodes[0]._model.runner
+        with broken(runner), pytest.raises(FailedError, match="3 times"):
+            await cluster.generate("r", PROMPT, greedy())
+        assert await tokens(cluster, "next", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens
+
+
+# --- drain ---
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(llama: SmallModel, role: str) -> None:
+    expected = llama.local(PROMPT, greedy()).tokens
+    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+        worker = cluster.prefills[0] if role == "prefill" else cluster.decodes[0]
+        with brake(worker._model.runner) as held:
+            before = [asyncio.create_task(cluster.generate(f"r{n}", PROMPT, greedy())) for n in range(4)]
+            await held.reached()
+            drain = asyncio.create_task(worker.drain(HANGS_S))
+            await eventually(lambda: sees_draining(cluster))
+            num_held = len(worker._gateway_of)
+            during = [asyncio.create_task(cluster.generate(f"d{n}", PROMPT, greedy())) for n in range(4)]
+            assert [tokens_of(await request) for request in during] == [expected] * 4
+            assert len(worker._gateway_of) == num_held and not drain.done()
+        await asyncio.wait_for(drain, HANGS_S)
+        assert [tokens_of(await request) for request in before] == [expected] * 4
+        assert not worker._gateway_of
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_request_placed_on_a_worker_that_begins_to_drain_goes_elsewhere(llama: SmallModel, role: str) -> None:
+    """Before the scheduler hears of it: no client is turned away because a worker is being replaced."""
+    expected = llama.local(PROMPT, greedy()).tokens
+    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+        worker = cluster.prefills[0] if role == "prefill" else cluster.decodes[0]
+        await worker.drain(0.0)
+        assert not sees_draining(cluster)
+        assert await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT, greedy()) for n in range(4))) == [expected] * 4
+        assert not worker._gateway_of
+
+
+async def test_a_worker_whose_last_sequence_fails_is_drained(llama: SmallModel) -> None:
+    async with cluster_of(llama, num_decode=2) as cluster:
+        for worker in cluster.decodes:
+            fail_once(worker._model.runner)
+        with brake(cluster.prefills[0]._model.runner) as held:
+            request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+            await held.reached()
+            worker = busy(cluster)
+            drain = asyncio.create_task(worker.drain(HANGS_S))
+            await asyncio.sleep(0)
+        await asyncio.wait_for(drain, HANGS_S)
+        assert tokens_of(await request) == llama.local(PROMPT, greedy()).tokens

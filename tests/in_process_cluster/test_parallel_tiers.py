@@ -1,0 +1,76 @@
+"""KV in host memory under a group of processes: layers that rest there, copies between the tiers, a small device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.steps.runner_loading import load_runner
+from tests.support.mini_cluster import cluster_of
+from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.staged_stepping import StagedStepper, rank_caches
+
+NUM_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return SmallModel("gemma3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("ring_groups", [1, 2])
+def test_layers_on_the_host_change_no_token(model: SmallModel, ring_groups: int) -> None:
+    """Four groups of one layer. The ring is poisoned before each step, in the memory of every rank."""
+    runner = load_runner(
+        model.folder,
+        dtype=torch.float32,
+        block_size=4,
+        layers_per_group=1,
+        num_blocks=400,
+        host_bytes=4 << 20,
+        staging_bytes=4 << 20,
+        ring_groups=ring_groups,
+        num_threads=1,
+        tensor_parallel=2,
+    )
+    for cache in rank_caches(runner):
+        cache.tensor.fill_(torch.nan)
+    stepper = StagedStepper(runner)
+    prompts = random_prompts([5, 30, 17, 21])
+    placed = [(), (0, 1, 2, 3), (1, 3), (0, 2)]
+    seqs = [
+        stepper.place(stepper.add(prompt, f"r{n}"), groups)
+        for n, (prompt, groups) in enumerate(zip(prompts, placed, strict=True))
+    ]
+    stepper.generate_mixed(seqs, NUM_TOKENS)
+    moved = seqs[0]
+    copy = stepper.to_host(moved, 2)
+    stepper.step([], (copy,))
+    stepper.moved(moved, copy)
+    stepper.give_back(moved, copy)
+    back = stepper.to_device(seqs[1], 1)
+    stepper.moved(seqs[1], back)
+    stepper.step([(seqs[0], 1), (seqs[1], 1)], (back,))
+    runner.close()
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        assert seq.output_token_ids == model.hugging_face(prompt, len(seq.output_token_ids))
+    assert len(seqs[0].output_token_ids) > NUM_TOKENS
+
+
+async def test_prompts_beyond_the_device_are_handed_over_from_the_host(model: SmallModel) -> None:
+    """The device of the group that prefills has room for 64 tokens, prompts have up to 200."""
+    prefill = {
+        "tensor_parallel": 2,
+        "block_size": 16,
+        "layers_per_group": 1,
+        "kv_blocks": 4 * 4,
+        "host_bytes": 8 << 20,
+        "staging_bytes": 4 << 20,
+    }
+    prompts = random_prompts([40, 200, 150, 90], seed=2)
+    async with cluster_of(model, prefill_engine=prefill) as cluster:
+        for number, prompt in enumerate([*prompts, prompts[1]]):
+            events = await cluster.generate(f"r{number}", prompt, greedy(NUM_TOKENS))
+            assert [event.token_id for event in events] == model.hugging_face(prompt, NUM_TOKENS)
+        stats = cluster.models[0].runner.transfer_stats
+        assert stats is not None and stats.written_bytes > 0

@@ -1,0 +1,164 @@
+"""Requests that make workers fail, beside innocent ones: these bring all their tokens, and few workers are lost.
+
+Whoever computes the poison's pattern raises (once, or from then on in every step), dies or hangs; nothing else of the
+cluster knows of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+
+from cluster.errors import PoisonRequestError
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.sampling.pending_output import PendingOutput
+from engine.sequence import ScheduledSequence
+from engine.steps import loop as step_loop
+from engine.steps.prepared import PreparedStep
+from prefill_workers.worker import PrefillWorker
+from tests.in_process_cluster.test_silence import know_costs
+from tests.support.mini_cluster import MiniCluster, cluster_of
+from tests.support.mini_requests import tokens_of
+from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.waiting import eventually
+
+Deed = Literal["raises", "breaks", "kills", "hangs"]
+Phase = Literal["prefill", "first decode", "deep in decode"]
+
+POISON = random_prompts([50], seed=666)[0]
+INNOCENTS = [random_prompts([20 + 5 * n], seed=n)[0] for n in range(8)]
+NUM_TOKENS = 60
+NUM_POISONS = 20
+LATEST = {"prefill": 0, "first decode": len(POISON), "deep in decode": len(POISON) + 12}
+
+
+def strikes(phase: Phase) -> Callable[[ScheduledSequence], bool]:
+    """A step that computes the poison's token at this position, or one after it."""
+    return lambda item: item.seq.prompt_token_ids[:8] == POISON[:8] and item.stop > LATEST[phase]
+
+
+class Trap:
+    """What happens to workers that compute the poison. Dead and ill ones are replaced, as they are in production."""
+
+    def __init__(self, cluster: MiniCluster, deed: Deed, strikes: Callable[[ScheduledSequence], bool]) -> None:
+        self._cluster = cluster
+        self._deed = deed
+        self._strikes = strikes
+        self._holds: dict[str, threading.Event] = {}  # of workers that hang, or are about to die
+        self._is_dying: set[str] = set()
+        self.num_strikes = 0
+        self.lost: list[str] = []
+        for worker in cluster.workers:
+            self._set_for(worker)
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    def _set_for(self, worker: PrefillWorker | DecodeWorker) -> None:
+        runner = worker._model.runner
+        run = runner.run
+
+        def trapped(step: PreparedStep, *hooks: object) -> PendingOutput:
+            strikes = any(map(self._strikes, step.plan.items))
+            if strikes and worker.info.worker_id not in self.lost:
+                self.num_strikes += 1
+                if self._deed != "raises":
+                    self._hold(worker.info.worker_id)
+            if strikes or worker.info.worker_id in self.lost:
+                raise RuntimeError("the poison works")
+            return run(step, *hooks)  # type: ignore[arg-type]
+
+        runner.run = trapped  # type: ignore[method-assign,assignment]
+
+    def _hold(self, worker_id: str) -> None:
+        hold = self._holds[worker_id] = threading.Event()
+        self.lost.append(worker_id)
+        if self._deed == "kills":
+            self._is_dying.add(worker_id)
+        if self._deed != "breaks":
+            hold.wait()
+
+    async def _supervise(self) -> None:
+        while True:
+            for worker in self._cluster.workers:
+                if worker.info.worker_id in self._is_dying or not worker.healthy:
+                    await self._replace(worker)
+            await asyncio.sleep(0.005)
+
+    async def _replace(self, worker: PrefillWorker | DecodeWorker) -> None:
+        for connection in list(worker._port._connections.values()):
+            connection._wire.abort()  # before its step ends: nobody hears of that
+        self._holds[worker.info.worker_id].set()
+        await self._cluster.remove(worker)
+        add = self._cluster.add_prefill if isinstance(worker, PrefillWorker) else self._cluster.add_decode
+        self._set_for(await add())
+        know_costs(self._cluster)
+
+    async def end(self) -> None:
+        self._supervisor.cancel()
+        await asyncio.gather(self._supervisor, return_exceptions=True)
+        for hold in self._holds.values():
+            hold.set()
+
+
+async def poisoned(cluster: MiniCluster, name: str) -> None:
+    with pytest.raises(PoisonRequestError):
+        await cluster.generate(name, POISON, greedy(NUM_TOKENS))
+
+
+async def innocents_beside_poison(
+    cluster: MiniCluster, model: SmallModel, deed: Deed, phase: Phase, *, at_once: bool
+) -> None:
+    trap = Trap(cluster, deed, strikes(phase))
+    try:
+        innocents = [
+            asyncio.create_task(cluster.generate(f"innocent{n}", prompt, greedy(NUM_TOKENS)))
+            for n, prompt in enumerate(INNOCENTS)
+        ]
+        runs = cluster.orchestrator._runs
+        await eventually(lambda: len(runs) == len(innocents) and all(len(run.emitted) > 2 for run in runs.values()))
+        if at_once:
+            await asyncio.gather(*(poisoned(cluster, f"poison{n}") for n in range(NUM_POISONS)))
+        else:
+            for n in range(NUM_POISONS):
+                await poisoned(cluster, f"poison{n}")
+        found = await asyncio.gather(*innocents)
+        expected = [model.local(prompt, greedy(NUM_TOKENS)).tokens for prompt in INNOCENTS]
+        assert [tokens_of(events) for events in found] == expected
+        if deed == "raises":
+            assert {event.attempt for events in found for event in events} == {0}, "an innocent lost an attempt"
+    finally:
+        await trap.end()
+    assert trap.num_strikes > 0
+    assert len(trap.lost) == (0 if deed == "raises" else 2)
+    assert all(worker.healthy for worker in cluster.workers)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
+@pytest.mark.parametrize("phase", ["prefill", "first decode", "deep in decode"])
+@pytest.mark.parametrize("deed", ["raises", "breaks", "kills"])
+async def test_innocent_requests_do_not_pay_for_poison(
+    llama: SmallModel, deed: Deed, phase: Phase, at_once: bool
+) -> None:
+    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+        await innocents_beside_poison(cluster, llama, deed, phase, at_once=at_once)
+
+
+@pytest.mark.parametrize("deed", ["raises", "breaks", "kills"])
+async def test_nor_where_steps_overlap(llama: SmallModel, deed: Deed) -> None:
+    """What was on its way from a worker is lost with it: the poison may strike two tokens later at the next one."""
+    overlapping = DecodeWorkerConfig(overlap_steps=True)
+    async with cluster_of(llama, num_prefill=2, num_decode=2, decode=overlapping) as cluster:
+        await innocents_beside_poison(cluster, llama, deed, "deep in decode", at_once=True)
+
+
+@pytest.mark.parametrize(("phase", "at_once"), [("prefill", False), ("first decode", True), ("deep in decode", False)])
+async def test_nor_for_poison_that_hangs_its_worker(
+    llama: SmallModel, phase: Phase, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_loop, "_HUNG_S", 2.0)  # until it is replaced
+    async with cluster_of(llama, num_prefill=2, num_decode=2, overdue_s=1.0) as cluster:
+        know_costs(cluster)
+        await innocents_beside_poison(cluster, llama, "hangs", phase, at_once=at_once)

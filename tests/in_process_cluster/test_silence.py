@@ -1,0 +1,237 @@
+"""Workers that neither answer nor die: stopped, unplugged, or at a step that does not end. Whoever has another worker
+goes there; whoever has none waits."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from subprocess import Popen
+
+import pytest
+
+from cluster.gateway import scheduler_client
+from cluster.gateway.generator import one_by_one
+from cluster.gateway.orchestrator import _LOOK_S, Orchestrator, OrchestratorConfig
+from cluster.gateway.worker_connections import SILENCE_S
+from engine.cost_model.step_cost import StepCost
+from kv_transfer.connections.connection import ConnectionConfig
+from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
+from kv_transfer.worker.transfer_config import TransferConfig
+from prefill_workers.worker import PrefillWorkerConfig
+from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, cluster_of
+from tests.support.mini_requests import PROMPT, busy, prefills_braked, tokens_of
+from tests.support.small_models import SmallModel, greedy
+from tests.support.waiting import HANGS_S, eventually
+from tests.support.worker_child import name_of, worker_process
+
+# Long before a worker would be taken for dead; where it is not, the stream stands until then.
+NOT_BY_DEATH_S = 0.7 * ConnectionConfig().idle_timeout_s
+KNOWN = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=0.0)
+
+
+def know_costs(cluster: MiniCluster) -> None:
+    for worker in cluster.workers:
+        worker._steps.costs.seed(KNOWN)
+
+
+# --- steps that do not end ---
+
+
+async def test_a_hung_prefill_s_requests_go_elsewhere(llama: SmallModel) -> None:
+    """Its event loop answers, its device does not."""
+    chunked = PrefillWorkerConfig(chunk_tokens=64)
+    async with cluster_of(llama, num_prefill=2, prefill=chunked, overdue_s=0.75) as cluster:
+        know_costs(cluster)
+        with prefills_braked(cluster) as held:
+            request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+            await eventually(lambda: any(one.holding.is_set() for one in held))
+            next(one for one in held if not one.holding.is_set()).release()
+            found = await asyncio.wait_for(request, HANGS_S)
+        assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
+        assert found[0].attempt == 1
+
+
+async def test_whoever_has_nowhere_else_to_go_waits_for_a_late_step(llama: SmallModel) -> None:
+    async with cluster_of(llama, overdue_s=0.3) as cluster:
+        know_costs(cluster)
+        decode = cluster.decodes[0]
+        request = asyncio.create_task(cluster.generate("r", PROMPT, greedy(90)))
+        await eventually(lambda: decode._gateway_of and decode._scheduler.num_running)
+        with brake(decode._model.runner) as held:
+            await held.reached()
+            links = cluster.orchestrator._links
+            await eventually(lambda: decode.info.worker_id in links.suspects())
+            await asyncio.sleep(2 * _LOOK_S)
+        found = await request
+        assert tokens_of(found) == llama.local(PROMPT, greedy(90)).tokens
+        assert found[-1].attempt == 0
+        await eventually(lambda: not links.suspects())
+
+
+async def test_a_gateway_that_comes_later_hears_of_a_late_step_too(llama: SmallModel) -> None:
+    async with cluster_of(llama, num_decode=2, overdue_s=0.3) as cluster:
+        know_costs(cluster)
+        expected = llama.local(PROMPT, greedy()).tokens
+        with ExitStack() as stack:
+            held = [stack.enter_context(brake(worker._model.runner)) for worker in cluster.decodes]
+            request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+            await eventually(lambda: any(one.holding.is_set() for one in held))
+            hung = busy(cluster)
+            next(one for one in held if not one.holding.is_set()).release()
+            assert tokens_of(await asyncio.wait_for(request, HANGS_S)) == expected
+            other = cluster.new_orchestrator()
+            other.start()
+            await eventually(lambda: other._links.suspects() == {hung.info.worker_id})
+            await other.stop()
+
+
+# --- networks that swallow what is sent ---
+
+
+class Cable:
+    """A TCP port in front of another one, which can be cut: nothing comes through then, and nobody is told."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._behind = endpoint
+        self._is_cut = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Endpoint:
+        self._server = await asyncio.start_server(self._join, "127.0.0.1")
+        return replace(self._behind, port=self._server.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    async def stop(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._behind.host, self._behind.port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._tasks.append(asyncio.create_task(self._carry(source, sink)))
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            if not self._is_cut:
+                sink.write(data)
+                await sink.drain()
+        sink.close()
+
+
+async def test_a_hand_off_whose_peers_hear_nothing_of_each_other_is_begun_again(llama: SmallModel) -> None:
+    """Gateway and scheduler see both."""
+    transfer, chunked = TransferConfig(transport="tcp"), PrefillWorkerConfig(chunk_tokens=64)
+    async with cluster_of(llama, num_decode=2, transfer=transfer, prefill=chunked) as cluster:
+        cables = []
+        machines = [decode._landings._receiver._machine for decode in cluster.decodes]
+        for machine in machines:
+            cables.append(Cable(machine._endpoint))
+            machine._endpoint = await cables[-1].start()
+        with prefills_braked(cluster) as (held,):
+            request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+            await held.reached()
+            await eventually(lambda: any(landing.peer_id for machine in machines for landing in machine._reservations))
+            for cable in cables:
+                cable.cut()
+        found = await asyncio.wait_for(request, NOT_BY_DEATH_S)
+        assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
+        for cable in cables:
+            await cable.stop()
+
+
+async def test_a_silent_scheduler_is_not_asked(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_client, "PLACE_TIMEOUT_S", HANGS_S)
+    async with cluster_of(llama) as cluster:
+        cable = Cable(cluster.scheduler.endpoint)
+        endpoint = await cable.start()
+
+        async def locate() -> Endpoint:
+            return endpoint
+
+        gateway = Orchestrator(cluster._identity("cut off"), OrchestratorConfig(), locate)
+        gateway.start()
+        try:
+            await eventually(lambda: (limits := gateway.limits()) is not None and limits.ready)
+            cable.cut()
+            line = gateway._scheduler._connection
+            assert line is not None
+            await eventually(lambda: line.silent_s >= SILENCE_S)
+            request = RequestSpec(request_id="r", attempt=0, prompt_token_ids=PROMPT, params=greedy())
+
+            async def answer() -> list[TokenEvent]:
+                return [event async for event in one_by_one(gateway.generate(request))]
+
+            found = await asyncio.wait_for(answer(), NOT_BY_DEATH_S)
+            assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
+        finally:
+            await gateway.stop()
+            await cable.stop()
+
+
+# --- processes that are stopped ---
+
+
+@asynccontextmanager
+async def processes(model: SmallModel, *roles: Role) -> AsyncIterator[tuple[MiniCluster, dict[str, Popen[str]]]]:
+    """A scheduler and a gateway here, workers in processes of their own, by their worker ids."""
+    cluster = MiniCluster(MiniClusterConfig(model_ref=str(model.folder), num_prefill=0, num_decode=0))
+    await cluster.start()
+    with ExitStack() as stack:
+        try:
+            start = partial(worker_process, str(model.folder), cluster._secret, cluster.scheduler.endpoint)
+            workers = {}
+            started = [stack.enter_context(start(role)) for role in roles]
+            for process in started:
+                workers[await asyncio.to_thread(name_of, process)] = process
+            assert await cluster.orchestrator._links.wait_up(set(workers), HANGS_S)
+            yield cluster, workers
+        finally:
+            await cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return SmallModel("llama", tmp_path_factory.mktemp("roomy"), max_position_embeddings=4096)
+
+
+def is_back(cluster: MiniCluster, worker_id: str) -> bool:
+    (told,) = (worker for worker in cluster.orchestrator.workers() if worker["worker_id"] == worker_id)
+    return not (told["suspect"] or told["num_running"] or told["num_leases"]) and bool(told["connected"])
+
+
+async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) -> None:
+    """First of the one that decodes, then of the one that is to compute the prompt."""
+    params = greedy(600)
+    async with processes(roomy, "prefill", "decode", "decode") as (cluster, workers):
+        expected = tokens_of(await cluster.generate("undisturbed", PROMPT, params))
+        gap_s, last_at, found, stopped = 0.0, time.monotonic(), list[TokenEvent](), ""
+        async with aclosing(cluster.stream("r", PROMPT, params)) as events:
+            while not found or found[-1].finish_reason is None:
+                found.append(await asyncio.wait_for(anext(events), NOT_BY_DEATH_S))
+                gap_s, last_at = max(gap_s, time.monotonic() - last_at), time.monotonic()
+                if len(found) == 100:
+                    placement = cluster.orchestrator._runs["r"].placement
+                    assert placement is not None
+                    stopped = placement.decode
+                    workers[stopped].send_signal(signal.SIGSTOP)
+        assert tokens_of(found) == expected
+        assert found[-1].attempt == 1, "it had ended before its worker was stopped"
+        workers[stopped].send_signal(signal.SIGCONT)
+        await eventually(lambda: is_back(cluster, stopped), what="it did not let go of what had gone elsewhere")
+        await cluster.scheduler.stop()  # without it every prompt is for a prefill worker, if there is one
+        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        next(p for name, p in workers.items() if name.startswith("prefill")).send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        again = await asyncio.wait_for(cluster.generate("again", PROMPT, greedy(10)), NOT_BY_DEATH_S)
+        assert tokens_of(again) == expected[:10]
+        assert again[0].attempt == 1
+        print(f"gaps: {gap_s:.2f} s without decode, {time.monotonic() - began:.2f} s without prefill")

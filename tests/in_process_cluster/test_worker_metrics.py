@@ -1,0 +1,278 @@
+"""What operators see of workers' memory tiers and steps: what Prometheus scrapes, and `/cluster`. Whole clusters."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.metrics.requests import Metrics
+from cluster.metrics.workers import WorkerMetrics
+from decode_workers.pacing import LayerKvConfig
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.kv.block_pool import BlockPool
+from engine.kv.prefix import block_hashes
+from kv_transfer.messages import BlockEvents, TiersReport
+from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
+from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
+from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.waiting import eventually
+from tests.support.worker_reports import worker_info, worker_snapshot
+
+GROUPS, BLOCK_SIZE = 4, 16
+BLOCK_BYTES = BLOCK_SIZE * 256
+PROMPT = random_prompts([150], seed=7)[0]
+COLUMNS, REST = 9, 6  # of the prompt: full blocks, and tokens after them
+SLOW = 1.0  # tokens that are computed in a second
+HOST_COLUMNS, DEVICE_BLOCKS = 64, 256
+
+
+class Scraper:
+    """Reads the metrics of one worker as Prometheus would."""
+
+    def __init__(self, cluster: MiniCluster, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._registry = Metrics().registry
+        self._registry.register(WorkerMetrics(cluster.orchestrator.reports))
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The sum of all samples with these labels."""
+        samples = self._samples(name, labels)
+        assert samples, f"{name} is not told with {labels}"
+        return sum(samples)
+
+    def tells_nothing_of(self, name: str) -> bool:
+        return not self._samples(name, {})
+
+    async def shows(self, value: float, name: str, **labels: str) -> None:
+        """Reports take a moment to arrive."""
+
+        def shown() -> bool:
+            samples = self._samples(name, labels)
+            return bool(samples) and sum(samples) == value
+
+        await eventually(shown, 5.0, f"{name} {labels} is not {value}")
+
+    def _samples(self, name: str, labels: dict[str, str]) -> list[float]:
+        wanted = {**labels, "worker": self._worker_id}.items()
+        text = generate_latest(self._registry).decode()
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return [sample.value for sample in samples if sample.name == name and wanted <= sample.labels.items()]
+
+
+@asynccontextmanager
+async def cluster_of(model: SmallModel, *, disk: Path | None = None, **config: Any) -> AsyncIterator[MiniCluster]:
+    engine: dict[str, object] = {"layers_per_group": 1, "kv_blocks": DEVICE_BLOCKS}
+    tiers = TiersConfig(
+        host=Budget(num_bytes=HOST_COLUMNS * GROUPS * BLOCK_BYTES),
+        disk=None if disk is None else DiskConfig(folder=str(disk), budget=Budget(num_bytes=2**24)),
+    )
+    async with mini_cluster(
+        MiniClusterConfig(
+            model_ref=str(model.folder), prefill_engine=engine, decode_engine=engine, tiers=tiers, **config
+        )
+    ) as cluster:
+        yield cluster
+        await cluster.idle()
+
+
+async def ask(cluster: MiniCluster, name: str, prompt: list[int] = PROMPT) -> int:
+    """How many of the prompt's tokens were cached. Whatever is copied down has been when this returns."""
+    for worker in cluster.workers:
+        worker._steps.rates.prefill_tokens_per_s = SLOW
+    events = await cluster.generate(name, prompt, greedy(8))
+    await eventually(lambda: cluster._held() == 0, what="blocks are held")
+    return events[0].num_cached_tokens or 0
+
+
+def drop(*pools: BlockPool | None) -> None:
+    for pool in pools:
+        assert pool is not None
+        pool.drop_cached()
+
+
+def damage(folder: Path) -> None:
+    for path in folder.rglob("*.kv"):
+        path.write_bytes(bytes(path.stat().st_size))
+
+
+async def test_prefix_tokens_are_told_by_the_tier_that_had_them(llama: SmallModel, tmp_path: Path) -> None:
+    async with cluster_of(llama, num_prefill=0, disk=tmp_path) as cluster:
+        metric = Scraper(cluster, cluster.decodes[0].info.worker_id)
+        model = cluster.models[0]
+        assert await ask(cluster, "computed") == 0
+        await metric.shows(COLUMNS, "legato_worker_kv_stored_columns_total", tier="disk")
+        assert metric("legato_worker_kv_stored_columns_total", tier="host") == COLUMNS
+        assert metric("legato_worker_prefix_missed_tokens_total") == len(PROMPT)
+        hit = COLUMNS * BLOCK_SIZE
+        assert await ask(cluster, "on the device") == hit
+        await metric.shows(hit, "legato_worker_prefix_hit_tokens_total", source="device")
+        drop(model.block_pool)
+        assert await ask(cluster, "in host memory") == hit
+        await metric.shows(hit, "legato_worker_prefix_hit_tokens_total", source="host")
+        drop(model.block_pool, model.host_pool)
+        assert await ask(cluster, "on disk") == hit
+        await metric.shows(hit, "legato_worker_prefix_hit_tokens_total", source="disk")
+
+        assert metric("legato_worker_prefix_hit_tokens_total") == 3 * hit
+        assert metric("legato_worker_prefix_missed_tokens_total") == len(PROMPT) + 3 * REST
+        assert metric("legato_worker_kv_loaded_columns_total", source="disk") == COLUMNS
+        column_bytes = COLUMNS * GROUPS * BLOCK_BYTES
+        assert metric("legato_worker_kv_disk_bytes_total", direction="read") >= column_bytes
+        assert metric("legato_worker_kv_disk_bytes_total", direction="written") >= column_bytes
+        assert metric("legato_worker_kv_disk_failures_total") == 0
+        assert metric("legato_worker_kv_dropped_columns_total") == 0
+        assert metric("legato_worker_host_copy_bytes_per_second") > 0
+
+
+async def test_the_blocks_of_each_tier_are_told_by_state(llama: SmallModel, tmp_path: Path) -> None:
+    async with cluster_of(llama, num_prefill=0, disk=tmp_path) as cluster:
+        metric = Scraper(cluster, cluster.decodes[0].info.worker_id)
+        await ask(cluster, "r")
+        await metric.shows(COLUMNS, "legato_worker_kv_blocks", tier="disk", state="cached")
+        for tier, size in (("device", DEVICE_BLOCKS), ("host", HOST_COLUMNS * GROUPS)):
+            await metric.shows(COLUMNS * GROUPS, "legato_worker_kv_blocks", tier=tier, state="cached")
+            assert metric("legato_worker_kv_blocks", tier=tier, state="free") == size - COLUMNS * GROUPS
+            assert metric("legato_worker_kv_blocks", tier=tier, state="held") == 0
+        with brake(cluster.models[0].runner):
+            asking = asyncio.create_task(cluster.generate("held", PROMPT, greedy(8)))
+            await metric.shows((COLUMNS + 1) * GROUPS, "legato_worker_kv_blocks", tier="device", state="held")
+            assert metric("legato_worker_kv_blocks", tier="device") == DEVICE_BLOCKS
+        await asking
+
+
+async def test_tokens_of_a_neighbour_are_told_as_such(llama: SmallModel) -> None:
+    """The prefill worker of a conversation's next turn finds the last answer with the decode worker."""
+    async with cluster_of(llama) as cluster:
+        metric = Scraper(cluster, cluster.prefills[0].info.worker_id)
+        prompt = PROMPT[:40]
+        answer = [event.token_id for event in await cluster.generate("first", prompt, greedy(40))]
+        await eventually(lambda: cluster._held() == 0, what="blocks are held")
+        history = prompt + answer + [1, 2, 3]
+        tiers = cluster.prefills[0]._prefix.tiers
+        assert tiers is not None
+        hashes = block_hashes(history, BLOCK_SIZE)[:4]
+        await eventually(lambda: tiers.missing(hashes).num_reachable == 4, 5.0, "the neighbour is not looked at")
+        assert await ask(cluster, "second", history) == 64
+        await metric.shows(32, "legato_worker_prefix_hit_tokens_total", source="neighbours")
+        assert metric("legato_worker_prefix_hit_tokens_total", source="device") == 32
+        assert metric("legato_worker_kv_loaded_columns_total", source="neighbours") == 2
+
+
+async def test_damaged_files_are_told(llama: SmallModel, tmp_path: Path) -> None:
+    async with cluster_of(llama, num_prefill=0, disk=tmp_path) as cluster:
+        metric = Scraper(cluster, cluster.decodes[0].info.worker_id)
+        await ask(cluster, "first")
+        await metric.shows(COLUMNS, "legato_worker_kv_stored_columns_total", tier="disk")
+        damage(tmp_path)
+        drop(cluster.models[0].block_pool, cluster.models[0].host_pool)
+        assert await ask(cluster, "second") == 0
+        await metric.shows(COLUMNS, "legato_worker_kv_disk_failures_total", direction="read")
+        assert metric("legato_worker_kv_load_failed_columns_total", source="disk") == COLUMNS
+
+
+async def test_sequences_that_rest_in_host_memory_are_told(llama: SmallModel) -> None:
+    """A device with room for two of eight: some land in host memory, and some come back."""
+    engine: dict[str, object] = {"block_size": 8, "layers_per_group": 1, "kv_blocks": 120, "staging_bytes": 2**20}
+    config = MiniClusterConfig(
+        model_ref=str(llama.folder),
+        decode_engine={**engine, "host_bytes": 8 * 2**20},
+        decode=DecodeWorkerConfig(layerkv=LayerKvConfig(), heartbeat_s=0.02),
+    )
+    async with mini_cluster(config) as cluster:
+        metric = Scraper(cluster, cluster.decodes[0].info.worker_id)
+        prompts = random_prompts([100, 33, 140, 64, 121, 90, 150, 80])
+        streams = [cluster.stream(f"r{n}", prompt, greedy(60)) for n, prompt in enumerate(prompts)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        with brake(cluster.models[1].runner):
+            await eventually(lambda: metric("legato_worker_host_sequences") > 0, 5.0, "none rests in host memory")
+        for stream in streams:
+            async for _ in stream:
+                pass
+        scheduler = cluster.decodes[0]._scheduler
+        await metric.shows(0, "legato_worker_host_sequences")
+        await metric.shows(scheduler.num_host_landings, "legato_worker_host_landings_total")
+        assert metric("legato_worker_host_landings_total") > 0
+        # Whether there are any depends on who ends when.
+        assert metric("legato_worker_restores_total") == scheduler.tiers.num_restores
+        assert metric("legato_worker_offloads_total") == scheduler.tiers.num_offloads
+        assert metric("legato_worker_preemptions_total") == scheduler.num_preemptions
+        await cluster.idle()
+
+
+def test_what_moved_between_device_and_host_is_told_as_counted() -> None:
+    tiers = TiersReport(num_offloads=3, num_restores=5, num_preemptions=7)
+    registry = CollectorRegistry()
+    registry.register(WorkerMetrics(lambda: [(worker_info("d1"), worker_snapshot("d1", tiers=tiers))]))
+    labels = {"worker": "d1", "role": "decode"}
+    names = ("offloads", "restores", "preemptions")
+    assert [registry.get_sample_value(f"legato_worker_{name}_total", labels) for name in names] == [3, 5, 7]
+
+
+async def test_what_steps_cost_is_told_with_its_error(llama: SmallModel) -> None:
+    async with cluster_of(llama) as cluster:
+        worker = cluster.decodes[0]
+        metric = Scraper(cluster, worker.info.worker_id)
+        assert metric.tells_nothing_of("legato_worker_step_cost_error"), "it has computed nothing"
+        await ask(cluster, "r")
+        cost = worker._steps.costs.cost()
+        assert cost is not None
+        await metric.shows(cost.base_s, "legato_worker_step_cost_seconds", unit="step")
+        await metric.shows(cost.prefill_token_s, "legato_worker_step_cost_seconds", unit="prefill_token")
+        assert metric("legato_worker_step_cost_seconds", unit="prefill_pair") == cost.prefill_pair_s
+        assert metric("legato_worker_step_cost_seconds", unit="decode") == cost.decode_s
+        assert metric("legato_worker_step_cost_seconds", unit="context_token") == cost.context_token_s
+        assert metric("legato_worker_step_cost_error", kind="decode") == worker._steps.costs.error("decode")
+        assert metric("legato_worker_step_cost_error", kind="prefill") == worker._steps.costs.error("prefill")
+
+
+def index_of(cluster: MiniCluster, worker: DecodeWorker) -> dict[str, Any]:
+    """As `/cluster` shows it."""
+    shown = next(w for w in cluster.orchestrator.workers() if w["worker_id"] == worker.info.worker_id)
+    index = shown["index"]
+    return index if isinstance(index, dict) else {}
+
+
+async def test_cluster_shows_what_the_block_index_knows(llama: SmallModel, tmp_path: Path) -> None:
+    async with cluster_of(llama, num_prefill=0, disk=tmp_path) as cluster:
+        worker = cluster.decodes[0]
+        await ask(cluster, "r")
+        whole = {"device": COLUMNS, "host": COLUMNS, "disk": COLUMNS}
+        await eventually(lambda: index_of(cluster, worker).get("columns") == whole, 5.0, "the index lacks columns")
+        before = index_of(cluster, worker)
+        assert before["in_step"] is True
+        assert before["num_gaps"] == 0
+        assert before["num_snapshots_asked"] == 0
+
+        assert worker._parts.events is not None
+        drop(cluster.models[0].block_pool)
+        lost = worker._parts.events.take()  # a report that never arrives
+        assert isinstance(lost[0], BlockEvents)
+        await eventually(lambda: index_of(cluster, worker)["num_gaps"] == 1, 5.0, "the gap is not seen")
+        await eventually(lambda: index_of(cluster, worker)["in_step"], 5.0, "the index stays out of step")
+        after = index_of(cluster, worker)
+        assert after["columns"] == {**whole, "device": 0}
+        assert after["num_snapshots_asked"] == 1
+        assert after["num_snapshots_taken"] == before["num_snapshots_taken"] + 1
+
+
+async def test_without_a_scheduler_nothing_is_claimed_of_its_index(llama: SmallModel) -> None:
+    async with cluster_of(llama, num_prefill=0) as cluster:
+        worker = cluster.decodes[0]
+        await eventually(lambda: index_of(cluster, worker).get("in_step") is True, 5.0, "the index is not told")
+        await cluster.scheduler.stop()
+        await eventually(lambda: index_of(cluster, worker) == {}, 5.0, "an index is claimed")
+        await cluster.start_scheduler()
+        await eventually(lambda: index_of(cluster, worker).get("in_step") is True, 5.0, "the index does not come back")
+
+
+def test_every_metric_of_the_workers_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    told = {family.name + ("_total" if family.type == "counter" else "") for family in WorkerMetrics(list).collect()}
+    assert told == set(re.findall(r"`(legato_(?:worker|pool)_\w+)(?:\{[\w,]+\})?`", text))

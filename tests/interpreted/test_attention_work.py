@@ -1,0 +1,98 @@
+"""What the attention kernels are told to do: lists of work, and a CUDA graph's buffers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.interface import Segment
+from kernels.triton.attention.device_work import DecodeBuffers, DecodeLimits
+from kernels.triton.attention.paged import CapturedAttention
+from kernels.triton.attention.tiles import SPLIT_TOKENS, Operands
+from kernels.triton.attention.work_lists import AttentionShape, plan_work
+from tests.interpreted.attention_worlds import Case, World, assert_like_twin, build
+from tests.support.interpreted import device
+
+
+def shape_of(world: World, *, batch_invariant: bool = False, share_from_bytes: int | None = None) -> AttentionShape:
+    return AttentionShape(
+        operands=Operands.of(world.q, world.geometry, world.case.softcap, world.case.window),
+        num_heads=world.case.num_heads,
+        window=world.case.window,
+        batch_invariant=batch_invariant,
+        share_from_bytes=share_from_bytes,
+    )
+
+
+def test_who_goes_to_which_kernel() -> None:
+    """By rows: queries times query heads of a key head."""
+    world = build(Case(segments=((1, 30), (4, 1100), (5, 20), (16, 40), (17, 40)), num_heads=4), torch.float16)
+    work = plan_work(world.segments, shape_of(world))
+    assert work.narrow.tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 2, 0]]
+    assert work.wide.tolist() == [[2, 0, 0], [3, 0, 0], [3, 0, 32]]
+    assert work.tiles.tolist() == [[4, 0]]
+    assert (work.num_decodes, work.num_slots, work.slot_rows) == (4, 3, 64)
+    invariant = plan_work(world.segments, shape_of(world, batch_invariant=True))
+    assert not len(invariant.narrow)
+    assert sorted(invariant.wide.tolist()) == sorted(work.narrow.tolist() + work.wide.tolist())
+    assert invariant.tiles.tolist() == [[4, 64], [4, 32], [4, 0]]  # the longest first
+
+
+def test_a_window_leaves_blocks_and_splits_out() -> None:
+    world = build(Case(segments=((1, 2000), (2, 40)), window=600, block_size=16), torch.float16)
+    work = plan_work(world.segments, shape_of(world))
+    first_column = (2000 - 600) // 16
+    assert work.narrow.tolist() == [[0, 2, 0], [0, 3, 0], [1, 0, 0]]
+    assert work.segments[0].tolist() == [0, 1, 2000, -first_column, 0, 2, 2, 0]
+    num_columns = 125 - first_column
+    assert work.segments[1].tolist()[3] == num_columns
+    np.testing.assert_array_equal(work.table[:, :num_columns], world.segments[0].block_table[:, first_column:125])
+    assert work.table.shape[1] % 4 == 0
+
+
+def limits_of(segments: Sequence[Segment], num_queries: int) -> DecodeLimits:
+    return DecodeLimits(
+        num_segments=len(segments),
+        num_queries=num_queries,
+        num_columns=sum(segment.block_table.shape[1] for segment in segments),
+        num_splits=sum(-(-segment.context_len // SPLIT_TOKENS) for segment in segments),
+        num_layer_groups=2,
+    )
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_buffers_of_a_graph_take_one_step_after_another(batch_invariant: bool) -> None:
+    """What the launches are given stays the same; only what lies on the device changes."""
+    case = Case(segments=((1, 600), (1, 5), (1, 560)), num_heads=4, head_dim=16, shared=SPLIT_TOKENS)
+    world = build(case, torch.float16)
+    shape = shape_of(world, batch_invariant=batch_invariant, share_from_bytes=0)
+    buffers = DecodeBuffers(shape, limits_of(world.segments, 1), device())
+    attention, before = CapturedAttention(buffers), buffers.work
+    addresses = {name: words.data_ptr() for name, words in before.lists.items()}
+    for chosen in ([0, 1, 2], [1], [0, 2], [1, 2]):
+        segments = [world.segments[index] for index in chosen]
+        buffers.fill(segments)
+        out = attention.attend(
+            world.q, world.q, world.q, world.cache_rows, group=world.group, scale=world.scale, softcap=None
+        )
+        for segment in segments:
+            rows = slice(segment.first_row, segment.first_row + segment.num_queries)
+            assert_like_twin(out[rows], world.expected()[rows])
+    assert buffers.work is before
+    assert {name: words.data_ptr() for name, words in before.lists.items()} == addresses
+
+
+def test_a_step_too_large_for_its_graph_is_refused() -> None:
+    world = build(Case(segments=((1, 600), (2, 40)), num_heads=4), torch.float16)
+    short = DecodeBuffers(shape_of(world), limits_of(world.segments[1:], 2), device())
+    with pytest.raises(ValueError, match="its CUDA graph has room for"):
+        short.fill(world.segments)
+    few = DecodeBuffers(shape_of(world), limits_of(world.segments, 1), device())
+    with pytest.raises(ValueError, match="for segments of up to 1 queries"):
+        few.fill(world.segments)
+    prompt = build(Case(segments=((20, 20),), num_heads=4), torch.float16)
+    with pytest.raises(ValueError, match="tiles, but its CUDA graph has room"):
+        DecodeBuffers(shape_of(prompt), limits_of(prompt.segments, 8), device()).fill(prompt.segments)

@@ -1,0 +1,156 @@
+"""The C++ attention: a token's result is the same to the bit, whatever is computed beside it and by how many threads.
+
+That it is what attention should be, `test_kernels` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import reference
+from kernels.interface import Segment
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import native_library
+from tests.kernels.test_kernels import DTYPES, Case, World, assert_like_twin, build_world, run_attention
+
+LIBRARY = native_library()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def attend(case: Case, world: World, segments: Sequence[Segment], num_threads: int = 1) -> Tensor:
+    """`[T, Q, D]`: rows that none of the `segments` covers hold nothing."""
+    assert LIBRARY is not None
+    with threads(num_threads):
+        return run_attention(NativeCpuKernels(LIBRARY), case, replace(world, segments=list(segments)))
+
+
+def cut(segment: Segment, sizes: Sequence[int]) -> list[Segment]:
+    """The same queries in chunks of these sizes, the rest in one, each with the context that it would have."""
+    count = segment.num_queries
+    stops = sorted({min(stop, count) for stop in accumulate(sizes)} | {count})
+    return [
+        replace(
+            segment,
+            first_row=segment.first_row + first,
+            num_queries=stop - first,
+            context_len=segment.context_len - count + stop,
+        )
+        for first, stop in pairwise([0, *stops])
+    ]
+
+
+def assert_same_however_computed(case: Case, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    """All together by one thread; each segment by itself; in chunks of `sizes`, the rest at once; by two threads."""
+    world = build_world(case, dtype)
+    together = attend(case, world, world.segments)
+    assert not together.isnan().any()
+    assert torch.equal(attend(case, world, world.segments, num_threads=2), together)
+    for segment in world.segments:
+        rows = rows_of(segment)
+        for num_threads in (1, 2):
+            assert torch.equal(attend(case, world, [segment], num_threads)[rows], together[rows])
+        chunks = cut(segment, sizes)
+        assert torch.equal(attend(case, world, chunks, num_threads=2)[rows], together[rows])
+        parts = [attend(case, world, [chunk])[rows_of(chunk)] for chunk in chunks]
+        assert torch.equal(torch.cat(parts), together[rows])
+
+
+def rows_of(segment: Segment) -> slice:
+    return slice(segment.first_row, segment.first_row + segment.num_queries)
+
+
+CASES = {
+    "of decodes and prompts": Case(segments=((1, 1), (1, 63), (1, 64), (1, 65), (1, 700), (40, 300), (257, 257))),
+    "over many splits": Case(segments=((1, 2000), (70, 1100)), block_size=7, num_heads=4, num_kv_heads=1),
+    "windowed": Case(segments=((1, 90), (1, 800), (300, 700)), window=270, block_size=5),
+    "narrow window": Case(segments=((1, 90), (1, 800), (300, 700)), window=3),
+    "soft-capped": Case(segments=((1, 90), (1, 600), (100, 400)), softcap=1.5),
+    "heads of 128, groups of 8": Case(segments=((1, 600), (30, 400)), num_heads=16, num_kv_heads=2, head_dim=128),
+    "heads of 80, no groups": Case(segments=((1, 600), (30, 400)), num_heads=3, num_kv_heads=3, head_dim=80),
+    "heads of 256, groups of 7": Case(segments=((1, 300), (30, 270)), num_heads=7, num_kv_heads=1, head_dim=256),
+    "more heads of a key head than an item has rows": Case(
+        segments=((1, 300), (5, 270)), num_heads=200, num_kv_heads=1, head_dim=16
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_row_does_not_depend_on_its_company(case: Case, dtype: torch.dtype) -> None:
+    if LIBRARY is None:
+        return  # torch's kernels promise no such thing
+    assert_same_however_computed(case, dtype, (1, 2, 31, 64, 5))
+    world = build_world(case, dtype)
+    assert_like_twin(attend(case, world, world.segments), run_attention(reference, case, world))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_is_the_last_row_of_a_prefill(dtype: torch.dtype) -> None:
+    """Token by token over two splits, at every place within tiles and blocks."""
+    if LIBRARY is None:
+        return
+    case = Case(segments=((300, 300),), block_size=7)
+    world = build_world(case, dtype)
+    whole = attend(case, world, world.segments)
+    assert torch.equal(attend(case, world, cut(world.segments[0], [1] * 300), num_threads=2), whole)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    segments=st.lists(
+        st.tuples(st.integers(1, 120), st.integers(0, 600)).map(lambda s: (s[0], s[0] + s[1])), min_size=1, max_size=4
+    ),
+    sizes=st.lists(st.integers(1, 70), max_size=4),
+    window=st.none() | st.integers(1, 400),
+    block_size=st.sampled_from([1, 7, 16, 64]),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (9, 3), (14, 2)]),
+    head_dim=st.sampled_from([2, 16, 48, 64, 96]),
+)
+def test_any_batch_in_any_chunks(
+    segments: list[tuple[int, int]],
+    sizes: list[int],
+    window: int | None,
+    block_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+) -> None:
+    if LIBRARY is None:
+        return
+    case = Case(
+        segments=tuple(sorted(segments)),
+        window=window,
+        block_size=block_size,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+    )
+    assert_same_however_computed(case, torch.bfloat16, sizes)
+
+
+def test_large_scores_overflow_nothing() -> None:
+    """Scores of 10^4 and more, where all weight is on one key."""
+    if LIBRARY is None:
+        return
+    case = Case(segments=((1, 130), (20, 90)))
+    world = build_world(case, torch.float32)
+    world.q.mul_(1e4)
+    actual = attend(case, world, world.segments)
+    torch.testing.assert_close(actual, run_attention(reference, case, world), rtol=1e-2, atol=1e-2)

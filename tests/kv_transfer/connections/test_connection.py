@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from dataclasses import replace
+
+import pytest
+
+from kv_transfer.connections import handshake as auth
+from kv_transfer.connections.connection import Connection, ConnectionConfig, connect, serve
+from kv_transfer.connections.frames import frame_head
+from kv_transfer.connections.sockets import dial, listening_socket
+from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Ended, Endpoint, Ping
+from kv_transfer.transports.base import LinkClosedError, PeerRefusedError
+from tests.kv_transfer.connections.serving import (
+    GATEWAY,
+    WORKER,
+    Run,
+    assert_alive,
+    connect_to,
+    echo,
+    keep_open,
+    serving,
+)
+from tests.support.loops import LOOP_KINDS, num_open_files, run_on
+from tests.support.waiting import HANGS_S, eventually
+
+
+@pytest.fixture(params=list(LOOP_KINDS))
+def run(request: pytest.FixtureRequest) -> Run:
+    return lambda coroutine: run_on(request.param, coroutine)
+
+
+def test_messages_and_payloads_arrive_in_order_and_exact(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(echo) as server:
+            connection = await connect_to(server)
+            assert connection.peer.worker_id == "decode-1"
+            for size in (0, 1, 65_535, 65_536, 3_000_001):
+                payload = bytes(os.urandom(size))
+                half = memoryview(payload)[: size // 2], memoryview(payload)[size // 2 :]
+                connection.post(Ended(request_id=f"before {size}"))
+                await connection.send(Cancel(request_id="c" * size, attempt=size), half if size else ())
+                assert await connection.receive() == (Ended(request_id=f"before {size}"), None)
+                message, received = await connection.receive()
+                assert message == Cancel(request_id="c" * size, attempt=size)
+                assert (received or b"") == payload
+            connection.close("done")
+
+    run(scenario())
+
+
+def test_the_reason_of_a_close_is_seen_at_the_other_end_after_all_that_was_sent(run: Run) -> None:
+    async def leave(connection: Connection) -> None:
+        for number in range(1000):
+            connection.post(Ended(request_id=str(number)))
+        connection.close("this worker drains")
+
+    async def scenario() -> None:
+        async with serving(leave) as server:
+            connection = await connect_to(server)
+            for number in range(1000):
+                assert await connection.receive() == (Ended(request_id=str(number)), None)
+            with pytest.raises(LinkClosedError, match=r"decode-1 at .*: closed by the peer: this worker drains"):
+                await connection.receive()
+            assert connection.closed is not None
+            with pytest.raises(LinkClosedError, match="this worker drains"):
+                await connection.send(Ended(request_id="late"))
+            connection.post(Ended(request_id="late"))
+            connection.close("again")
+            await connection.wait_closed()
+            assert "this worker drains" in connection.closed
+
+    run(scenario())
+
+
+def test_the_reason_gets_through_to_a_peer_that_is_sending(run: Run) -> None:
+    async def refuse(connection: Connection) -> None:
+        await connection.receive()
+        connection.close("enough")
+        await connection.wait_closed()
+
+    async def scenario() -> None:
+        async with serving(refuse) as server:
+            connection = await connect_to(server)
+            payload = memoryview(bytes(1 << 20))
+            with pytest.raises(LinkClosedError, match="enough"):
+                while True:
+                    await connection.send(Ended(request_id="more"), [payload])
+
+    run(scenario())
+
+
+def test_a_sender_waits_for_a_receiver_that_does_not_take_its_messages(run: Run) -> None:
+    resume = asyncio.Event()
+    taken: list[int] = []
+
+    async def slow(connection: Connection) -> None:
+        await resume.wait()
+        async for message, _ in connection:
+            assert isinstance(message, Cancel)
+            taken.append(message.attempt)
+            if message.attempt == 59:
+                connection.close("all taken")
+
+    async def scenario() -> None:
+        small = ConnectionConfig(inbox_bytes=1 << 20)
+        async with serving(slow, small) as server:
+            connection = await connect_to(server)
+            sent = 0
+
+            async def flood() -> None:
+                nonlocal sent
+                for number in range(60):
+                    await connection.send(Cancel(request_id="x" * (1 << 20), attempt=number))
+                    sent += 1
+
+            task = asyncio.create_task(flood())
+            await asyncio.wait([task], timeout=1)
+            assert 0 < sent < 50, "the sender ran away from a receiver that takes nothing"
+            resume.set()
+            await task
+            with pytest.raises(LinkClosedError, match="all taken"):
+                await connection.receive()
+            assert taken == list(range(60))
+
+    run(scenario())
+
+
+def test_a_peer_that_does_not_take_posted_messages_is_cut_off(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(keep_open, ConnectionConfig(inbox_bytes=1 << 16)) as server:
+            connection = await connect_to(server, ConnectionConfig(backlog_bytes=4 << 20, linger_s=0.1))
+            for _ in range(100):
+                connection.post(Ended(request_id="x" * (1 << 20)))
+            assert connection.closed is not None
+            assert "decode-1 does not take its messages" in connection.closed
+            await connection.wait_closed()
+
+    run(scenario())
+
+
+def test_large_messages_wait_for_a_peer_that_takes_them_slowly(run: Run) -> None:
+    resume = asyncio.Event()
+    taken: list[int] = []
+
+    async def slow(connection: Connection) -> None:
+        await resume.wait()
+        async for message, _ in connection:
+            assert isinstance(message, Cancel)
+            taken.append(message.attempt)
+
+    async def scenario() -> None:
+        async with serving(slow, ConnectionConfig(inbox_bytes=1 << 16)) as server:
+            connection = await connect_to(server, ConnectionConfig(backlog_bytes=4 << 20, linger_s=0.1))
+            posts = [
+                asyncio.create_task(connection.post_large(Cancel(request_id="x" * (1 << 20), attempt=number)))
+                for number in range(40)
+            ]
+            await asyncio.wait(posts[:1], timeout=0.1)
+            posts[30].cancel()  # before its turn: it is never sent
+            await asyncio.wait(posts[30:31])
+            connection.post(Cancel(request_id="small", attempt=99))
+            resume.set()
+            await asyncio.wait(posts)
+            await eventually(lambda: len(taken) == 40)
+            assert connection.closed is None
+            assert sorted(taken) == [number for number in range(40) if number != 30] + [99]
+            assert [number for number in taken if number < 40] == sorted(taken)[:-1]
+            connection.close("all taken")
+            await connection.post_large(Cancel(request_id="late", attempt=0))
+
+    run(scenario())
+
+
+def test_a_silent_peer_is_given_up_and_pings_keep_a_quiet_one(run: Run) -> None:
+    hasty = ConnectionConfig(ping_interval_s=0.1, idle_timeout_s=2.0, linger_s=0.1)
+    closed: list[str | None] = []
+
+    async def watch(connection: Connection) -> None:
+        await connection.wait_closed()
+        closed.append(connection.closed)
+
+    async def scenario() -> None:
+        async with serving(watch, hasty) as server:
+            quiet = await connect_to(server, hasty)
+            hung = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S)
+            await eventually(lambda: closed)
+            assert quiet.closed is None, "it has been as silent, but for its pings, and for longer"
+            assert len(closed) == 1
+            assert "nothing was heard of gateway-1 for 2 s" in (closed[0] or "")
+            hung.sock.close()
+            quiet.close("done")
+
+    run(scenario())
+
+
+def test_a_receiver_that_is_busy_does_not_take_its_peer_for_dead(run: Run) -> None:
+    hasty = ConnectionConfig(ping_interval_s=0.1, idle_timeout_s=1.0, inbox_bytes=1000)
+
+    async def busy(connection: Connection) -> None:
+        await asyncio.sleep(2.5)
+        await echo(connection)
+
+    async def scenario() -> None:
+        async with serving(busy, hasty) as server:
+            connection = await connect_to(server, hasty)
+            for number in range(20):
+                connection.post(Ended(request_id=str(number)))
+            for number in range(20):
+                assert await connection.receive() == (Ended(request_id=str(number)), None)
+            connection.close("done")
+
+    run(scenario())
+
+
+def test_how_long_a_peer_has_been_silent(run: Run) -> None:
+    hasty = ConnectionConfig(ping_interval_s=0.1)
+    served: dict[str, Connection] = {}
+
+    async def keep(connection: Connection) -> None:
+        served[connection.peer.purpose] = connection
+        await connection.wait_closed()
+
+    async def scenario() -> None:
+        async with serving(keep, hasty) as server:
+            quiet = await connect(server.endpoint, GATEWAY, purpose="quiet", timeout_s=HANGS_S, config=hasty)
+            mute = await dial(server.endpoint, GATEWAY, purpose="mute", timeout_s=HANGS_S)
+            await eventually(lambda: len(served) == 2)
+            await eventually(lambda: served["mute"].silent_s >= 0.8)
+            assert served["quiet"].silent_s < 0.5, "it pings"
+            await asyncio.get_running_loop().sock_sendall(mute.sock, frame_head(Ping()))
+            await eventually(lambda: served["mute"].silent_s < 0.5)
+            mute.sock.close()
+            quiet.close("done")
+
+    run(scenario())
+
+
+def test_peers_that_must_not_meet_are_refused_with_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with serving(echo, purposes=["gateway"]) as server:
+            with pytest.raises(PeerRefusedError, match=r"127.0.0.1:\d+: .*secrets of the two processes differ"):
+                await connect(server.endpoint, replace(GATEWAY, secret=b"no"), purpose="gateway", timeout_s=HANGS_S)
+            with pytest.raises(PeerRefusedError, match="model is x here and y there"):
+                other = replace(GATEWAY, compatibility={"model": "y"})
+                await connect(server.endpoint, other, purpose="gateway", timeout_s=HANGS_S)
+            with pytest.raises(PeerRefusedError, match="listens here for gateway, not for 'kv-tcp'"):
+                await connect(server.endpoint, WORKER, purpose="kv-tcp", timeout_s=HANGS_S)
+            monkeypatch.setattr(auth, "PROTOCOL_VERSION", 99)
+            told = f"decode-1 speaks protocol version {PROTOCOL_VERSION}, gateway-1 version 99"
+            with pytest.raises(PeerRefusedError, match=told):
+                await connect(server.endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S)
+            monkeypatch.undo()
+            await assert_alive(await connect_to(server))
+
+    run(scenario())
+
+
+def test_nobody_there_and_nobody_answering(run: Run) -> None:
+    async def scenario() -> None:
+        with listening_socket("127.0.0.1") as silent:
+            port = silent.getsockname()[1]
+            endpoint = Endpoint(host="127.0.0.1", port=port, node_id="a")
+            with pytest.raises(TimeoutError, match=r"did not answer within 0.3 s"):
+                await connect(endpoint, GATEWAY, purpose="gateway", timeout_s=0.3)
+            with pytest.raises(OSError, match=f"Cannot listen on 127.0.0.1:{port}"):
+                await serve("127.0.0.1", WORKER, echo, port=port)
+        with pytest.raises(LinkClosedError, match=r"No connection to 127\.0\.0\.1:"):
+            await connect(endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S)
+
+    run(scenario())
+
+
+def test_a_handler_that_fails_ends_its_connection_alone(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(connection: Connection) -> None:
+        message, _ = await connection.receive()
+        if message == Ended(request_id="fail"):
+            raise RuntimeError("a defect")
+        await connection.send(message)
+        await keep_open(connection)
+
+    async def scenario() -> None:
+        async with serving(fail) as server:
+            one, other = await connect_to(server), await connect_to(server)
+            await one.send(Ended(request_id="fail"))
+            with pytest.raises(LinkClosedError, match="the handler has ended"):
+                await one.receive()
+            await assert_alive(other)
+            await other.send(Ended(request_id="x"))
+            assert other.closed is None
+        await asyncio.sleep(0)
+        assert "a defect" in caplog.text
+
+    run(scenario())
+
+
+def test_closing_a_server_tells_its_peers_and_leaves_nothing(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(echo) as first:  # a loop's first connection opens descriptors of the loop's own
+            await assert_alive(await connect_to(first))
+        gc.collect()  # what earlier tests left is not to be closed meanwhile
+        before, tasks = num_open_files(), asyncio.all_tasks()
+        server = await serve("127.0.0.1", WORKER, keep_open)
+        connections = [await connect_to(server) for _ in range(5)]
+        await server.close("the worker stops")
+        await server.close()
+        for connection in connections:
+            with pytest.raises(LinkClosedError, match="closed by the peer: the worker stops"):
+                await connection.receive()
+            await connection.wait_closed()
+        await eventually(lambda: num_open_files() == before)
+        await eventually(lambda: asyncio.all_tasks() == tasks)
+
+    run(scenario())
+
+
+def test_a_configuration_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="ping_interval_s=20"):
+        ConnectionConfig(ping_interval_s=20)

@@ -1,0 +1,149 @@
+"""Prefixes from real neighbours and disks below the tiers, and everything at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
+from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.segment import HostSegment
+from kv_transfer.tiers.memory import TierMemory
+from tests.kv_transfer.tiers.prefix_bench import SlowSink, Tiers, opened
+from tests.kv_transfer.tiers.tier_bench import GROUPS, LAYOUT, ScriptedSource, fill, hashes, holds, tier
+from tests.support.waiting import HANGS_S, eventually
+
+SCOPE = "0123456789abcdef"
+
+
+# --- real tiers below ---
+
+
+def neighbour(folder: Path, digests: Sequence[bytes]) -> HostSegment:
+    segment = HostSegment.open(folder, SCOPE, "model", LAYOUT.block_bytes, 16 * GROUPS)
+    memory = tier(16)
+    fill(memory, digests)
+    for number, digest in enumerate(digests):
+        blocks = memory.column(digest)
+        assert blocks is not None
+        for group, view in enumerate(memory.views(blocks)):
+            segment.block(number * GROUPS + group)[:] = view
+            segment.stored(number * GROUPS + group, (digest, group))
+    return segment
+
+
+def disk_of(folder: Path) -> DiskTier:
+    form = ColumnFormat(fingerprint="model", num_groups=GROUPS, block_bytes=LAYOUT.block_bytes)
+    return DiskTier(folder, form, DiskLimits(budget_bytes=2**20))
+
+
+async def write(disk: DiskTier, columns: DiskColumns, digests: Sequence[bytes]) -> None:
+    """As a worker does that computed them."""
+    async with opened(Tiers(sink=columns)) as bench:
+        fill(bench.device, digests)
+        bench.tiers.stored(digests)
+        await bench.settled()
+    assert disk.flush(HANGS_S)
+
+
+async def test_a_neighbours_host_memory_and_the_own_disk_serve_one_prefix(tmp_path: Path) -> None:
+    digests = hashes(8)
+    segment = neighbour(tmp_path, digests[:4])
+    neighbours = Neighbours(tmp_path, SCOPE, "model", None)
+    disk = disk_of(tmp_path / "disk")
+    columns = DiskColumns(disk)
+    try:
+        await write(disk, columns, digests)
+        for digest in digests[:4]:  # so that only the neighbour has these
+            assert columns.holds(digest)
+        async with opened(Tiers(NeighbourSource(neighbours, GROUPS), columns)) as bench:
+            assert bench.tiers.missing(digests).num_reachable == 8
+            assert await bench.promote(digests) == 8
+            assert all(holds(bench.host, digest) for digest in digests)
+            assert disk.counters().loaded == 4
+    finally:
+        disk.close()
+        neighbours.close()
+        segment.close(unlink=True)
+
+
+async def test_a_neighbour_that_lies_is_a_miss(tmp_path: Path) -> None:
+    """Bytes that are not those of the digest."""
+    digests = hashes(3)
+    segment = neighbour(tmp_path, digests)
+    neighbours = Neighbours(tmp_path, SCOPE, "model", None)
+    try:
+        segment.block(1 * GROUPS + 1)[7] ^= 1
+        async with opened(Tiers(NeighbourSource(neighbours, GROUPS))) as bench:
+            assert bench.tiers.missing(digests).num_reachable == 3
+            assert await bench.promote(digests) == 1
+            assert [holds(bench.host, digest) for digest in digests] == [True, False, True]
+    finally:
+        neighbours.close()
+        segment.close(unlink=True)
+
+
+async def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
+    digests = hashes(3)
+    disk = disk_of(tmp_path)
+    columns = DiskColumns(disk)
+    try:
+        await write(disk, columns, digests)
+        paths = sorted(disk.path.glob("*.kv"))
+        damaged = bytearray(paths[1].read_bytes())
+        damaged[4096 + 100] ^= 1
+        paths[1].write_bytes(damaged)
+        async with opened(Tiers(columns)) as bench:
+            assert await bench.promote(digests) == 1
+            assert bench.tiers.missing(digests).num_reachable == 1
+    finally:
+        disk.close()
+
+
+# --- everything at once ---
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_random_traffic_leaves_every_byte_in_its_place(seed: int) -> None:
+    chooser = random.Random(seed)
+    conversations = [hashes(6, f"c{number}") for number in range(8)]
+    below = ScriptedSource(conversations[0] + conversations[1] + conversations[2])
+    below.gone = set(chooser.sample(sorted(below.digests), 4))
+    sink = SlowSink(room=10**6)
+    async with opened(Tiers(below, sink=sink, max_queued_blocks=9 * GROUPS)) as bench:
+        for _ in range(60):
+            digests = chooser.choice(conversations)[: chooser.randint(1, 6)]
+            if chooser.random() < 0.5 and bench.device.pool.num_available >= 6 * GROUPS:
+                fill(bench.device, [digest for digest in digests if bench.device.column(digest) is None])
+                bench.tiers.stored(digests)
+            else:
+                promotion = bench.tiers.promote(digests, lambda _: None)
+                if chooser.random() < 0.3:
+                    promotion.cancel()
+            if chooser.random() < 0.5:
+                await asyncio.sleep(0.002)
+            while sink.done and chooser.random() < 0.7:
+                sink.done.pop()()
+            bench.device.pool.check()
+            bench.host.pool.check()
+            _compare(bench.host, conversations)
+
+        def drained() -> bool:
+            while sink.done:
+                sink.done.pop()()
+            return bench.host.pool.num_leases == 0
+
+        await eventually(drained)
+        _compare(bench.host, conversations)
+
+
+def _compare(memory: TierMemory, conversations: list[list[bytes]]) -> None:
+    for digests in conversations:
+        for digest in digests:
+            holds(memory, digest)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.transports.cuda_ipc.transport import DeviceTransport
+from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from kv_transfer.transports.process_group.ends import DistributedConfig
+from kv_transfer.transports.process_group.transport import DistributedTransport
+from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryTransport
+from kv_transfer.transports.slab_pool import SlabConfig
+from kv_transfer.transports.tcp import TcpConfig, TcpTransport
+from tests.kv_transfer.transports.transport_conformance import SMALL, MakeTransport, TransportConformance
+from tests.processes.device_memory import device_memory
+
+
+class TestInProcess(TransportConformance):
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        network = InProcessNetwork()
+
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return InProcessTransport(network, identity, slabs)
+
+        return make
+
+
+class TestTcp(TransportConformance):
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return TcpTransport(identity, TcpConfig(slabs=slabs))
+
+        return make
+
+
+class TestDeviceMemory(TransportConformance):
+    """Of the GPU, where there is one."""
+
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return DeviceTransport(identity, device_memory(), SharedMemoryConfig(slabs=slabs))
+
+        return make
+
+
+if torch.cuda.device_count() > 1:
+
+    class TestNccl(TransportConformance):
+        @pytest.fixture
+        def make(self) -> MakeTransport:
+            def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+                device = torch.device("cuda", 0 if identity.worker_id.startswith("prefill") else 1)
+                return DistributedTransport(identity, DistributedConfig(slabs=slabs, device=device))
+
+            return make
+
+
+class TestGloo(TransportConformance):
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return DistributedTransport(identity, DistributedConfig(slabs=slabs))
+
+        return make
+
+
+class TestSharedMemory(TransportConformance):
+    @pytest.fixture
+    def make(self) -> MakeTransport:
+        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
+            return SharedMemoryTransport(identity, SharedMemoryConfig(slabs=slabs))
+
+        return make

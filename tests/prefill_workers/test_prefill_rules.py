@@ -1,0 +1,205 @@
+"""The prefill scheduler's rules, one by one."""
+
+from __future__ import annotations
+
+import math
+
+from engine.kv.allocation import BlockAllocator
+from engine.kv.block_pool import BlockPool
+from prefill_workers.layer_offload import moved_tokens, spread
+from prefill_workers.scheduler import PrefillScheduler
+from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_placement, prompt_of
+from tests.support.ghost_runner import GhostRunner
+
+
+class Bench:
+    """A scheduler on ghost KV, stepped by hand."""
+
+    def __init__(
+        self,
+        columns: int = 40,
+        *,
+        token_budget: int = 16,
+        layer_groups: int = 1,
+        host_columns: int = 0,
+        staging_columns: int = 0,
+        rate: float = 100.0,
+        shared_tokens: float = math.inf,
+    ) -> None:
+        self.pool = BlockPool(columns * layer_groups)
+        host_pool = BlockPool(host_columns * layer_groups) if host_columns else None
+        allocator = BlockAllocator(self.pool, layer_groups=layer_groups, block_size=BLOCK_SIZE, host_pool=host_pool)
+        self.runner = GhostRunner(allocator)
+        self.scheduler = PrefillScheduler(
+            allocator,
+            token_budget=token_budget,
+            max_waiting=8,
+            staging_columns=staging_columns,
+            host_groups=host_placement(allocator, staging_columns, rate).host_groups,
+            shared_tokens=lambda: shared_tokens,
+        )
+
+    def step(self) -> tuple[list[tuple[str, int]], list[str]]:
+        """What was computed, and whose first token came."""
+        plan, _ = self.scheduler.plan()
+        first = self.scheduler.finish_step(plan, self.runner.execute(plan))
+        return [(i.seq.request_id, i.num_tokens) for i in plan.items], [seq.request_id for seq, _ in first]
+
+
+def test_what_a_long_prompt_leaves_of_the_budget_goes_to_the_next() -> None:
+    bench = Bench()
+    for name, length in (("a", 36), ("b", 5), ("c", 9)):
+        bench.scheduler.add(prompt_of(name, [ord(name)] * length))
+    assert bench.scheduler.num_uncomputed_tokens == 50
+    assert bench.step() == ([("a", 16)], [])
+    assert bench.step() == ([("a", 16)], [])
+    assert bench.step() == ([("a", 4), ("b", 5), ("c", 7)], ["a", "b"])
+    assert bench.scheduler.num_uncomputed_tokens == 2
+    assert bench.step() == ([("c", 2)], ["c"])
+
+
+def test_prompts_share_a_step_only_up_to_where_sharing_saves_time() -> None:
+    bench = Bench(shared_tokens=10.7)
+    for name, length in (("a", 4), ("b", 5), ("c", 9), ("d", 17)):
+        bench.scheduler.add(prompt_of(name, [ord(name)] * length))
+    assert bench.step() == ([("a", 4), ("b", 5), ("c", 1)], ["a", "b"])
+    assert bench.step() == ([("c", 8), ("d", 2)], ["c"])
+    assert bench.step() == ([("d", 15)], ["d"])  # alone, it has the whole budget
+
+
+def test_without_room_to_share_every_prompt_has_its_own_steps() -> None:
+    bench = Bench(shared_tokens=0.0)
+    for name, length in (("a", 20), ("b", 5)):
+        bench.scheduler.add(prompt_of(name, [ord(name)] * length))
+    assert [bench.step() for _ in range(3)] == [([("a", 16)], []), ([("a", 4)], ["a"]), ([("b", 5)], ["b"])]
+
+
+def test_a_prompt_enters_only_when_its_turn_has_come() -> None:
+    """Blocks that nothing would be computed into yet could serve others better."""
+    bench = Bench()
+    bench.scheduler.add(prompt_of("a", [2] * 40))
+    bench.scheduler.add(prompt_of("b", [3] * 4))
+    bench.step()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (1, 1)
+    assert bench.pool.num_held == 10
+
+
+def test_a_prompt_waits_for_blocks_that_are_being_handed_over() -> None:
+    bench = Bench(columns=4)
+    bench.scheduler.add(prompt_of("a", [2] * 12))
+    bench.scheduler.add(prompt_of("b", [3] * 8))
+    assert bench.step() == ([("a", 12)], ["a"])
+    assert bench.step() == ([], [])
+    bench.scheduler.release(("a", 0))
+    assert bench.step() == ([("b", 8)], ["b"])
+    bench.scheduler.release(("b", 0))
+    bench.pool.check_idle()
+
+
+def test_a_cached_prefix_is_not_computed_again_unless_its_logprobs_are_wanted() -> None:
+    bench = Bench()
+    prompt = [2] * 11
+    for name, logprobs, computed in (("a", False, 11), ("b", False, 3), ("c", True, 11)):
+        bench.scheduler.add(prompt_of(name, prompt, logprobs=logprobs))
+        assert bench.step() == ([(name, computed)], [name])
+        bench.scheduler.release((name, 0))
+    bench.pool.check_idle()
+
+
+def test_a_prompt_that_did_not_fit_keeps_nothing_of_its_hit() -> None:
+    bench = Bench(columns=4)
+    for name, token, length in (("a", 2, 8), ("b", 3, 4)):
+        bench.scheduler.add(prompt_of(name, [token] * length))
+    bench.step()
+    big = prompt_of("c", [2] * 16)
+    bench.scheduler.add(big)
+    assert bench.step() == ([], [])
+    assert (big.lease, big.num_cached, big.num_computed) == (None, 0, 0)
+    for name in ("a", "b", "c"):
+        bench.scheduler.release((name, 0))
+    bench.pool.check_idle()
+
+
+def test_one_that_loads_keeps_its_place_and_holds_nobody_up() -> None:
+    bench = Bench()
+    for name, loading in (("a", True), ("b", False), ("c", False)):
+        bench.scheduler.add(prompt_of(name, [ord(name)] * 10), loading=loading)
+    assert bench.step() == ([("b", 10), ("c", 6)], ["b"])
+    bench.scheduler.loaded(("a", 0))
+    bench.scheduler.add(prompt_of("d", [4] * 10))
+    assert bench.step() == ([("c", 4), ("a", 10), ("d", 2)], ["c", "a"])
+
+
+def test_one_that_is_released_while_it_loads_is_gone() -> None:
+    bench = Bench()
+    bench.scheduler.add(prompt_of("a", [2] * 10), loading=True)
+    bench.scheduler.release(("a", 0))
+    bench.scheduler.loaded(("a", 0))
+    assert (bench.scheduler.num_waiting, bench.step()) == (0, ([], []))
+
+
+def test_prompts_are_admitted_by_compute_while_others_hold_the_device() -> None:
+    """`a` fills the device and is being handed over; `b` is computed from host memory in the meantime."""
+    bench = Bench(columns=4, layer_groups=4, host_columns=8, staging_columns=8)
+    for name, length in (("a", 16), ("b", 20), ("c", 20)):
+        bench.scheduler.add(prompt_of(name, [ord(name)] * length))
+    assert bench.step() == ([("a", 16)], ["a"])
+    assert bench.step() == ([("b", 16)], [])
+    b = bench.scheduler.sequence(("b", 0))
+    assert b is not None
+    assert b.host_groups == {0, 1, 2, 3}
+    assert bench.step() == ([("b", 4)], ["b"])
+    assert bench.step() == ([], []), "host memory has no room for c"
+    for name in ("a", "b"):
+        bench.scheduler.release((name, 0))
+    assert bench.step() == ([("c", 16)], [])
+
+
+def test_without_a_ring_prompts_wait_for_the_device() -> None:
+    bench = Bench(columns=4, layer_groups=4, host_columns=8, staging_columns=0)
+    for name in ("a", "b"):
+        bench.scheduler.add(prompt_of(name, [ord(name)] * 16))
+    assert bench.step() == ([("a", 16)], ["a"])
+    assert bench.step() == ([], [])
+
+
+def test_the_ring_bounds_the_host_resident_prompts_of_a_step() -> None:
+    bench = Bench(columns=1, layer_groups=2, host_columns=20, staging_columns=3, token_budget=24)
+    for name in ("a", "b"):
+        bench.scheduler.add(prompt_of(name, [ord(name)] * 12))
+    assert bench.step() == ([("a", 12)], ["a"])
+    assert bench.step() == ([("b", 12)], ["b"])
+
+
+def test_a_published_block_is_never_written_by_who_shares_it() -> None:
+    """A hit never covers the last token, so what is computed goes to blocks of one's own."""
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.scheduler.add(prompt_of(name, [2] * 12))
+        bench.step()
+    a, b = (bench.scheduler.sequence((name, 0)) for name in ("a", "b"))
+    assert a is not None and b is not None
+    assert a.block_table is not None and b.block_table is not None
+    assert b.num_cached == 8
+    assert (a.block_table.view == b.block_table.view).tolist() == [[True, True, False]]
+
+
+def test_as_few_groups_stay_on_the_device_as_hide_the_transfer() -> None:
+    """12 tokens in chunks of 7 move 12 + 7 tokens of each group; computing takes 12 s."""
+    allocator = BlockAllocator(BlockPool(400), layer_groups=8, block_size=BLOCK_SIZE, host_pool=BlockPool(400))
+    assert moved_tokens(12, TOKEN_BUDGET) == 19
+    seq = prompt_of("a", [2] * 12)
+    for rate, num_hidden in ((100.0, 8), (19 / 12 * 5.01, 5), (19 / 12 * 1.5, 1), (0.01, 1)):
+        assert len(host_placement(allocator, 3, rate).host_groups(seq)) == num_hidden
+    assert host_placement(allocator, 2, 100.0).host_groups(seq) == frozenset(), "longer than the ring"
+
+
+def test_groups_are_spread_evenly() -> None:
+    assert [sorted(spread(count, 8)) for count in (0, 1, 2, 4, 7)] == [
+        [],
+        [4],
+        [2, 6],
+        [1, 3, 5, 7],
+        [0, 1, 2, 4, 5, 6, 7],
+    ]
+    assert all(len(spread(count, total)) == count for total in range(1, 40) for count in range(total + 1))

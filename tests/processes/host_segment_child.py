@@ -1,0 +1,97 @@
+"""A worker of the host segment tests: `python -m tests.processes.host_segment_child ROLE FOLDER SCOPE`.
+
+It opens a segment, restores it into a pool, does what its role says, and prints a line of JSON. Then it waits to be
+killed or, for its standard input to end, and closes.
+
+* `hold`: fills every block.
+* `tear`: fills every block, then takes one for new content and stops when half of that is written.
+* `rewrite`: goes on filling blocks with content of random numbers until it is killed; the first before its line.
+* `adopt`: waits for a line, then opens, and does nothing with what it restored.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv.block_pool import BlockKey, BlockPool
+from kv_transfer.tiers.host.segment import HostSegment
+
+BLOCK_BYTES = 1 << 16
+NUM_BLOCKS = 8
+NUM_NUMBERS = 24  # more than there are blocks, so that content comes and goes
+FINGERPRINT = "a model"
+
+
+def key_of(number: int) -> BlockKey:
+    return number.to_bytes(16, "big"), number % 3
+
+
+def number_of(key: BlockKey) -> int:
+    return int.from_bytes(key[0], "big")
+
+
+def content_of(number: int, num_bytes: int = BLOCK_BYTES) -> npt.NDArray[np.uint64]:
+    """What every block published under the number's key holds; never what a new segment holds."""
+    return np.full(num_bytes // 8, (number + 1) * 0x9E3779B97F4A7C15 % 2**64, dtype=np.uint64)
+
+
+def open_segment(folder: Path, scope: str, num_blocks: int = NUM_BLOCKS) -> HostSegment:
+    return HostSegment.open(folder, scope, FINGERPRINT, BLOCK_BYTES, num_blocks)
+
+
+def restored_pool(segment: HostSegment) -> BlockPool:
+    pool = BlockPool(NUM_BLOCKS, observers=[segment])
+    for block, key in segment.restored():
+        pool.restore(block, key)
+    return pool
+
+
+def words(segment: HostSegment, block: int) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(segment.block(block), dtype=np.uint64)
+
+
+def fill(segment: HostSegment, pool: BlockPool, number: int) -> int:
+    """Put the number's content into a block that was free or evicted; returns the block."""
+    lease = pool.lease(1)
+    [block] = lease.blocks
+    words(segment, block)[:] = content_of(number)
+    pool.publish(lease, block, key_of(number))
+    pool.release(lease)
+    return block
+
+
+def report(segment: HostSegment) -> None:
+    print(json.dumps({"path": str(segment.path), "adopted": segment.adopted}), flush=True)
+
+
+def main(role: str, folder: Path, scope: str) -> None:
+    if role == "adopt":
+        print("ready", flush=True)
+        sys.stdin.readline()
+    segment = open_segment(folder, scope)
+    pool = restored_pool(segment)
+    if role in ("hold", "tear"):
+        for number in range(NUM_BLOCKS):
+            fill(segment, pool, number)
+    if role == "tear":
+        [block] = pool.lease(1).blocks
+        words(segment, block)[: BLOCK_BYTES // 16] = 0
+    if role == "rewrite" and pool.find(key_of(0)) is None:
+        fill(segment, pool, 0)
+    report(segment)
+    while role == "rewrite":
+        number = random.randrange(NUM_NUMBERS)
+        if pool.find(key_of(number)) is None:
+            fill(segment, pool, number)
+    sys.stdin.read()
+    segment.close(unlink=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

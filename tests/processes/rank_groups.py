@@ -1,0 +1,37 @@
+"""Runners of several processes, as tests of groups start them and make them compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from engine.sequence import ScheduledSequence, StepPlan
+from engine.steps.runner import ModelRunner
+from engine.steps.runner_loading import load_runner
+from tests.support.stepping import Stepper
+
+
+def start(folder: Path, degree: int = 2, **options: Any) -> ModelRunner:
+    return load_runner(
+        folder, dtype=torch.float32, block_size=4, num_blocks=400, num_threads=1, tensor_parallel=degree, **options
+    )
+
+
+def whole_prompt(runner: ModelRunner, prompt: list[int], num_tokens: int) -> tuple[Stepper, Any, StepPlan]:
+    stepper = Stepper(runner)
+    seq = stepper.add(prompt)
+    stepper.reserve(seq, len(prompt))
+    return stepper, seq, StepPlan((ScheduledSequence(seq, num_tokens),))
+
+
+def one_step(runner: ModelRunner) -> None:
+    stepper = Stepper(runner)
+    stepper.step([(stepper.add([5, 6, 7]), 3)])
+
+
+def other_ranks(runner: ModelRunner) -> list[psutil.Process]:
+    assert runner.group is not None
+    return [psutil.Process(process._process.pid) for process in runner.group._processes]

@@ -1,0 +1,85 @@
+"""The other process of the transport tests: `python -m tests.processes.transport_child receive|send KIND,...
+[ENDPOINTS]`.
+
+`receive` listens by each kind, prints the endpoints, and answers each slab with its name and digest. `send` connects to
+each and sends slabs without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import cast
+
+import uvloop
+import xxhash
+
+from kv_transfer.messages import Ended, Endpoint
+from kv_transfer.transports.base import Identity, Link, Transport
+from kv_transfer.transports.choose import TransportKind, open_transport
+from kv_transfer.transports.cuda_ipc.transport import DeviceTransport
+from kv_transfer.transports.process_group.ends import DistributedConfig
+from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
+from kv_transfer.transports.slab_pool import SlabConfig
+from kv_transfer.transports.tcp import TcpConfig
+from tests.kv_transfer.transports.slab_content import content
+from tests.kv_transfer.transports.slab_content import send as send_slab
+from tests.processes.device_memory import device_memory
+
+MIB = 1 << 20
+SLABS = SlabConfig(slab_bytes=64 * MIB, num_slabs=3)
+
+
+def make_transport(kind: str, worker_id: str, slabs: SlabConfig = SLABS) -> Transport:
+    identity = Identity(worker_id=worker_id, node_id="a", secret=b"secret", compatibility={"model": "x"})
+    if kind == "device":
+        return DeviceTransport(identity, device_memory(), SharedMemoryConfig(slabs=slabs))
+    return open_transport(
+        cast(TransportKind, kind),
+        identity,
+        host="127.0.0.1",
+        shm=SharedMemoryConfig(slabs=slabs),
+        tcp=TcpConfig(slabs=slabs),
+        groups=DistributedConfig(slabs=slabs),
+    )
+
+
+def digest(payload: bytes | memoryview) -> str:
+    return str(xxhash.xxh3_64_hexdigest(payload))
+
+
+async def answer_with_digests(link: Link) -> None:
+    while True:
+        delivery = await link.receive()
+        assert isinstance(delivery.message, Ended)
+        answer = f"{delivery.message.request_id} {digest(content(delivery))}"
+        delivery.release()
+        await link.send(Ended(request_id=answer))
+
+
+async def receive(kinds: Sequence[str]) -> None:
+    endpoints = [await make_transport(kind, "child").listen(answer_with_digests) for kind in kinds]
+    print(json.dumps([asdict(endpoint) for endpoint in endpoints]), flush=True)
+    await asyncio.Event().wait()
+
+
+async def send(kind: str, endpoint: Endpoint) -> None:
+    link = await make_transport(kind, "child").connect(endpoint, timeout_s=60)
+    for number in itertools.count():
+        await send_slab(link, str(number), bytes([number % 251]) * MIB)
+
+
+async def send_all(kinds: Sequence[str], endpoints: Sequence[Endpoint]) -> None:
+    await asyncio.gather(*(send(kind, endpoint) for kind, endpoint in zip(kinds, endpoints, strict=True)))
+
+
+if __name__ == "__main__":
+    role, kinds = sys.argv[1], sys.argv[2].split(",")
+    if role == "receive":
+        uvloop.run(receive(kinds))
+    else:
+        uvloop.run(send_all(kinds, [Endpoint(**endpoint) for endpoint in json.loads(sys.argv[3])]))

@@ -1,0 +1,314 @@
+"""The real thing: Ray, Serve, a gateway, a scheduler, a prefill and a decode worker in processes of their own.
+
+One cluster for the whole file, started as a user starts it, in float32 so that tokens can be compared, with block sizes
+that differ at the two ends and a decode pool so small that sequences are preempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import ipaddress
+import itertools
+import os
+import random
+import re
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from engine.text.tokenizer import Tokenizer
+from tests.ray.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
+from tests.ray.served_cluster import MODEL, ServedCluster, listening_sockets, post_job, served_cluster
+from tests.support.exactness import LONGEST, count_near_ties, exactness_prompts, hf_reference
+from tests.support.openai_conformance import CHECKS, Target
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
+
+NUM_TOKENS = 64
+CONFIG: dict[str, Any] = {
+    "model": {"ref": MODEL, "dtype": "float32"},
+    # The device alone: sequences that do not fit are preempted and computed again. test_ray_tiers has the other tiers.
+    "kv": {
+        "layerkv": "off",
+        "prefill": {"block_size": 16, "memory": "256 blocks", "host_memory": 0},
+        # 2,048 tokens: about twenty of the test's sequences, while up to 64 arrive.
+        "decode": {"block_size": 32, "memory": "64 blocks", "host_memory": 0},
+    },
+    "prefill": {"threads": 1, "chunk_tokens": 96, "calibration_s": 0},
+    "decode": {"threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240, "calibration_s": 0},
+    "slo": {"default": "plain", "classes": {"plain": {}, "batch": {"service_tiers": ["flex"]}}},
+    "transfer": {"transport": "shm", "lease_ttl_s": 5},
+}
+SECRET = "the secret of these processes only"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Iterator[ServedCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with served_cluster(CONFIG, folder, env={"LEGATO_SECRET": SECRET}) as running:
+        running.wait_for_workers(prefill=1, decode=1)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_folder: Path) -> list[list[int]]:
+    return exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)
+
+
+def test_first_answer_is_shown(cluster: ServedCluster) -> None:
+    cluster.wait_until(lambda: "Serving on" in cluster.log.read_text(), "the first answer is shown")
+    assert "The capital of France is Paris." in cluster.log.read_text()
+
+
+def test_nothing_listens_beyond_loopback(cluster: ServedCluster) -> None:
+    """Ray's GCS, raylet, agents and workers, HAProxy's statistics and metrics, Serve's gRPC, Legato's own."""
+    listening = listening_sockets(cluster.process)
+    programs = {program for program, _, _ in listening}
+    assert {"gcs_server", "raylet", "haproxy"} <= programs, programs
+    assert len(listening) > 20, listening
+    assert [
+        found for found in listening if not ipaddress.ip_address(found[1].removeprefix("::ffff:")).is_loopback
+    ] == []
+
+
+def test_nobody_else_runs_jobs_here(cluster: ServedCluster) -> None:
+    """The job agent takes a command; other users of the machine reach its port, others none."""
+    elsewhere = {
+        found.address
+        for addresses in psutil.net_if_addrs().values()
+        for found in addresses
+        if found.family == socket.AF_INET and not ipaddress.ip_address(found.address).is_loopback
+    }
+    refused = 0
+    for _, _, port in listening_sockets(cluster.process):
+        for host in elsewhere:
+            with pytest.raises(httpx.ConnectError):
+                post_job(host, port)
+        with contextlib.suppress(httpx.HTTPError):
+            answer = post_job("127.0.0.1", port)
+            assert answer.status_code >= 400, f"port {port} took the job: {answer.text}"
+            refused += answer.status_code == 401
+    assert refused >= 1  # by the job agent, for want of a token
+
+
+def test_the_secret_is_in_no_log_and_on_no_command_line(cluster: ServedCluster) -> None:
+    """Whatever Ray, Serve and Legato have written so far, and what every user of the machine sees of processes."""
+    processes = [psutil.Process(cluster.process.pid), *psutil.Process(cluster.process.pid).children(recursive=True)]
+    lines = [" ".join(process.cmdline()) for process in processes]
+    (session,) = {found.group(1) for line in lines if (found := re.search(r"--session[-_]dir=(\S+)", line))}
+    logs = [cluster.log, *(path for path in Path(session).rglob("*") if path.is_file())]
+    assert {"gcs_server.out", "raylet.out"} <= {path.name for path in logs} and any("serve" in str(p) for p in logs)
+    raw = SECRET.encode()
+    for form in (raw, raw.hex().encode(), base64.b64encode(raw)):
+        assert [path for path in logs if form in path.read_bytes()] == []
+        assert [line for line in lines if form in line.encode()] == []
+
+
+def test_workers_are_separate_processes(cluster: ServedCluster) -> None:
+    workers = cluster.workers()
+    assert sorted(worker["role"] for worker in workers) == ["decode", "prefill"]
+    pids = {worker["pid"] for worker in workers}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert all(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_greedy_equals_hugging_face(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
+    """64 prompts x 64 tokens, float32, over HTTP, through two processes, shared memory, and preemption."""
+    bodies = [greedy_body(MODEL, prompt, NUM_TOKENS) for prompt in prompts]
+    answers = asyncio.run(complete_all(cluster.url, bodies, concurrency=64))
+    assert [answer.error for answer in answers] == [None] * len(answers)
+    references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
+    num_ties = count_near_ties(
+        [answer.token_ids for answer in answers], references, [answer.logprobs for answer in answers]
+    )
+    print(f"{num_ties} of {len(prompts)} prompts left the reference at a near-tie")
+    assert num_ties <= 3
+    cluster.wait_idle()
+
+
+def test_shared_prefix_is_reused_and_exact(cluster: ServedCluster, prompts: list[list[int]]) -> None:
+    """The same long prompt again: most of it comes from the prefill worker's prefix cache, and nothing changes."""
+    body = greedy_body(MODEL, prompts[LONGEST], NUM_TOKENS)
+    first, second = (asyncio.run(complete_all(cluster.url, [body], 1))[0] for _ in range(2))
+    assert second.cached_tokens >= len(prompts[LONGEST]) - 32
+    assert second.token_ids == first.token_ids
+
+
+def test_seeded_sampling_does_not_depend_on_company(cluster: ServedCluster, prompts: list[list[int]]) -> None:
+    bodies = [
+        greedy_body(MODEL, prompt, 24, temperature=1.0, top_p=0.95, seed=number)
+        for number, prompt in enumerate(prompts[:32])
+    ]
+    together = asyncio.run(complete_all(cluster.url, bodies, concurrency=32))
+    alone = asyncio.run(complete_all(cluster.url, bodies[::4], concurrency=1))
+    assert [answer.token_ids for answer in alone] == [answer.token_ids for answer in together[::4]]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_openai_conformance(cluster: ServedCluster, check: Any) -> None:
+    with httpx.Client(base_url=cluster.url, timeout=120) as http, cluster.client() as client:
+        check(Target(client=client, http=http, model=MODEL))
+
+
+def test_how_promises_are_kept(cluster: ServedCluster, prompts: list[list[int]]) -> None:
+    body = {"model": MODEL, "prompt": prompts[0], "max_tokens": 5, "ignore_eos": True, "service_tier": "flex"}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"x-slo-ttft-ms": "600000"}, timeout=120)
+    assert answer.json()["service_tier"] == "flex" and answer.headers["x-slo-class"] == "batch"
+
+    def figures(kind: str, **wanted: str) -> dict[str, Any]:
+        rows = httpx.get(f"{cluster.url}/slo", timeout=10).json()[kind]
+        return next(dict(row) for row in rows if wanted.items() <= row.items())
+
+    cluster.wait_until(lambda: figures("classes", slo_class="batch")["counts"]["met_tokens"] >= 5, "it is counted")
+    for role, metric in (("prefill", "ttft"), ("prefill", "queue"), ("decode", "gap"), ("decode", "tpot")):
+        worker = figures("workers", slo_class="batch", worker=cluster.worker(role)["worker_id"])
+        assert worker["latency_ms"][metric]["p50"] > 0, metric
+    assert cluster.metric("legato_slo_promises_total", slo_class="batch", result="missed") == 0
+    assert cluster.metric("legato_slo_attainment", slo_class="batch", window="short") == 1
+
+
+def test_disconnected_client_frees_everything_at_once(cluster: ServedCluster, prompts: list[list[int]]) -> None:
+    async def leave_after_a_few_tokens() -> None:
+        async with http_client(cluster.url) as client:
+            # Half a minute of tokens.
+            async for answer in stream_events(client, greedy_body(MODEL, prompts[40], 1600), Answer()):
+                if len(answer.token_ids) >= 5:
+                    return
+
+    asyncio.run(leave_after_a_few_tokens())
+    left = time.monotonic()
+    # Workers report twice a second and the gateway hears of it each second, so this sees it up to 1.5 s late.
+    cluster.wait_idle(timeout_s=10.0)
+    print(f"idle {time.monotonic() - left:.2f} s after the client left")
+
+
+def test_200_requests_a_third_cancelled(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
+    """Concurrency 32; the others are exact, nothing leaks, memory does not grow from round to round."""
+    references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
+    rng = random.Random(2)
+    plans = [(rng.randrange(len(prompts)), rng.randrange(24) if n % 3 == 0 else None) for n in range(200)]
+
+    async def run(plans: list[tuple[int, int | None]]) -> list[Answer | None]:
+        gate = asyncio.Semaphore(32)
+        async with http_client(cluster.url) as client:
+
+            async def one(number: int, leave_after: int | None) -> Answer | None:
+                body = greedy_body(MODEL, prompts[number], 24)
+                async with gate:
+                    if leave_after is None:
+                        return await complete(client, body)
+                    if leave_after == 0:
+                        task = asyncio.create_task(complete(client, body))
+                        await asyncio.sleep(rng.random() * 0.5)
+                        task.cancel()
+                        await asyncio.gather(task, return_exceptions=True)
+                        return None
+                    async for answer in stream_events(client, body, Answer()):
+                        if len(answer.token_ids) >= leave_after:
+                            return None
+                    return None
+
+            return await asyncio.gather(*(one(*plan) for plan in plans))
+
+    answers, resident = [], []
+    for start in range(0, len(plans), 40):
+        answers += asyncio.run(run(plans[start : start + 40]))
+        resident.append(_worker_memory(cluster))
+    for (number, leave_after), answer in zip(plans, answers, strict=True):
+        if leave_after is None:
+            assert answer is not None
+            assert answer.error is None
+            assert answer.token_ids == references[number].token_ids[:24], f"prompt {number}"
+    cluster.wait_idle()
+    # A leak grows with every round; what an allocator keeps, now and then.
+    growth = {pid: [b[pid] - a[pid] for a, b in itertools.pairwise(resident)] for pid in resident[0]}
+    print(f"growth of the workers' memory: {[[round(g / 1e6, 1) for g in rounds] for rounds in growth.values()]} MB")
+    assert all(statistics.median(rounds) < 40e6 for rounds in growth.values()), growth
+
+
+def _worker_memory(cluster: ServedCluster) -> dict[int, int]:
+    return {worker["pid"]: psutil.Process(worker["pid"]).memory_info().rss for worker in cluster.workers()}
+
+
+def test_decode_killed_in_mid_stream(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
+    """The streams go on with the same tokens once Serve has put a new worker in its place."""
+    num_tokens = 3 * NUM_TOKENS  # seconds of them: the kill is in mid-stream even if this process is late with it
+    chosen = [4, 9, 33, LONGEST]
+    references = hf_reference(smollm2_folder, [prompts[number] for number in chosen], num_tokens)
+    answers = [Answer() for _ in chosen]
+
+    async def run() -> None:
+        all_stream = asyncio.Event()
+        async with http_client(cluster.url) as client:
+
+            async def one(number: int, answer: Answer) -> None:
+                async for _ in stream_events(client, greedy_body(MODEL, prompts[number], num_tokens), answer):
+                    if min(len(other.token_ids) for other in answers) >= 5:
+                        all_stream.set()
+
+            tasks = [asyncio.create_task(one(*pair)) for pair in zip(chosen, answers, strict=True)]
+            await asyncio.wait_for(all_stream.wait(), 120)
+            assert max(len(answer.token_ids) for answer in answers) < num_tokens, "too late to kill in mid-stream"
+            await asyncio.to_thread(cluster.kill, "decode")
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert [answer.error for answer in answers] == [None] * len(chosen)
+    for number, reference, answer in zip(chosen, references, answers, strict=True):
+        assert answer.token_ids == reference.token_ids, f"prompt {number}"
+    cluster.wait_for_workers(prefill=1, decode=1)
+    cluster.wait_idle()
+
+
+def test_prefill_killed_in_the_middle_of_a_transfer(cluster: ServedCluster, smollm2_folder: Path) -> None:
+    """The prompt is computed again, here by the decode worker or the prefill worker's successor: the same tokens."""
+    story = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=900)[LONGEST]
+
+    async def run(prompt: list[int]) -> Answer | None:
+        """None if the answer was faster than the kill."""
+        answer = Answer()
+        async with http_client(cluster.url) as client:
+
+            async def read() -> None:
+                async for _ in stream_events(client, greedy_body(MODEL, prompt, 16), answer):
+                    pass
+
+            task = asyncio.create_task(read())
+            # About ten chunks of 96 tokens, each streamed out while the next is computed.
+            await asyncio.to_thread(_wait_for_transfer, cluster, answer)
+            if not (missed := bool(answer.token_ids)):
+                await asyncio.to_thread(cluster.kill, "prefill")
+            await task
+        return None if missed else answer
+
+    for start in range(5):  # a beginning that no worker has cached
+        answer = asyncio.run(run(story[start:]))
+        if answer is not None:
+            break
+    assert answer is not None, "the transfer was over five times before it was seen"
+    (reference,) = hf_reference(smollm2_folder, [story[start:]], 16)
+    assert answer.error is None
+    assert answer.token_ids == reference.token_ids
+    cluster.wait_for_workers(prefill=1, decode=1)
+    cluster.wait_idle()
+
+
+def _wait_for_transfer(cluster: ServedCluster, answer: Answer) -> None:
+    """Until the prefill worker holds the sequence and the decode worker its reservation; or it is too late."""
+    cluster.wait_until(
+        lambda: (
+            bool(answer.token_ids)
+            or (cluster.worker("prefill")["num_leases"] == 1 and cluster.worker("decode")["num_leases"] == 1)
+        ),
+        "the transfer is under way",
+    )

@@ -1,0 +1,199 @@
+"""A cluster whose KV fits no tier: conversations that come back, a worker that dies, a restart.
+
+A tiny random model, so that a thousand requests take a minute; real processes, shared memory and files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import shutil
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+
+from decode_workers.local_engine import LocalEngine
+from engine.sequence import Sequence
+from engine.steps.loading import EngineConfig, load_model
+from tests.ray.http_generation import Answer, complete, complete_all, greedy_body, http_client
+from tests.ray.served_cluster import ServedCluster, served_cluster
+from tests.support.small_models import greedy
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+NAME = "tiny"
+NUM_CONVERSATIONS = 50
+NUM_TURNS = 20
+USER_TOKENS = 12
+ANSWER_TOKENS = 8
+CONVERSATION_BYTES = NUM_CONVERSATIONS * NUM_TURNS * (USER_TOKENS + ANSWER_TOKENS) * 1024  # 1 KiB of KV a token
+MEMORY = {"block_size": 16, "memory": "1MiB", "host_memory": "3MiB", "staging": "1MiB"}
+DISK_BYTES = 8 * 2**20
+
+
+def tiny_model(folder: Path, tokenizer_folder: Path) -> Path:
+    """Four layers that read a real tokenizer's ids. Its weights are large, so that no two tokens are nearly as good."""
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=49_152,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    for path in tokenizer_folder.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), smollm2_folder)
+
+
+def settings(model: Path, disk: Path) -> dict[str, Any]:
+    return {
+        "model": {"ref": str(model), "served_name": NAME, "dtype": "float32"},
+        "kv": {
+            "layers_per_group": 1,
+            "prefill": MEMORY,
+            "decode": MEMORY,
+            "disk": {"path": str(disk), "budget": DISK_BYTES},
+        },
+        "prefill": {"threads": 1, "chunk_tokens": 96, "calibration_s": 0},
+        "decode": {"threads": 1, "max_num_seqs": 16, "reserve_wait_s": 60, "calibration_s": 0},
+    }
+
+
+@dataclass
+class Conversation:
+    """What a user says in each turn, and what the answers must be."""
+
+    says: list[list[int]]
+    expected: list[list[int]] = field(default_factory=list)
+
+    def prompt(self, turn: int) -> list[int]:
+        history: list[int] = []
+        for said, answer in zip(self.says[:turn], self.expected, strict=False):
+            history += said + answer
+        return history + self.says[turn]
+
+
+def conversations(model: Path) -> list[Conversation]:
+    """Answered by an engine that has room for everything, computes every prompt anew and knows no tiers."""
+    source = random.Random(7)
+    talks = [
+        Conversation([[source.randrange(1000, 40_000) for _ in range(USER_TOKENS)] for _ in range(NUM_TURNS)])
+        for _ in range(NUM_CONVERSATIONS)
+    ]
+    config = EngineConfig(
+        model_ref=str(model), model_name=NAME, dtype="float32", kv_blocks=2048, num_threads=1, prefix_caching=False
+    )
+    engine = LocalEngine(load_model(config))
+    for turn in range(NUM_TURNS):
+        seqs = [
+            Sequence(request_id=str(n), attempt=0, params=greedy(ANSWER_TOKENS), prompt_token_ids=talk.prompt(turn))
+            for n, talk in enumerate(talks)
+        ]
+        for _ in engine.run(seqs):
+            pass
+        for talk, seq in zip(talks, seqs, strict=True):
+            talk.expected.append(seq.output_token_ids)
+    return talks
+
+
+async def talk_to(cluster: ServedCluster, talks: list[Conversation], turns: range, concurrency: int) -> list[Answer]:
+    """These turns of all conversations: turn after turn, so that each comes back when others have taken its room."""
+    answers: list[Answer] = []
+    for turn in turns:
+        bodies = [greedy_body(NAME, talk.prompt(turn), ANSWER_TOKENS) for talk in talks]
+        found = await complete_all(cluster.url, bodies, concurrency)
+        for talk, answer in zip(talks, found, strict=True):
+            assert answer.error is None
+            assert answer.token_ids == talk.expected[turn], f"turn {turn} of a conversation is wrong"
+        answers += found
+    return answers
+
+
+def ask(cluster: ServedCluster, prompt: list[int], num_tokens: int = 4) -> Answer:
+    async def one() -> Answer:
+        async with http_client(cluster.url) as client:
+            return await complete(client, greedy_body(NAME, prompt, num_tokens))
+
+    return asyncio.run(one())
+
+
+def files_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def worker_bytes(cluster: ServedCluster) -> list[int]:
+    return [psutil.Process(worker["pid"]).memory_full_info().uss for worker in cluster.workers()]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "disk"
+
+
+def test_conversations_that_fit_in_no_tier(tmp_path: Path, disk: Path, model: Path) -> None:
+    """A thousand requests, every answer exact; budgets hold, nothing leaks; then a restart, and then a death."""
+    talks = conversations(model)
+    with served_cluster(settings(model, disk), tmp_path) as cluster:
+        cluster.wait_for_workers(prefill=1, decode=1)
+        first = talk_to_all(cluster, talks[:10], range(NUM_TURNS))
+        answers, sizes = [], [worker_bytes(cluster)]
+        for turn in range(0, NUM_TURNS, 4):
+            answers += talk_to_all(cluster, talks, range(turn, turn + 4))
+            sizes.append(worker_bytes(cluster))
+        assert len(answers) == NUM_CONVERSATIONS * NUM_TURNS
+        cluster.wait_idle()
+        # A leak grows with every round; what an allocator keeps, now and then.
+        grown = [[b - a for a, b in itertools.pairwise(rounds)] for rounds in zip(*sizes, strict=True)]
+        print(f"growth of the workers' memory: {grown} bytes")
+        assert all(statistics.median(rounds) < 20 * 2**20 for rounds in grown), grown
+        assert sum(a.cached_tokens for a in first + answers) > 0
+        assert CONVERSATION_BYTES > DISK_BYTES
+        assert files_bytes(disk) <= 2 * DISK_BYTES, "two workers keep at most their budget each"
+        last = talks[-1].prompt(NUM_TURNS - 1)
+        assert ask(cluster, last).cached_tokens > 0
+
+    with served_cluster(settings(model, disk), tmp_path) as cluster:
+        cluster.wait_for_workers(prefill=1, decode=1)
+        found = ask(cluster, last, ANSWER_TOKENS)
+        assert found.token_ids == talks[-1].expected[-1]
+        assert found.cached_tokens > len(last) // 2, "the restart lost what the disk tier held"
+
+        for path in disk.rglob("*.kv"):  # so that only host memory can know what follows
+            path.unlink()
+        prompt = [1500 + n for n in range(200)]
+        alone = ask(cluster, prompt, ANSWER_TOKENS)
+        for path in disk.rglob("*.kv"):
+            path.unlink()
+        killed = cluster.kill("prefill")
+        cluster.wait_until(
+            lambda: [w["pid"] != killed for w in cluster.workers() if w["role"] == "prefill"] == [True],
+            "the prefill worker is back",
+        )
+        adopted = ask(cluster, prompt, ANSWER_TOKENS)
+        assert adopted.token_ids == alone.token_ids
+        assert adopted.cached_tokens >= 192, "the dead worker's host memory was lost"
+        cluster.wait_idle()
+
+
+def talk_to_all(cluster: ServedCluster, talks: list[Conversation], turns: range) -> list[Answer]:
+    return asyncio.run(talk_to(cluster, talks, turns, concurrency=16))

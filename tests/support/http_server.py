@@ -1,0 +1,88 @@
+"""Runs the HTTP application under a real uvicorn in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import openai
+import uvicorn
+
+from cluster.config.settings import GatewaySettings
+from cluster.gateway.generator import Generator
+from cluster.http.api import Api, InFlight
+from cluster.http.app import create_app
+from cluster.http.tenants import Tenants
+from cluster.http.unread import Unread
+from cluster.metrics.requests import Metrics
+from cluster.metrics.slo import SloMetrics
+from cluster.slo.account import SloAccount
+from cluster.slo.classes import NO_TARGETS, SloConfig
+from engine.text.tokenizer import Tokenizer
+from tests.support.openai_conformance import Target
+from tests.support.scripted_generator import ScriptedGenerator
+from tests.support.waiting import HANGS_S
+
+MODEL = "smollm2-135m-instruct"
+
+
+def scripted_api(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    settings: GatewaySettings | None = None,
+    slo: SloConfig = NO_TARGETS,
+) -> Api:
+    settings = settings or GatewaySettings()
+    account = SloAccount(slo, model=MODEL)
+    metrics = Metrics()
+    metrics.registry.register(SloMetrics(account, "gateway-1"))
+    return Api(
+        generator=generator,
+        tokenizer=tokenizer,
+        model_name=MODEL,
+        settings=settings,
+        metrics=metrics,
+        slo=account,
+        tenants=Tenants(
+            b"a secret of the cluster",
+            trust_header=settings.trust_tenant_header,
+            share_prefixes=settings.share_prefixes,
+        ),
+        in_flight=InFlight(settings.max_concurrent),
+        unread=Unread(settings.max_unread_bytes),
+    )
+
+
+@contextmanager
+def running_server(
+    generator: ScriptedGenerator,
+    tokenizer: Tokenizer,
+    settings: GatewaySettings | None = None,
+    slo: SloConfig = NO_TARGETS,
+    send_buffer_bytes: int | None = None,
+) -> Iterator[Target]:
+    """A server on a port of its own, and clients for it. The kernel holds `send_buffer_bytes` for each client, or as
+    much as it likes."""
+    api = scripted_api(generator, tokenizer, settings, slo)
+    listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # inherited by what it accepts
+    server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", loop="uvloop", lifespan="off"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    root = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with (
+            openai.OpenAI(base_url=f"{root}/v1", api_key="unused", max_retries=0, timeout=HANGS_S) as client,
+            httpx.Client(base_url=root, timeout=HANGS_S) as http,
+        ):
+            yield Target(client=client, http=http, model=MODEL)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=HANGS_S)
+        listener.close()
+        assert not thread.is_alive(), "the server did not stop"

@@ -1,0 +1,297 @@
+"""A whole cluster in one process and one event loop, without Ray: real workers, sockets, shared memory and weights.
+
+Everything between gateway and workers is what runs under Serve; only the processes and their supervision are missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cluster.autoscaling.watch import PoolsPlan
+from cluster.gateway.generator import one_by_one
+from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.scheduler.scheduler import SchedulerPolicy
+from cluster.scheduler.server import SchedulerServer
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.sampling.params import SamplingParams
+from engine.sampling.pending_output import PendingOutput
+from engine.sequence import StepPlan
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from engine.steps.prepared import PreparedStep
+from engine.steps.runner import ModelRunner
+from kv_transfer.digest import DigestKind
+from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
+from kv_transfer.tiers.block_events import BlockEventLog
+from kv_transfer.tiers.config import TiersConfig
+from kv_transfer.tiers.memory import TierMemory
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.tiers.sources import ColumnSink, ColumnSource
+from kv_transfer.tiers.worker_tiers import WorkerTiers
+from kv_transfer.transports.base import Identity
+from kv_transfer.worker.parts import WorkerParts
+from kv_transfer.worker.port import worker_identity
+from kv_transfer.worker.transfer_config import TransferConfig
+from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+from tests.support.small_models import SmallModel
+from tests.support.waiting import HANGS_S, eventually
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniClusterConfig:
+    """`prefill_engine` and `decode_engine` change fields of the workers' `EngineConfig`."""
+
+    model_ref: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    prefill_engine: dict[str, object] = field(default_factory=dict)
+    decode_engine: dict[str, object] = field(default_factory=dict)
+    prefill: PrefillWorkerConfig = field(default_factory=PrefillWorkerConfig)
+    decode: DecodeWorkerConfig = field(default_factory=DecodeWorkerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    digest_kinds: dict[Role, DigestKind] = field(default_factory=dict)  # in place of what `transfer` says
+    orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+    # Patient: the workers' reports wait while a test computes on the loop that all of it shares.
+    policy: SchedulerPolicy = field(default_factory=lambda: SchedulerPolicy(stale_after_s=HANGS_S))
+    overdue_s: float = HANGS_S  # of a step, beyond its prediction: a brake, or a busy machine, must not pass for a hang
+    pools: PoolsPlan | None = None
+    prefill_sources: tuple[ColumnSource, ...] = ()  # below the prefill workers' host memory, if they have any
+    prefill_sink: ColumnSink | None = None
+    tiers: TiersConfig | None = None  # of all workers, as they are opened in production; the engines' `host_bytes` then
+    # do not count
+
+
+class MiniCluster:
+    """Use `async with mini_cluster(config) as cluster`."""
+
+    def __init__(self, config: MiniClusterConfig) -> None:
+        self.config = replace(
+            config,
+            prefill=replace(config.prefill, overdue_s=config.overdue_s),
+            decode=replace(config.decode, overdue_s=config.overdue_s),
+        )
+        self._secret = secrets.token_bytes(32)
+        self.prefills: list[PrefillWorker] = []
+        self.decodes: list[DecodeWorker] = []
+        self.models: list[LoadedModel] = []
+        self.tiers: list[PrefixTiers] = []  # of the workers in `models` that have some
+        self._close_tiers: list[Callable[[], Awaitable[None]]] = []
+
+    @property
+    def workers(self) -> list[PrefillWorker | DecodeWorker]:
+        return [*self.prefills, *self.decodes]
+
+    async def start(self) -> None:
+        await self.start_scheduler()
+        for _ in range(self.config.num_prefill):
+            await self.add_prefill()
+        for _ in range(self.config.num_decode):
+            await self.add_decode()
+        self.orchestrator = self.new_orchestrator()
+        self.orchestrator.start()
+        await self.ready()
+
+    async def start_scheduler(self) -> None:
+        """Also to replace one that was stopped."""
+        self.scheduler = SchedulerServer(
+            self.config.policy, self._identity("scheduler"), broadcast_period_s=0.2, pools=self.config.pools
+        )
+        await self.scheduler.start("127.0.0.1")
+
+    def new_orchestrator(self, on_slo: Callable[[bytes], None] = lambda report: None) -> Orchestrator:
+        """One more gateway, for the caller to start and stop."""
+        return Orchestrator(self._identity("gateway"), self.config.orchestrator, self._locate, on_slo)
+
+    async def ready(self, timeout_s: float = HANGS_S) -> None:
+        """Until the gateway is connected to every worker."""
+        wanted = {worker.info.worker_id for worker in self.workers}
+        assert await self.orchestrator._links.wait_up(wanted, timeout_s), "the workers did not come up"
+
+    async def add_prefill(self) -> PrefillWorker:
+        worker = PrefillWorker(self._load(self.config.prefill_engine, "prefill"), self.config.prefill)
+        await worker.start()
+        self.prefills.append(worker)
+        return worker
+
+    async def add_decode(self) -> DecodeWorker:
+        worker = DecodeWorker(self._load(self.config.decode_engine, "decode"), self.config.decode)
+        await worker.start()
+        self.decodes.append(worker)
+        return worker
+
+    async def remove(self, worker: PrefillWorker | DecodeWorker) -> None:
+        """A worker dies in the middle of whatever it does, and what it held with it: nobody hears a word of it."""
+        for connection in list(worker._port._connections.values()):
+            connection._wire.abort()
+        await self.retire(worker)
+
+    async def retire(self, worker: PrefillWorker | DecodeWorker) -> None:
+        """Stop a worker as it is stopped in production."""
+        if isinstance(worker, PrefillWorker):
+            self.prefills.remove(worker)
+        else:
+            self.decodes.remove(worker)
+        self.models.remove(worker._model)
+        await self._end(worker)
+
+    async def stop(self) -> None:
+        await self.orchestrator.stop()
+        for worker in self.workers:
+            await self._end(worker)
+        for close in self._close_tiers:
+            await close()
+        await self.scheduler.stop()
+
+    @staticmethod
+    async def _end(worker: PrefillWorker | DecodeWorker) -> None:
+        await worker.stop()
+        await asyncio.to_thread(worker._model.runner.close)
+
+    async def generate(
+        self, request_id: str, prompt: list[int], params: SamplingParams, **spec: object
+    ) -> list[TokenEvent]:
+        """All tokens of one request."""
+        async with contextlib.aclosing(self.stream(request_id, prompt, params, **spec)) as events:
+            return [event async for event in events]
+
+    async def stream(
+        self, request_id: str, prompt: list[int], params: SamplingParams, **spec: object
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """The tokens of one request as they come; closing cancels it."""
+        request = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=params)
+        events = self.orchestrator.generate(replace(request, **spec))  # type: ignore[arg-type]
+        async with contextlib.aclosing(one_by_one(events)) as tokens:
+            async for event in tokens:
+                yield event
+
+    async def idle(self, timeout_s: float = 20.0) -> None:
+        """Until no live worker holds anything for anyone; AssertionError with what is left if that takes longer.
+
+        Long before a reservation would lapse by itself.
+        """
+        await eventually(lambda: not self._held(), timeout_s, "blocks are still held")
+        for model in self.models:
+            model.block_pool.check_idle()
+            if model.host_pool is not None:
+                model.host_pool.check_idle()
+        for worker in self.workers:
+            assert not worker._gateway_of, f"{worker.info.worker_id} still lists {list(worker._gateway_of)}"
+            assert worker._scheduler.num_running == worker._scheduler.num_waiting == 0
+        assert not any(decode._landings.num_waiting or decode._landings.num_landing for decode in self.decodes)
+
+    def _held(self) -> int:
+        pools = [pool for model in self.models for pool in (model.block_pool, model.host_pool)]
+        return sum(pool.num_leases for pool in pools if pool is not None)
+
+    def _private_tiers(self, model: LoadedModel) -> PrefixTiers | None:
+        if model.host_cache is None or model.host_pool is None:
+            return None
+        device, host = TierMemory(model.sequence_kv, model.block_pool), TierMemory(model.host_cache, model.host_pool)
+        tiers = PrefixTiers(device, host, sources=self.config.prefill_sources, sink=self.config.prefill_sink)
+        self._close_tiers.append(tiers.close)
+        return tiers
+
+    def _identity(self, worker_id: str) -> Identity:
+        return Identity(worker_id=worker_id, node_id="node", secret=self._secret, compatibility={})
+
+    async def _locate(self) -> Endpoint:
+        return self.scheduler.endpoint
+
+    def _load(self, options: dict[str, object], role: Role) -> WorkerParts:
+        defaults = EngineConfig(
+            model_ref=self.config.model_ref,
+            model_name="model",
+            dtype="float32",
+            block_size=16,
+            kv_blocks=512,
+            num_threads=1,
+        )
+        engine = replace(defaults, **options)  # type: ignore[arg-type]
+        events = None
+        if self.config.tiers is None:
+            model = load_model(engine)
+            identity = self._worker_identity(model, role)
+            lower = self._private_tiers(model) if role == "prefill" else None
+        else:
+            worker_tiers = WorkerTiers(self.config.tiers, engine, self._secret)
+            self._close_tiers.append(worker_tiers.close)
+            model = worker_tiers.load()
+            identity = self._worker_identity(model, role)
+            events = BlockEventLog(identity.worker_id, layer_groups=model.layout.num_layer_groups)
+            lower = worker_tiers.open(model, events)
+        self.models.append(model)
+        if lower is not None:
+            lower._up._timeout_s = HANGS_S  # what is loaded and what is computed must not depend on how busy we are
+            self.tiers.append(lower)
+        return WorkerParts(
+            model=model,
+            identity=identity,
+            transport=self.config.transfer.open(identity, "127.0.0.1", model.kv_cache.tensor.device),
+            locate_scheduler=self._locate,
+            lower_tiers=lower,
+            events=events,
+            digest_kind=self.config.digest_kinds.get(
+                role, self.config.transfer.digest_kind(model.kv_cache.tensor.device)
+            ),
+        )
+
+    def _worker_identity(self, model: LoadedModel, role: str) -> Identity:
+        number = secrets.token_hex(4)
+        return worker_identity(model, worker_id=f"{role}-{number}", node_id="node", secret=self._secret)
+
+
+@contextlib.asynccontextmanager
+async def mini_cluster(config: MiniClusterConfig) -> AsyncIterator[MiniCluster]:
+    cluster = MiniCluster(config)
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+@contextlib.asynccontextmanager
+async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniCluster]:
+    """A cluster that must hold nothing when the test is over."""
+    async with mini_cluster(MiniClusterConfig(model_ref=str(model.folder), **config)) as cluster:
+        yield cluster
+        await cluster.idle()
+
+
+class Brake:
+    """Holds a runner before a step that `stops(plan)`, until released. `holding` says that it does."""
+
+    def __init__(self, run: Callable[..., PendingOutput], stops: Callable[[StepPlan], bool]) -> None:
+        self._run = run
+        self._stops = stops
+        self._released = threading.Event()
+        self.holding = threading.Event()
+
+    def run(self, step: PreparedStep, *hooks: object) -> PendingOutput:
+        if not self._released.is_set() and self._stops(step.plan):
+            self.holding.set()
+            self._released.wait()
+        return self._run(step, *hooks)
+
+    async def reached(self) -> None:
+        await eventually(self.holding.is_set, what="no such step was made")
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@contextlib.contextmanager
+def brake(runner: ModelRunner, stops: Callable[[StepPlan], bool] = lambda plan: True) -> Iterator[Brake]:
+    """The runner hangs in such a step for as long as the context lasts, or until released."""
+    held = Brake(runner.run, stops)
+    runner.run = held.run  # type: ignore[method-assign,assignment]
+    try:
+        yield held
+    finally:
+        held.release()
+        runner.run = held._run  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""A mini cluster whose workers are those of replicas, so that they can change their roles."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+
+from decode_workers.role import DecodeRole
+from decode_workers.worker import DecodeWorker
+from engine.steps.loading import EngineConfig
+from kv_transfer.messages import Role
+from kv_transfer.tiers.config import Budget, TiersConfig
+from kv_transfer.tiers.worker_tiers import WorkerTiers
+from kv_transfer.worker.parts import WorkerRole
+from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
+from prefill_workers.role import PrefillRole
+from prefill_workers.worker import PrefillWorker
+from tests.processes.host_segments import SHARED_MEMORY
+from tests.support.mini_cluster import MiniCluster, MiniClusterConfig
+from tests.support.small_models import SmallModel
+from tests.support.waiting import HANGS_S
+
+
+class ReplicaCluster(MiniCluster):
+    """`workers` are those that the replicas have at the moment."""
+
+    def __init__(self, config: MiniClusterConfig, folder: str) -> None:
+        super().__init__(config)
+        self._tiers_config = TiersConfig(host=Budget(num_bytes=2**23), host_folder=folder)
+        self.roles: dict[Role, WorkerRole] = {
+            "prefill": PrefillRole(self.config.prefill),
+            "decode": DecodeRole(self.config.decode),
+        }
+        self.replicas: list[WorkerReplica] = []
+
+    async def add_prefill(self) -> PrefillWorker:
+        worker = (await self.add_replica("prefill", self.roles)).worker
+        assert isinstance(worker, PrefillWorker)
+        return worker
+
+    async def add_decode(self) -> DecodeWorker:
+        worker = (await self.add_replica("decode", self.roles)).worker
+        assert isinstance(worker, DecodeWorker)
+        return worker
+
+    async def add_replica(self, role: Role, roles: Mapping[Role, WorkerRole]) -> WorkerReplica:
+        defaults = EngineConfig(
+            model_ref=self.config.model_ref,
+            model_name="model",
+            dtype="float32",
+            block_size=16,
+            kv_blocks=512,
+            num_threads=1,
+        )
+        options = self.config.prefill_engine if role == "prefill" else self.config.decode_engine
+        engine = replace(defaults, **options)  # type: ignore[arg-type]
+        tiers = WorkerTiers(self._tiers_config, engine, self._secret)
+        site = ReplicaSite(name=secrets.token_hex(4), node_id="node", host="127.0.0.1", secret=self._secret)
+        replica = WorkerReplica(role, roles, tiers, self.config.transfer, site, self._locate)
+        await replica.start()
+        self.replicas.append(replica)
+        self.models.append(replica.model)
+        self._update()
+        return replica
+
+    async def change(self, replica: WorkerReplica, role: Role, drain_s: float = HANGS_S) -> None:
+        """Until it has the other role and the gateway is connected to it."""
+        assert replica.change_role(role, drain_s)
+        await self.changed(replica)
+
+    async def changed(self, replica: WorkerReplica) -> None:
+        await asyncio.wait_for(replica.changed(), HANGS_S)
+        assert replica.healthy, replica._failure
+        self._update()
+        await self.ready()
+
+    async def stop(self) -> None:
+        await self.orchestrator.stop()
+        for replica in self.replicas:
+            await replica.stop(0.0)
+        await self.scheduler.stop()
+
+    def _update(self) -> None:
+        workers = [replica.worker for replica in self.replicas]
+        self.prefills = [worker for worker in workers if isinstance(worker, PrefillWorker)]
+        self.decodes = [worker for worker in workers if isinstance(worker, DecodeWorker)]
+
+
+@asynccontextmanager
+async def replica_cluster(model: SmallModel, **config: object) -> AsyncIterator[ReplicaCluster]:
+    """Two replicas of each role unless told otherwise; nothing may be held when the test is over."""
+    sizes = {"num_prefill": 2, "num_decode": 2} | config
+    with TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        cluster = ReplicaCluster(MiniClusterConfig(model_ref=str(model.folder), **sizes), folder)  # type: ignore[arg-type]
+        try:
+            await cluster.start()
+            yield cluster
+            cluster._update()
+            await cluster.idle()
+        finally:
+            await cluster.stop()

@@ -1,0 +1,42 @@
+"""What a step plan becomes on the way to the model: the tensors of its packed rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.model.batch import build_batch
+from engine.sequence import ScheduledSequence, StepPlan
+from tests.support.model_families import build_oracle
+from tests.support.stepping import GREEDY_WITH_ECHO, Stepper, recording_runner
+
+PROMPT = [5, 99, 41, 300, 7, 7, 123]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    build_oracle("llama", path)
+    return path
+
+
+def test_all_that_a_step_tells_the_device_goes_up_as_one_piece(folder: Path) -> None:
+    runner, _ = recording_runner(folder, layers_per_group=2)
+    stepper = Stepper(runner)
+    decoding, judged = stepper.add([9, 8, 7]), stepper.add(PROMPT, params=GREEDY_WITH_ECHO)
+    stepper.step([(decoding, 3)])
+    stepper.reserve(decoding, 4)
+    stepper.reserve(judged, 5)
+    batch = build_batch(StepPlan((ScheduledSequence(judged, 5), ScheduledSequence(decoding, 1))), runner.kv_cache)
+    parts = (batch.token_ids, batch.positions, batch.slot_mapping, batch.output_rows)
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert all(part.dtype == torch.int64 and part.is_contiguous() for part in parts)
+    assert batch.token_ids.tolist() == [*decoding.output_token_ids, *PROMPT[:5]]
+    assert batch.positions.tolist() == [3, 0, 1, 2, 3, 4]
+    assert batch.output_rows.tolist() == [0, 1, 2, 3, 4, 5]
+    for seq, rows in ((decoding, slice(0, 1)), (judged, slice(1, 6))):
+        assert seq.block_table is not None
+        slots = runner.kv_cache.slot_addresses(seq.block_table.view, batch.positions[rows].numpy())
+        assert batch.slot_mapping[:, rows].tolist() == slots.tolist()

@@ -1,0 +1,150 @@
+"""Where models run: names of devices, the GPU that is not there, and what loading a model holds on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from cluster.config.build import decode_engine, prefill_engine
+from cluster.config.load import LegatoConfig
+from engine.checkpoint.weights import load_weights
+from engine.memory.devices import CPU, require_device
+from engine.model.config import ModelConfig
+from engine.steps import memory_profile
+from engine.steps.memory_profile import StepSize, device_memory, largest_step, peak_bytes
+from engine.steps.runner_loading import load_runner, require_whole_cache
+from tests.support.model_families import build_oracle
+from tests.support.stepping import Stepper
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    build_oracle("llama", path)
+    return path
+
+
+def test_the_cpu_is_always_there() -> None:
+    assert require_device("cpu") == CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("gpu", "is no device"), ("meta", "no device that models run on"), ("cpu:x", "is no device")],
+)
+def test_other_devices_are_refused(name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        require_device(name)
+
+
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    missing = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(ValueError, match=r"is to run on cuda:\d+, but torch .*sees (no GPU|\d+ GPUs)"):
+        load_runner(tmp_path, dtype=torch.float32, block_size=4, num_blocks=4, device=missing)
+
+
+def test_host_memory_of_a_group_on_gpus_is_refused() -> None:
+    require_whole_cache(torch.device("cuda:0"), 1, 2**30)
+    require_whole_cache(CPU, 2, 2**30)
+    with pytest.raises(ValueError, match=r"tensor_parallel 2 on GPUs: .* leave host_memory out"):
+        require_whole_cache(torch.device("cuda:0"), 2, 2**30)
+
+
+def test_a_worker_that_is_given_a_gpu_computes_there() -> None:
+    config = LegatoConfig.model_validate({"prefill": {"num_gpus": 1}, "decode": {"num_cpus": 2}})
+    assert prefill_engine(config).device == "cuda:0"
+    assert decode_engine(config).device == "cpu"
+
+
+def test_weights_are_converted_one_by_one(folder: Path) -> None:
+    """Beside the mapping of the file, from which they come, only what they become is held, and one at a time."""
+    config = ModelConfig.from_folder(folder)
+    mapped = (folder / "model.safetensors").stat().st_size
+    weights = load_weights(folder, config, dtype=torch.bfloat16)
+    held = sum(tensor.nbytes for tensor in weights.values())
+    peak = peak_bytes(CPU, lambda: load_weights(folder, config, dtype=torch.bfloat16))
+    assert held <= peak <= mapped + held + max(2 * tensor.nbytes for tensor in weights.values())
+
+
+def test_a_model_is_built_layer_by_layer(folder: Path) -> None:
+    """While weights are fused and packed, what is held twice is a layer's, not a model's."""
+    mapped = (folder / "model.safetensors").stat().st_size
+    runners = []
+    peak = peak_bytes(
+        CPU,
+        lambda: runners.append(load_runner(folder, dtype=torch.bfloat16, block_size=4, num_blocks=4, num_threads=1)),
+    )
+    (runner,) = runners
+    rest = runner.kv_cache.num_bytes + runner.weight_bytes
+    assert peak <= mapped + rest + runner.weight_bytes / 2
+
+
+# --- memory for KV, measured ---
+
+
+def test_the_largest_step_is_as_large_as_is_said(folder: Path) -> None:
+    runner = load_runner(folder, dtype=torch.float32, block_size=4, layers_per_group=2, num_blocks=100, num_threads=1)
+    layout = runner.kv_cache.layout
+    for size in (StepSize(num_tokens=50, num_seqs=7), StepSize(num_tokens=3, num_seqs=5), StepSize(num_tokens=1)):
+        plan = largest_step(layout, size)
+        assert plan.num_tokens == max(size.num_tokens, size.num_seqs)
+        assert sum(item.samples for item in plan.items) == size.num_seqs
+        blocks = [int(block) for item in plan.items if item.seq.block_table for block in item.seq.block_table.view.flat]
+        assert len(set(blocks)) == len(blocks), "no two share a block"
+        assert max(blocks) < size.num_blocks(layout)
+    output = runner.execute(largest_step(layout, StepSize(num_tokens=50, num_seqs=7)))
+    assert None not in output.sampled
+
+
+def test_what_a_step_takes_grows_with_it(folder: Path) -> None:
+    runner = load_runner(folder, dtype=torch.float32, block_size=4, num_blocks=400, num_threads=1)
+    peaks = []
+    for num_tokens in (64, 128, 256):
+        plan = largest_step(runner.kv_cache.layout, StepSize(num_tokens=num_tokens, num_seqs=2))
+        runner.execute(plan)
+        peaks.append(peak_bytes(CPU, lambda plan=plan: runner.execute(plan)))  # type: ignore[misc]
+    width = runner.config.intermediate_size * 4
+    assert peaks[1] - peaks[0] >= 64 * 2 * width, "gate and up of every token, at least"
+    assert peaks[2] > 1.5 * peaks[1] > 2.0 * peaks[0]
+
+
+def test_kv_gets_what_is_left_of_a_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine of 64 MB, of which 40 are free."""
+    monkeypatch.setattr(memory_profile, "device_memory", lambda device: (40_000_000, 64_000_000))
+    size = StepSize(num_tokens=100, num_seqs=4)
+    options: dict[str, Any] = {"dtype": torch.float32, "block_size": 4, "largest_step": size, "num_threads": 1}
+    runner = load_runner(folder, kv_share=0.75, **options)
+    scratch_bytes = size.num_blocks(runner.kv_cache.layout) * runner.kv_cache.layout.block_bytes
+    most = 40_000_000 - 16_000_000 + scratch_bytes
+    assert most - 4_000_000 < runner.kv_cache.num_bytes < most, "all but the step's"
+    stepper = Stepper(runner)
+    alone = Stepper(load_runner(folder, num_blocks=100, dtype=torch.float32, block_size=4))
+    prompt = list(range(3, 40))
+    assert stepper.generate(stepper.add(prompt), 5) == alone.generate(alone.add(prompt), 5)
+    staged = load_runner(folder, kv_share=0.75, host_bytes=1_000_000, staging_bytes=2_000_000, **options)
+    assert staged.host_cache is not None
+    assert staged.kv_cache.num_bytes - 2_100_000 < staged.num_pool_blocks * staged.kv_cache.layout.block_bytes < most
+    staged.close()
+    with pytest.raises(ValueError, match=r"nothing is left for KV.*allow a larger share"):
+        load_runner(folder, kv_share=0.3, **options)
+
+
+def test_a_share_is_given_alone(folder: Path) -> None:
+    with pytest.raises(ValueError, match="as a share, or in bytes, or in blocks"):
+        load_runner(folder, dtype=torch.float32, block_size=4, kv_share=0.5, num_blocks=10)
+    config = LegatoConfig.model_validate({"kv": {"decode": {"memory": "85%"}}, "decode": {"max_num_seqs": 32}})
+    engine = decode_engine(config)
+    assert (engine.kv_share, engine.kv_bytes, engine.kv_blocks) == (0.85, None, None)
+    assert engine.largest_step == StepSize(num_tokens=512, num_seqs=32)
+    assert str(config.kv.decode.memory) == "85%"
+    with pytest.raises(ValidationError, match="more than 0%"):
+        LegatoConfig.model_validate({"kv": {"decode": {"memory": "0%"}}})
+
+
+def test_a_machine_s_memory_is_what_it_says() -> None:
+    free, total = device_memory(CPU)
+    assert 0 < free <= total

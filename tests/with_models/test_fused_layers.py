@@ -1,0 +1,95 @@
+"""Layers in one call give the same bits as their operators called one by one, for every family and mix of sequences."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.model.transformer import Model
+from engine.steps.runner import ModelRunner
+from kernels.interface import Kernels, Linear
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.layers import NativeLayers
+from kernels.native.library import native_library
+from kernels.quantised_weight import QuantisedWeight
+from kernels.reference import PlainLinear
+from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
+from tests.support.stepping import Stepper, recording_runner
+
+LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
+NUM_NEW_TOKENS = 5
+
+
+@pytest.fixture(params=LIBRARIES, ids=["native"] * len(LIBRARIES))
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    assert isinstance(request.param, ctypes.CDLL)
+    return request.param
+
+
+class QuantisingKernels(NativeCpuKernels):
+    """Every weight in 8 bits."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        groups = weight.float().view(len(weight), -1, 16)
+        scales = groups.abs().amax(-1) / 127 + 1e-6
+        codes = (groups / scales.unsqueeze(-1)).round().to(torch.int8).view(weight.shape)
+        quantised = QuantisedWeight(codes=codes, scales=scales, minimums=None, bits=8, lowest=-128)
+        return self.pack_quantised(quantised, bias, weight.dtype)
+
+
+def _fused_of(runner: ModelRunner) -> object:
+    assert isinstance(runner._model, Model)
+    return runner._model._fused
+
+
+def _logits(folder: Path, kernels: Kernels, dtype: torch.dtype, *, fused: bool) -> dict[str, list[Tensor]]:
+    """Of sequences of several lengths, in steps that mix prefill and decode."""
+    runner, sampler = recording_runner(folder, layers_per_group=3, block_size=5, dtype=dtype, kernels=kernels)
+    assert isinstance(runner._model, Model)
+    if not fused:
+        runner._model._fused = None
+    stepper, generator = Stepper(runner, seed=3), random.Random(7)
+    prompts = [[generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 4, 17, 33)]
+    stepper.generate_mixed([stepper.add(prompt, str(index)) for index, prompt in enumerate(prompts)], NUM_NEW_TOKENS)
+    assert isinstance(_fused_of(runner), NativeLayers) == fused
+    return sampler.sampled
+
+
+def _assert_same(folder: Path, kernels: Kernels, dtype: torch.dtype) -> None:
+    alike = [_logits(folder, kernels, dtype, fused=fused) for fused in (True, False)]
+    assert alike[0].keys() == alike[1].keys()
+    for request_id, rows in alike[0].items():
+        assert torch.equal(torch.stack(rows), torch.stack(alike[1][request_id]))
+        assert torch.stack(rows).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_bits_as_separate_calls(library: ctypes.CDLL, tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    build_oracle(family, tmp_path)
+    _assert_same(tmp_path, NativeCpuKernels(library), dtype)
+
+
+def test_the_same_bits_with_quantised_weights(library: ctypes.CDLL, tmp_path: Path) -> None:
+    build_oracle("llama-tied-biased-llama3", tmp_path)
+    _assert_same(tmp_path, QuantisingKernels(library), torch.bfloat16)
+
+
+class PlainLinears(NativeCpuKernels):
+    """Weights that the C++ kernels know nothing of."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return PlainLinear(weight, bias)
+
+
+def test_layers_with_other_weights_are_called_one_by_one(library: ctypes.CDLL, tmp_path: Path) -> None:
+    build_oracle("llama", tmp_path)
+    runner, _ = recording_runner(tmp_path, kernels=PlainLinears(library))
+    assert _fused_of(runner) is None
+    stepper = Stepper(runner)
+    assert len(stepper.generate(stepper.add([5, 6, 7]), NUM_NEW_TOKENS)) == NUM_NEW_TOKENS

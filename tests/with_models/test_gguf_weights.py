@@ -1,0 +1,261 @@
+"""GGUF files computed with as they are: blocks against gguf's own values, and whole models against converted ones."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFValueType as ValueKind
+from gguf.gguf_writer import GGUFValue
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from decode_workers.local_engine import LocalEngine
+from engine.checkpoint.gguf.blocks import quantised_weight
+from engine.checkpoint.gguf.checkpoint import convert_gguf
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.quantised_weights import load_mixed_weights
+from engine.checkpoint.store import resolve_model
+from engine.model.config import ModelConfig
+from engine.sequence import Sequence
+from engine.steps.loading import EngineConfig, load_model
+from kernels.native.library import native_library
+from kernels.quantised_weight import QuantisedWeight
+from tests.support.model_families import VOCAB_SIZE, build_oracle
+from tests.support.small_models import greedy
+
+# Bytes of a block, and where its float16 numbers begin.
+BLOCKS = {
+    Kind.Q4_0: (18, (0,)),
+    Kind.Q4_1: (20, (0, 2)),
+    Kind.Q5_0: (22, (0,)),
+    Kind.Q5_1: (24, (0, 2)),
+    Kind.Q8_0: (34, (0,)),
+    Kind.Q4_K: (144, (0, 2)),
+    Kind.Q6_K: (210, (208,)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_library()  # else it would be compiled anew for that cache
+    monkeypatch.setenv("LEGATO_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_what_gguf_says_they_are(kind: Kind) -> None:
+    block_bytes, halves = BLOCKS[kind]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (6, 5, block_bytes), dtype=np.uint8)
+    for first in halves:
+        blocks[..., first : first + 2] = random.standard_normal((6, 5, 1)).astype(np.float16).view(np.uint8)
+    data = blocks.reshape(6, -1)
+    weight = quantised_weight(data, kind)
+    assert weight is not None
+    assert np.array_equal(weight.dequantise(torch.float32).numpy(), gguf.dequantize(data, kind))
+
+
+def test_other_kinds_have_no_such_form() -> None:
+    assert quantised_weight(np.zeros((2, 110), dtype=np.uint8), Kind.Q3_K) is None
+
+
+# What llama.cpp's converter calls the tensors of a Llama.
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+KINDS = {"attn_v": Kind.Q8_0, "ffn_down": Kind.Q4_1, "attn_output": Kind.F16, "output": Kind.Q8_0}
+
+
+def write_gguf(path: Path, folder: Path, config: Any, changes: dict[str, GGUFValue] | None = None) -> None:
+    """The Llama in `folder`, its projections in blocks of several kinds. `changes`: to what is said of it."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["t", "1", *(f"t{index}" for index in range(1, VOCAB_SIZE - 1))])
+    writer.add_token_types([1] * VOCAB_SIZE)
+    writer.add_token_merges(["t 1"])
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_unk_token_id, writer.add_pad_token_id):
+        add(2)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        add_tensor(writer, name.removesuffix(".weight"), tensor.numpy(), config)
+    writer.kv_data[0].update(changes or {})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tensor(writer: Any, name: str, values: npt.NDArray[np.float32], config: Any) -> None:
+    prefix, _, rest = name.rpartition("layers.")[2].partition(".") if "layers." in name else ("", "", name)
+    short = NAMES[rest]
+    full = f"blk.{prefix}.{short}.weight" if prefix else f"{short}.weight"
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(short)
+    if heads is not None:  # the two halves of a head become neighbours
+        rows, columns = values.shape
+        values = values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    kind = Kind.F32 if "norm" in short else KINDS.get(short, Kind.Q4_0)
+    if kind == Kind.F32:
+        writer.add_tensor(full, values)
+    else:
+        writer.add_tensor(full, gguf.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def gguf_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    model = build_oracle("llama", tmp_path / "hf", intermediate_size=128, tie_word_embeddings=request.param)
+    path = tmp_path / "small.gguf"
+    write_gguf(path, tmp_path / "hf", model.config)
+    return path
+
+
+def test_a_file_is_loaded_in_its_blocks(gguf_file: Path, tmp_path: Path) -> None:
+    """With the values that it converts to, of which bfloat16 keeps eight bits; and nothing is written but text."""
+    folder = resolve_model(str(gguf_file))
+    assert (folder / "model.gguf").resolve() == gguf_file
+    assert sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink()) < 50_000
+    assert resolve_model(str(gguf_file)) == folder
+    config = ModelConfig.from_folder(folder)
+    weights = load_mixed_weights(folder, config, None, dtype=torch.float32)
+    convert_gguf(gguf_file, tmp_path / "converted", progress=lambda message: None)
+    converted = load_file(tmp_path / "converted" / "model.safetensors")
+    head = {"lm_head.weight": converted["model.embed_tokens.weight"]} if config.tied_embeddings else {}
+    assert weights.keys() == converted.keys() | head.keys()
+    for name, expected in (converted | head).items():
+        weight = weights[name]
+        values = weight.dequantise(torch.float32) if isinstance(weight, QuantisedWeight) else weight
+        assert torch.equal(values.bfloat16(), expected), name
+    kept = {name.split(".")[-2] for name, weight in weights.items() if isinstance(weight, QuantisedWeight)}
+    assert kept == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+
+
+def test_a_file_generates_what_its_values_generate(gguf_file: Path, tmp_path: Path) -> None:
+    """In float32: as a checkpoint that stores the same values."""
+    folder = resolve_model(str(gguf_file.parent))
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    for path in folder.iterdir():
+        if not path.is_symlink():
+            shutil.copy(path, stored)
+    weights = load_mixed_weights(folder, ModelConfig.from_folder(folder), None, dtype=torch.float32)
+    values = {
+        name: weight.dequantise(torch.float32) if isinstance(weight, QuantisedWeight) else weight
+        for name, weight in weights.items()
+    }
+    save_file(values, stored / "model.safetensors", metadata={"format": "pt"})
+    assert generated(str(gguf_file)) == generated(str(stored))
+
+
+def generated(model_ref: str) -> list[list[int]]:
+    model = load_model(
+        EngineConfig(model_ref=model_ref, model_name="small", dtype="float32", kv_blocks=64, num_threads=1)
+    )
+    seqs = [
+        Sequence(request_id=str(length), attempt=0, params=greedy(12), prompt_token_ids=list(range(3, 3 + length)))
+        for length in (2, 40)
+    ]
+    for _ in LocalEngine(model).run(seqs):
+        pass
+    return [seq.output_token_ids for seq in seqs]
+
+
+def test_what_cannot_be_done_with_it_is_said(gguf_file: Path, tmp_path: Path) -> None:
+    folder = resolve_model(str(gguf_file))
+    config = ModelConfig.from_folder(folder)
+    with pytest.raises(ValueError, match="quantised already"):
+        load_mixed_weights(folder, config, Quantisation(name="int8", group_size=32), dtype=torch.float32)
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF but no more")
+    with pytest.raises(ValueError, match=r"damaged\.gguf cannot be used as the GGUF file"):
+        resolve_model(str(damaged))
+
+
+def mutated(data: bytes, seed: int) -> bytes:
+    """With a few things wrong before its tensors begin."""
+    rng = random.Random(seed)
+    described = data.index(b"output_norm.weight") + 500
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        at = rng.randrange(min(described, len(changed)))
+        few = rng.choice([rng.randbytes(1), rng.randbytes(4), bytes(8), b"\xff" * 8, b"\1" + bytes(7)])
+        kept = rng.choice([at, at + len(few), at + len(few), at + len(few), at + 4, len(changed) - 8])
+        changed[at:kept] = few
+    return bytes(changed)
+
+
+def test_a_damaged_file_is_refused_in_words(gguf_file: Path) -> None:
+    """Or it is one that works: whatever its readers stumble over is a ValueError that names the file."""
+    data = gguf_file.read_bytes()
+    damaged = gguf_file.with_name("damaged.gguf")
+    refused = 0
+
+    @settings(max_examples=60)
+    @given(st.integers(0, 2**32))
+    def load(seed: int) -> None:
+        nonlocal refused
+        damaged.write_bytes(mutated(data, seed))
+        try:
+            folder = resolve_model(str(damaged))
+            load_mixed_weights(folder, ModelConfig.from_folder(folder), None, dtype=torch.float32)
+        except ValueError as error:
+            assert "gguf" in str(error).lower() or str(folder) in str(error), error
+            refused += 1
+
+    load()
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "stumbled"),
+    [
+        ("llama.attention.head_count", 0, ValueKind.UINT32, "ZeroDivisionError"),
+        ("tokenizer.ggml.tokens", 7, ValueKind.UINT32, "TypeError"),
+        ("tokenizer.ggml.merges", ["no token"], ValueKind.ARRAY, "Exception: Error while initializing BPE"),
+        ("llama.embedding_length", "many", ValueKind.STRING, "StrictDataclassFieldValidationError"),
+    ],
+)
+def test_a_value_that_its_readers_stumble_over_is_the_file_s(
+    key: str, value: Any, kind: ValueKind, stumbled: str, tmp_path: Path
+) -> None:
+    model = build_oracle("llama", tmp_path / "hf", intermediate_size=128)
+    write_gguf(tmp_path / "odd.gguf", tmp_path / "hf", model.config, {key: GGUFValue(value, kind)})
+    with pytest.raises(ValueError, match=rf"odd\.gguf cannot be used .*{stumbled}"):
+        resolve_model(str(tmp_path / "odd.gguf"))
+
+
+def test_arrays_within_arrays_are_refused(tmp_path: Path) -> None:
+    nested = struct.pack("<IQ", ValueKind.ARRAY, 1) * 3_000 + struct.pack("<IQB", ValueKind.UINT8, 1, 0)
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+    path = tmp_path / "nested.gguf"
+    path.write_bytes(header + struct.pack("<Q4sI", 4, b"deep", ValueKind.ARRAY) + nested)
+    with pytest.raises(ValueError, match=r"nested\.gguf cannot be used .*RecursionError"):
+        resolve_model(str(path))

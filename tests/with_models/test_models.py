@@ -1,0 +1,137 @@
+"""Every family against `transformers` on the same checkpoint: logits within 1e-4, greedy tokens equal."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+from transformers.models.gemma3.modeling_gemma3 import eager_attention_forward
+
+from engine.sequence import Sequence
+from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
+from tests.support.stepping import GREEDY_WITH_ECHO, RecordingSampler, Stepper, recording_runner
+
+NUM_NEW_TOKENS = 12
+PROMPT_LENGTHS = (1, 2, 5, 16, 17, 40, 61)
+LOGIT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Oracle:
+    folder: Path
+    prompts: list[list[int]]
+    continuations: list[list[int]]
+    logits: list[Tensor]  # [prompt + new - 1, V], of each prompt with its continuation
+
+
+def _ask(model: Any, prompt: list[int]) -> tuple[list[int], Tensor]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        tokens = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_NEW_TOKENS,
+            do_sample=False,
+        )
+        logits = model(tokens[:, :-1]).logits[0]
+    return tokens[0, len(prompt) :].tolist(), logits
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = build_oracle(request.param, folder)
+    model.generation_config.eos_token_id = None  # no early end
+    generator = random.Random(request.param)
+    prompts = [[generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
+    answers = [_ask(model, prompt) for prompt in prompts]
+    return Oracle(folder, prompts, [tokens for tokens, _ in answers], [logits for _, logits in answers])
+
+
+def _check(oracle: Oracle, index: int, seq: Sequence, sampler: RecordingSampler) -> None:
+    """A mixed run may have gone further than the oracle: the first NUM_NEW_TOKENS are compared."""
+    logits = torch.stack(sampler.sampled[seq.request_id])[:NUM_NEW_TOKENS]
+    expected = oracle.logits[index][len(oracle.prompts[index]) - 1 :]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=LOGIT_TOLERANCE)
+    assert seq.output_token_ids[:NUM_NEW_TOKENS] == oracle.continuations[index]
+
+
+@pytest.mark.parametrize("layers_per_group", [1, 2, 3, 4])
+def test_whole_prompts_one_after_the_other(oracle: Oracle, layers_per_group: int) -> None:
+    runner, sampler = recording_runner(oracle.folder, layers_per_group=layers_per_group)
+    stepper = Stepper(runner)
+    for index, prompt in enumerate(oracle.prompts):
+        seq = stepper.add(prompt, str(index))
+        stepper.generate(seq, NUM_NEW_TOKENS)
+        _check(oracle, index, seq, sampler)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_chunks_of_odd_sizes(oracle: Oracle, chunk: int) -> None:
+    runner, sampler = recording_runner(oracle.folder, layers_per_group=2, block_size=5)
+    stepper = Stepper(runner)
+    seq = stepper.add(oracle.prompts[-1], "long")
+    stepper.generate(seq, NUM_NEW_TOKENS, chunk=chunk)
+    _check(oracle, len(oracle.prompts) - 1, seq, sampler)
+
+
+@pytest.mark.parametrize(("layers_per_group", "block_size"), [(1, 4), (2, 16), (4, 3)])
+def test_all_lengths_mixed_in_steps_of_prefill_and_decode(
+    oracle: Oracle, layers_per_group: int, block_size: int
+) -> None:
+    runner, sampler = recording_runner(oracle.folder, layers_per_group=layers_per_group, block_size=block_size)
+    stepper = Stepper(runner, seed=block_size)
+    seqs = [stepper.add(prompt, str(index)) for index, prompt in enumerate(oracle.prompts)]
+    stepper.generate_mixed(seqs, NUM_NEW_TOKENS)
+    for index, seq in enumerate(seqs):
+        _check(oracle, index, seq, sampler)
+
+
+def test_logits_at_every_position_of_a_prompt(oracle: Oracle) -> None:
+    runner, sampler = recording_runner(oracle.folder)
+    stepper = Stepper(runner)
+    seq = stepper.add(oracle.prompts[-1], params=GREEDY_WITH_ECHO)
+    stepper.step([(seq, 33)])
+    stepper.step([(seq, seq.num_uncomputed)])
+    logits = torch.cat(sampler.judged)
+    torch.testing.assert_close(logits, oracle.logits[-1][: seq.num_computed - 1], rtol=0, atol=LOGIT_TOLERANCE)
+
+
+def _soft_capped_attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return eager_attention_forward(module, *args, softcap=module.attn_logit_softcapping, **kwargs)
+
+
+def test_attention_soft_capping(tmp_path: Path) -> None:
+    """Gemma 3's own forward pass leaves the config's cap out; handed to its attention function, it is an oracle."""
+    AttentionInterface.register("soft_capped", _soft_capped_attention)
+    AttentionMaskInterface.register("soft_capped", eager_mask)
+    prompt = list(range(3, 40))
+    logits = {}
+    for cap in (None, 0.7):
+        model = build_oracle("gemma3", tmp_path, attn_logit_softcapping=cap)
+        model.set_attn_implementation("soft_capped")
+        with torch.no_grad():
+            logits[cap] = model(torch.tensor([prompt])).logits[0, -1]
+    assert (logits[0.7] - logits[None]).abs().max() > 1e-2, "the cap must matter"
+    for chunk in (1, 5, 37):
+        runner, sampler = recording_runner(tmp_path)
+        stepper = Stepper(runner)
+        stepper.generate(stepper.add(prompt, "capped"), 1, chunk=chunk)
+        torch.testing.assert_close(sampler.sampled["capped"][0], logits[0.7], rtol=0, atol=LOGIT_TOLERANCE)
+
+
+def test_bfloat16_stays_close(oracle: Oracle) -> None:
+    runner, sampler = recording_runner(oracle.folder, dtype=torch.bfloat16)
+    stepper = Stepper(runner)
+    seq = stepper.add(oracle.prompts[-1], "bf16")
+    stepper.generate(seq, 1, chunk=20)
+    expected = oracle.logits[-1][len(oracle.prompts[-1]) - 1]
+    distance = (sampler.sampled["bf16"][0] - expected).norm() / expected.norm()
+    assert distance < 0.05

@@ -1,0 +1,192 @@
+"""A model cut into the shards of a tensor-parallel group: its weights, its logits, and what cannot be cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.checkpoint.weights import load_weights
+from engine.kv.cache import KVCache, KVLayout
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.shards import WHOLE, Shard, check_degree, possible_degrees
+from engine.model.transformer import Model
+from engine.parallel.group import RankGroup
+from kernels.interface import Segment
+from kernels.ops import kernels_for
+from tests.support.exactness import hf_reference
+from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
+from tests.with_models.rank_threads import on_ranks
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 40
+NUM_TOKENS = 30
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, build_oracle(request.param, folder)
+
+
+def logits_of(
+    folder: Path, token_ids: list[int], ranks: RankGroup | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Of all tokens `[T, V]`: half of them as one chunk, then the others one by one."""
+    config = ModelConfig.from_folder(folder)
+    shard = WHOLE if ranks is None else ranks.shard
+    with torch.inference_mode():
+        weights = load_weights(folder, config, dtype=dtype, shard=shard)
+        model = Model(config, weights, kernels_for(torch.device("cpu")), ranks)
+        kv_cache = poisoned_cache(model.config, dtype)
+        half = len(token_ids) // 2
+        spans = [(0, half), *((start, start + 1) for start in range(half, len(token_ids)))]
+        return torch.cat(
+            [model.logits(model.forward(one_batch(token_ids, *span, kv_cache), kv_cache)) for span in spans]
+        )
+
+
+def poisoned_cache(config: ModelConfig, dtype: torch.dtype) -> KVCache:
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        layers_per_group=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=BLOCK_SIZE,
+        dtype=dtype,
+    )
+    kv_cache = KVCache(layout, NUM_BLOCKS)
+    kv_cache.tensor.fill_(torch.nan)
+    return kv_cache
+
+
+def one_batch(token_ids: list[int], start: int, stop: int, kv_cache: KVCache) -> Batch:
+    """Tokens [start, stop) of one sequence; its blocks are in no order, the same on every rank."""
+    table = np.array([random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)], dtype=np.int32)
+    positions = np.arange(start, stop)
+    count = stop - start
+    return Batch(
+        token_ids=torch.tensor(token_ids[start:stop]),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(kv_cache.slot_addresses(table, positions)),
+        segments=(Segment(first_row=0, num_queries=count, context_len=stop, block_table=table),),
+        output_rows=torch.arange(count),
+        sampling_items=(0,),
+        prompt_spans=(),
+    )
+
+
+def random_tokens(count: int = NUM_TOKENS) -> list[int]:
+    return [random.Random(5).randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+
+@pytest.mark.parametrize("degree", [2, 4])  # of two key/value heads: one each, then each on two ranks
+def test_the_ranks_together_compute_what_hugging_face_does(family: tuple[Path, Any], degree: int) -> None:
+    folder, oracle = family
+    tokens = random_tokens()
+    of_ranks = on_ranks(degree, lambda ranks: logits_of(folder, tokens, ranks))
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(of_ranks[0], expected, rtol=1e-4, atol=1e-4)
+    assert of_ranks[0].argmax(-1).tolist() == expected.argmax(-1).tolist()
+    assert all(torch.equal(of_ranks[0], logits) for logits in of_ranks[1:])
+
+
+def test_the_same_calls_give_the_same_bits(tmp_path: Path) -> None:
+    build_oracle("llama", tmp_path)
+    first, second = (
+        on_ranks(2, lambda ranks: logits_of(tmp_path, random_tokens(), ranks, torch.bfloat16))[0] for _ in range(2)
+    )
+    assert torch.equal(first, second)
+
+
+def test_three_key_value_heads_are_cut_for_three_ranks(smollm2_folder: Path) -> None:
+    prompt = list(range(100, 132))
+    [reference] = hf_reference(smollm2_folder, [prompt], 12)
+    tokens = prompt + reference.token_ids
+    logits = on_ranks(3, lambda ranks: logits_of(smollm2_folder, tokens, ranks))[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == reference.token_ids
+
+
+def test_each_rank_reads_its_own_part_and_together_they_have_all(family: tuple[Path, Any]) -> None:
+    folder, _ = family
+    config = ModelConfig.from_folder(folder)
+    whole = load_weights(folder, config, dtype=torch.float32)
+    halves = [load_weights(folder, config, dtype=torch.float32, shard=Shard(rank, 2)) for rank in (0, 1)]
+    for name, tensor in whole.items():
+        parts = [half[name] for half in halves if name in half]
+        if name.endswith(("embed_tokens.weight", "norm.weight")):
+            assert all(torch.equal(part, tensor) for part in parts)
+            continue
+        if name.endswith(("o_proj.bias", "down_proj.bias")):
+            assert len(parts) == 1
+        cut_dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        assert torch.equal(torch.cat(parts, dim=cut_dim), tensor), name
+
+
+def test_ranks_beyond_the_key_value_heads_have_the_same_ones() -> None:
+    heads = [Shard(rank, 6).kv_heads(3) for rank in range(6)]
+    assert [(head.start, head.stop) for head in heads] == [(0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3)]
+
+
+def test_what_cannot_be_cut_into_equal_parts_is_refused(smollm2_folder: Path) -> None:
+    config = ModelConfig.from_folder(smollm2_folder)
+    assert possible_degrees(config) == [1, 3]
+    check_degree(config, 3)
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel is 2, .* 9 query heads, 3 key/value heads .* only among 1, 3;"
+    ):
+        check_degree(config, 2)
+    with_even_mlp = dataclasses.replace(config, intermediate_size=9 * 128)
+    assert possible_degrees(with_even_mlp) == [1, 3, 9]
+
+
+def test_sums_are_in_float32_and_do_not_depend_on_the_place_in_a_batch() -> None:
+    rows = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def sums(ranks: RankGroup) -> tuple[Tensor, Tensor]:
+        mine = rows[ranks.shard.rank].expand(9, -1)
+        return ranks.sum(mine), ranks.sum(mine[:1])
+
+    for many, alone in on_ranks(3, sums):
+        assert torch.equal(many, rows.float().sum(0).bfloat16().expand(9, -1))
+        assert torch.equal(many[8:], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_tensor_is_summed_in_parts_to_the_same_bits(dtype: torch.dtype) -> None:
+    """Of 1,050,001 values, which three ranks do not share equally."""
+    partials = torch.randn(3, 1, 1_050_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def sums(ranks: RankGroup) -> tuple[Tensor, Tensor]:
+        mine = partials[ranks.shard.rank]
+        return ranks.sum(mine), ranks.sum(mine[:, -1000:])
+
+    for large, small in on_ranks(3, sums):
+        expected = ((partials[0].float() + partials[1].float()) + partials[2].float()).to(dtype)
+        assert torch.equal(large, expected)
+        assert torch.equal(large[:, -1000:], small)
+
+
+def test_a_vocabulary_that_does_not_divide_is_joined_whole() -> None:
+    row = torch.arange(307.0)[None]
+    for joined in on_ranks(4, lambda ranks: ranks.join(row[:, ranks.shard.vocabulary(307)], 307)):
+        assert torch.equal(joined, row)
+
+
+def test_a_rank_that_never_comes_is_an_error_at_the_deadline() -> None:
+    def lonely(ranks: RankGroup) -> None:
+        if ranks.shard.rank == 0:
+            with pytest.raises(RuntimeError):
+                ranks.sum(torch.ones(2, 2))
+        else:
+            ranks.leave()
+
+    on_ranks(2, lonely, timeout_s=5)

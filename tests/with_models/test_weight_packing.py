@@ -1,0 +1,157 @@
+"""Checkpoints of AWQ and GPTQ: packed here code by code, as their formats say, and loaded by the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.quantised_weights import load_mixed_weights
+from engine.model.config import ModelConfig
+from kernels.quantised_weight import QuantisedWeight
+from tests.support.model_families import build_oracle
+
+GROUP = 32
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+
+
+def signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def packed_rows(codes: list[list[int]], bits: int, order: tuple[int, ...]) -> Tensor:
+    """Each row's codes, so many to a word of 32 bits: field i of a word holds its code `order[i]`."""
+    per_word = 32 // bits
+    words = [
+        [
+            signed(sum(row[first + order[field]] << (bits * field) for field in range(per_word)))
+            for first in range(0, len(row), per_word)
+        ]
+        for row in codes
+    ]
+    return torch.tensor(words, dtype=torch.int32)
+
+
+def pack(method: str, bits: int, codes: Tensor, zeros: Tensor, less: int) -> dict[str, Tensor]:
+    """From `codes [O, I]` and `zeros [O, G]`, which are stored `less` so much."""
+    stored_zeros = (zeros.t() - less).tolist()
+    if method == "awq":
+        awq_order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {
+            "qweight": packed_rows(codes.t().tolist(), 4, awq_order),
+            "qzeros": packed_rows(stored_zeros, 4, awq_order),
+        }
+    order = tuple(range(32 // bits))
+    groups = torch.arange(codes.shape[1], dtype=torch.int32) // GROUP
+    qweight = packed_rows(codes.tolist(), bits, order).t().contiguous()
+    return {"qweight": qweight, "qzeros": packed_rows(stored_zeros, bits, order), "g_idx": groups}
+
+
+def write_packed(folder: Path, quantization: dict[str, Any], *, symmetric: bool = False) -> dict[str, Tensor]:
+    """A small model whose projections in the layers are packed, in two files; the values of all its tensors."""
+    build_oracle("qwen2", folder, intermediate_size=64, num_hidden_layers=2)
+    bits = quantization["bits"]
+    less = 1 if quantization["quant_method"] == "gptq" and quantization.get("checkpoint_format") != "gptq_v2" else 0
+    values: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    stored: dict[str, Tensor] = {}
+    for name, tensor in values.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        num_outputs, num_inputs = tensor.shape
+        codes = torch.randint(0, 2**bits, (num_outputs, num_inputs))
+        shape = (num_outputs, num_inputs // GROUP)
+        zeros = torch.full(shape, 2 ** (bits - 1)) if symmetric else torch.randint(less, 2**bits, shape)
+        scales = (torch.rand(shape) / 50).half()
+        expand = torch.arange(num_inputs) // GROUP
+        values[name] = (codes - zeros[:, expand]).float() * scales[:, expand].float()
+        parts = pack(quantization["quant_method"], bits, codes, zeros, less) | {"scales": scales.t().contiguous()}
+        stored |= {f"{name.removesuffix('weight')}{part}": packed for part, packed in parts.items()}
+    save_in_two(stored, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    return values
+
+
+def save_in_two(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Every other tensor in each file, so that projections are torn apart."""
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "quantization",
+    [AWQ, GPTQ, GPTQ | {"bits": 8}, GPTQ | {"checkpoint_format": "gptq_v2"}],
+    ids=["awq", "gptq", "gptq-8", "gptq-v2"],
+)
+def test_values_are_those_of_the_format(tmp_path: Path, quantization: dict[str, Any], symmetric: bool) -> None:
+    torch.manual_seed(0)
+    expected = write_packed(tmp_path, quantization, symmetric=symmetric)
+    config = ModelConfig.from_folder(tmp_path)
+    weights = load_mixed_weights(tmp_path, config, None, dtype=torch.float32)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        if isinstance(weight, QuantisedWeight):
+            assert (weight.bits, weight.group_size) == (quantization["bits"], GROUP)
+            assert (weight.minimums is None) == symmetric
+            weight = weight.dequantise(torch.float32)
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_groups_that_are_not_side_by_side_are_refused(tmp_path: Path) -> None:
+    write_packed(tmp_path, GPTQ)
+    file = tmp_path / "model-0.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("g_idx"))
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="desc_act: false"):
+        load_mixed_weights(tmp_path, ModelConfig.from_folder(tmp_path), None, dtype=torch.float32)
+
+
+LOST = "model.layers.1.mlp.up_proj.qzeros"
+
+
+def test_what_lacks_is_named(tmp_path: Path) -> None:
+    write_packed(tmp_path, AWQ)
+    files = [tmp_path / f"model-{index}.safetensors" for index in (0, 1)]
+    for file in files:
+        kept = {name: tensor for name, tensor in load_file(file).items() if name != LOST}
+        save_file(kept, file)
+    with pytest.raises(ValueError, match=LOST):
+        load_mixed_weights(tmp_path, ModelConfig.from_folder(tmp_path), None, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"version": "gemv"}, "'gemv'; supported are 4 bits in 'gemm'"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),
+        ({"quant_method": "hqq"}, "quantised by 'hqq'; supported are awq, gptq and GGUF"),
+    ],
+)
+def test_other_formats_are_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    write_packed(tmp_path, AWQ)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=complaint):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_it_is_not_rounded_twice(tmp_path: Path) -> None:
+    write_packed(tmp_path, AWQ)
+    config = ModelConfig.from_folder(tmp_path)
+    with pytest.raises(ValueError, match="quantised already"):
+        load_mixed_weights(tmp_path, config, Quantisation(name="int4", group_size=32), dtype=torch.float32)

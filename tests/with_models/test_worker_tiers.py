@@ -1,0 +1,71 @@
+"""One worker's tiers as it opens and closes them: what it refuses to allocate, and what it leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from engine.memory.machine import memory_bytes
+from engine.steps.loading import EngineConfig
+from kv_transfer.tiers.config import Budget, TiersConfig
+from kv_transfer.tiers.worker_tiers import WorkerTiers
+from tests.processes.host_segments import SHARED_MEMORY
+from tests.support.small_models import SmallModel
+
+
+@pytest.mark.parametrize("budget", [Budget(num_bytes=memory_bytes()), Budget(num_bytes=2**50)])
+def test_more_host_memory_than_there_is_is_refused(tmp_path: Path, budget: Budget) -> None:
+    engine = EngineConfig(model_ref="unused", model_name="unused")
+    tiers = WorkerTiers(TiersConfig(host=budget, host_folder=str(tmp_path)), engine, b"secret")
+    with pytest.raises(ValueError, match=r"more than 90% .* share such as 20%"):
+        tiers.load()
+    assert not list(tmp_path.iterdir())
+
+
+def started(folder: Path, model: SmallModel) -> WorkerTiers:
+    """Of one application, whose workers all keep their host memory in the folder."""
+    engine = EngineConfig(model_ref=str(model.folder), model_name="llama", dtype="float32", kv_blocks=16, num_threads=1)
+    tiers = WorkerTiers(TiersConfig(host=Budget(num_bytes=2**20), host_folder=str(folder)), engine, b"secret")
+    tiers.load()
+    return tiers
+
+
+def files(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+def killed(folder: Path, model: SmallModel) -> Path:
+    """What a worker leaves that had no chance to clean up."""
+    tiers = started(folder, model)
+    assert tiers._segment is not None
+    tiers._segment.close(unlink=False)
+    return tiers._segment.path
+
+
+async def test_a_worker_that_ends_leaves_what_killed_ones_left_to_the_others(llama: SmallModel) -> None:
+    with TemporaryDirectory(dir=SHARED_MEMORY) as name:
+        folder = Path(name)
+        first, second = started(folder, llama), started(folder, llama)
+        left = killed(folder, llama)
+        await first.close()
+        assert left.exists(), "the application goes on"
+        adopter = started(folder, llama)
+        assert adopter._segment is not None
+        assert (adopter._segment.path, adopter._segment.adopted) == (left, True)
+        await second.close()
+        await adopter.close()
+        assert not files(folder)
+
+
+async def test_who_is_last_takes_along_what_killed_workers_left(llama: SmallModel) -> None:
+    with TemporaryDirectory(dir=SHARED_MEMORY) as name:
+        folder = Path(name)
+        only = started(folder, llama)
+        left = killed(folder, llama)
+        stranger = folder / f"legato-kv-{'0' * 32}-{'0' * 16}"
+        stranger.touch()
+        await only.close()
+        assert not left.exists()
+        assert files(folder) == [stranger]
