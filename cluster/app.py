@@ -32,6 +32,7 @@ from cluster.gateway.request_recorder import RequestRecorder
 from cluster.gateway.request_state import RequestRun
 from cluster.http.api import Api, InFlight
 from cluster.http.app import create_app
+from cluster.http.connection import accept_many
 from cluster.http.tenants import Tenants
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
@@ -159,6 +160,7 @@ class Gateway:
         pools: list[DeploymentHandle],
     ) -> None:
         keep_replica_on_loopback()
+        accept_many()
         secret = cluster_secret(drawn_secret)
         logging.basicConfig(level=config.log_level)
 

@@ -1,8 +1,11 @@
-"""The client's socket under a request, of which ASGI shows nothing: whether bytes are taken, and how to close it now.
+"""The sockets under the application, of which ASGI shows nothing: a request's, and those that listen.
 
 ASGI has no way to close a connection whose client does not read: uvicorn closes it once everything is written, which is
 never. So this looks behind `receive`, where uvicorn, also inside a Serve replica, has the transport. Where that is not
 found, nothing is known of what the client takes, and the connection is left to the server and to HAProxy's timeouts.
+
+libuv accepts one connection of each listening handle in a turn of the loop, so a client's new connection would wait for
+as many turns as connections came before it: `accept_many` gives the server several handles.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Final
 from starlette.types import Receive, Scope
 
 _CONNECTION: Final = "legato.connection"
+ACCEPTED_PER_TURN: Final = 16  # a turn that accepts any tries them all: a few microseconds each
 
 
 class Connection:
@@ -57,3 +61,20 @@ def note_connection(scope: Scope, receive: Receive) -> None:
 def connection_of(scope: Scope) -> Connection:
     connection: Connection = scope[_CONNECTION]
     return connection
+
+
+def accept_many() -> None:
+    """Let the HTTP server of this process accept many connections in each turn of its loop.
+
+    A gateway's replica calls it once, before Serve starts the server, which Serve hands one socket. The server then
+    listens on duplicates of that as well; uvicorn closes all of them when it stops.
+    """
+    import uvicorn
+
+    serve = uvicorn.Server.serve
+
+    async def serve_many(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        more = [listener.dup() for listener in sockets or () for _ in range(ACCEPTED_PER_TURN - 1)]
+        await serve(server, None if sockets is None else [*sockets, *more])
+
+    uvicorn.Server.serve = serve_many  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ import re
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import httpx
 import psutil
 import pytest
 
+from cluster.http.connection import ACCEPTED_PER_TURN
 from engine.text.tokenizer import Tokenizer
 from tests.ray.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
 from tests.ray.served_cluster import MODEL, ServedCluster, listening_sockets, post_job, served_cluster
@@ -78,6 +80,16 @@ def test_nothing_listens_beyond_loopback(cluster: ServedCluster) -> None:
     assert [
         found for found in listening if not ipaddress.ip_address(found[1].removeprefix("::ffff:")).is_loopback
     ] == []
+
+
+def test_the_gateway_accepts_many_connections_in_a_turn(cluster: ServedCluster) -> None:
+    """Of the one HTTP socket that Serve made, its server has as many handles."""
+    handles: Counter[str] = Counter()
+    for process in psutil.Process(cluster.process.pid).children(recursive=True):
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            handles.update(f"{process.pid} {file.readlink()}" for file in Path(f"/proc/{process.pid}/fd").iterdir())
+    num_handles = [number for opened, number in handles.items() if "socket:" in opened]
+    assert ACCEPTED_PER_TURN in num_handles, handles
 
 
 def test_nobody_else_runs_jobs_here(cluster: ServedCluster) -> None:
