@@ -34,7 +34,7 @@ class Turns:
         # One thread each, so that a prompt of usual length does not wait behind a hundred of the longest, and an answer
         # behind no prompt.
         self._short, self._long, self._answers = (
-            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("short-requests", "long-requests", "answers")
+            _Thread(name) for name in ("short-requests", "long-requests", "answers")
         )
 
     async def on_loop(self, work: Callable[..., T], *args: Any) -> T:
@@ -47,11 +47,21 @@ class Turns:
     async def reading(self, size: int, work: Callable[..., T], *args: Any) -> T:
         """Call `work` on something large of a request, of about `size` bytes, in a thread once that is free. Who is
         cancelled while waiting is not served."""
-        return await self._in(self._short if size <= _LONG else self._long, work, *args)
+        return await (self._short if size <= _LONG else self._long).call(work, *args)
 
     async def writing(self, work: Callable[..., T], *args: Any) -> T:
         """The same for something large of an answer."""
-        return await self._in(self._answers, work, *args)
+        return await self._answers.call(work, *args)
 
-    async def _in(self, threads: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
+
+class _Thread:
+    """Begins a piece of work only when the loop has seen the last one end. In one turn the loop asks for the lock again
+    for each socket: with the next piece at hand, each time it would wait for a parser."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._free = asyncio.Lock()  # given in the order of asking
+
+    async def call(self, work: Callable[..., T], *args: Any) -> T:
+        async with self._free:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
