@@ -256,6 +256,7 @@ def _job(
     param: str,
 ) -> Job:
     _require_bounded(body.n or 1, prompts, wishes)
+    api.in_flight.require_room(len(prompts) * (body.n or 1))  # others may have begun since the request came
     job_id = f"{kind}-{secrets.token_hex(12)}"
     return Job(
         id=job_id,
