@@ -25,9 +25,16 @@ class Generation:
         self.terms = terms
         self.watch = api.slo.watch(terms, len(job.specs))
         self.job = job
+        text_ends = [api.tokenizer.text_end(prompt.token_ids) for prompt in job.prompts]  # once for all its choices
         self.choices = [
-            Choice(api.tokenizer, spec.prompt_token_ids, spec.params, job.stop, return_token_ids=job.return_token_ids)
-            for spec in job.specs
+            Choice(
+                api.tokenizer,
+                text_ends[index // job.num_choices],
+                spec.params,
+                job.stop,
+                return_token_ids=job.return_token_ids,
+            )
+            for index, spec in enumerate(job.specs)
         ]
 
     async def batches(self) -> AsyncGenerator[dict[int, Delta], None]:

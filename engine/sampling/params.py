@@ -5,8 +5,7 @@ Knows nothing of tensors or of HTTP: the gateway builds it from a request, the w
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Final
 
 from pydantic import Strict
@@ -96,7 +95,9 @@ class SamplingParams:
     def with_seed(self, seed: int) -> SamplingParams:
         """The same but for its seed, and not checked again: there may be many choices, with a thousand biases each."""
         _require_within("seed", seed, 0, 2**63 - 1)
-        other = copy.copy(self)
+        other = object.__new__(SamplingParams)
+        for name in _NAMES:  # a tenth of what `copy.copy` takes
+            object.__setattr__(other, name, getattr(self, name))
         object.__setattr__(other, "seed", seed)
         return other
 
@@ -107,6 +108,9 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_NAMES: Final = tuple(each.name for each in fields(SamplingParams))
 
 
 def _require_within(name: str, value: float, low: float, high: float, *, advice: str = "") -> None:

@@ -22,7 +22,7 @@ from engine.text.chat_template import ChatTemplate, Message
 from engine.text.token_spelling import read_spelling
 
 _MAX_CHARACTER_BYTES = 4  # of one character in UTF-8
-_MAX_TAIL_TOKENS = 256  # of a prompt; it may be long and hold no text, only special tokens, for each of 128 choices
+_MAX_TAIL_TOKENS = 256  # of a prompt; it may be long and hold no text, only special tokens
 _LONG_TEXT_CHARS = 1_000  # from here on a second switch of threads costs nothing beside the work
 
 
@@ -78,6 +78,20 @@ class Tokenizer:
             token = self._backend.id_to_token(token_id)
             known = self._bytes[token_id] = b"" if token is None else self._spell(token)
         return known
+
+    def text_end(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
+        """Enough of the last tokens that have text to know whether it stops inside a character, or is any at all: for
+        `IncrementalDetokenizer` they are as good as the whole prompt, which may be searched for long."""
+        end: list[int] = []
+        num_bytes = 0
+        for token_id in islice(reversed(token_ids), _MAX_TAIL_TOKENS):
+            if num_bytes >= _MAX_CHARACTER_BYTES:
+                break
+            if not (skip_special_tokens and token_id in self.special_token_ids):
+                end.append(token_id)
+                num_bytes += len(self.token_bytes(token_id))
+        end.reverse()
+        return end
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, with U+FFFD for what is only part of a character."""
@@ -164,7 +178,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        tail = self._last_bytes(prompt_token_ids)
+        tail = b"".join(map(tokenizer.token_bytes, tokenizer.text_end(prompt_token_ids, skip_special_tokens)))
         self._decoder.decode(tail)
         self._strip_next = tokenizer.strips_leading_space and not tail
 
@@ -177,16 +191,6 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """After the last token: U+FFFD for a character that never got complete, else nothing."""
         return self._strip(self._decoder.decode(b"", final=True))
-
-    def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """Enough of the prompt's end to know whether it stops inside a character, or has text at all."""
-        tail = b""
-        for token_id in islice(reversed(token_ids), _MAX_TAIL_TOKENS):
-            if len(tail) >= _MAX_CHARACTER_BYTES:
-                break
-            if token_id not in self._skipped:
-                tail = self._tokenizer.token_bytes(token_id) + tail
-        return tail
 
     def _strip(self, text: str) -> str:
         if self._strip_next and text:

@@ -199,6 +199,10 @@ def test_streamed_pieces_make_the_decoded_text(tokenizer: Tokenizer, data: st.Da
     single_bytes = st.sampled_from([i for i in range(600) if len(tokenizer.token_bytes(i)) == 1])
     ids = data.draw(st.lists(st.one_of(any_id, single_bytes), max_size=40))
     assert "".join(stream(tokenizer, ids, skip_special_tokens=skip)) == tokenizer.decode(ids, skip)
+    prompt = data.draw(st.lists(any_id, max_size=20))
+    end = tokenizer.text_end(prompt, skip)
+    assert len(end) <= len(prompt)
+    assert stream(tokenizer, ids, end, skip) == stream(tokenizer, ids, prompt, skip)
 
 
 def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
