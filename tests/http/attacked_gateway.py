@@ -207,13 +207,15 @@ def _serve(folder: Path) -> None:
     from cluster.deployment.heap import settle_heap
     from cluster.gateway.generator import ServingLimits
     from cluster.http.app import create_app
+    from cluster.http.connection import accept_many
     from engine.text.tokenizer import Tokenizer
     from tests.support.http_server import scripted_api
     from tests.support.scripted_generator import Script, ScriptedGenerator
 
     tokenizer = Tokenizer(folder)
     generator = ScriptedGenerator(tokenizer)
-    generator.script = Script(limits=ServingLimits(max_model_len=CONTEXT, ready=True), delay_s=0.01)
+    limits = ServingLimits(max_model_len=CONTEXT, ready=True)
+    generator.script = Script(reply="the sea was calm; night fell, and she said: miles", limits=limits, delay_s=0.01)
     app = create_app(scripted_api(generator, tokenizer))
     heart = Heart()
 
@@ -232,6 +234,7 @@ def _serve(folder: Path) -> None:
         beating.cancel()
 
     settle_heap()
+    accept_many()
     with asyncio.Runner(loop_factory=uvicorn.Config(app, loop="uvloop").get_loop_factory()) as runner:
         runner.run(run())
 

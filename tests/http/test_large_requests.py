@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
 
-from cluster.errors import BodyTooLargeError
+from cluster.errors import BodyTooLargeError, OverloadedError
+from cluster.gateway.generator import Arrival, Arrivals
+from cluster.gateway.merged_streams import fanout
 from cluster.http.body import MAX_VALUES, _require_few_values
+from cluster.http.connection import accept_many
+from cluster.http.openai.schemas import CompletionBody
 from cluster.http.openai.sse import dumps, dumps_large
+from cluster.http.parse import prepare_completion
+from cluster.http.turns import Turns
+from engine.text.tokenizer import Tokenizer
+from kv_transfer.messages import TokenEvent
 from tests.http.attacked_gateway import ATTACKS, TAKE_SECONDS, attack, fetch, gateway, get, request_bytes
-from tests.support.waiting import wait_until
+from tests.support.http_server import MODEL, scripted_api
+from tests.support.scripted_generator import ScriptedGenerator
+from tests.support.waiting import eventually, wait_until
 
 LONGEST_SILENCE_S = 0.25
 
@@ -46,6 +63,109 @@ def test_a_client_that_leaves_is_no_error_on_uvloop_either(port: int) -> None:
         sock.sendall(request_bytes(path, {**body, "prompt": "a", "stream": True, "max_tokens": 10_000}))
         assert sock.recv(10).startswith(b"HTTP/1.1")
     wait_until(lambda: b"legato_requests_running 0.0" in fetch(port, "/metrics"))
+
+
+class _Turns:
+    """Counts the loop's."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._counting = asyncio.create_task(self._count())
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.number += 1
+
+
+def test_a_hundred_new_connections_take_few_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody listens once the server has stopped."""
+    monkeypatch.setattr(uvicorn.Server, "serve", uvicorn.Server.serve)  # `accept_many` replaces it
+    accept_many()
+
+    async def scenario() -> None:
+        server = uvicorn.Server(uvicorn.Config(_no_application, log_level="error", lifespan="off"))
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        address = listener.getsockname()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await eventually(lambda: server.started)
+        clients = [socket.create_connection(address) for _ in range(101)]
+        turns = _Turns()
+        await eventually(lambda: turns.number >= 20)
+        assert len(server.server_state.connections) == len(clients)
+        for client in clients:
+            client.close()
+        server.should_exit = True
+        await serving
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+
+    uvloop.run(scenario())
+
+
+async def _no_application(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("nobody asks for anything")
+
+
+async def test_the_choices_of_a_request_start_a_few_in_each_turn_and_all_end_with_it() -> None:
+    turns = _Turns()
+    started_in: Counter[int] = Counter()
+    begun = asyncio.Event()
+    ended = 0
+
+    async def stream(number: int) -> AsyncGenerator[Arrivals, None]:
+        nonlocal ended
+        started_in[turns.number] += 1
+        begun.set()
+        try:
+            while True:
+                token = TokenEvent(request_id=f"r-{number}", attempt=0, index=0, token_id=1)
+                yield [Arrival(time.monotonic(), token)]
+                await asyncio.get_running_loop().create_future()
+        finally:
+            ended += 1
+
+    async with fanout([stream(number) for number in range(128)]) as reader:
+        seen: set[int] = set()
+        while len(seen) < 128:
+            seen |= {index for index, _ in await reader.next()}
+    assert max(started_in.values()) <= 16 and ended == 128
+
+    async def enter() -> None:
+        async with fanout([stream(number) for number in range(128)]):
+            raise AssertionError("it is cancelled before")
+
+    started_in.clear()
+    begun.clear()
+    entering = asyncio.create_task(enter())
+    await begun.wait()
+    entering.cancel()
+    await asyncio.wait({entering})
+    assert entering.cancelled() and ended == 128 + started_in.total() < 256
+
+
+async def test_a_thread_begins_nothing_while_the_loop_is_kept() -> None:
+    """Or each socket of a turn would wait for another piece of work to give the interpreter's lock back."""
+    turns = Turns()
+    done: list[int] = []
+    working = [asyncio.create_task(turns.reading(1, done.append, number)) for number in range(10)]
+    await asyncio.sleep(0)
+    wait_until(lambda: done)
+    threading.Event().wait(0.05)  # enough for the others, if they were begun
+    assert done == [0]
+    await asyncio.gather(*working)
+    assert done == [*range(10)]
+
+
+@pytest.mark.model
+async def test_who_finds_no_room_after_a_long_look_is_not_made_ready(smollm2_folder: Path) -> None:
+    tokenizer = Tokenizer(smollm2_folder)
+    api = scripted_api(ScriptedGenerator(tokenizer), tokenizer)
+    body = CompletionBody.model_validate({"model": MODEL, "prompt": "a long prompt " * 400, "n": 128})
+    preparing = asyncio.create_task(prepare_completion(body, api, "auto", ""))
+    await asyncio.sleep(0)
+    with api.in_flight.enter(512), pytest.raises(OverloadedError):
+        await preparing
 
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -134,7 +134,7 @@ class ScriptedGenerator:
         forced = [token_id for token_id, bias in params.logit_bias.items() if bias >= 100]
         if forced:
             return forced[:1] * params.max_tokens
-        ids = self._tokenizer.encode(self._text(request), add_special_tokens=False)
+        ids = [*_encoded(self._tokenizer, self._text(request))]
         if params.ignore_eos or params.min_tokens > len(ids):
             ids *= 1 + params.max_tokens // len(ids)
         else:
@@ -172,6 +172,11 @@ class ScriptedGenerator:
 
     def _logprobs(self, token_id: int, num_top: int | None) -> tuple[float, list[tuple[int, float]]] | None:
         return None if num_top is None else _opinion(token_id, num_top)
+
+
+@lru_cache(maxsize=100)  # so that a fixed reply is as quick as one that comes from a worker
+def _encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 @lru_cache(maxsize=100_000)  # as quick as one that comes ready from a worker
