@@ -16,7 +16,7 @@ import socket
 import struct
 import termios
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from starlette.types import Receive, Scope
 
@@ -77,4 +77,5 @@ def accept_many() -> None:
         more = [listener.dup() for listener in sockets or () for _ in range(ACCEPTED_PER_TURN - 1)]
         await serve(server, None if sockets is None else [*sockets, *more])
 
-    uvicorn.Server.serve = serve_many  # type: ignore[method-assign]
+    server_class: Any = uvicorn.Server
+    server_class.serve = serve_many
