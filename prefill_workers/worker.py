@@ -108,7 +108,7 @@ class PrefillWorker:
             digest_kind=self._parts.digest_kind,
             on_release=self._on_release,
             on_failed=self._fail,
-            on_verified=self._on_handed_over,
+            on_verified=self._on_verified,
         )
         self._stream = LayerStream(
             self._model.layout.num_layers,
@@ -319,6 +319,12 @@ class PrefillWorker:
         self._drain.note()
 
     # --- ends ---
+
+    def _on_verified(self, timeline: HandoffTimeline) -> None:
+        gateway = self._gateway_of.get(timeline.key)
+        if gateway is not None:
+            self._port.handed_over(gateway, timeline.key, timeline.exposed_s)
+        self._on_handed_over(timeline)
 
     def _on_release(self, key: SequenceKey) -> None:
         self._gateway_of.pop(key, None)

@@ -27,6 +27,10 @@ class HandoffTimeline:
     num_hidden_bytes: int = 0  # sent before `computed_s`
 
     @property
+    def key(self) -> SequenceKey:
+        return self.request_id, self.attempt
+
+    @property
     def prefill_s(self) -> float:
         return self.computed_s - self.begun_s
 

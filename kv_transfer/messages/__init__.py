@@ -49,6 +49,7 @@ from kv_transfer.messages.requests import (
     FailureCause,
     FailureEvent,
     Fence,
+    HandedOver,
     Refused,
     RequestSpec,
     Reserve,
@@ -87,7 +88,7 @@ from kv_transfer.messages.workers import (
     WorkerSnapshot,
 )
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 
 __all__ = [
     "MAX_DECISIONS",
@@ -119,6 +120,7 @@ __all__ = [
     "GroupAnswer",
     "GroupOffer",
     "GroupWord",
+    "HandedOver",
     "Hashes",
     "Heartbeat",
     "IndexReport",

@@ -175,9 +175,27 @@ class Computing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """Prefill to gateway: decode has verified this attempt's KV.
+
+    `exposed_s`: the part of the hand-off that computing the prompt did not hide, in seconds on the prefill worker's
+    clock, from the sampling of the first token until decode's answer was there. Decode goes on at most that late.
+    """
+
+    __pydantic_config__ = STRICT
+    request_id: Text
+    attempt: Count
+    exposed_s: NonNegative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFrame:
-    """Worker to gateway: what one step brought for all requests of that gateway."""
+    """Worker to gateway: what one step brought for all requests of that gateway.
+
+    `handoffs`, which come between steps, may also name requests that have ended since.
+    """
 
     __pydantic_config__ = STRICT
     tokens: Items[TokenEvent]
     failures: Items[FailureEvent] = field(default_factory=list)
+    handoffs: Items[HandedOver] = field(default_factory=list)

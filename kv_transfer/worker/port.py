@@ -24,6 +24,7 @@ from kv_transfer.messages import (
     Endpoint,
     FailureCause,
     FailureEvent,
+    HandedOver,
     Heartbeat,
     Message,
     Refused,
@@ -167,6 +168,11 @@ class GatewayPort:
         self.emit(gateway, event)
         if flush:
             self.flush()
+
+    def handed_over(self, gateway: GatewayId, key: SequenceKey, exposed_s: float) -> None:
+        """Decode has the attempt's KV, and waited `exposed_s` for it after the first token. Goes out at once."""
+        event = HandedOver(request_id=key[0], attempt=key[1], exposed_s=exposed_s)
+        self.post(gateway, StepFrame(tokens=[], handoffs=[event]))
 
     def emit(self, gateway: GatewayId, event: TokenEvent | FailureEvent) -> None:
         if isinstance(event, TokenEvent):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 
 import pytest
 
 from cluster.errors import OverloadedError, RequestTooLargeError
 from decode_workers.worker import DecodeWorkerConfig
+from kv_transfer.connections.connection import Connection
+from kv_transfer.messages import Cancel, HandedOver, RequestSpec, Reserve, Reserved, Start, StepFrame
 from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, interrupted, sampled, tokens, tokens_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.waiting import HANGS_S
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 129, 200)
 
@@ -179,3 +184,38 @@ async def test_a_request_that_no_worker_holds_is_refused_for_good(llama: SmallMo
             with pytest.raises(RequestTooLargeError):
                 await cluster.generate(f"r{length}", [5] * length, greedy(24))
         assert len(await tokens(cluster, "fits", [5] * 168, greedy(24))) == 24
+
+
+async def test_the_gateway_is_told_how_much_of_a_hand_off_was_exposed(llama: SmallModel) -> None:
+    """Once for each attempt that decode verified, and not for one that ends with its first token."""
+    async with cluster_of(llama) as cluster:
+        decode, prefill = [await cluster.connect(w) for w in (cluster.decodes[0], cluster.prefills[0])]
+        began = time.monotonic()
+        heard: list[HandedOver] = []
+        for name, params in (("short", greedy(1)), ("long", greedy(3))):
+            request = RequestSpec(request_id=name, attempt=4, prompt_token_ids=PROMPT, params=params)
+            await decode.send(Reserve(request=request))
+            reserved, _ = await decode.receive()
+            assert isinstance(reserved, Reserved)
+            await prefill.send(Start(request=request, ticket=reserved.ticket))
+            if name == "short":
+                await _next(prefill, lambda frame: frame.tokens)
+                await decode.send(Cancel(request_id=name, attempt=4))
+            else:
+                heard += (await _next(prefill, lambda frame: frame.handoffs)).handoffs
+                await _next(decode, lambda frame: frame.tokens and frame.tokens[-1].finish_reason)
+        assert [(handoff.request_id, handoff.attempt) for handoff in heard] == [("long", 4)]
+        assert 0 < heard[0].exposed_s < time.monotonic() - began
+        for connection in (decode, prefill):
+            connection.close("the test is over")
+
+
+async def _next(worker: Connection, is_it: Callable[[StepFrame], object]) -> StepFrame:
+    """The first frame of which that is so; there is no hand-off in those before it."""
+    async with asyncio.timeout(HANGS_S):
+        while True:
+            message, _ = await worker.receive()
+            if isinstance(message, StepFrame):
+                if is_it(message):
+                    return message
+                assert not message.handoffs

@@ -94,7 +94,7 @@ def test_every_message_survives_the_wire(kind: type[Any]) -> None:
 def test_every_message_of_the_module_is_known_to_the_decoder() -> None:
     parts = {"RequestSpec", "Endpoint", "Fence", "Ticket", "TokenEvent", "FailureEvent", "WorkerInfo", "WorkerSnapshot"}
     parts |= {"BlockChange", "TierBlocks", "DiskReport", "TiersReport", "IndexReport", "StepCostReport"}
-    parts |= {"StandingRequest"}
+    parts |= {"StandingRequest", "HandedOver"}
     defined = {
         name
         for name, kind in vars(messages).items()

@@ -25,6 +25,7 @@ from engine.sequence import StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from engine.steps.prepared import PreparedStep
 from engine.steps.runner import ModelRunner
+from kv_transfer.connections.connection import Connection, connect
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
 from kv_transfer.tiers.block_events import BlockEventLog
@@ -151,6 +152,11 @@ class MiniCluster:
     async def _end(worker: PrefillWorker | DecodeWorker) -> None:
         await worker.stop()
         await asyncio.to_thread(worker._model.runner.close)
+
+    async def connect(self, worker: PrefillWorker | DecodeWorker) -> Connection:
+        """As one more gateway, whose messages are the caller's to say and to hear."""
+        identity = self._identity("gateway-by-hand")
+        return await connect(worker.info.endpoint, identity, purpose="gateway", timeout_s=HANGS_S)
 
     async def generate(
         self, request_id: str, prompt: list[int], params: SamplingParams, **spec: object
