@@ -1,159 +1,189 @@
-"""What a decode worker has promised to prefill workers: blocks, and that KV which comes into them will be decoded.
+"""What a decode worker has promised to prefill workers: blocks, and that the KV which comes into them will be decoded.
 
-Owns the reservations from the moment that they find room, or wait for it, until their KV is verified or they end
-otherwise, and the receiver that lands it. Knows whose lease is whose; knows neither steps nor what becomes of a
-sequence that has landed.
+A reservation begins in the queue, if there is no room for it; has blocks from then on, into which `KvReceiver` lets KV;
+and ends when its KV is verified and its sequence is the scheduler's to decode, or otherwise. `DecodeWorker` owns the
+one `Reservations` and is its listener. All of it belongs to the main loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
 
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState
-from decode_workers.waiting_reservations import PendingReserves
 from engine.kv.cache import GroupRow
 from engine.kv.sequence_kv import SequenceKV
 from engine.memory.streams import queued_on
 from engine.sequence import Sequence, SequenceKey
-from engine.steps.loading import LoadedModel
+from kv_transfer.connections.deadline_timer import DeadlineTimer
 from kv_transfer.connections.loop_thread import LoopThread
-from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.receiver import KvReceiver
 from kv_transfer.messages import RequestSpec, Reserved
-from kv_transfer.transports.base import Transport
+from kv_transfer.worker.parts import WorkerParts
 from kv_transfer.worker.port import GatewayId, GatewayPort
 from kv_transfer.worker.sequences import sequence_of
 
 
-class Landings:
-    """Grants reservations as soon as the scheduler has room, and lets KV into them. Belongs to the main loop.
+class ReservationListener(Protocol):
+    """What becomes of reservations."""
 
-    `on_reserved(gateway, key, instead_of)`: it has blocks, new ones or those of an older attempt that is gone.
-    `on_landed(seq)`: its KV is verified, and the scheduler decodes it from now on.
-    `on_ended()`: a reservation ended otherwise and its blocks are free.
-    `on_failed(key, reason, retryable)`: why, for the gateway.
+    def on_reserved(self, gateway: GatewayId, key: SequenceKey, instead_of: SequenceKey | None) -> None:
+        """It has blocks: new ones, or those of an older attempt, which is gone."""
+
+    def on_received(self, seq: Sequence) -> None:
+        """Its KV is verified, and the scheduler decodes it from now on."""
+
+    def on_reservation_ended(self) -> None:
+        """One ended otherwise, and its blocks are free."""
+
+    def on_reservation_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        """Why, for the gateway; that it ended is said separately."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that found no room yet."""
+
+    gateway: GatewayId
+    request: RequestSpec
+    deadline: float
+
+
+class Reservations:
+    """Grants reservations in the order they came, as soon as the scheduler has room, and lets KV into them.
+
+    What finds no room within `wait_s` is refused. Later attempts of a request get the blocks of earlier ones.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
+        parts: WorkerParts,
         scheduler: DecodeScheduler,
         port: GatewayPort,
-        transport: Transport,
         thread: LoopThread,
         *,
-        digest_kind: DigestKind,
         wait_s: float,
-        on_reserved: Callable[[GatewayId, SequenceKey, SequenceKey | None], None],
-        on_landed: Callable[[Sequence], None],
-        on_ended: Callable[[], None],
-        on_failed: Callable[[SequenceKey, str, bool], None],
+        listener: ReservationListener,
     ) -> None:
-        self._model = model
+        model = self._model = parts.model
+        self._worker_id = parts.identity.worker_id
         self._scheduler = scheduler
         self._port = port
-        self._on_reserved = on_reserved
-        self._on_landed = on_landed
-        self._on_ended = on_ended
         self._wait_s = wait_s
+        self._listener = listener
+        self._queue: deque[_Waiting] = deque()
+        self._timer = DeadlineTimer(self.retry)
         self._key_of_lease: dict[int, SequenceKey] = {}
-        self._pending = PendingReserves(
-            wait_s=wait_s,
-            fits=lambda request: scheduler.can_reserve(request.num_tokens),
-            grant=self._grant,
-            refuse=self._refuse_for_room,
-        )
-        self._receiver = KvReceiver(
+        self.receiver = KvReceiver(
             model.layout,
-            transport,
+            parts.transport,
             thread,
-            digest_kind=digest_kind,
+            digest_kind=parts.digest_kind,
             mark_queued=queued_on(model.kv_cache.tensor.device),
-            target_of=self._target_of,
-            on_admit=self._on_admit,
-            on_release=self._on_lease_ended,
-            on_failed=lambda request_id, attempt, reason, retryable: on_failed(
-                (request_id, attempt), reason, retryable
-            ),
+            owner=self,
         )
 
-    async def start(self, *, worker_id: str, ttl_s: float) -> None:
-        await self._receiver.start(epoch=self._model.block_pool.epoch, worker_id=worker_id, ttl_s=ttl_s)
+    async def start(self, *, ttl_s: float) -> None:
+        """A reservation whose prefill is not heard of for `ttl_s` lapses."""
+        await self.receiver.start(epoch=self._model.block_pool.epoch, worker_id=self._worker_id, ttl_s=ttl_s)
 
     def stop(self) -> None:
-        self._receiver.stop()
-        self._pending.stop()
+        self.receiver.stop()
+        self._timer.stop()
 
     @property
     def num_waiting(self) -> int:
         """Reservations that have no blocks yet."""
-        return len(self._pending)
+        return len(self._queue)
 
     @property
-    def num_landing(self) -> int:
+    def num_receiving(self) -> int:
         """Those whose KV is on its way."""
         return len(self._key_of_lease)
 
+    # --- what the worker wants ---
+
     def refusal(self, request: RequestSpec) -> str | None:
         """Why nothing may be reserved for this attempt any more, or None."""
-        return self._receiver.refusal(request)
+        return self.receiver.refusal(request)
 
     def add(self, gateway: GatewayId, request: RequestSpec) -> None:
-        """Reserve now, or as soon as there is room."""
-        self._pending.add(gateway, request)
+        """Reserve now if it fits and nobody is before it, else as soon as there is room."""
+        self._queue.append(_Waiting(gateway, request, time.monotonic() + self._wait_s))
+        self.retry()
 
     def renew(self, gateway: GatewayId, request: RequestSpec) -> bool:
         """Let the attempt have what an older one reserved; False if there is nothing, or too little."""
-        if not self._receiver.holds(request.request_id):
+        if not self.receiver.holds(request.request_id):
             return False
-        older = next(key for key in self._key_of_lease.values() if key[0] == request.request_id)
-        if older[1] == request.attempt:
+        older = next(key for key in self._key_of_lease.values() if key.request_id == request.request_id)
+        if older.attempt == request.attempt:
             return True  # a repetition: it has been answered
         seq = sequence_of(request)
         if self._scheduler.state(older) is not DecodeState.RESERVED or not self._scheduler.renew(older, seq):
             return False
         assert seq.lease is not None
         self._key_of_lease[seq.lease.lease_id] = seq.key
-        self._on_reserved(gateway, seq.key, older)
-        ticket = self._receiver.renew(request)
+        self._listener.on_reserved(gateway, seq.key, older)
+        ticket = self.receiver.renew(request)
         self._port.post(gateway, Reserved(attempt=request.attempt, ticket=ticket))
         return True
 
     def retry(self) -> None:
-        """There may be room."""
-        self._pending.retry()
-
-    def cancel_waiting(self, request_id: str, attempt: int) -> None:
-        """Every attempt up to this one."""
-        self._pending.cancel(request_id, attempt)
+        """There may be room, or someone's time may be up."""
+        now = time.monotonic()
+        while self._queue:
+            head = self._queue[0]
+            if self._scheduler.can_reserve(head.request.num_tokens):
+                self._queue.popleft()
+                self._grant(head.gateway, head.request)
+            elif head.deadline <= now:
+                self._queue.popleft()
+                reason = f"no room for its KV within {self._wait_s:g} s"
+                self._port.refuse(head.gateway, head.request, reason, self._wait_s)
+            else:
+                break
+        self._timer.arm(self._queue[0].deadline if self._queue else None)
 
     def cancel(self, key: SequenceKey) -> None:
         """A reservation that has blocks; they are free once no copy into them is in flight."""
-        self._receiver.cancel(*key)
+        self.receiver.cancel(key)
+
+    def cancel_waiting(self, request_id: str, attempt: int) -> None:
+        """Every attempt up to this one that has no blocks yet."""
+        self._queue = deque(
+            waiting
+            for waiting in self._queue
+            if waiting.request.request_id != request_id or waiting.request.attempt > attempt
+        )
 
     def forget(self, gateway: GatewayId) -> None:
-        """Nobody waits for its reservations any more."""
-        self._pending.forget(gateway)
+        """The gateway is gone, and nobody waits for its reservations any more."""
+        self._queue = deque(waiting for waiting in self._queue if waiting.gateway != gateway)
 
-    def give_up_waiting(self, reason: str) -> None:
+    def abort_waiting(self, reason: str) -> None:
         """Whoever has no blocks yet is to ask another worker."""
-        for gateway, request in self._pending.clear():
-            self._port.fail(gateway, (request.request_id, request.attempt), reason, retryable=True, cause="moved")
+        queue, self._queue = self._queue, deque()
+        for waiting in queue:
+            key = SequenceKey(waiting.request.request_id, waiting.request.attempt)
+            self._port.fail(waiting.gateway, key, reason, retryable=True, cause="moved")
 
     def _grant(self, gateway: GatewayId, request: RequestSpec) -> None:
         seq = sequence_of(request)
         self._scheduler.reserve(seq)
         assert seq.lease is not None
         self._key_of_lease[seq.lease.lease_id] = seq.key
-        self._on_reserved(gateway, seq.key, None)
-        ticket = self._receiver.reserve(request, seq.lease.lease_id)
+        self._listener.on_reserved(gateway, seq.key, None)
+        ticket = self.receiver.reserve(request, seq.lease.lease_id)
         self._port.post(gateway, Reserved(attempt=request.attempt, ticket=ticket))
 
-    def _refuse_for_room(self, gateway: GatewayId, request: RequestSpec) -> None:
-        self._port.refuse(gateway, request, f"no room for its KV within {self._wait_s:g} s", self._wait_s)
+    # --- what the receiver asks and tells (`kv_transfer.handoff.receiver.LeaseOwner`) ---
 
-    def _target_of(self, lease_id: int, layer: int) -> tuple[SequenceKV, GroupRow]:
+    def target_of(self, lease_id: int, layer: int) -> tuple[SequenceKV, GroupRow]:
+        """The cache, of whichever tier, and the block-table row to copy that layer into."""
         seq = self._scheduler.sequence(self._key_of_lease[lease_id])
         assert seq is not None
         group = layer // self._model.layout.layers_per_group
@@ -164,14 +194,17 @@ class Landings:
         assert table is not None
         return cache, table.view[group]
 
-    def _on_admit(self, request_id: str, attempt: int, first_token: int) -> None:
-        seq = self._scheduler.sequence((request_id, attempt))
+    def on_admitted(self, key: SequenceKey, first_token: int) -> None:
+        seq = self._scheduler.sequence(key)
         assert seq is not None
         assert seq.lease is not None
         del self._key_of_lease[seq.lease.lease_id]  # no copy will ask for it any more
-        self._scheduler.admit(seq.key, first_token)
-        self._on_landed(seq)
+        self._scheduler.admit(key, first_token)
+        self._listener.on_received(seq)
 
-    def _on_lease_ended(self, lease_id: int) -> None:
+    def on_released(self, lease_id: int) -> None:
         self._scheduler.drop(self._key_of_lease.pop(lease_id))
-        self._on_ended()
+        self._listener.on_reservation_ended()
+
+    def on_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        self._listener.on_reservation_failed(key, reason, retryable)

@@ -1,7 +1,7 @@
 """A decode worker as plain Python: reserves, receives KV, verifies, and streams tokens.
 
-Composition of the scheduler (what runs), the step loop (when), the landings (KV in) and the gateway port (requests in,
-tokens out). It can also compute a request entirely by itself. Knows nothing of Ray or of prefill workers.
+Composition of the scheduler (what runs), the step loop (when), the reservations (KV in) and the gateway port (requests
+in, tokens out). It can also compute a request entirely by itself. Knows nothing of Ray or of prefill workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from decode_workers.factory import decode_scheduler, step_overlap
 from decode_workers.pacing import LayerKvConfig
-from decode_workers.reservations import Landings
+from decode_workers.reservations import Reservations
 from decode_workers.snapshot import DecodeReport
 from decode_workers.states import DecodeState
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
@@ -86,20 +86,10 @@ class DecodeWorker:
         """Listen, register, run. Returns when the worker can take requests."""
         self._thread = LoopThread("kv")
         self._port = GatewayPort(self._parts.identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
-        self._landings = Landings(
-            self._model,
-            self._scheduler,
-            self._port,
-            self._parts.transport,
-            self._thread,
-            digest_kind=self._parts.digest_kind,
-            wait_s=self._config.reserve_wait_s,
-            on_reserved=self._on_reserved,
-            on_landed=self._on_landed,
-            on_ended=self._on_room,
-            on_failed=self._fail,
+        self.reservations = Reservations(
+            self._parts, self._scheduler, self._port, self._thread, wait_s=self._config.reserve_wait_s, listener=self
         )
-        await self._landings.start(worker_id=self._parts.identity.worker_id, ttl_s=self._config.lease_ttl_s)
+        await self.reservations.start(ttl_s=self._config.lease_ttl_s)
         self._steps = StepLoop(
             self._model.runner,
             costs=self._model.costs,
@@ -134,11 +124,11 @@ class DecodeWorker:
 
     @property
     def _num_waiting(self) -> int:
-        return self._report.num_waiting(self._landings.num_waiting)
+        return self._report.num_waiting(self.reservations.num_waiting)
 
     def snapshot(self) -> WorkerSnapshot:
         leaves = self._drain.has_begun or not self.healthy  # until it is replaced
-        return self._report.snapshot(num_pending=self._landings.num_waiting, draining=leaves)
+        return self._report.snapshot(num_pending=self.reservations.num_waiting, draining=leaves)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait until nothing is held here, at most so long; whether that is so."""
@@ -146,7 +136,7 @@ class DecodeWorker:
 
     def give_up(self, reason: str) -> None:
         """Let go of all that is left, for other workers to go on with. `drain` first, and again until it is gone."""
-        self._landings.give_up_waiting(reason)
+        self.reservations.abort_waiting(reason)
         for key in list(self._gateway_of):
             self._fail(key, reason, True, "moved")
             self._let_go(key)
@@ -158,7 +148,7 @@ class DecodeWorker:
         await self._port.close("the decode worker stops")
         await self._steps.stop()
         self._prefix.close()
-        self._landings.stop()
+        self.reservations.stop()
         await self._thread.run(self._parts.transport.close())
         self._thread.stop()
 
@@ -183,7 +173,7 @@ class DecodeWorker:
             self._port.refuse(gateway, request, reason, None)
             return False
         if self._drain.has_begun:  # since it was placed: no reason to turn the client away
-            key = (request.request_id, request.attempt)
+            key = SequenceKey(request.request_id, request.attempt)
             self._port.fail(gateway, key, "the decode worker is about to stop", retryable=True, cause="moved")
             return False
         if self._num_waiting >= self._config.max_waiting:
@@ -193,23 +183,14 @@ class DecodeWorker:
 
     def _reserve(self, gateway: GatewayId, request: RequestSpec) -> None:
         """Renew what an older attempt reserved, else reserve anew, else wait for room."""
-        void = self._landings.refusal(request)
+        void = self.reservations.refusal(request)
         if void is not None:
             self._port.refuse(gateway, request, void, 0.0)
             return
-        if self._landings.renew(gateway, request):
+        if self.reservations.renew(gateway, request):
             return
         self._cancel(request.request_id, request.attempt)
-        self._landings.add(gateway, request)
-
-    def _on_reserved(self, gateway: GatewayId, key: SequenceKey, instead_of: SequenceKey | None) -> None:
-        if instead_of is not None:
-            self._gateway_of.pop(instead_of, None)
-        self._gateway_of[key] = gateway
-
-    def _on_landed(self, seq: Sequence) -> None:
-        self._prefix.stored([Columns(seq, 0, seq.num_published)])
-        self._steps.wake()
+        self.reservations.add(gateway, request)
 
     def _start_local(self, gateway: GatewayId, request: RequestSpec) -> None:
         self._cancel(request.request_id, request.attempt)
@@ -223,17 +204,36 @@ class DecodeWorker:
         self._scheduler.add(seq)
         self._steps.wake()
 
+    # --- what becomes of reservations (`ReservationListener`) ---
+
+    def on_reserved(self, gateway: GatewayId, key: SequenceKey, instead_of: SequenceKey | None) -> None:
+        if instead_of is not None:
+            self._gateway_of.pop(instead_of, None)
+        self._gateway_of[key] = gateway
+
+    def on_received(self, seq: Sequence) -> None:
+        self._prefix.stored([Columns(seq, 0, seq.num_published)])
+        self._steps.wake()
+
+    def on_reservation_ended(self) -> None:
+        self._on_room()
+
+    def on_reservation_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        self._fail(key, reason, retryable)
+
+    # --- what leaves ---
+
     def _on_gateway_lost(self, gateway: GatewayId) -> None:
         # First what waits: room that a cancelled request leaves must not go to another one that nobody waits for.
-        self._landings.forget(gateway)
+        self.reservations.forget(gateway)
         for request_id, attempt in [key for key, owner in self._gateway_of.items() if owner == gateway]:
             self._cancel(request_id, attempt)
         self._on_room()
 
     def _cancel(self, request_id: str, attempt: int) -> None:
         """End every attempt up to this one, whatever state it is in."""
-        self._landings.cancel_waiting(request_id, attempt)
-        for key in [key for key in self._gateway_of if key[0] == request_id and key[1] <= attempt]:
+        self.reservations.cancel_waiting(request_id, attempt)
+        for key in [key for key in self._gateway_of if key.request_id == request_id and key.attempt <= attempt]:
             del self._gateway_of[key]
             self._let_go(key)
         self._on_room()
@@ -241,14 +241,14 @@ class DecodeWorker:
     def _let_go(self, key: SequenceKey) -> None:
         """Its blocks are free as soon as nothing uses them."""
         if self._scheduler.state(key) is DecodeState.RESERVED:
-            self._landings.cancel(key)
+            self.reservations.cancel(key)
         else:
             self._prefix.cancel(key)
             self._scheduler.drop(key)
 
     def _on_room(self) -> None:
         """Something left. What waits for its blocks or its turn may come in, also when no step is going on."""
-        self._landings.retry()
+        self.reservations.retry()
         self._drain.note()
         self._steps.wake()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,12 @@ from engine.kv.block_pool import BlockLease
 from engine.kv.prefix import PrefixHasher
 from engine.sampling.params import SamplingParams
 
-SequenceKey = tuple[str, int]
-"""(request id, attempt): a later attempt of a request is another sequence."""
+
+class SequenceKey(NamedTuple):
+    """What names a sequence: a later attempt of a request is another one."""
+
+    request_id: str
+    attempt: int
 
 
 class BlockTable:
@@ -64,6 +68,7 @@ class Sequence:
 
     request_id: str
     attempt: int
+    key: SequenceKey = field(init=False)
     params: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
@@ -87,9 +92,8 @@ class Sequence:
     accepted_at: float = field(default_factory=time.monotonic)  # this and the next: seconds of `time.monotonic()`
     began_at: float | None = None  # when its first step was planned
 
-    @property
-    def key(self) -> SequenceKey:
-        return self.request_id, self.attempt
+    def __post_init__(self) -> None:
+        self.key = SequenceKey(self.request_id, self.attempt)
 
     def begin(self) -> None:
         """A step with it is about to run; only the first one counts."""

@@ -18,8 +18,7 @@ from engine.steps.calibration import calibrate
 from engine.steps.fault_finding import FaultFinder
 from engine.steps.loop import OVERDUE_S, StepLoop
 from kv_transfer.connections.loop_thread import LoopThread
-from kv_transfer.handoff.sender import KvSender
-from kv_transfer.handoff.timing import HandoffTimeline, ignore_timeline
+from kv_transfer.handoff.sender import HandoffTimeline, KvSender, ignore_timeline
 from kv_transfer.messages import Cancel, FailureCause, Message, RequestSpec, Start, Ticket, WorkerSnapshot
 from kv_transfer.tiers.report import tiers_report
 from kv_transfer.worker.cost_report import cost_report
@@ -205,7 +204,7 @@ class PrefillWorker:
                 logger.warning("a gateway sent %s, which a prefill worker has no use for", type(message).__name__)
 
     def _accept(self, gateway: GatewayId, request: RequestSpec, ticket: Ticket) -> None:
-        key = (request.request_id, request.attempt)
+        key = SequenceKey(request.request_id, request.attempt)
         if key in self._gateway_of:
             return  # a repetition: the first one is being worked on
         if request.num_tokens > self.info.max_model_len:

@@ -20,7 +20,7 @@ from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint
 from benchmarks.transfer.handoff_cluster import running_handoffs
 from benchmarks.transfer.handoff_worker import Transporting
-from kv_transfer.handoff.timing import HandoffTimeline
+from kv_transfer.handoff.sender import HandoffTimeline
 
 AIM = 0.02  # of prefill time
 NAMES = {"device": "cuda_ipc", "shm": "shm"}

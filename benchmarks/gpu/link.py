@@ -24,8 +24,8 @@ from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.kernel_cases import Shape, filled_cache
 from engine.memory.devices import pinning_for
 from engine.memory.mappings import map_memory
-from kv_transfer.handoff.copy_threads import CopyingThreads
 from kv_transfer.handoff.gpu_slab_copy import DeviceCopies, copies_on
+from kv_transfer.handoff.slab_copy import CopyingThreads
 
 AIM = 0.9
 
@@ -97,7 +97,7 @@ def _slab_seconds(
 
     out_s, in_s = (
         _seconds(functools.partial(all_slabs, copy), device, scale.repeats) / scale.num_slabs
-        for copy in (copies.fill, copies.land)
+        for copy in (copies.fill, copies.write)
     )
     threads.stop()
     return out_s, in_s, num_bytes

@@ -29,7 +29,7 @@ from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
 from engine.steps.loading import LoadedModel, load_model
 from engine.steps.memory_profile import StepSize
 from kv_transfer.digest import DigestKind
-from kv_transfer.handoff.slab_copy import fill_slab, land_slab
+from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 
 _CHECKED = small_model(
     "small-with-even-heads",
@@ -146,7 +146,7 @@ def _hand_over(
     slab = memoryview(bytearray(num_tokens * source[0].layout.bytes_per_token_layer))
     kind: DigestKind = "xxh3_64" if source[0].sequence_kv.device.type == "cpu" else "row_sum_64"
     digests = []
-    for copy, (model, seq) in ((fill_slab, source), (land_slab, target)):
+    for copy, (model, seq) in ((fill_slab, source), (write_slab, target)):
         assert seq.block_table is not None
         row = seq.block_table.view[layer // model.layout.layers_per_group]
         digests.append(copy(model.sequence_kv, row, layer, 0, num_tokens, slab, kind))

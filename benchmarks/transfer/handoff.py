@@ -1,6 +1,6 @@
 """What a hand-off costs: how much of it prefill's computing hides, and how long decode waits after the first token.
 
-Stamps come from the prefill worker itself (`kv_transfer.handoff.timing`). `exposed` is the time from the first token,
+Stamps come from the prefill worker itself (`kv_transfer.handoff.sender`). `exposed` is the time from the first token,
 which the client already has, until decode's word that every byte is verified.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.common.summary import Json, spread
 from benchmarks.common.workload import draw_prompts
 from benchmarks.transfer.handoff_cluster import HandoffCluster, running_handoffs
 from kv_transfer.digest import slab_digest
-from kv_transfer.handoff.timing import HandoffTimeline
+from kv_transfer.handoff.sender import HandoffTimeline
 
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 BUSY_STREAMS = 8

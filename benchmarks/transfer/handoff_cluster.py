@@ -23,7 +23,7 @@ from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
 from engine.steps.loading import DtypeName
-from kv_transfer.handoff.timing import HandoffTimeline
+from kv_transfer.handoff.sender import HandoffTimeline
 from kv_transfer.messages import Endpoint, RequestSpec
 from kv_transfer.transports.base import Identity
 

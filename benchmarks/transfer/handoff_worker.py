@@ -20,7 +20,7 @@ from benchmarks.common.local import CHUNK_TOKENS, load_default_model
 from benchmarks.common.workload import MODEL
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import DtypeName
-from kv_transfer.handoff.timing import HandoffTimeline
+from kv_transfer.handoff.sender import HandoffTimeline
 from kv_transfer.messages import Endpoint
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.cuda_ipc.transport import DeviceTransport, SealedMemory

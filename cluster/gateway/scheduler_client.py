@@ -19,7 +19,6 @@ from typing import Any
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.gateway.worker_connections import SILENCE_S
 from cluster.scheduler.role_changes import require_ordered
-from engine.sequence import SequenceKey
 from kv_transfer.connections.connection import Connection, connect
 from kv_transfer.messages import (
     AskDecisions,
@@ -83,7 +82,7 @@ class SchedulerClient:
         self._standing = standing
         self._connection: Connection | None = None
         # By request and attempt: an answer that comes too late for one attempt is none to the next.
-        self._waiting: dict[SequenceKey, _Question] = {}
+        self._waiting: dict[tuple[str, int], _Question] = {}
         self._asked: dict[int, asyncio.Future[Decisions | RoleAnswer]] = {}  # by number
         self._ask_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None

@@ -1,6 +1,7 @@
 """Which tokens of which layer a hand-off has announced, and which of them stand verified.
 
-Both ends keep one per attempt. Knows token ranges and digests; nothing of blocks, peers or time.
+Both state machines keep one per attempt: the sender claims a range when it orders the slab and completes it when the
+slab is sent, the receiver when it is announced and when it has been copied and read back.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class _Claim:
 
 
 class Coverage:
-    """`num_layers` rows of `[0, num_tokens)`: each token of each layer is claimed once, then settled once."""
+    """`num_layers` rows of `[0, num_tokens)`: each token of each layer is claimed once, then completed once."""
 
     def __init__(self, num_layers: int, num_tokens: int) -> None:
         assert num_layers >= 1 and num_tokens >= 1, (
@@ -37,12 +38,12 @@ class Coverage:
 
     @property
     def is_complete(self) -> bool:
-        """Every token of every layer is settled."""
+        """Every token of every layer stands where it should."""
         return self._num_missing == 0
 
     @property
     def layer_digests(self) -> list[int]:
-        """Per layer, the combined digest of its settled slabs."""
+        """Per layer, the combined digest of its completed slabs."""
         return list(self._sums)
 
     def claim(self, layer: int, start: int, count: int, digest: int | None = None) -> bool:
@@ -61,11 +62,11 @@ class Coverage:
         insort(claims, new)
         return True
 
-    def settle(self, layer: int, count: int, digest: int) -> None:
+    def complete(self, layer: int, count: int, digest: int) -> None:
         """`count` claimed tokens of the layer, digested to `digest`, now stand where they should."""
         self._sums[layer] = combine((self._sums[layer], digest))
         self._num_missing -= count
-        assert self._num_missing >= 0, f"more tokens of layer {layer} were settled than claimed"
+        assert self._num_missing >= 0, f"more tokens of layer {layer} were completed than claimed"
 
     def _require_inside(self, layer: int, start: int, count: int) -> None:
         if not 0 <= layer < self.num_layers:

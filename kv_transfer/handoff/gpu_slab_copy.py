@@ -13,9 +13,11 @@ next is gathered. What orders each of them, on its own stream, whatever the othe
 * Nothing reads a slab, frees a block or computes with what was scattered before the calling thread has seen the copy
   end: each function returns, or raises, only then. What is queued on any stream after that comes after the copy.
 
-Of a group's caches, which lie on several GPUs, all of this holds by the streams of the first one: see
-`kv_transfer.handoff.rank_slab_copy`. Where that one's compute is, all ranks have been (`engine.parallel.group_model`).
-What was copied while they came apart is of no use, and is an error here.
+Of a group's caches, which lie on several GPUs, all of this holds by the streams of the first one. Each rank's heads are
+moved by a kernel on the GPU that has them, in this process, and cross between the GPUs as one contiguous piece: the
+driver knows the best way, and there is one where GPUs do not reach each other's memory. The link to the host is the
+first GPU's. Where that one's compute is, all ranks have been (`engine.parallel.group_model`). What was copied while
+they came apart is of no use, and is an error here.
 
 Without an event, copies follow all that compute has queued so far, which is later than they need to.
 """
@@ -32,12 +34,12 @@ import torch
 from torch import Tensor
 
 from engine.kv.cache import GroupRow, KVCache
-from engine.memory.streams import CudaStream, Event, Stream, queued_on
+from engine.memory.streams import CudaStream, Event, Stream, elsewhere, queued_on
 from engine.parallel.kv import GroupKV
-from kernels.triton.block_digest import as_digest
+from kernels.triton.block_digest import as_digest, block_digest
+from kernels.triton.slabs import gather_slab, scatter_slab
 from kv_transfer.digest import DigestKind, slab_digest
-from kv_transfer.handoff.copy_threads import COPIES_AT_ONCE
-from kv_transfer.handoff.rank_slab_copy import gather, scatter
+from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, bytes_of
 
 _KEPT_BUFFERS = 2  # per stream: one copy at a time needs one of each size that is common
 
@@ -127,9 +129,9 @@ class DeviceCopies:
                 word.copy_(digest, non_blocking=True)
 
             self._copy(lane.stream, kv_cache, group_row, after, take)
-        return as_digest(word) if kind == "row_sum_64" else slab_digest(_bytes_of(host_slab), kind)
+        return as_digest(word) if kind == "row_sum_64" else slab_digest(bytes_of(host_slab.cpu()), kind)
 
-    def land(
+    def write(
         self,
         kv_cache: KVCache | GroupKV,
         group_row: GroupRow,
@@ -144,20 +146,20 @@ class DeviceCopies:
         `after`: nothing that was queued before reads or writes the blocks any more.
         """
         word = torch.empty(1, dtype=torch.int64)
-        landed = None if kind == "row_sum_64" else torch.empty_like(host_slab)
+        written = None if kind == "row_sum_64" else torch.empty_like(host_slab)
         with self._inward.one() as lane, lane.buffer_like(host_slab) as slab:
 
             def put(table: Tensor) -> None:
                 word.copy_(scatter(kv_cache, layer, table, start, slab), non_blocking=True)
-                if landed is not None:
+                if written is not None:
                     gather(kv_cache, layer, table, start, slab)
-                    landed.copy_(slab, non_blocking=True)
+                    written.copy_(slab, non_blocking=True)
 
             def upload() -> None:
                 slab.copy_(host_slab, non_blocking=True)
 
             self._copy(lane.stream, kv_cache, group_row, after, put, upload)
-        return as_digest(word) if landed is None else slab_digest(_bytes_of(landed), kind)
+        return as_digest(word) if written is None else slab_digest(bytes_of(written), kind)
 
     def _copy(
         self,
@@ -196,6 +198,36 @@ def copies_on(device: torch.device) -> DeviceCopies:
     return DeviceCopies(outward, inward, queued_on(device))
 
 
-def _bytes_of(host_slab: Tensor) -> memoryview:
-    content: memoryview = host_slab.cpu().view(torch.uint8).numpy().data
-    return content
+# --- one layer of a cache, or of a group's caches, as a slab on the first one's GPU ---
+
+
+def gather(kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: Tensor) -> Tensor:
+    """Fill `slab [2, n, H, D]` with a layer's tokens from `start` on, by `table [columns]` of their group's blocks.
+
+    Queued behind what the current stream was given before, as is `scatter`. Returns the digest, `[1]` int64, for
+    `as_digest` to wait for.
+    """
+    if isinstance(kv, KVCache):
+        return gather_slab(kv.layer_rows(layer), kv.layout.geometry, table, start, slab)
+    for heads, cache in kv.owners:
+        with elsewhere(cache.device):
+            part = _part(slab, heads, cache)
+            gather_slab(cache.layer_rows(layer), cache.layout.geometry, table.to(cache.device), start, part)
+            slab[:, :, heads].copy_(part, non_blocking=True)
+    return block_digest(slab)
+
+
+def scatter(kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: Tensor) -> Tensor:
+    """The other way. The digest is of what stands in the blocks afterwards, and so is the slab of a group."""
+    if isinstance(kv, KVCache):
+        return scatter_slab(slab, kv.layer_rows(layer), kv.layout.geometry, table, start)
+    for heads, cache in kv.holders:
+        with elsewhere(cache.device):
+            part = _part(slab, heads, cache).copy_(slab[:, :, heads], non_blocking=True)
+            scatter_slab(part, cache.layer_rows(layer), cache.layout.geometry, table.to(cache.device), start)
+    return gather(kv, layer, table, start, slab)
+
+
+def _part(slab: Tensor, heads: slice, cache: KVCache) -> Tensor:
+    shape = (*slab.shape[:2], heads.stop - heads.start, slab.shape[3])
+    return torch.empty(shape, dtype=slab.dtype, device=cache.device)

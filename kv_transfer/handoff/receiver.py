@@ -12,17 +12,18 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from engine.kv.cache import GroupRow, KVLayout
 from engine.kv.sequence_kv import SequenceKV
 from engine.memory.streams import Event, MarkQueued, nothing_queued
+from engine.sequence import SequenceKey
 from kv_transfer.connections.deadline_timer import DeadlineTimer
 from kv_transfer.connections.loop_thread import LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
-from kv_transfer.handoff.copy_threads import CopyingThreads
 from kv_transfer.handoff.receiver_state import HandoffReceiver
-from kv_transfer.handoff.slab_copy import land_slab
+from kv_transfer.handoff.slab_copy import CopyingThreads, write_slab
 from kv_transfer.messages import (
     Abort,
     Commit,
@@ -38,13 +39,28 @@ from kv_transfer.transports.base import Delivery, Link, SlabBytes, Transport, Tr
 logger = logging.getLogger(__name__)
 
 
-class KvReceiver:
-    """Receives sequences into leased blocks. All public methods belong to the main loop.
+class LeaseOwner(Protocol):
+    """Whose blocks KV is received into, and who hears what became of it: a decode worker's `Reservations`.
 
-    `target_of(lease_id, layer)`: the cache, of whichever tier, and the block-table row to copy that layer into.
-    `on_admit(request_id, attempt, first_token)`: KV verified; the lease is the scheduler's again.
-    `on_release(lease_id)`: the reservation ended otherwise; called once, never together with `on_admit`.
-    `on_failed(request_id, attempt, reason, retryable)`: why, for the gateway.
+    All of it is called on the main loop. Each lease ends in one call, of `on_admitted` or of `on_released`.
+    """
+
+    def target_of(self, lease_id: int, layer: int) -> tuple[SequenceKV, GroupRow]:
+        """The cache, of whichever tier, and the block-table row to copy that layer into."""
+
+    def on_admitted(self, key: SequenceKey, first_token: int) -> None:
+        """The sequence's KV is verified; the lease is the owner's again."""
+
+    def on_released(self, lease_id: int) -> None:
+        """The reservation ended otherwise, and nothing writes into its blocks any more."""
+
+    def on_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        """The attempt failed: why, for the gateway. Its lease is released separately, perhaps later."""
+
+
+class KvReceiver:
+    """Receives sequences into leased blocks, for `owner`. All public methods belong to the main loop.
+
     `mark_queued`: of the device that computes. What used a lease's blocks before has been queued when it is reserved.
     """
 
@@ -54,27 +70,21 @@ class KvReceiver:
         transport: Transport,
         thread: LoopThread,
         *,
+        owner: LeaseOwner,
         digest_kind: DigestKind = "xxh3_64",
-        target_of: Callable[[int, int], tuple[SequenceKV, GroupRow]],
-        on_admit: Callable[[str, int, int], None],
-        on_release: Callable[[int], None],
-        on_failed: Callable[[str, int, str, bool], None],
         mark_queued: MarkQueued = nothing_queued,
     ) -> None:
         self._layout = layout
         self._transport = transport
         self._thread = thread
         self._digest_kind = digest_kind
-        self._target_of = target_of
-        self._on_admit = on_admit
-        self._on_release = on_release
-        self._on_failed = on_failed
+        self._owner = owner
         self._mark_queued = mark_queued
         self._free_after: dict[int, Event | None] = {}  # by lease
         self._copying = CopyingThreads("kv-copies-in")
         self._loop = asyncio.get_running_loop()
         self._timer = DeadlineTimer(self._on_deadline)
-        self._machine: HandoffReceiver
+        self.machine: HandoffReceiver
         # Touched on the KV thread only.
         self._links: dict[str, Link] = {}
         self._deliveries: dict[int, Delivery] = {}
@@ -83,7 +93,7 @@ class KvReceiver:
 
     async def start(self, *, epoch: int, worker_id: str, ttl_s: float) -> Endpoint:
         endpoint = await self._thread.run(self._transport.listen(self._serve_link))
-        self._machine = HandoffReceiver(
+        self.machine = HandoffReceiver(
             epoch=epoch,
             num_layers=self._layout.num_layers,
             worker_id=worker_id,
@@ -95,54 +105,55 @@ class KvReceiver:
 
     def holds(self, request_id: str) -> bool:
         """Whether a reservation of this request waits for its KV."""
-        return self._machine.holds(request_id)
+        return self.machine.holds(request_id)
 
     def refusal(self, request: RequestSpec) -> str | None:
         """Why nothing may be reserved for this attempt any more, or None."""
-        return self._machine.refusal(request)
+        return self.machine.refusal(request)
 
     def reserve(self, request: RequestSpec, lease_id: int) -> Ticket:
-        ticket = self._machine.reserve(request, lease_id, now=time.monotonic())
+        ticket = self.machine.reserve(request, lease_id, now=time.monotonic())
         self._free_after[lease_id] = self._mark_queued()
         self._do([])
         return ticket
 
     def renew(self, request: RequestSpec) -> Ticket:
         """A newer attempt on the same lease: references of the older one are void from now on."""
-        ticket, actions = self._machine.renew(request, now=time.monotonic())
+        ticket, actions = self.machine.renew(request, now=time.monotonic())
         self._do(actions)
         return ticket
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        self._do(self._machine.cancel(request_id, attempt, now=time.monotonic()))
+    def cancel(self, key: SequenceKey) -> None:
+        """Every attempt of the request up to this one."""
+        self._do(self.machine.cancel(*key, now=time.monotonic()))
 
     def stop(self) -> None:
         self._timer.stop()
         self._copying.stop()
 
     def _on_deadline(self) -> None:
-        self._do(self._machine.tick(time.monotonic()))
+        self._do(self.machine.tick(time.monotonic()))
 
     def _on_message(self, link_id: str, message: Message, delivery_id: int | None) -> None:
         assert isinstance(message, SlabHeader | Commit | Abort | KeepAlive)
-        self._do(self._machine.on_message(link_id, message, now=time.monotonic(), delivery_id=delivery_id))
+        self._do(self.machine.on_message(link_id, message, now=time.monotonic(), delivery_id=delivery_id))
 
     def _on_copied(self, delivery_id: int, digest: int) -> None:
-        self._do(self._machine.on_copied(delivery_id, digest, now=time.monotonic()))
+        self._do(self.machine.on_copied(delivery_id, digest, now=time.monotonic()))
 
     def _on_copy_failed(self, delivery_id: int, reason: str) -> None:
-        self._do(self._machine.on_copy_failed(delivery_id, reason, now=time.monotonic()))
+        self._do(self.machine.on_copy_failed(delivery_id, reason, now=time.monotonic()))
 
     def _on_link_lost(self, link_id: str) -> None:
-        self._do(self._machine.on_link_lost(link_id, now=time.monotonic()))
+        self._do(self.machine.on_link_lost(link_id, now=time.monotonic()))
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Copy():
-                    cache, row = self._target_of(action.lease_id, action.header.layer)
+                    cache, row = self._owner.target_of(action.lease_id, action.header.layer)
                     after = self._free_after[action.lease_id]
-                    self._thread.call(self._land, action.delivery_id, action.header, cache, row, after)
+                    self._thread.call(self._write, action.delivery_id, action.header, cache, row, after)
                 case Drop():
                     self._thread.call(self._drop, action.delivery_id)
                 case Send():
@@ -150,13 +161,15 @@ class KvReceiver:
                 case Admit():
                     request, commit = action.request, action.commit
                     del self._free_after[action.lease_id]
-                    self._on_admit(request.request_id, request.attempt, commit.first_token)
+                    self._owner.on_admitted(SequenceKey(request.request_id, request.attempt), commit.first_token)
                 case ReleaseLease():
                     del self._free_after[action.lease_id]
-                    self._on_release(action.lease_id)
+                    self._owner.on_released(action.lease_id)
                 case Fail():
-                    self._on_failed(action.request_id, action.attempt, action.reason, action.retryable)
-        self._timer.arm(self._machine.next_deadline())
+                    self._owner.on_failed(
+                        SequenceKey(action.request_id, action.attempt), action.reason, action.retryable
+                    )
+        self._timer.arm(self.machine.next_deadline())
 
     # --- on the KV thread ---
 
@@ -188,29 +201,29 @@ class KvReceiver:
             self._deliveries[delivery_id] = delivery
         self._report(self._on_message, link_id, message, delivery_id)
 
-    def _land(
+    def _write(
         self, delivery_id: int, header: SlabHeader, kv_cache: SequenceKV, row: GroupRow, after: Event | None
     ) -> None:
         delivery = self._deliveries.pop(delivery_id)
         assert delivery.payload is not None
         place = (kv_cache, row, header.layer, header.token_start, header.num_tokens)
         if after is None and kv_cache.device.type == "cpu":
-            self._copy(delivery_id, delivery, lambda payload: land_slab(*place, payload, header.digest_kind))
+            self._copy(delivery_id, delivery, lambda payload: write_slab(*place, payload, header.digest_kind))
             return
-        land = functools.partial(land_slab, *place)
+        write = functools.partial(write_slab, *place)
         job = functools.partial(
-            self._copy, delivery_id, delivery, lambda payload: land(payload, header.digest_kind, after=after)
+            self._copy, delivery_id, delivery, lambda payload: write(payload, header.digest_kind, after=after)
         )
         try:
             self._copying.submit(job)
         except RuntimeError:  # stopped, and nobody waits for the copy any more
             delivery.release()
 
-    def _copy(self, delivery_id: int, delivery: Delivery, land: Callable[[SlabBytes], int]) -> None:
+    def _copy(self, delivery_id: int, delivery: Delivery, write: Callable[[SlabBytes], int]) -> None:
         """On the KV thread, or where a device is waited for."""
         assert delivery.payload is not None
         try:
-            digest = land(delivery.payload)
+            digest = write(delivery.payload)
         except (ValueError, RuntimeError) as error:  # the payload is not of the size that the header says
             self._report(self._on_copy_failed, delivery_id, str(error))
         else:

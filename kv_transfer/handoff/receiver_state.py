@@ -1,26 +1,64 @@
 """The decode end of all hand-offs of one worker: reserves, has slabs copied, verifies, admits.
 
-Pure: events and the time go in, actions come out. The rules it keeps, whatever peers and networks do:
+Pure: events and the time go in, actions come out (`actions.py`). `KvReceiver` (`receiver.py`) drives it in a worker.
+
+```
+               slab, keep-alive            Commit              every slab copied, all digests right
+   RESERVED ──────────────────▶ RECEIVING ───────▶ COMMITTED ──────────────────────────────────────▶ ADMITTED
+                                 ▲     │            │     ▲                                              ▲
+                     heard again │     │ link lost  │     │ heard again                                  │
+                                 │     ▼            ▼     │    the last copy, if the Commit is here      │
+                                 └──────── ORPHANED ──────┴──────────────────────────────────────────────┘
+
+   from these, and from ABANDONED, but not from ADMITTED:
+       newer attempt ▶ RESERVED      Abort ▶ ABANDONED      cancel ▶ CANCELLED
+       time is up, a check failed, a copy failed ▶ FAILED
+```
+
+RESERVED, RECEIVING, COMMITTED, ORPHANED and ABANDONED are *open* and hold the lease; ADMITTED, FAILED and CANCELLED are
+*ended*. What each event does in each state ("=": the state stays; "–": nothing, or it cannot be):
+
+| event        | RESERVED          | RECEIVING     | COMMITTED       | ORPHANED            | ABANDONED  | ended      |
+|--------------|-------------------|---------------|-----------------|---------------------|------------|------------|
+| slab, new    | RECEIVING, `Copy` | =, `Copy`     | =, `Copy`       | heard again, `Copy` | `Rejected` | `Rejected` |
+| slab, again  | –                 | =, `Drop`     | =, `Drop`       | heard again, `Drop` | `Rejected` | `Rejected` |
+| slab, wrong  | FAILED            | FAILED        | FAILED          | FAILED              | `Rejected` | `Rejected` |
+| keep-alive   | RECEIVING         | =             | =               | heard again         | `Rejected` | [3]        |
+| Commit       | COMMITTED [1]     | COMMITTED [1] | = [2]           | COMMITTED [1]       | `Rejected` | [3]        |
+| Abort        | ABANDONED         | ABANDONED     | ABANDONED       | ABANDONED           | =          | –          |
+| copy ended   | –                 | =             | =, ADMITTED [1] | =, ADMITTED [1]     | =          | –          |
+| wrong bytes  | –                 | FAILED        | FAILED          | FAILED              | =          | –          |
+| copy failed  | –                 | FAILED        | FAILED          | FAILED              | =          | –          |
+| link lost    | =                 | ORPHANED      | ORPHANED        | =                   | =          | –          |
+| renew        | RESERVED          | RESERVED      | RESERVED        | RESERVED            | RESERVED   | – [4]      |
+| cancel       | CANCELLED         | CANCELLED     | CANCELLED       | CANCELLED           | CANCELLED  | –          |
+| time is up   | FAILED            | FAILED        | FAILED          | FAILED              | FAILED     | –          |
+
+[1] ADMITTED once the Commit and every copy are here; FAILED if a digest, or the reservation, contradicts them. [2]
+FAILED if it differs from the first. [3] `Verified` again to the attempt that was admitted; else `Rejected`, with how it
+ended. [4] A newer attempt reserves anew. Every valid message and every finished copy starts the time to live again.
+
+A reference that is not current (*fence*: another epoch, another lease, an older attempt) gets `Rejected` in every state
+and changes nothing.
+
+The rules, whatever peers and networks do:
 
 * a sequence is admitted only if, under its current fence, every layer covers [0, num_tokens) without hole or overlap
   and the digests, read back in the destination, are the sender's, slab by slab and layer by layer;
-* a lease is released, or passed on by `Admit`, exactly once, and never while a copy into it is in flight;
+* a lease is released, or given to the scheduler by `Admit`, exactly once, and never while a copy into it is in flight;
 * a newer attempt's copies wait until the older attempt's have ended, since a late old copy could overwrite new bytes
   that were digested already;
 * every delivery gets exactly one of `Copy` and `Drop`; every attempt at most one of `Admit` and `Fail`.
-
-Knows nothing of block tables, tensors, links or threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
 
 from kv_transfer.digest import DigestKind
-from kv_transfer.handoff.actions import Action, Drop, ReceiverState, Send
-from kv_transfer.handoff.coverage import Coverage
-from kv_transfer.handoff.reservation import BrokenHandoffError, Landing
-from kv_transfer.handoff.reservations import Reservations, drop_waiting
+from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReceiverState, ReleaseLease, Send
+from kv_transfer.handoff.coverage import Coverage, RangeError
 from kv_transfer.messages import (
     Abort,
     Commit,
@@ -37,7 +75,178 @@ from kv_transfer.messages import (
 ReceiverMessage = SlabHeader | Commit | Abort | KeepAlive
 
 
+class BrokenHandoffError(Exception):
+    """This attempt cannot succeed any more; the message says why."""
+
+
+# --- one reservation -------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Reservation:
+    """A lease, the attempt that it is promised to at present, and what has arrived for that attempt."""
+
+    request: RequestSpec
+    fence: Fence
+    deadline: float
+    coverage: Coverage
+    peer_id: str | None = None  # who spoke last for this attempt and can be answered
+    was_orphaned: bool = False
+    why_abandoned: str | None = None
+    commit: Commit | None = None
+    waiting: list[tuple[int, SlabHeader]] = field(default_factory=list)  # deliveries behind an older attempt's copies
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def attempt(self) -> int:
+        return self.fence.generation
+
+    @property
+    def lease_id(self) -> int:
+        return self.fence.lease
+
+    @property
+    def state(self) -> ReceiverState:
+        """Follows from what has happened, so that it cannot contradict it."""
+        if self.why_abandoned is not None:
+            return ReceiverState.ABANDONED
+        if self.peer_id is None:
+            return ReceiverState.ORPHANED if self.was_orphaned else ReceiverState.RESERVED
+        return ReceiverState.RECEIVING if self.commit is None else ReceiverState.COMMITTED
+
+    def lose_peer(self) -> None:
+        self.peer_id = None
+        self.was_orphaned = True
+
+    def take_waiting(self) -> list[tuple[int, SlabHeader]]:
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
+    def announce(self, header: SlabHeader) -> bool:
+        """Whether the slab is new (True) or a repetition. Raises BrokenHandoffError if it cannot belong here."""
+        try:
+            return self.coverage.claim(header.layer, header.token_start, header.num_tokens, header.digest)
+        except RangeError as error:
+            raise BrokenHandoffError(f"a slab was announced wrongly: {error}") from error
+
+    def take_commit(self, commit: Commit) -> None:
+        """Raises BrokenHandoffError if the commit contradicts the reservation or an earlier commit."""
+        index = len(self.request.output_token_ids)
+        counts = (
+            ("tokens", commit.num_tokens, self.request.num_tokens),
+            ("layers", len(commit.layer_digests), self.coverage.num_layers),
+        )
+        for what, committed, reserved in counts:
+            if committed != reserved:
+                raise BrokenHandoffError(f"the commit is of {committed} {what}, but {reserved} were reserved")
+        if commit.first_token_index != index:
+            raise BrokenHandoffError(
+                f"the commit's token has index {commit.first_token_index}, but the request goes on at {index}"
+            )
+        if self.commit not in (None, commit):
+            raise BrokenHandoffError("two commits that contradict each other came for one attempt")
+        self.commit = commit
+
+    def verify_slab(self, header: SlabHeader, digest: int) -> None:
+        """The slab was copied and its bytes, read back in the blocks, have this digest. Raises BrokenHandoffError."""
+        if digest != header.digest:
+            stop = header.token_start + header.num_tokens
+            raise BrokenHandoffError(
+                f"layer {header.layer}, tokens [{header.token_start}, {stop}): digest {header.digest:016x} was"
+                f" announced, but what was copied has {digest:016x}; the slab was damaged, or reused before it"
+                " had been read"
+            )
+        self.coverage.complete(header.layer, header.num_tokens, digest)
+
+    def verified_commit(self) -> Commit | None:
+        """The commit once every layer stands whole; None before. Raises BrokenHandoffError if the digests differ."""
+        if self.commit is None or not self.coverage.is_complete:
+            return None
+        for layer, (received, sent) in enumerate(
+            zip(self.coverage.layer_digests, self.commit.layer_digests, strict=True)
+        ):
+            if received != sent:
+                raise BrokenHandoffError(
+                    f"layer {layer} arrived with digest {received:016x}, but was committed with {sent:016x}"
+                )
+        return self.commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How the newest attempt of a request that is over on this worker ended."""
+
+    attempt: int
+    state: ReceiverState
+    reason: str
+    fence: Fence | None = None  # None: the attempt was called off before anything was reserved
+    commit: Commit | None = None  # of an admitted attempt
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+class CopiesInFlight:
+    """Which copies write into which lease, so that none is given back or written anew too early.
+
+    A copy cannot be recalled: cancelling a hand-off stops neither the thread nor the device that executes it.
+    """
+
+    def __init__(self) -> None:
+        self._by_delivery: dict[int, Copy] = {}
+        self._by_lease: dict[int, dict[int, Copy]] = {}
+        self._draining: set[int] = set()  # leases to give back after their last copy
+
+    def start(self, copy: Copy) -> None:
+        assert copy.delivery_id not in self._by_delivery, f"delivery {copy.delivery_id} is already being copied"
+        assert copy.lease_id not in self._draining, f"lease {copy.lease_id} is on its way back to the pool"
+        self._by_delivery[copy.delivery_id] = copy
+        self._by_lease.setdefault(copy.lease_id, {})[copy.delivery_id] = copy
+
+    def finish(self, delivery_id: int) -> tuple[Copy, list[ReleaseLease]]:
+        """The copy that just ended, and its lease's release if that waited for it."""
+        copy = self._by_delivery.pop(delivery_id)
+        copies = self._by_lease[copy.lease_id]
+        del copies[delivery_id]
+        if copies:
+            return copy, []
+        del self._by_lease[copy.lease_id]
+        return copy, self._release_if_drained(copy.lease_id)
+
+    def is_idle(self, lease_id: int) -> bool:
+        """Nothing writes into the lease's blocks."""
+        return lease_id not in self._by_lease
+
+    def only_of(self, fence: Fence) -> bool:
+        """Nothing but this attempt's own copies writes into its lease's blocks."""
+        return all(copy.header.fence == fence for copy in self._by_lease.get(fence.lease, {}).values())
+
+    def release(self, lease_id: int) -> list[ReleaseLease]:
+        """Give the lease back: now if nothing writes into it, else when the last copy has ended."""
+        assert lease_id not in self._draining, f"lease {lease_id} is released twice"
+        self._draining.add(lease_id)
+        return self._release_if_drained(lease_id)
+
+    def _release_if_drained(self, lease_id: int) -> list[ReleaseLease]:
+        if lease_id not in self._draining or not self.is_idle(lease_id):
+            return []
+        self._draining.remove(lease_id)
+        return [ReleaseLease(lease_id)]
+
+
+# --- the machine -----------------------------------------------------------------------------------------------------
+
+
 class HandoffReceiver:
+    """All reservations of one decode worker, the copies into them, and how the last `num_remembered` ended.
+
+    A reservation is open until it is admitted, fails or is cancelled. Every method takes the time in seconds, on any
+    clock that does not go back, and returns what the driver has to do, in order.
+    """
+
     def __init__(
         self,
         *,
@@ -47,37 +256,49 @@ class HandoffReceiver:
         endpoint: Endpoint,
         ttl_s: float,
         digest_kind: DigestKind = "xxh3_64",
+        num_remembered: int = 4096,
     ) -> None:
         self._epoch = epoch
         self._num_layers = num_layers
         self._worker_id = worker_id
-        self._endpoint = endpoint
+        self.endpoint = endpoint  # what tickets say
         self._ttl_s = ttl_s
         self._digest_kind = digest_kind
-        self._reservations = Reservations()
+        self._num_remembered = num_remembered
+        self._open: dict[str, Reservation] = {}
+        self._copies = CopiesInFlight()
+        self._endings: OrderedDict[str, Ending] = OrderedDict()
 
-    # --- the gateway's wishes ---
+    # --- questions ---
+
+    def state(self, request_id: str) -> ReceiverState | None:
+        """Of the request's reservation, or of how its newest attempt ended; None if nothing is known of it."""
+        known = self._open.get(request_id) or self._endings.get(request_id)
+        return None if known is None else known.state
 
     def holds(self, request_id: str) -> bool:
         """Whether a lease is reserved for the request, so that a newer attempt renews instead of reserving."""
-        return self._reservations.get(request_id) is not None
+        return request_id in self._open
 
     def refusal(self, request: RequestSpec) -> str | None:
         """Why nothing may be reserved for this attempt: it is void already. Ask before taking a lease or renewing."""
-        landing = self._reservations.get(request.request_id)
-        if landing is not None and request.attempt < landing.attempt:
-            return f"attempt {request.attempt} is void: attempt {landing.attempt} has taken over"
-        ending = self._reservations.ending(request.request_id)
+        reservation = self._open.get(request.request_id)
+        if reservation is not None and request.attempt < reservation.attempt:
+            return f"attempt {request.attempt} is void: attempt {reservation.attempt} has taken over"
+        ending = self._endings.get(request.request_id)
         if ending is not None and request.attempt <= ending.attempt:
             return f"attempt {request.attempt} is over: {ending.reason}"
         return None
 
+    # --- the gateway's requests ---
+
     def reserve(self, request: RequestSpec, lease_id: int, now: float) -> Ticket:
         """Promise the lease's blocks to the request. The receiver owns the lease until it releases or admits it."""
         assert self.refusal(request) is None, self.refusal(request)
-        landing = self._landing(request, Fence(epoch=self._epoch, lease=lease_id, generation=request.attempt), now)
-        self._reservations.open(landing)
-        return self._ticket(landing)
+        assert request.request_id not in self._open, f"{request.request_id} holds a reservation already"
+        fence = Fence(epoch=self._epoch, lease=lease_id, generation=request.attempt)
+        reservation = self._open[request.request_id] = self._reservation(request, fence, now)
+        return self._ticket(reservation)
 
     def renew(self, request: RequestSpec, now: float) -> tuple[Ticket, list[Action]]:
         """Promise the held lease to a newer attempt; references of older ones are void at once.
@@ -86,16 +307,25 @@ class HandoffReceiver:
         the same ticket again.
         """
         assert self.refusal(request) is None, self.refusal(request)
-        current = self._reservations.get(request.request_id)
-        assert current is not None, f"{request.request_id} holds no reservation to renew"
-        if request.attempt == current.attempt:
-            return self._ticket(current), []
-        landing = self._landing(request, replace(current.fence, generation=request.attempt), now)
-        return self._ticket(landing), self._reservations.supersede(landing)
+        old = self._open.get(request.request_id)
+        assert old is not None, f"{request.request_id} holds no reservation to renew"
+        if request.attempt == old.attempt:
+            return self._ticket(old), []
+        new = self._reservation(request, replace(old.fence, generation=request.attempt), now)
+        self._open[request.request_id] = new
+        return self._ticket(new), [*_drop_waiting(old), *_reject(old, f"attempt {new.attempt} has taken over")]
 
     def cancel(self, request_id: str, attempt: int, now: float) -> list[Action]:
         """Forget every attempt up to this one, also those that are yet to come. Nothing is reported to the gateway."""
-        return self._reservations.cancel(request_id, attempt, "the gateway cancelled it")
+        reason = "the gateway cancelled it"
+        reservation, ending = self._open.get(request_id), self._endings.get(request_id)
+        if reservation is not None and reservation.attempt <= attempt:
+            self._close(reservation, ReceiverState.CANCELLED, reason, up_to=attempt)
+            release = self._copies.release(reservation.lease_id)
+            return [*_drop_waiting(reservation), *_reject(reservation, reason), *release]
+        if reservation is None and (ending is None or ending.attempt < attempt):
+            self._remember(request_id, Ending(attempt=attempt, state=ReceiverState.CANCELLED, reason=reason))
+        return []
 
     # --- what comes over links ---
 
@@ -112,139 +342,210 @@ class HandoffReceiver:
 
     def on_link_lost(self, peer_id: str, now: float) -> list[Action]:
         """Reservations stay: what arrived may be complete, and the gateway may renew for another prefill."""
-        for landing in self._reservations:
-            if landing.peer_id == peer_id:
-                landing.lose_peer()
+        for reservation in self._open.values():
+            if reservation.peer_id == peer_id:
+                reservation.lose_peer()
         return []
+
+    def _on_slab(self, peer_id: str, header: SlabHeader, now: float, delivery_id: int | None) -> list[Action]:
+        reservation, refused = self._resolve(peer_id, header.request_id, header.fence, now)
+        if reservation is None:
+            return _drop(delivery_id) + refused
+        if delivery_id is None:
+            return self._fail(reservation, "a slab was announced without its bytes")
+        try:
+            is_new = reservation.announce(header)
+        except BrokenHandoffError as error:
+            return _drop(delivery_id) + self._fail(reservation, str(error))
+        if not is_new:
+            return _drop(delivery_id)
+        reservation.waiting.append((delivery_id, header))
+        return self._start_copies(reservation)
+
+    def _on_commit(self, peer_id: str, commit: Commit, now: float) -> list[Action]:
+        if self._admitted_by(commit.request_id, commit.fence) == commit:
+            return [Send(peer_id, Verified(request_id=commit.request_id, fence=commit.fence))]
+        reservation, refused = self._resolve(peer_id, commit.request_id, commit.fence, now)
+        if reservation is None:
+            return refused
+        try:
+            reservation.take_commit(commit)
+        except BrokenHandoffError as error:
+            return self._fail(reservation, str(error))
+        return self._admit_if_verified(reservation)
+
+    def _on_keep_alive(self, peer_id: str, request_id: str, fence: Fence, now: float) -> list[Action]:
+        if self._admitted_by(request_id, fence) is not None:
+            return [Send(peer_id, Verified(request_id=request_id, fence=fence))]
+        return self._resolve(peer_id, request_id, fence, now)[1]
+
+    def _on_abort(self, abort: Abort) -> list[Action]:
+        reservation = self._open.get(abort.request_id)
+        if reservation is None or reservation.fence != abort.fence:
+            return []
+        reservation.why_abandoned = abort.reason
+        return _drop_waiting(reservation)
 
     # --- what the driver's copies come to ---
 
     def on_copied(self, delivery_id: int, digest: int, now: float) -> list[Action]:
         """A `Copy` was carried out; `digest` is of what now stands in the blocks."""
-        copy, actions = self._reservations.finish_copy(delivery_id)
-        landing = self._reservations.landing_of(copy)
-        if landing is None:
+        copy, actions = self._finish_copy(delivery_id)
+        reservation = self._counts_for(copy)
+        if reservation is None:
             return actions
-        landing.deadline = max(landing.deadline, now + self._ttl_s)
+        reservation.deadline = max(reservation.deadline, now + self._ttl_s)
         try:
-            landing.settle(copy.header, digest)
+            reservation.verify_slab(copy.header, digest)
         except BrokenHandoffError as error:
-            return actions + self._reservations.fail(landing, str(error))
-        return actions + self._admit_if_verified(landing)
+            return actions + self._fail(reservation, str(error))
+        return actions + self._admit_if_verified(reservation)
 
     def on_copy_failed(self, delivery_id: int, reason: str, now: float) -> list[Action]:
         """A `Copy` could not be carried out, and nothing writes for it any more."""
-        copy, actions = self._reservations.finish_copy(delivery_id)
-        landing = self._reservations.landing_of(copy)
-        if landing is None:
+        copy, actions = self._finish_copy(delivery_id)
+        reservation = self._counts_for(copy)
+        if reservation is None:
             return actions
-        return actions + self._reservations.fail(landing, f"a slab could not be copied: {reason}")
+        return actions + self._fail(reservation, f"a slab could not be copied: {reason}")
+
+    def _start_copies(self, reservation: Reservation) -> list[Action]:
+        """Order the copies that wait, unless an older attempt's copies still write into the lease."""
+        if not self._copies.only_of(reservation.fence):
+            return []
+        waiting = reservation.take_waiting()
+        copies = [Copy(d, reservation.request_id, reservation.lease_id, header) for d, header in waiting]
+        for copy in copies:
+            self._copies.start(copy)
+        return list(copies)
+
+    def _finish_copy(self, delivery_id: int) -> tuple[Copy, list[Action]]:
+        """The copy that ended, with what waited for its end: the lease's release, or a newer attempt's copies."""
+        copy, released = self._copies.finish(delivery_id)
+        reservation = self._open.get(copy.request_id)
+        started = [] if reservation is None else self._start_copies(reservation)
+        return copy, [*released, *started]
+
+    def _counts_for(self, copy: Copy) -> Reservation | None:
+        """The reservation whose current attempt the copy belongs to, if that can still succeed."""
+        reservation = self._open.get(copy.request_id)
+        if reservation is None or reservation.fence != copy.header.fence:
+            return None
+        return None if reservation.state is ReceiverState.ABANDONED else reservation
 
     # --- time ---
 
     def tick(self, now: float) -> list[Action]:
         """End what has expired. To be called at `next_deadline()`; harmless at any other time."""
-        return [action for landing in self._reservations for action in self._expire(landing, now)]
+        return [action for reservation in list(self._open.values()) for action in self._expire(reservation, now)]
 
     def next_deadline(self) -> float | None:
-        return min((landing.deadline for landing in self._reservations), default=None)
+        return min((reservation.deadline for reservation in self._open.values()), default=None)
 
-    def _on_slab(self, peer_id: str, header: SlabHeader, now: float, delivery_id: int | None) -> list[Action]:
-        landing, refused = self._resolve(peer_id, header.request_id, header.fence, now)
-        if landing is None:
-            return _drop(delivery_id) + refused
-        if delivery_id is None:
-            return self._reservations.fail(landing, "a slab was announced without its bytes")
-        try:
-            is_new = landing.announce(header)
-        except BrokenHandoffError as error:
-            return _drop(delivery_id) + self._reservations.fail(landing, str(error))
-        if not is_new:
-            return _drop(delivery_id)
-        landing.waiting.append((delivery_id, header))
-        return self._reservations.start_copies(landing)
-
-    def _on_commit(self, peer_id: str, commit: Commit, now: float) -> list[Action]:
-        if self._reservations.admitted(commit.request_id, commit.fence) == commit:
-            return [Send(peer_id, Verified(request_id=commit.request_id, fence=commit.fence))]
-        landing, refused = self._resolve(peer_id, commit.request_id, commit.fence, now)
-        if landing is None:
-            return refused
-        try:
-            landing.take_commit(commit)
-        except BrokenHandoffError as error:
-            return self._reservations.fail(landing, str(error))
-        return self._admit_if_verified(landing)
-
-    def _on_keep_alive(self, peer_id: str, request_id: str, fence: Fence, now: float) -> list[Action]:
-        if self._reservations.admitted(request_id, fence) is not None:
-            return [Send(peer_id, Verified(request_id=request_id, fence=fence))]
-        return self._resolve(peer_id, request_id, fence, now)[1]
-
-    def _on_abort(self, abort: Abort) -> list[Action]:
-        landing = self._reservations.get(abort.request_id)
-        if landing is None or landing.fence != abort.fence:
+    def _expire(self, reservation: Reservation, now: float) -> list[Action]:
+        if now < reservation.deadline:
             return []
-        landing.why_abandoned = abort.reason
-        return drop_waiting(landing)
+        stood = reservation.state.value
+        if reservation.why_abandoned is not None:
+            stood = f"The prefill gave up: {reservation.why_abandoned}"
+        reason = f"the reservation expired: nothing was heard of it for {self._ttl_s:g} s. {stood}"
+        return self._fail(reservation, reason)
 
-    def _resolve(self, peer_id: str, request_id: str, fence: Fence, now: float) -> tuple[Landing | None, list[Action]]:
-        """The landing that a reference is good for, its time renewed; or None, and what to do about a void one."""
-        landing = self._reservations.get(request_id)
-        expired = [] if landing is None else self._expire(landing, now)
+    # --- references ---
+
+    def _resolve(
+        self, peer_id: str, request_id: str, fence: Fence, now: float
+    ) -> tuple[Reservation | None, list[Action]]:
+        """The reservation that a reference is good for, its time renewed; or None, and what to do about a void one."""
+        reservation = self._open.get(request_id)
+        expired = [] if reservation is None else self._expire(reservation, now)
         reason = self._why_void(request_id, fence)
         if reason is not None:
             return None, [*expired, Send(peer_id, Rejected(request_id=request_id, fence=fence, reason=reason))]
-        assert landing is not None
-        landing.peer_id = peer_id
-        landing.deadline = now + self._ttl_s
-        return landing, []
+        assert reservation is not None
+        reservation.peer_id = peer_id
+        reservation.deadline = now + self._ttl_s
+        return reservation, []
 
     def _why_void(self, request_id: str, fence: Fence) -> str | None:
         """A sentence, unless this is the current reference to a reservation that can still succeed."""
         if fence.epoch != self._epoch:
             return f"{self._worker_id} has restarted since the reservation was made, and its blocks with it"
-        landing, ending = self._reservations.get(request_id), self._reservations.ending(request_id)
-        if landing is not None and landing.fence == fence:
-            if landing.state is ReceiverState.ABANDONED:
-                return f"the prefill gave this attempt up: {landing.why_abandoned}"
+        reservation, ending = self._open.get(request_id), self._endings.get(request_id)
+        if reservation is not None and reservation.fence == fence:
+            if reservation.state is ReceiverState.ABANDONED:
+                return f"the prefill gave this attempt up: {reservation.why_abandoned}"
             return None
         if ending is not None and ending.fence == fence:
             return f"the reservation is over: {ending.reason}"
-        newest = max((known.attempt for known in (landing, ending) if known is not None), default=None)
+        newest = max((known.attempt for known in (reservation, ending) if known is not None), default=None)
         if newest is None:
             return f"{self._worker_id} knows no reservation for request {request_id}"
         return (
             f"the reference (lease {fence.lease}, attempt {fence.generation}) is stale: attempt {newest} is the newest"
         )
 
-    def _admit_if_verified(self, landing: Landing) -> list[Action]:
+    def _admitted_by(self, request_id: str, fence: Fence) -> Commit | None:
+        """The commit under which this very attempt was admitted, if it was."""
+        ending = self._endings.get(request_id)
+        return ending.commit if ending is not None and ending.fence == fence else None
+
+    # --- ends ---
+
+    def _admit_if_verified(self, reservation: Reservation) -> list[Action]:
         try:
-            commit = landing.verified_commit()
+            commit = reservation.verified_commit()
         except BrokenHandoffError as error:
-            return self._reservations.fail(landing, str(error))
-        return [] if commit is None else self._reservations.admit(landing, commit)
-
-    def _expire(self, landing: Landing, now: float) -> list[Action]:
-        if now < landing.deadline:
+            return self._fail(reservation, str(error))
+        if commit is None:
             return []
-        stood = (
-            landing.state.value if landing.why_abandoned is None else f"The prefill gave up: {landing.why_abandoned}"
-        )
-        reason = f"the reservation expired: nothing was heard of it for {self._ttl_s:g} s. {stood}"
-        return self._reservations.fail(landing, reason)
+        idle = self._copies.is_idle(reservation.lease_id) and not reservation.waiting
+        assert idle, "verified while bytes still move"
+        reason = "its sequence was admitted and is being decoded"
+        self._close(reservation, ReceiverState.ADMITTED, reason, commit=commit)
+        verified = Verified(request_id=reservation.request_id, fence=reservation.fence)
+        answer = [] if reservation.peer_id is None else [Send(reservation.peer_id, verified)]
+        return [Admit(reservation.request, reservation.lease_id, commit), *answer]
 
-    def _landing(self, request: RequestSpec, fence: Fence, now: float) -> Landing:
+    def _fail(self, reservation: Reservation, reason: str) -> list[Action]:
+        self._close(reservation, ReceiverState.FAILED, reason)
+        failed = Fail(reservation.request_id, reservation.attempt, reason)
+        release = self._copies.release(reservation.lease_id)
+        return [*_drop_waiting(reservation), *_reject(reservation, reason), failed, *release]
+
+    def _close(
+        self,
+        reservation: Reservation,
+        state: ReceiverState,
+        reason: str,
+        *,
+        up_to: int | None = None,
+        commit: Commit | None = None,
+    ) -> None:
+        del self._open[reservation.request_id]
+        attempt = reservation.attempt if up_to is None else up_to
+        ending = Ending(attempt=attempt, state=state, reason=reason, fence=reservation.fence, commit=commit)
+        self._remember(reservation.request_id, ending)
+
+    def _remember(self, request_id: str, ending: Ending) -> None:
+        self._endings[request_id] = ending
+        self._endings.move_to_end(request_id)
+        if len(self._endings) > self._num_remembered:
+            self._endings.popitem(last=False)
+
+    # --- what is made ---
+
+    def _reservation(self, request: RequestSpec, fence: Fence, now: float) -> Reservation:
         coverage = Coverage(self._num_layers, request.num_tokens)
-        return Landing(request=request, fence=fence, deadline=now + self._ttl_s, coverage=coverage)
+        return Reservation(request=request, fence=fence, deadline=now + self._ttl_s, coverage=coverage)
 
-    def _ticket(self, landing: Landing) -> Ticket:
+    def _ticket(self, reservation: Reservation) -> Ticket:
         return Ticket(
-            request_id=landing.request_id,
-            fence=landing.fence,
-            endpoint=self._endpoint,
+            request_id=reservation.request_id,
+            fence=reservation.fence,
+            endpoint=self.endpoint,
             worker_id=self._worker_id,
-            num_tokens=landing.request.num_tokens,
+            num_tokens=reservation.request.num_tokens,
             ttl_s=self._ttl_s,
             digest_kind=self._digest_kind,
         )
@@ -252,3 +553,16 @@ class HandoffReceiver:
 
 def _drop(delivery_id: int | None) -> list[Action]:
     return [] if delivery_id is None else [Drop(delivery_id)]
+
+
+def _drop_waiting(reservation: Reservation) -> list[Action]:
+    return [Drop(delivery_id) for delivery_id, _ in reservation.take_waiting()]
+
+
+def _reject(reservation: Reservation, reason: str) -> list[Action]:
+    """Tell the reservation's prefill, if one can be reached, to spare itself the rest."""
+    if reservation.peer_id is None:
+        return []
+    return [
+        Send(reservation.peer_id, Rejected(request_id=reservation.request_id, fence=reservation.fence, reason=reason))
+    ]

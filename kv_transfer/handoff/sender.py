@@ -24,16 +24,91 @@ from kv_transfer.connections.deadline_timer import DeadlineTimer
 from kv_transfer.connections.loop_thread import LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
-from kv_transfer.handoff.copy_threads import COPIES_AT_ONCE, CopyingThreads
 from kv_transfer.handoff.sender_state import HandoffSender
-from kv_transfer.handoff.slab_copy import fill_slab
-from kv_transfer.handoff.timing import HandoffTimeline, Timelines, ignore_timeline
+from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, CopyingThreads, fill_slab
 from kv_transfer.messages import Endpoint, Message, Ticket, Verified
 from kv_transfer.transports.base import Link, SlabBytes, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+
+
+# --- how long it took ---
+
+
+@dataclass(slots=True, kw_only=True)
+class HandoffTimeline:
+    """When a hand-off that decode verified did what: how much of it was hidden behind compute, and how much was not.
+
+    Stamps are seconds of `time.monotonic` in the prefill worker, and 0 until what they tell has happened.
+    """
+
+    request_id: str
+    attempt: int
+    num_tokens: int
+    begun_s: float  # the ticket was there
+    computed_s: float = 0.0  # the first token was sampled: from here on nothing is hidden
+    sent_s: float = 0.0  # the link had taken the last slab
+    verified_s: float = 0.0  # decode's answer was here
+    num_bytes: int = 0
+    num_slabs: int = 0
+    num_hidden_bytes: int = 0  # sent before `computed_s`
+
+    @property
+    def key(self) -> SequenceKey:
+        return SequenceKey(self.request_id, self.attempt)
+
+    @property
+    def prefill_s(self) -> float:
+        return self.computed_s - self.begun_s
+
+    @property
+    def exposed_s(self) -> float:
+        """From the first token until decode may schedule the sequence, the way of decode's answer included."""
+        return self.verified_s - self.computed_s
+
+
+def ignore_timeline(timeline: HandoffTimeline) -> None:
+    """What `KvSender` and `PrefillWorker` call where nobody measures."""
+
+
+class _Timelines:
+    """The timelines of one sender's hand-offs. Calls `on_verified` once for each that decode verified."""
+
+    def __init__(self, on_verified: Callable[[HandoffTimeline], None]) -> None:
+        self._on_verified = on_verified
+        self._open: dict[SequenceKey, HandoffTimeline] = {}
+
+    def begin(self, key: SequenceKey, num_tokens: int, now: float) -> None:
+        self._open[key] = HandoffTimeline(**key._asdict(), num_tokens=num_tokens, begun_s=now)
+
+    def slab_sent(self, key: SequenceKey, num_bytes: int, now: float) -> None:
+        timeline = self._open.get(key)
+        if timeline is not None:
+            timeline.sent_s = now
+            timeline.num_slabs += 1
+            timeline.num_bytes += num_bytes
+            timeline.num_hidden_bytes += num_bytes if timeline.computed_s == 0.0 else 0
+
+    def computed(self, key: SequenceKey, now: float) -> None:
+        timeline = self._open.get(key)
+        if timeline is not None:
+            timeline.computed_s = now
+
+    def verified(self, key: SequenceKey, now: float) -> None:
+        """Decode's word that the bytes are there; a repetition finds nothing."""
+        timeline = self._open.pop(key, None)
+        if timeline is not None:
+            timeline.verified_s = now
+            self._on_verified(timeline)
+
+    def end(self, key: SequenceKey) -> None:
+        """The hand-off is over, whatever became of it."""
+        self._open.pop(key, None)
+
+
+# --- the sender ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +226,11 @@ class KvSender:
         self._host_cache = host_cache
         self.transport = transport
         self._thread = thread
-        self._machine = HandoffSender(digest_kind)
+        self.machine = HandoffSender(digest_kind)
         self._max_slab_tokens = max(1, max_slab_bytes // kv_cache.layout.bytes_per_token_layer)
         self._on_release = on_release
         self._on_failed = on_failed
-        self._timelines = Timelines(on_verified)
+        self._timelines = _Timelines(on_verified)
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._peers: dict[str, _Peer] = {}
         self._endpoints: dict[str, Endpoint] = {}
@@ -174,7 +249,7 @@ class KvSender:
         num_layers = self.kv_cache.layout.num_layers
         now = time.monotonic()
         self._timelines.begin(seq.key, seq.num_tokens, now)
-        self._do(self._machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=now))
+        self._do(self.machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=now))
 
     def layer_ready(
         self, key: SequenceKey, layer: int, token_start: int, num_tokens: int, stored: Event | None = None
@@ -189,16 +264,16 @@ class KvSender:
             self._stored.setdefault(key, {})[layer] = stored
         for start in range(token_start, token_start + num_tokens, self._max_slab_tokens):
             count = min(self._max_slab_tokens, token_start + num_tokens - start)
-            self._do(self._machine.on_layer_ready(*key, layer, start, count, now=time.monotonic()))
+            self._do(self.machine.on_layer_ready(*key, layer, start, count, now=time.monotonic()))
 
     def first_token(self, key: SequenceKey, token_id: int, index: int) -> None:
         now = time.monotonic()
         self._timelines.computed(key, now)
-        self._do(self._machine.on_first_token(*key, token_id, index, now=now))
+        self._do(self.machine.on_first_token(*key, token_id, index, now=now))
 
     def cancel(self, key: SequenceKey, reason: str) -> None:
         """End the hand-off; harmless if there is none."""
-        self._do(self._machine.cancel(*key, reason, now=time.monotonic()))
+        self._do(self.machine.cancel(*key, reason, now=time.monotonic()))
 
     def stop(self) -> None:
         self._timer.stop()
@@ -220,15 +295,15 @@ class KvSender:
             self._loop.call_soon_threadsafe(function, *args)
 
     def on_slab_sent(self, action: SendSlab, digest: int) -> None:
-        key = (action.request_id, action.attempt)
+        key = SequenceKey(action.request_id, action.attempt)
         now = time.monotonic()
         self._timelines.slab_sent(key, action.num_tokens * self.kv_cache.layout.bytes_per_token_layer, now)
-        self._do(self._machine.on_slab_sent(*key, action.layer, action.token_start, digest, now=now))
+        self._do(self.machine.on_slab_sent(*key, action.layer, action.token_start, digest, now=now))
 
     def on_slab_failed(self, action: SendSlab, reason: str) -> None:
-        key = (action.request_id, action.attempt)
+        key = SequenceKey(action.request_id, action.attempt)
         self._do(
-            self._machine.on_slab_failed(*key, action.layer, action.token_start, now=time.monotonic(), reason=reason)
+            self.machine.on_slab_failed(*key, action.layer, action.token_start, now=time.monotonic(), reason=reason)
         )
 
     def on_peer_message(self, peer: _Peer, message: Message) -> None:
@@ -236,17 +311,17 @@ class KvSender:
             return
         now = time.monotonic()
         if isinstance(message, Verified):
-            self._timelines.verified((message.request_id, message.fence.generation), now)
-        self._do(self._machine.on_message(peer.worker_id, message, now=now))
+            self._timelines.verified(SequenceKey(message.request_id, message.fence.generation), now)
+        self._do(self.machine.on_message(peer.worker_id, message, now=now))
 
     def on_peer_lost(self, peer: _Peer, reason: str) -> None:
         logger.info("link to decode worker %s is down: %s", peer.worker_id, reason)
         if self._peers.get(peer.worker_id) is peer:
             del self._peers[peer.worker_id]
-            self._do(self._machine.on_link_lost(peer.worker_id, now=time.monotonic()))
+            self._do(self.machine.on_link_lost(peer.worker_id, now=time.monotonic()))
 
     def _on_deadline(self) -> None:
-        self._do(self._machine.tick(time.monotonic()))
+        self._do(self.machine.tick(time.monotonic()))
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -256,17 +331,17 @@ class KvSender:
                 case Send():
                     self._enqueue(action.peer_id, action.message)
                 case ReleaseSource():
-                    key = (action.request_id, action.attempt)
+                    key = SequenceKey(action.request_id, action.attempt)
                     del self._sequences[key]
                     self._stored.pop(key, None)
                     self._timelines.end(key)
                     self._on_release(key)
                 case Fail():
-                    self._on_failed((action.request_id, action.attempt), action.reason, action.retryable)
-        self._timer.arm(self._machine.next_deadline())
+                    self._on_failed(SequenceKey(action.request_id, action.attempt), action.reason, action.retryable)
+        self._timer.arm(self.machine.next_deadline())
 
     def _job(self, action: SendSlab) -> _SlabJob:
-        seq = self._sequences[action.request_id, action.attempt]
+        seq = self._sequences[SequenceKey(action.request_id, action.attempt)]
         group = action.layer // self.kv_cache.layout.layers_per_group
         on_host = group in seq.host_groups
         cache: SequenceKV | None

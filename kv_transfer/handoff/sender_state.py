@@ -1,19 +1,48 @@
 """The prefill end of all hand-offs of one worker: sends layers as they are computed, commits, awaits the answer.
 
-Pure: events and the time go in, actions come out. The rules it keeps:
+Pure: events and the time go in, actions come out (`actions.py`). `KvSender` (`sender.py`) drives it in a worker.
+
+```
+   begin            every slab sent, first token known              Verified
+  ──────▶ SENDING ────────────────────────────────────▶ COMMITTED ───────────▶ over: `ReleaseSource`
+             │                                              │                            ▲
+             │ Rejected, link lost, slab failed,            │ Rejected, link lost,       │ no slab in flight
+             │ time is up, cancel                           │ time is up, cancel         │ any more
+             └────────────────────────────────────────▶ DRAINING ────────────────────────┘
+```
+
+What each event does in each state ("=": the state stays; "–": nothing):
+
+| event       | SENDING                                         | COMMITTED                   | DRAINING           |
+|-------------|-------------------------------------------------|-----------------------------|--------------------|
+| layer ready | =, `SendSlab`                                   | cannot be: all was sent     | –                  |
+| slab sent   | =; if it was the last: `Commit`, COMMITTED [1]  | cannot be: none in flight   | over after the last |
+| slab failed | `Abort`, `Fail`, DRAINING                       | cannot be: none in flight   | over after the last |
+| first token | =; if all was sent: `Commit`, COMMITTED         | cannot be: it is known      | –                  |
+| Verified    | –, it is not believed                           | over                        | –                  |
+| Rejected    | `Fail`, DRAINING                                | `Fail`, over                | –                  |
+| link lost   | `Fail`, DRAINING                                | `Fail`, over                | –                  |
+| time is up  | `Abort`, `Fail`, DRAINING [2]                   | `Abort`, `Fail`, over       | –                  |
+| cancel      | `Abort`, DRAINING                               | `Abort`, over               | –                  |
+
+DRAINING with nothing in flight is over at once. [1] Once the first token is known. [2] While slabs are in flight the
+time starts again with each that gets through; while this worker itself has yet to compute, nothing is awaited from
+decode and no time runs. A keep-alive goes to each decode worker `KEEP_ALIVES_PER_TTL` times per ttl, for all live
+hand-offs with it.
+
+The rules:
 
 * the source blocks are released exactly once, and never while a slab in flight reads them;
 * a commit goes out only after every slab of every layer was sent, and says what their digests add up to;
 * every attempt ends in exactly one way: verified, failed (reported once), or cancelled;
 * nothing is ever sent twice: a hand-off that lost something fails, and the gateway begins a newer attempt.
-
-Knows nothing of block tables, tensors, links or threads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.sequence import SequenceKey
 from kv_transfer.digest import DigestKind, agreed_kind
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SenderState, SendSlab
 from kv_transfer.handoff.coverage import Coverage
@@ -32,8 +61,8 @@ class _Outgoing:
     in_flight: dict[tuple[int, int], int] = field(default_factory=dict)  # (layer, token_start) -> num_tokens
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.ticket.request_id, self.ticket.fence.generation
+    def key(self) -> SequenceKey:
+        return SequenceKey(self.ticket.request_id, self.ticket.fence.generation)
 
     @property
     def is_live(self) -> bool:
@@ -45,14 +74,30 @@ class _Outgoing:
 
 
 class HandoffSender:
+    """All hand-offs of one prefill worker.
+
+    Every method takes the time in seconds, on any clock that does not go back, and returns what the driver has to do,
+    in order.
+    """
+
     def __init__(self, digest_kind: DigestKind = "xxh3_64") -> None:
         self._digest_kind = digest_kind
-        self._outgoing: dict[tuple[str, int], _Outgoing] = {}
+        self._outgoing: dict[SequenceKey, _Outgoing] = {}
         self._keep_alive_at: dict[str, float] = {}  # per decode worker
 
     def holds(self, request_id: str, attempt: int) -> bool:
         """Whether the attempt is still on: slabs of one that is not need not be filled, only reported failed."""
         return self._live(request_id, attempt) is not None
+
+    def state(self, request_id: str, attempt: int) -> SenderState | None:
+        """Of the attempt; None if it was never begun or is over."""
+        out = self._outgoing.get(SequenceKey(request_id, attempt))
+        return None if out is None else out.state
+
+    def num_in_flight(self, key: SequenceKey) -> int:
+        """Slabs of the attempt that read its source blocks."""
+        out = self._outgoing.get(key)
+        return 0 if out is None else len(out.in_flight)
 
     def begin(self, ticket: Ticket, *, num_layers: int, num_tokens: int, now: float) -> list[Action]:
         """Hand the KV of `num_tokens` tokens over to the ticket's reservation.
@@ -88,11 +133,11 @@ class HandoffSender:
         self, request_id: str, attempt: int, layer: int, token_start: int, digest: int, now: float
     ) -> list[Action]:
         """A `SendSlab` was carried out, and reads the source blocks no more."""
-        out = self._outgoing[request_id, attempt]
+        out = self._outgoing[SequenceKey(request_id, attempt)]
         num_tokens = out.in_flight.pop((layer, token_start))
         if not out.is_live:
             return self._release_if_drained(out)
-        out.coverage.settle(layer, num_tokens, digest)
+        out.coverage.complete(layer, num_tokens, digest)
         out.deadline = now + out.ticket.ttl_s if out.in_flight else None
         return self._commit_if_whole(out, now)
 
@@ -106,7 +151,7 @@ class HandoffSender:
         reason: str = "the link did not take it",
     ) -> list[Action]:
         """A `SendSlab` was not carried out, and reads the source blocks no more."""
-        out = self._outgoing[request_id, attempt]
+        out = self._outgoing[SequenceKey(request_id, attempt)]
         del out.in_flight[layer, token_start]
         if not out.is_live:
             return self._release_if_drained(out)
@@ -139,7 +184,11 @@ class HandoffSender:
 
     def cancel(self, request_id: str, attempt: int, reason: str, now: float) -> list[Action]:
         """End every attempt up to this one. Nothing is reported to the gateway, whose wish it was."""
-        mine = [o for o in self._outgoing.values() if o.is_live and o.key[0] == request_id and o.key[1] <= attempt]
+        mine = [
+            o
+            for o in self._outgoing.values()
+            if o.is_live and o.key.request_id == request_id and o.key.attempt <= attempt
+        ]
         return [action for out in mine for action in (_abort(out, reason), *self._end(out))]
 
     def tick(self, now: float) -> list[Action]:
@@ -157,7 +206,7 @@ class HandoffSender:
         return min([*deadlines, *self._keep_alive_at.values()], default=None)
 
     def _live(self, request_id: str, attempt: int) -> _Outgoing | None:
-        out = self._outgoing.get((request_id, attempt))
+        out = self._outgoing.get(SequenceKey(request_id, attempt))
         return out if out is not None and out.is_live else None
 
     def _commit_if_whole(self, out: _Outgoing, now: float) -> list[Action]:

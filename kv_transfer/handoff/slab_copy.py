@@ -2,15 +2,19 @@
 
 A slab holds one layer's tokens as `[2, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they come
 from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Slabs and
-blocks may be in memory of the host or on a GPU (`kv_transfer.handoff.gpu_slab_copy`). Knows nothing of peers, hand-offs
-or who may write where.
+blocks may be in memory of the host or on a GPU (`kv_transfer.handoff.gpu_slab_copy`). Called
+on the KV thread; what a device is waited for, in `CopyingThreads`.
 
 Shapes: n tokens, H = num_kv_heads, D = head_dim.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +24,15 @@ from engine.kv.cache import KVCache
 from engine.kv.sequence_kv import SequenceKV
 from engine.memory.streams import Event
 from engine.parallel.kv import GroupKV
+from kernels.cpu.thread_team import work_alone
+from kv_transfer.connections.cancelling import to_the_end
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.transports.base import SlabBytes
+
+T = TypeVar("T")
+
+COPIES_AT_ONCE: Final = 2
+"""Of one direction. While one crosses the link, the next is told to the device, gathered, and queued behind it."""
 
 
 def fill_slab(
@@ -52,10 +63,10 @@ def fill_slab(
     kv_cache.read_layer(layer, group_row, start, count, host_2nHD)
     if host_2nHD is not slab_2nHD:
         slab_2nHD.copy_(host_2nHD)
-    return slab_digest(_bytes_of(host_2nHD), kind)
+    return slab_digest(bytes_of(host_2nHD), kind)
 
 
-def land_slab(
+def write_slab(
     kv_cache: SequenceKV,
     group_row: npt.NDArray[np.int32],
     layer: int,
@@ -77,16 +88,17 @@ def land_slab(
         from kv_transfer.handoff.gpu_slab_copy import copies_on
 
         assert isinstance(kv_cache, KVCache | GroupKV), f"{type(kv_cache).__name__} lies on no device"
-        return copies_on(kv_cache.device).land(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
+        return copies_on(kv_cache.device).write(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
     if after is not None:
         after.wait()
     kv_cache.write_layer(layer, group_row, start, slab_2nHD.to(kv_cache.device))
-    landed_2nHD = torch.empty(_slab_shape(kv_cache, count), dtype=kv_cache.layout.dtype)
-    kv_cache.read_layer(layer, group_row, start, count, landed_2nHD)
-    return slab_digest(_bytes_of(landed_2nHD), kind)
+    written_2nHD = torch.empty(_slab_shape(kv_cache, count), dtype=kv_cache.layout.dtype)
+    kv_cache.read_layer(layer, group_row, start, count, written_2nHD)
+    return slab_digest(bytes_of(written_2nHD), kind)
 
 
-def _bytes_of(host_2nHD: torch.Tensor) -> memoryview:
+def bytes_of(host_2nHD: torch.Tensor) -> memoryview:
+    """What a digest is taken of; also in `gpu_slab_copy`."""
     content: memoryview = host_2nHD.view(torch.uint8).numpy().data
     return content
 
@@ -109,3 +121,27 @@ def _as_slab(kv_cache: SequenceKV, count: int, view: SlabBytes) -> torch.Tensor:
     address = np.frombuffer(view, dtype=np.uint8).ctypes.data
     raw = (ctypes.c_uint8 * expected).from_address(address)
     return torch.frombuffer(raw, dtype=kv_cache.layout.dtype).view(_slab_shape(kv_cache, count))
+
+
+class CopyingThreads:
+    """Threads that wait for a device's copies, so that no event loop does: one of `KvSender`, one of `KvReceiver`.
+
+    Begins jobs in the order they came, and runs `COPIES_AT_ONCE` of them beside each other; each may end first.
+
+    There are no threads before there are jobs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(COPIES_AT_ONCE, name, initializer=work_alone)
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Raises RuntimeError once stopped."""
+        return self._executor.submit(job)
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Its result. A copy cannot be recalled: who is cancelled here is so once the job has ended."""
+        return await to_the_end(asyncio.wrap_future(self.submit(job)))
+
+    def stop(self) -> None:
+        """Take nothing new; what was taken is done."""
+        self._executor.shutdown(wait=False)

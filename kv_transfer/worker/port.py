@@ -145,7 +145,7 @@ class GatewayPort:
         alone = any(seq.num_alone for seq in seqs)
         if not (seqs or self._told_alone):
             return
-        newcomers: dict[GatewayId, list[SequenceKey]] = {}
+        newcomers: dict[GatewayId, list[tuple[str, int]]] = {}
         for seq in seqs:
             if seq.key in gateway_of:
                 newcomers.setdefault(gateway_of[seq.key], []).append(seq.key)
@@ -164,14 +164,16 @@ class GatewayPort:
         flush: bool = True,
     ) -> None:
         """This attempt ends here; goes out at once, unless `flush` follows, after what the last step brought."""
-        event = FailureEvent(request_id=key[0], attempt=key[1], reason=reason, retryable=retryable, cause=cause)
+        event = FailureEvent(
+            request_id=key.request_id, attempt=key.attempt, reason=reason, retryable=retryable, cause=cause
+        )
         self.emit(gateway, event)
         if flush:
             self.flush()
 
     def handed_over(self, gateway: GatewayId, key: SequenceKey, exposed_s: float) -> None:
         """Decode has the attempt's KV, and waited `exposed_s` for it after the first token. Goes out at once."""
-        event = HandedOver(request_id=key[0], attempt=key[1], exposed_s=exposed_s)
+        event = HandedOver(request_id=key.request_id, attempt=key.attempt, exposed_s=exposed_s)
         self.post(gateway, StepFrame(tokens=[], handoffs=[event]))
 
     def emit(self, gateway: GatewayId, event: TokenEvent | FailureEvent) -> None:

@@ -130,7 +130,7 @@ class DecodeMachine(RuleBasedStateMachine):
         if key in self.scheduler:
             assert self.plan is not None, "nothing is in flight, so it can go at once"
             self.lingering.add(key)
-        self.scheduler.drop(("never heard of", 0))
+        self.scheduler.drop(SequenceKey("never heard of", 0))
         del self.stories[key]
 
     # --- steps ---

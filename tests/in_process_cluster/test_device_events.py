@@ -13,10 +13,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from decode_workers import reservations as landings
+from decode_workers import reservations
 from engine.memory.streams import MarkQueued, nothing_queued, queued_on
 from engine.sampling.params import SamplingParams
-from kv_transfer.handoff.copy_threads import CopyingThreads
+from kv_transfer.handoff.slab_copy import CopyingThreads
 from kv_transfer.transports.choose import TransportKind
 from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers import worker as prefill_worker
@@ -54,12 +54,12 @@ class Mark:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_slabs_go_and_land_behind_their_events(
+async def test_slabs_go_and_come_behind_their_events(
     llama: SmallModel, monkeypatch: pytest.MonkeyPatch, transport: TransportKind
 ) -> None:
     stored, free = Marks(), Marks()
     monkeypatch.setattr(prefill_worker, "queued_on", stored.queued_on)
-    monkeypatch.setattr(landings, "queued_on", free.queued_on)
+    monkeypatch.setattr(reservations, "queued_on", free.queued_on)
     config = MiniClusterConfig(
         model_ref=str(llama.folder),
         prefill_engine={"block_size": 8},

@@ -9,7 +9,7 @@ from engine.sampling.params import SamplingParams
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, agreed_kind, slab_digest
 from kv_transfer.handoff import receiver as receiving
 from kv_transfer.handoff import sender as sending
-from kv_transfer.handoff.slab_copy import fill_slab, land_slab
+from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 from kv_transfer.transports.choose import TransportKind
 from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
@@ -46,10 +46,10 @@ async def test_hand_offs_use_what_was_agreed(
 
     def landing(*arguments: object) -> int:
         used["land"].add(str(arguments[-1]))
-        return land_slab(*arguments)  # type: ignore[arg-type]
+        return write_slab(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sending, "fill_slab", filling)
-    monkeypatch.setattr(receiving, "land_slab", landing)
+    monkeypatch.setattr(receiving, "write_slab", landing)
     config = MiniClusterConfig(
         model_ref=str(llama.folder),
         prefill_engine={"block_size": 8},
@@ -73,9 +73,9 @@ def test_both_ends_find_the_same_whatever_their_blocks(kind: DigestKind, dtype: 
     slab = slab_for(source, NUM_TOKENS)
     sent = fill_slab(source.cache, source.row(2), 2, 0, NUM_TOKENS, memoryview(slab), kind)
     assert sent == slab_digest(slab, kind)
-    assert land_slab(target.cache, target.row(2), 2, 0, NUM_TOKENS, memoryview(slab), kind) == sent
+    assert write_slab(target.cache, target.row(2), 2, 0, NUM_TOKENS, memoryview(slab), kind) == sent
     slab[100] ^= 64
-    assert land_slab(target.cache, target.row(2), 2, 0, NUM_TOKENS, memoryview(slab), kind) != sent
+    assert write_slab(target.cache, target.row(2), 2, 0, NUM_TOKENS, memoryview(slab), kind) != sent
 
 
 def test_the_kind_follows_the_device_unless_it_is_set() -> None:

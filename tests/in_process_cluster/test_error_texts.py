@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.http.app import create_app
 from decode_workers.worker import DecodeWorker
+from engine.sequence import SequenceKey
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Message, RequestSpec, Reserve, Start, TokenEvent
@@ -68,10 +69,10 @@ class FailingWorker:
             self._rng.choice(self._ways)(gateway, message.request, text_of(self._rng.choice(ERRORS)))
 
     def _fail(self, gateway: GatewayId, request: RequestSpec, reason: str) -> None:
-        self._port.fail(gateway, (request.request_id, request.attempt), reason, retryable=True)
+        self._port.fail(gateway, SequenceKey(request.request_id, request.attempt), reason, retryable=True)
 
     def _end(self, gateway: GatewayId, request: RequestSpec, reason: str) -> None:
-        self._port.fail(gateway, (request.request_id, request.attempt), reason, retryable=False)
+        self._port.fail(gateway, SequenceKey(request.request_id, request.attempt), reason, retryable=False)
 
     def _fail_late(self, gateway: GatewayId, request: RequestSpec, reason: str) -> None:
         index = len(request.output_token_ids)

@@ -13,13 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import torch
 
+from engine.kv.cache import GroupRow, KVCache
 from engine.memory.streams import Event
 from engine.sampling.params import SamplingParams
-from engine.sequence import BlockTable, Sequence
+from engine.sequence import BlockTable, Sequence, SequenceKey
 from kv_transfer.connections.loop_thread import LoopThread
-from kv_transfer.handoff.copy_threads import COPIES_AT_ONCE
 from kv_transfer.handoff.receiver import KvReceiver
 from kv_transfer.handoff.sender import KvSender
+from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE
 from kv_transfer.messages import RequestSpec, Ticket
 from kv_transfer.transports.base import Identity
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
@@ -27,7 +28,7 @@ from kv_transfer.transports.slab_pool import SlabConfig
 from tests.interpreted.test_copying import NUM_LAYERS, NUM_TOKENS, End
 from tests.support.waiting import HANGS_S, eventually
 
-KEY = ("r", 1)
+KEY = SequenceKey("r", 1)
 LEASE = 3
 
 
@@ -92,11 +93,25 @@ class HandOff:
 
 
 class Told:
-    """What either end told its worker, in order."""
+    """What either end told its worker, in order. Owns the lease, which is of blocks of `target`."""
+
+    target: End
 
     def __init__(self) -> None:
         self.words: list[str] = []
         self.free: Event | None = None
+
+    def target_of(self, lease_id: int, layer: int) -> tuple[KVCache, GroupRow]:
+        return self.target.cache, self.target.row(layer)
+
+    def on_admitted(self, key: SequenceKey, first_token: int) -> None:
+        self.words.append("admitted")
+
+    def on_released(self, lease_id: int) -> None:
+        self.words.append("lease released")
+
+    def on_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        self.words.append("receiving failed")
 
     def say(self, word: str, *arguments: object) -> None:
         self.words.append(word)
@@ -105,6 +120,7 @@ class Told:
 @contextlib.asynccontextmanager
 async def handing_over(told: Told) -> AsyncIterator[HandOff]:
     source, target = End.make(4, 1, torch.float16, seed=1), End.make(3, 1, torch.float16, seed=2)
+    told.target = target
     network, thread = InProcessNetwork(), LoopThread("kv")
     prefill, decode = (
         InProcessTransport(
@@ -118,10 +134,7 @@ async def handing_over(told: Told) -> AsyncIterator[HandOff]:
         target.cache.layout,
         decode,
         thread,
-        target_of=lambda lease, layer: (target.cache, target.row(layer)),
-        on_admit=lambda *word: told.say("admitted"),
-        on_release=lambda lease: told.say("lease released"),
-        on_failed=lambda *word: told.say("landing failed"),
+        owner=told,
         mark_queued=lambda: told.free,
     )
     sender = KvSender(
@@ -174,7 +187,7 @@ async def test_blocks_are_read_until_every_copy_out_has_ended(end: str) -> None:
         else:
             await handoff.crash_decode()
         handoff.stored[0].come()
-        await eventually(lambda: len(handoff.sender._machine._outgoing[KEY].in_flight) < NUM_LAYERS)
+        await eventually(lambda: handoff.sender.machine.num_in_flight(KEY) < NUM_LAYERS)
         assert "source released" not in told.words, "the second slab still reads them"
         for gate in handoff.stored[1:]:
             gate.come()
@@ -193,7 +206,7 @@ async def test_a_lease_is_kept_until_every_copy_in_has_ended() -> None:
             gate.come()
         handoff.compute()
         await eventually(lambda: free.num_waiting == COPIES_AT_ONCE)
-        handoff.receiver.cancel("r", 1)
+        handoff.receiver.cancel(KEY)
         await asyncio.sleep(0)
         assert "lease released" not in told.words
         free.come()

@@ -60,9 +60,9 @@ async def test_a_cancel_while_the_reservation_waits_leaves_nothing_waiting(llama
     async with cluster_of(llama, decode_engine={"kv_blocks": 12}) as cluster:
         with brake(cluster.prefills[0]._model.runner):
             first, second = (asyncio.create_task(cluster.generate(name, PROMPT, greedy())) for name in "ab")
-            await eventually(lambda: cluster.decodes[0]._landings.num_waiting)
+            await eventually(lambda: cluster.decodes[0].reservations.num_waiting)
             await cancel(second)
-            await eventually(lambda: not cluster.decodes[0]._landings.num_waiting)
+            await eventually(lambda: not cluster.decodes[0].reservations.num_waiting)
         assert tokens_of(await first) == llama.local(PROMPT, greedy()).tokens
 
 
@@ -101,7 +101,7 @@ async def test_a_gateway_s_death_frees_everything(llama: SmallModel) -> None:
         with brake(cluster.prefills[0]._model.runner) as held:
             others = [asyncio.create_task(cluster.generate(f"r{n}", PROMPT, greedy())) for n in range(5)]
             await held.reached()
-            await eventually(lambda: cluster.decodes[0]._landings.num_waiting)
+            await eventually(lambda: cluster.decodes[0].reservations.num_waiting)
             await gateway.stop()
         await cluster.idle()
         await cancel(*others)

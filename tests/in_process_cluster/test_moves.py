@@ -71,7 +71,7 @@ class Marks:
 
 def holder(cluster: ReplicaCluster, request_id: str) -> WorkerReplica:
     """Of the request's sequence."""
-    return next(r for r in cluster.replicas if any(key[0] == request_id for key in held_by(r)))
+    return next(r for r in cluster.replicas if any(key.request_id == request_id for key in held_by(r)))
 
 
 def held_by(replica: WorkerReplica) -> Collection[SequenceKey]:

@@ -101,7 +101,7 @@ async def test_streams_that_outlast_the_drain_go_on_elsewhere(llama: SmallModel)
 
 def holds(replica: WorkerReplica, request_id: str) -> bool:
     worker: Any = replica.worker
-    return worker is not None and any(key[0] == request_id for key in worker._gateway_of)
+    return worker is not None and any(key.request_id == request_id for key in worker._gateway_of)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

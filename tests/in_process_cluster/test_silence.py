@@ -20,6 +20,7 @@ from cluster.gateway.orchestrator import _LOOK_S, Orchestrator, OrchestratorConf
 from cluster.gateway.worker_connections import SILENCE_S
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.connections.connection import ConnectionConfig
+from kv_transfer.handoff.actions import ReceiverState
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
 from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
@@ -132,14 +133,14 @@ async def test_a_hand_off_whose_peers_hear_nothing_of_each_other_is_begun_again(
     transfer, chunked = TransferConfig(transport="tcp"), PrefillWorkerConfig(chunk_tokens=64)
     async with cluster_of(llama, num_decode=2, transfer=transfer, prefill=chunked) as cluster:
         cables = []
-        machines = [decode._landings._receiver._machine for decode in cluster.decodes]
+        machines = [decode.reservations.receiver.machine for decode in cluster.decodes]
         for machine in machines:
-            cables.append(Cable(machine._endpoint))
-            machine._endpoint = await cables[-1].start()
+            cables.append(Cable(machine.endpoint))
+            machine.endpoint = await cables[-1].start()
         with prefills_braked(cluster) as (held,):
             request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
             await held.reached()
-            await eventually(lambda: any(landing.peer_id for machine in machines for landing in machine._reservations))
+            await eventually(lambda: any(machine.state("r") is ReceiverState.RECEIVING for machine in machines))
             for cable in cables:
                 cable.cut()
         found = await asyncio.wait_for(request, NOT_BY_DEATH_S)

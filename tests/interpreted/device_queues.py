@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.memory.streams import Event
-from kv_transfer.handoff.copy_threads import COPIES_AT_ONCE
 from kv_transfer.handoff.gpu_slab_copy import DeviceCopies, copies_on
+from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE
 from tests.support.interpreted import device
 
 _WORKING = threading.RLock()  # what a device does it does one thing at a time, as Triton's interpreter must

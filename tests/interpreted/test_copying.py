@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.kv.cache import KVCache, KVLayout
 from kv_transfer.digest import pieces_digest, slab_digest
-from kv_transfer.handoff.slab_copy import fill_slab, land_slab
+from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 from tests.support.interpreted import device
 
 NUM_LAYERS = 3
@@ -87,7 +87,7 @@ def test_bytes_arrive_whatever_the_block_sizes(
 
     others = [target.bytes_of(other, 0, NUM_TOKENS) for other in range(NUM_LAYERS) if other != layer]
     before, after = target.bytes_of(layer, 0, span[0]), target.bytes_of(layer, sum(span), NUM_TOKENS - sum(span))
-    landed = land_slab(target.cache, target.row(layer), layer, *span, memoryview(bytes(slab)))
+    landed = write_slab(target.cache, target.row(layer), layer, *span, memoryview(bytes(slab)))
     assert landed == sent
     assert target.bytes_of(layer, *span) == bytes(slab)
     assert target.bytes_of(layer, 0, span[0]) == before
@@ -108,7 +108,7 @@ def test_damage_shows_in_the_digest_of_what_landed() -> None:
     slab = slab_for(source, 6)
     sent = fill_slab(source.cache, source.row(1), 1, 0, 6, memoryview(slab))
     slab[17] ^= 1
-    assert land_slab(target.cache, target.row(1), 1, 0, 6, memoryview(slab)) != sent
+    assert write_slab(target.cache, target.row(1), 1, 0, 6, memoryview(slab)) != sent
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 31, 33, 64])
@@ -116,7 +116,7 @@ def test_payload_of_another_size_is_refused_untouched(num_bytes: int) -> None:
     end = End.make(4, 3, torch.bfloat16, seed=1)
     before = end.cache.tensor.view(torch.uint8).clone()
     with pytest.raises(ValueError, match="header and payload do not belong together"):
-        land_slab(end.cache, end.row(0), 0, 0, 1, memoryview(bytes(num_bytes)))
+        write_slab(end.cache, end.row(0), 0, 0, 1, memoryview(bytes(num_bytes)))
     assert torch.equal(end.cache.tensor.view(torch.uint8), before)
 
 
@@ -126,7 +126,7 @@ def test_read_only_payloads_raise_no_warning() -> None:
     assert payload.readonly
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        land_slab(end.cache, end.row(0), 0, 0, 2, payload)
+        write_slab(end.cache, end.row(0), 0, 0, 2, payload)
 
 
 def test_slabs_at_any_address() -> None:
@@ -135,7 +135,7 @@ def test_slabs_at_any_address() -> None:
     segment = bytearray(2 + len(slab_for(source, 5)) + 7)
     view = memoryview(segment)[2:-7]
     sent = fill_slab(source.cache, source.row(0), 0, 3, 5, view)
-    assert land_slab(target.cache, target.row(0), 0, 3, 5, view) == sent
+    assert write_slab(target.cache, target.row(0), 0, 3, 5, view) == sent
     assert segment[:2] == b"\0\0" and segment[-7:] == bytes(7)
 
 
@@ -145,7 +145,7 @@ def test_slabs_may_be_bytes_of_a_device() -> None:
     slab = torch.empty(len(slab_for(source, 6)), dtype=torch.uint8, device=device())
     sent = fill_slab(source.cache, source.row(1), 1, 3, 6, slab)
     assert slab.cpu().numpy().tobytes() == source.bytes_of(1, 3, 6)
-    assert land_slab(target.cache, target.row(1), 1, 3, 6, slab) == sent
+    assert write_slab(target.cache, target.row(1), 1, 3, 6, slab) == sent
     assert target.bytes_of(1, 3, 6) == source.bytes_of(1, 3, 6)
     with pytest.raises(ValueError, match="header and payload do not belong together"):
-        land_slab(target.cache, target.row(1), 1, 3, 5, slab)
+        write_slab(target.cache, target.row(1), 1, 3, 5, slab)

@@ -13,7 +13,7 @@ from engine.memory.streams import Event
 from kernels.triton import slabs
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, slab_digest
 from kv_transfer.handoff.gpu_slab_copy import DeviceCopies
-from kv_transfer.handoff.slab_copy import fill_slab, land_slab
+from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 from tests.interpreted.device_queues import LazyStream
 from tests.interpreted.test_copying import End
 from tests.support.interpreted import device
@@ -47,7 +47,7 @@ class World:
         return slab
 
     def land(self, slab: torch.Tensor, after: Event | None = None, kind: DigestKind = "row_sum_64") -> None:
-        digest = self.copies.land(self.end.cache, self.end.row(PLACE[0]), *PLACE, slab, kind, after)
+        digest = self.copies.write(self.end.cache, self.end.row(PLACE[0]), *PLACE, slab, kind, after)
         assert digest == slab_digest(slab.view(torch.uint8).numpy().data.cast("B"), kind)
 
     def landed(self, count: int = COUNT) -> bytes:
@@ -119,7 +119,7 @@ def test_nothing_runs_on_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> N
     def failing(*arguments: object) -> None:
         raise RuntimeError("the device is out of order")
 
-    monkeypatch.setattr("kv_transfer.handoff.rank_slab_copy.scatter_slab", failing)
+    monkeypatch.setattr("kv_transfer.handoff.gpu_slab_copy.scatter_slab", failing)
     done: list[str] = []
     world.compute.queue(lambda: done.append("compute"))
     with pytest.raises(RuntimeError, match="out of order"):
@@ -139,11 +139,11 @@ def test_what_is_read_back_comes_from_the_blocks(monkeypatch: pytest.MonkeyPatch
     def elsewhere(slab: torch.Tensor, rows: torch.Tensor, *place: object) -> torch.Tensor:
         return scatter(slab, rows.clone(), *place)
 
-    monkeypatch.setattr("kv_transfer.handoff.rank_slab_copy.scatter_slab", elsewhere)
+    monkeypatch.setattr("kv_transfer.handoff.gpu_slab_copy.scatter_slab", elsewhere)
     slab = torch.ones(2, COUNT, 2, 4, dtype=torch.float16)
     sent = slab_digest(slab.view(torch.uint8).numpy().data.cast("B"), "xxh3_64")
     end = world.end
-    assert world.copies.land(end.cache, end.row(PLACE[0]), *PLACE, slab, "xxh3_64") != sent
+    assert world.copies.write(end.cache, end.row(PLACE[0]), *PLACE, slab, "xxh3_64") != sent
 
 
 def test_kv_on_the_host_waits_for_the_device_that_stores_it() -> None:
@@ -157,5 +157,5 @@ def test_kv_on_the_host_waits_for_the_device_that_stores_it() -> None:
     before = world.landed()
     world.compute.queue(lambda: read.append(world.landed()))
     payload = memoryview(bytes(len(view)))
-    land_slab(world.end.cache, world.end.row(PLACE[0]), *PLACE, COUNT, payload, after=world.compute.record())
+    write_slab(world.end.cache, world.end.row(PLACE[0]), *PLACE, COUNT, payload, after=world.compute.record())
     assert read == [before]

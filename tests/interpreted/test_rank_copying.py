@@ -11,7 +11,7 @@ from engine.parallel.kv import GroupKV, shard_layout
 from engine.parallel.processes import GroupError
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, slab_digest
 from kv_transfer.handoff.gpu_slab_copy import DeviceCopies
-from kv_transfer.handoff.slab_copy import fill_slab, land_slab
+from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 from tests.interpreted.device_queues import LazyStream
 from tests.interpreted.test_copying import End
 from tests.support.interpreted import device
@@ -69,7 +69,7 @@ def test_the_ranks_heads_come_together(degree: int, kind: DigestKind) -> None:
 def test_a_slab_lands_on_every_rank_that_has_its_heads(degree: int, kind: DigestKind) -> None:
     group = Group(degree)
     slab = torch.randn(2, COUNT, 2, 4, generator=torch.Generator().manual_seed(2)).half()
-    assert group.copies.land(group.kv, group.row, *PLACE, slab, kind) == digest_of(slab, kind)
+    assert group.copies.write(group.kv, group.row, *PLACE, slab, kind) == digest_of(slab, kind)
     expected = group.whole.cache
     expected.write_layer(PLACE[0], group.row, PLACE[1], slab)
     for heads, cache in group.kv.holders:
@@ -91,7 +91,7 @@ def test_a_group_that_came_apart_brings_nothing() -> None:
     group = Group(2)
     group.broken = True
     with pytest.raises(GroupError, match="apart"):
-        group.copies.land(group.kv, group.row, *PLACE, torch.zeros(2, COUNT, 2, 4, dtype=torch.float16), "xxh3_64")
+        group.copies.write(group.kv, group.row, *PLACE, torch.zeros(2, COUNT, 2, 4, dtype=torch.float16), "xxh3_64")
 
 
 def test_the_host_and_the_device_move_the_same_bytes() -> None:
@@ -99,5 +99,5 @@ def test_the_host_and_the_device_move_the_same_bytes() -> None:
     slab = bytearray(COUNT * group.kv.layout.bytes_per_token_layer)
     fill_slab(group.kv, group.row, *PLACE, COUNT, memoryview(slab))
     assert bytes(slab) == group.fill("row_sum_64").numpy().tobytes()
-    land_slab(group.kv, group.row, *PLACE, COUNT, memoryview(bytes(len(slab))))
+    write_slab(group.kv, group.row, *PLACE, COUNT, memoryview(bytes(len(slab))))
     assert (group.fill("row_sum_64") == 0).all()

@@ -19,7 +19,7 @@ from kernels.interface import CacheGeometry
 from kernels.triton.block_digest import as_digest, block_digest
 from kernels.triton.slabs import gather_slab, scatter_slab
 from kv_transfer.digest import DIGEST_KINDS, DigestKind
-from kv_transfer.handoff.slab_copy import fill_slab, land_slab
+from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 from tests.interpreted.device_queues import device_copies
 from tests.interpreted.test_copying import NUM_TOKENS, End
 from tests.support.interpreted import device
@@ -153,9 +153,9 @@ def test_a_cache_on_a_device_and_one_on_a_host_understand_each_other(kind: Diges
     view = slab.view(torch.uint8).numpy().data.cast("B")
     fill, land = (source.cache, source.row(2), 2, 5), (target.cache, target.row(2), 2, 5)
     if device_sends:
-        sent, landed = device_copies().fill(*fill, slab, kind), land_slab(*land, 9, view, kind)
+        sent, landed = device_copies().fill(*fill, slab, kind), write_slab(*land, 9, view, kind)
     else:
-        sent, landed = fill_slab(*fill, 9, view, kind), device_copies().land(*land, slab, kind)
+        sent, landed = fill_slab(*fill, 9, view, kind), device_copies().write(*land, slab, kind)
     assert sent == landed
     assert source.bytes_of(2, 5, 9) == bytes(view) == target.bytes_of(2, 5, 9)
     assert np.any(np.frombuffer(view, dtype=np.uint8))

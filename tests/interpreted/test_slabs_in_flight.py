@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kv_transfer.handoff.copy_threads import COPIES_AT_ONCE, CopyingThreads
+from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, CopyingThreads
 from tests.interpreted.device_queues import LazyEvent, LazyStream
 from tests.interpreted.test_copying import NUM_LAYERS, NUM_TOKENS
 from tests.interpreted.test_device_copying import COUNT, World
@@ -100,7 +100,7 @@ def test_many_slabs_land_behind_those_who_used_the_blocks_before() -> None:
     world.compute.queue(lambda: read.append([end.bytes_of(*at, 3) for at in PLACES]))
     free = world.compute.record()
     jobs = [
-        partial(world.copies.land, end.cache, end.row(layer), layer, start, slab_of(number), "row_sum_64", free)
+        partial(world.copies.write, end.cache, end.row(layer), layer, start, slab_of(number), "row_sum_64", free)
         for number, (layer, start) in enumerate(PLACES)
     ]
     done = [threads.submit(job) for job in jobs]

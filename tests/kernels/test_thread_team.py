@@ -12,7 +12,7 @@ import torch
 from engine.offload.copy_thread import CopyThread
 from kernels.cpu.thread_team import dissolve_team, set_team, work_alone
 from kv_transfer.connections.loop_thread import LoopThread
-from kv_transfer.handoff.copy_threads import CopyingThreads
+from kv_transfer.handoff.slab_copy import CopyingThreads
 from tests.support.waiting import HANGS_S
 
 TEAM = 3

@@ -6,6 +6,7 @@ import math
 
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
+from engine.sequence import SequenceKey
 from prefill_workers.layer_offload import moved_tokens, spread
 from prefill_workers.scheduler import PrefillScheduler
 from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_placement, prompt_of
@@ -90,9 +91,9 @@ def test_a_prompt_waits_for_blocks_that_are_being_handed_over() -> None:
     bench.scheduler.add(prompt_of("b", [3] * 8))
     assert bench.step() == ([("a", 12)], ["a"])
     assert bench.step() == ([], [])
-    bench.scheduler.release(("a", 0))
+    bench.scheduler.release(SequenceKey("a", 0))
     assert bench.step() == ([("b", 8)], ["b"])
-    bench.scheduler.release(("b", 0))
+    bench.scheduler.release(SequenceKey("b", 0))
     bench.pool.check_idle()
 
 
@@ -102,7 +103,7 @@ def test_a_cached_prefix_is_not_computed_again_unless_its_logprobs_are_wanted() 
     for name, logprobs, computed in (("a", False, 11), ("b", False, 3), ("c", True, 11)):
         bench.scheduler.add(prompt_of(name, prompt, logprobs=logprobs))
         assert bench.step() == ([(name, computed)], [name])
-        bench.scheduler.release((name, 0))
+        bench.scheduler.release(SequenceKey(name, 0))
     bench.pool.check_idle()
 
 
@@ -116,7 +117,7 @@ def test_a_prompt_that_did_not_fit_keeps_nothing_of_its_hit() -> None:
     assert bench.step() == ([], [])
     assert (big.lease, big.num_cached, big.num_computed) == (None, 0, 0)
     for name in ("a", "b", "c"):
-        bench.scheduler.release((name, 0))
+        bench.scheduler.release(SequenceKey(name, 0))
     bench.pool.check_idle()
 
 
@@ -125,7 +126,7 @@ def test_one_that_loads_keeps_its_place_and_holds_nobody_up() -> None:
     for name, loading in (("a", True), ("b", False), ("c", False)):
         bench.scheduler.add(prompt_of(name, [ord(name)] * 10), loading=loading)
     assert bench.step() == ([("b", 10), ("c", 6)], ["b"])
-    bench.scheduler.loaded(("a", 0))
+    bench.scheduler.loaded(SequenceKey("a", 0))
     bench.scheduler.add(prompt_of("d", [4] * 10))
     assert bench.step() == ([("c", 4), ("a", 10), ("d", 2)], ["c", "a"])
 
@@ -133,8 +134,8 @@ def test_one_that_loads_keeps_its_place_and_holds_nobody_up() -> None:
 def test_one_that_is_released_while_it_loads_is_gone() -> None:
     bench = Bench()
     bench.scheduler.add(prompt_of("a", [2] * 10), loading=True)
-    bench.scheduler.release(("a", 0))
-    bench.scheduler.loaded(("a", 0))
+    bench.scheduler.release(SequenceKey("a", 0))
+    bench.scheduler.loaded(SequenceKey("a", 0))
     assert (bench.scheduler.num_waiting, bench.step()) == (0, ([], []))
 
 
@@ -145,13 +146,13 @@ def test_prompts_are_admitted_by_compute_while_others_hold_the_device() -> None:
         bench.scheduler.add(prompt_of(name, [ord(name)] * length))
     assert bench.step() == ([("a", 16)], ["a"])
     assert bench.step() == ([("b", 16)], [])
-    b = bench.scheduler.sequence(("b", 0))
+    b = bench.scheduler.sequence(SequenceKey("b", 0))
     assert b is not None
     assert b.host_groups == {0, 1, 2, 3}
     assert bench.step() == ([("b", 4)], ["b"])
     assert bench.step() == ([], []), "host memory has no room for c"
     for name in ("a", "b"):
-        bench.scheduler.release((name, 0))
+        bench.scheduler.release(SequenceKey(name, 0))
     assert bench.step() == ([("c", 16)], [])
 
 
@@ -177,7 +178,7 @@ def test_a_published_block_is_never_written_by_who_shares_it() -> None:
     for name in ("a", "b"):
         bench.scheduler.add(prompt_of(name, [2] * 12))
         bench.step()
-    a, b = (bench.scheduler.sequence((name, 0)) for name in ("a", "b"))
+    a, b = (bench.scheduler.sequence(SequenceKey(name, 0)) for name in ("a", "b"))
     assert a is not None and b is not None
     assert a.block_table is not None and b.block_table is not None
     assert b.num_cached == 8

@@ -188,7 +188,7 @@ class MiniCluster:
         for worker in self.workers:
             assert not worker._gateway_of, f"{worker.info.worker_id} still lists {list(worker._gateway_of)}"
             assert worker._scheduler.num_running == worker._scheduler.num_waiting == 0
-        assert not any(decode._landings.num_waiting or decode._landings.num_landing for decode in self.decodes)
+        assert not any(decode.reservations.num_waiting or decode.reservations.num_receiving for decode in self.decodes)
 
     def _held(self) -> int:
         pools = [pool for model in self.models for pool in (model.block_pool, model.host_pool)]

@@ -33,7 +33,7 @@ def test_claims_agree_with_a_set_of_tokens(claims: list[tuple[int, int, int]]) -
             with pytest.raises(RangeError):
                 coverage.claim(layer, start, count, 1)
     for layer, _, count in made:
-        coverage.settle(layer, count, 1)
+        coverage.complete(layer, count, 1)
     assert coverage.is_complete == (len(taken) == 30)
 
 
@@ -42,16 +42,16 @@ def test_layer_digest_does_not_depend_on_the_order(slabs: list[tuple[int, int]])
     coverage = Coverage(1, 8)
     for start, digest in slabs:
         coverage.claim(0, start, 2, digest)
-        coverage.settle(0, 2, digest)
+        coverage.complete(0, 2, digest)
     assert coverage.is_complete
     assert coverage.layer_digests == [combine(digest for _, digest in slabs)] == [2**63 + 11]
 
 
-def test_settling_more_than_was_claimed_is_our_own_fault() -> None:
+def test_completing_more_than_was_claimed_is_our_own_fault() -> None:
     coverage = Coverage(1, 2)
-    coverage.settle(0, 2, 0)
+    coverage.complete(0, 2, 0)
     with pytest.raises(AssertionError, match="more tokens"):
-        coverage.settle(0, 1, 0)
+        coverage.complete(0, 1, 0)
 
 
 def test_known_digest() -> None:
