@@ -50,6 +50,9 @@ class Surroundings(Protocol):
 
     def on_failed(self, request_id: str, attempt: int) -> None: ...
 
+    def trace(self, who: str, action: Action) -> None:
+        """A node is about to carry out what its machine told it."""
+
 
 @dataclass(eq=False, slots=True)
 class RunningCopy:
@@ -61,17 +64,18 @@ class RunningCopy:
 class DecodeNode:
     """Asserts of the receiver's actions that
 
-    no lease is released or passed on twice, or while a copy writes into it; no delivery is used twice; nothing is
+    no lease is released or admitted twice, or while a copy writes into it; no delivery is used twice; nothing is
     admitted unless its blocks hold what the attempt's prefill computed; every attempt has at most one outcome.
     """
 
-    def __init__(self, world: Surroundings, *, epoch: int) -> None:
+    def __init__(self, world: Surroundings, *, epoch: int, num_layers: int = NUM_LAYERS) -> None:
         self.world = world
         self.epoch = epoch
+        self.num_layers = num_layers
         self.pool = BlockPool(NUM_BLOCKS, epoch=epoch)
         self.receiver = HandoffReceiver(
             epoch=epoch,
-            num_layers=NUM_LAYERS,
+            num_layers=num_layers,
             worker_id=DECODE,
             endpoint=Endpoint(host="127.0.0.1", port=1, node_id="node"),
             ttl_s=TTL_S,
@@ -131,8 +135,8 @@ class DecodeNode:
         for i in range(header.num_tokens):
             kv = bytes(running.payload[i * TOKEN_BYTES : (i + 1) * TOKEN_BYTES])
             self.memory[_cell(running.blocks, header.layer, header.token_start + i)] = kv
-        landed = self.read(running.blocks, header.layer, header.token_start, header.num_tokens)
-        self.do(self.receiver.on_copied(running.copy.delivery_id, slab_digest(landed), self.world.now))
+        written = self.read(running.blocks, header.layer, header.token_start, header.num_tokens)
+        self.do(self.receiver.on_copied(running.copy.delivery_id, slab_digest(written), self.world.now))
 
     def fail_copy(self, running: RunningCopy) -> None:
         self.copies.remove(running)
@@ -158,6 +162,7 @@ class DecodeNode:
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
+            self.world.trace(DECODE, action)
             match action:
                 case Copy():
                     blocks = list(self.leases[action.lease_id].blocks)
@@ -200,7 +205,7 @@ class DecodeNode:
         request, lease = admit.request, self.leases[admit.lease_id]
         assert not lease.released
         assert not any(running.copy.lease_id == admit.lease_id for running in self.copies)
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.num_layers):
             stands = self.read(lease.blocks, layer, 0, request.num_tokens)
             assert stands == layer_kv(request, layer), f"{request.request_id} is decoded on KV that is not its own"
 

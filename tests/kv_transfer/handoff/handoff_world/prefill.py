@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from engine.sequence import SequenceKey
 from kv_transfer.digest import slab_digest
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff.sender_state import HandoffSender
@@ -14,7 +15,7 @@ from tests.kv_transfer.handoff.handoff_world.decode import Surroundings
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TOKEN_BYTES, Packet, kv_of
 
 CHUNK_TOKENS = 3
-Key = tuple[str, int]
+Key = SequenceKey
 
 
 @dataclass(eq=False, slots=True)
@@ -33,9 +34,13 @@ class PrefillNode:
     sources are released once, never under a slab in flight; nothing is reported after a cancel; one failure at most.
     """
 
-    def __init__(self, world: Surroundings, name: str) -> None:
+    def __init__(
+        self, world: Surroundings, name: str, *, num_layers: int = NUM_LAYERS, chunk_tokens: int = CHUNK_TOKENS
+    ) -> None:
         self.world = world
         self.name = name
+        self.num_layers = num_layers
+        self.chunk_tokens = chunk_tokens
         self.sender = HandoffSender()
         self.sources: dict[Key, Source] = {}
         self.slabs: list[tuple[SendSlab, Source]] = []
@@ -56,16 +61,18 @@ class PrefillNode:
             self.do(self.sender.on_message(packet.sender, message, now))
 
     def start(self, request: RequestSpec, ticket: Ticket) -> None:
-        key = request.request_id, request.attempt
+        key = Key(request.request_id, request.attempt)
         if key in self._seen:
             return
         self._seen.add(key)
         self.sources[key] = Source(request)
-        self.do(self.sender.begin(ticket, num_layers=NUM_LAYERS, num_tokens=request.num_tokens, now=self.world.now))
+        self.do(
+            self.sender.begin(ticket, num_layers=self.num_layers, num_tokens=request.num_tokens, now=self.world.now)
+        )
 
     def cancel(self, request_id: str, attempt: int) -> None:
         actions = self.sender.cancel(request_id, attempt, "the client left", self.world.now)
-        self._silent |= {key for key in self.sources if key[0] == request_id and key[1] <= attempt}
+        self._silent |= {key for key in self.sources if key.request_id == request_id and key.attempt <= attempt}
         self.do(actions)
 
     def tick(self) -> None:
@@ -77,15 +84,24 @@ class PrefillNode:
         """One layer of the next chunk; after the last of all, the first token."""
         source, now = self.sources[key], self.world.now
         request, layer, start = source.request, source.next_layer, source.num_computed
-        stop = min(start + CHUNK_TOKENS, request.num_tokens)
+        stop = min(start + self.chunk_tokens, request.num_tokens)
         for token in range(start, stop):
             source.kv[layer, token] = kv_of(request, layer, token)
         source.next_layer += 1
-        if source.next_layer == NUM_LAYERS:
+        if source.next_layer == self.num_layers:
             source.next_layer, source.num_computed = 0, stop
         self.do(self.sender.on_layer_ready(*key, layer, start, stop - start, now))
         if source.num_computed == request.num_tokens:
             self.do(self.sender.on_first_token(*key, 7, len(request.output_token_ids), now))
+
+    def find_prefix(self, key: Key, num_tokens: int) -> None:
+        """The first tokens were computed before, and go out before anything else is."""
+        source = self.sources[key]
+        for layer in range(self.num_layers):
+            for token in range(num_tokens):
+                source.kv[layer, token] = kv_of(source.request, layer, token)
+            self.do(self.sender.on_layer_ready(*key, layer, 0, num_tokens, self.world.now))
+        source.num_computed = num_tokens
 
     def send_slab(self, index: int) -> None:
         """Fill a slab from the source blocks as they are now, and hand it to the network."""
@@ -118,14 +134,15 @@ class PrefillNode:
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
+            self.world.trace(self.name, action)
             match action:
                 case SendSlab():
                     assert action.worker_id == DECODE
-                    self.slabs.append((action, self.sources[action.request_id, action.attempt]))
+                    self.slabs.append((action, self.sources[Key(action.request_id, action.attempt)]))
                 case Send():
                     self.world.post(action.peer_id, self.name, action.message)
                 case ReleaseSource():
-                    self._release((action.request_id, action.attempt))
+                    self._release(Key(action.request_id, action.attempt))
                 case Fail():
                     self._note_failure(action)
                     self.world.on_failed(action.request_id, action.attempt)
@@ -138,7 +155,7 @@ class PrefillNode:
         self._silent.add(key)
 
     def _note_failure(self, fail: Fail) -> None:
-        key = fail.request_id, fail.attempt
+        key = Key(fail.request_id, fail.attempt)
         assert key not in self._silent, f"attempt {key} was reported after it was over"
         self._silent.add(key)
         self.failures.append(fail)

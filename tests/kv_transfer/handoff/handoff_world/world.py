@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from kv_transfer.handoff.actions import Action
 from kv_transfer.messages import Message
 from tests.kv_transfer.handoff.handoff_world.decode import DecodeNode
 from tests.kv_transfer.handoff.handoff_world.gateway import Gateway
@@ -50,6 +51,9 @@ class World:
 
     def on_failed(self, request_id: str, attempt: int) -> None:
         self.gateway.on_failed(request_id, attempt)
+
+    def trace(self, who: str, action: Action) -> None:
+        """What must hold is asserted; nobody reads along."""
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
