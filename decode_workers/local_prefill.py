@@ -25,12 +25,13 @@ class Started:
 class LocalPrefill:
     """Owns the order in which prompts get blocks and chunks.
 
-    `landing(num_tokens)`: the layer groups that a prompt keeps in host memory; None: no tier has room for it now.
+    `host_groups_for(num_tokens)`: the layer groups that a prompt keeps in host memory; None: no tier has room for it
+    now.
     """
 
-    def __init__(self, allocator: BlockAllocator, landing: Callable[[int], frozenset[int] | None]) -> None:
+    def __init__(self, allocator: BlockAllocator, host_groups_for: Callable[[int], frozenset[int] | None]) -> None:
         self._allocator = allocator
-        self._landing = landing
+        self._host_groups_for = host_groups_for
         self._waiting: deque[Sequence] = deque()
         self._computing: list[Sequence] = []
 
@@ -105,7 +106,7 @@ class LocalPrefill:
         planned = sum(seq.num_unplanned for seq in self._unplanned)
         while self._waiting and planned < budget and len(started) < num_places:
             seq = self._waiting[0]
-            host_groups = self._landing(seq.num_tokens)
+            host_groups = self._host_groups_for(seq.num_tokens)
             if host_groups is None or (host_groups and any(other.host_groups for other in self._computing)):
                 break  # one prompt at a time has the ring
             copies = self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs, host_groups=host_groups)

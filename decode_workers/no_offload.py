@@ -24,7 +24,7 @@ class DeviceOnly:
         self._allocator = allocator
         self.max_in_flight = max_num_seqs
 
-    def landing(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:
+    def host_groups_for(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:
         """No host groups, if there is room beside one more column for everyone who runs; else None."""
         available = self._allocator.pool.num_available - len(running) * self._allocator.layer_groups
         return frozenset() if self._allocator.num_blocks_for(num_tokens) <= available else None

@@ -64,7 +64,7 @@ class Residency:
 
     # --- where a newcomer goes ---
 
-    def landing(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:
+    def host_groups_for(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:
         """The host groups of a newcomer of so many tokens: none, if the device has room beside everyone's growth; all,
         if the host has; None if neither."""
         # Who can only go on from the device has been waiting for its blocks, and newcomers would always take them.

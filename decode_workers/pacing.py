@@ -17,8 +17,8 @@ class LayerKvConfig:
     """How a decode worker uses host memory for sequences that it decodes.
 
     `tpot_target_s` is the time per output token that sequences are paced by. At most `max_in_flight` are held in all
-    tiers. A sequence lands in host memory only where that leaves room for `growth_tokens` more. However little time
-    there is, prompts to be computed here get a chunk at least every `max_steps_without_prefill` steps.
+    tiers. A sequence is received in host memory only where that leaves room for `growth_tokens` more. However little
+    time there is, prompts to be computed here get a chunk at least every `max_steps_without_prefill` steps.
     """
 
     tpot_target_s: float = 0.05

@@ -41,7 +41,7 @@ class DecodeScheduler:
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._entries: dict[SequenceKey, Entry] = {}
-        self._local = LocalPrefill(allocator, self._landing)
+        self._local = LocalPrefill(allocator, self._host_groups_for)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
         self._emissions = Emissions(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._flights = Flights()
@@ -111,12 +111,12 @@ class DecodeScheduler:
         if len(self._entries) >= self._tiers.max_in_flight:
             return False
         waited_for = self._local.num_waiting_tokens
-        host_groups = self._landing(num_tokens + 1 + waited_for)
+        host_groups = self._host_groups_for(num_tokens + 1 + waited_for)
         return host_groups is not None and not (waited_for and host_groups)
 
     def reserve(self, seq: Sequence) -> None:
-        """Lease landing blocks for all tokens of `seq` and its next one. Ask `can_reserve` first."""
-        host_groups = self._landing(seq.num_tokens + 1)
+        """Lease blocks for all tokens of `seq` and its next one. Ask `can_reserve` first."""
+        host_groups = self._host_groups_for(seq.num_tokens + 1)
         assert host_groups is not None, "reserve() without can_reserve()"
         self._allocator.open(seq, use_cache=False, host_groups=host_groups)
         grown = self._allocator.grow(seq, seq.num_tokens + 1)
@@ -278,9 +278,9 @@ class DecodeScheduler:
             self._end(entry)
         return emission
 
-    def _landing(self, num_tokens: int) -> frozenset[int] | None:
+    def _host_groups_for(self, num_tokens: int) -> frozenset[int] | None:
         """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now."""
-        return self._tiers.landing(num_tokens, self._running)
+        return self._tiers.host_groups_for(num_tokens, self._running)
 
     def _take_turn(self, running: list[Sequence], now: float) -> Turn:
         """A prompt that has waited for the ring too long has its columns before the decodes."""

@@ -110,16 +110,16 @@ def _check_handover(scale: Scale, sender: LoadedModel, receiver: LoadedModel) ->
     """A prompt computed by one, its KV handed over layer by layer, goes on at the other as if it were its own."""
     [prompt] = draw_prompts(1, max(scale.prompts), below=scale.checked.shape.vocab_size)
     [expected] = _generated(receiver, [prompt], scale.num_tokens)
-    computed, landed = (_placed(model, prompt, scale.num_tokens) for model in (sender, receiver))
+    computed, received = (_placed(model, prompt, scale.num_tokens) for model in (sender, receiver))
     _step(sender, computed, len(prompt))
     for layer in range(sender.layout.num_layers):
-        _hand_over(layer, (sender, computed), (receiver, landed), len(prompt))
-    landed.num_computed = len(prompt)
-    landed.output_token_ids = list(computed.output_token_ids)
-    while len(landed.output_token_ids) < scale.num_tokens:
-        _step(receiver, landed, 1)
-    if landed.output_token_ids != expected:
-        raise GateError(f"what was handed over goes on with {landed.output_token_ids} instead of {expected}")
+        _hand_over(layer, (sender, computed), (receiver, received), len(prompt))
+    received.num_computed = len(prompt)
+    received.output_token_ids = list(computed.output_token_ids)
+    while len(received.output_token_ids) < scale.num_tokens:
+        _step(receiver, received, 1)
+    if received.output_token_ids != expected:
+        raise GateError(f"what was handed over goes on with {received.output_token_ids} instead of {expected}")
 
 
 def _placed(model: LoadedModel, prompt: list[int], num_tokens: int) -> Sequence:
@@ -151,7 +151,7 @@ def _hand_over(
         row = seq.block_table.view[layer // model.layout.layers_per_group]
         digests.append(copy(model.sequence_kv, row, layer, 0, num_tokens, slab, kind))
     if digests[0] != digests[1]:
-        raise GateError(f"layer {layer} did not land as it was sent")
+        raise GateError(f"layer {layer} did not arrive as it was sent")
 
 
 def _kill(group: LoadedModel, device: torch.device) -> float:

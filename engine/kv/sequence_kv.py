@@ -1,4 +1,4 @@
-"""KV as whole sequences have it, wherever its heads lie: what is handed over, and what a hand-off lands in."""
+"""KV as whole sequences have it, wherever its heads lie: what is handed over, and what a hand-off is received in."""
 
 from __future__ import annotations
 

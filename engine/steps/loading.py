@@ -86,7 +86,7 @@ class LoadedModel:
 
     @property
     def sequence_kv(self) -> SequenceKV:
-        """What is handed over, and landed in: all heads, also where each rank of a group has its own."""
+        """What is handed over, and received in: all heads, also where each rank of a group has its own."""
         return self.runner.sequence_kv
 
     @property

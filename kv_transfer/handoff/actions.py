@@ -1,7 +1,7 @@
 """What the two ends of a hand-off tell their drivers to do, and the states they go through.
 
-A driver (a worker's event loop, the simulator, a test) feeds events to `HandoffReceiver` or `HandoffSender` and carries
-out the actions they return, in order. The machines never wait, read a clock or touch a byte of KV themselves.
+A driver (`KvSender`, `KvReceiver`, a test) feeds events to `HandoffSender` or `HandoffReceiver` and carries out the
+actions they return, in order. The machines never wait, read a clock or touch a byte of KV themselves.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Land the delivery's payload in the blocks of the lease, release the delivery, and report `on_copied`.
+    """Write the delivery's payload into the blocks of the lease, release the delivery, and report `on_copied`.
 
     Until that report (or `on_copy_failed`) the lease stays open, whatever happens to the hand-off.
     """

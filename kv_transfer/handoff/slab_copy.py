@@ -2,8 +2,8 @@
 
 A slab holds one layer's tokens as `[2, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they come
 from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Slabs and
-blocks may be in memory of the host or on a GPU (`kv_transfer.handoff.gpu_slab_copy`). Called
-on the KV thread; what a device is waited for, in `CopyingThreads`.
+blocks may be in memory of the host or on a GPU (`kv_transfer.handoff.gpu_slab_copy`). The drivers call both ways on the
+KV loop, or, where a device has to be waited for, in `CopyingThreads`.
 
 Shapes: n tokens, H = num_kv_heads, D = head_dim.
 """

@@ -227,7 +227,7 @@ def test_a_sequence_is_handed_over_renewed_and_admitted() -> None:
     assert bench.scheduler.renew(reserved.key, newer)
     assert newer.lease is lease and reserved.lease is None
     assert reserved.key not in bench.scheduler
-    bench.runner.land(newer)
+    bench.runner.receive(newer)
     bench.scheduler.admit(newer.key, _expected([2, 3, 4, 5, 6], 5)[4])
     emissions = bench.run()
     assert [e.token.token_id for e in emissions] == _expected([2, 3, 4, 5, 6], 8)[5:]

@@ -115,7 +115,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.scheduler.drop(seq.key)
             del self.stories[seq.key]
             return
-        self.runner.land(seq)
+        self.runner.receive(seq)
         self.scheduler.admit(seq.key, first_token)
         story.next_index += 1
         story.gets_prompt_logprobs = False

@@ -117,11 +117,11 @@ class Bench:
         self.now = 0.0
 
     def hand_over(self, name: str, prompt: list[int], max_tokens: int = 12) -> Sequence:
-        """Reserved, landed and admitted."""
+        """Reserved, received and admitted."""
         seq = sequence(name, prompt, max_tokens)
         assert self.scheduler.can_reserve(seq.num_tokens)
         self.scheduler.reserve(seq)
-        self.runner.land(seq)
+        self.runner.receive(seq)
         self.scheduler.admit(seq.key, next_token(prompt))
         return seq
 
@@ -172,7 +172,7 @@ def test_a_renewed_reservation_keeps_its_place_on_the_host() -> None:
     newer.output_token_ids = [next_token([2] * 12)]
     assert bench.scheduler.renew(seq.key, newer)
     assert (seq.host_lease, newer.host_groups) == (None, frozenset(range(GROUPS)))
-    bench.runner.land(newer)
+    bench.runner.receive(newer)
     bench.scheduler.admit(newer.key, next_token(newer.tokens(0, 13)))
     bench.run()
 

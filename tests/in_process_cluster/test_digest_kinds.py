@@ -38,18 +38,18 @@ async def test_hand_offs_use_what_was_agreed(
     decode: DigestKind,
     agreed: DigestKind,
 ) -> None:
-    used: dict[str, set[str]] = {"fill": set(), "land": set()}
+    used: dict[str, set[str]] = {"fill": set(), "write": set()}
 
     def filling(*arguments: object) -> int:
         used["fill"].add(str(arguments[-1]))
         return fill_slab(*arguments)  # type: ignore[arg-type]
 
-    def landing(*arguments: object) -> int:
-        used["land"].add(str(arguments[-1]))
+    def writing(*arguments: object) -> int:
+        used["write"].add(str(arguments[-1]))
         return write_slab(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sending, "fill_slab", filling)
-    monkeypatch.setattr(receiving, "write_slab", landing)
+    monkeypatch.setattr(receiving, "write_slab", writing)
     config = MiniClusterConfig(
         model_ref=str(llama.folder),
         prefill_engine={"block_size": 8},
@@ -63,7 +63,7 @@ async def test_hand_offs_use_what_was_agreed(
         events = await cluster.generate("r", PROMPT, params)
         await cluster.idle()
     assert [event.token_id for event in events] == llama.local(PROMPT, params).tokens
-    assert used == {"fill": {agreed}, "land": {agreed}}
+    assert used == {"fill": {agreed}, "write": {agreed}}
 
 
 @pytest.mark.parametrize("kind", DIGEST_KINDS)

@@ -84,5 +84,5 @@ async def test_a_local_prompt_that_waits_for_blocks_that_are_being_copied_is_com
 
 async def test_a_reservation_that_waits_for_blocks_that_are_being_copied_is_granted(llama: SmallModel) -> None:
     async with cluster_of(llama, num_prefill=1, host_columns=11) as cluster:
-        landings = cluster.decodes[0].reservations
-        await second_goes_on(llama, cluster, cluster.tiers[1], lambda: landings.num_waiting == 1)
+        reservations = cluster.decodes[0].reservations
+        await second_goes_on(llama, cluster, cluster.tiers[1], lambda: reservations.num_waiting == 1)

@@ -1,4 +1,4 @@
-"""Hand-offs that land in a decode worker's host memory, in a whole cluster in one process."""
+"""Hand-offs that are received in a decode worker's host memory, in a whole cluster in one process."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ async def test_damaged_files_are_told(llama: SmallModel, tmp_path: Path) -> None
 
 
 async def test_sequences_that_rest_in_host_memory_are_told(llama: SmallModel) -> None:
-    """A device with room for two of eight: some land in host memory, and some come back."""
+    """A device with room for two of eight: some start in host memory, and some come back."""
     engine: dict[str, object] = {"block_size": 8, "layers_per_group": 1, "kv_blocks": 120, "staging_bytes": 2**20}
     config = MiniClusterConfig(
         model_ref=str(llama.folder),

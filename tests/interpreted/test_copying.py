@@ -87,8 +87,8 @@ def test_bytes_arrive_whatever_the_block_sizes(
 
     others = [target.bytes_of(other, 0, NUM_TOKENS) for other in range(NUM_LAYERS) if other != layer]
     before, after = target.bytes_of(layer, 0, span[0]), target.bytes_of(layer, sum(span), NUM_TOKENS - sum(span))
-    landed = write_slab(target.cache, target.row(layer), layer, *span, memoryview(bytes(slab)))
-    assert landed == sent
+    written = write_slab(target.cache, target.row(layer), layer, *span, memoryview(bytes(slab)))
+    assert written == sent
     assert target.bytes_of(layer, *span) == bytes(slab)
     assert target.bytes_of(layer, 0, span[0]) == before
     assert target.bytes_of(layer, sum(span), NUM_TOKENS - sum(span)) == after
@@ -103,7 +103,7 @@ def test_digest_in_place_is_the_slabs() -> None:
     assert fill_slab(end.cache, end.row(2), 2, 5, 9, memoryview(slab)) == in_place
 
 
-def test_damage_shows_in_the_digest_of_what_landed() -> None:
+def test_damage_shows_in_the_digest_of_what_was_written() -> None:
     source, target = End.make(4, 3, torch.bfloat16, seed=1), End.make(8, 1, torch.bfloat16, seed=2)
     slab = slab_for(source, 6)
     sent = fill_slab(source.cache, source.row(1), 1, 0, 6, memoryview(slab))

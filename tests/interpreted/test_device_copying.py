@@ -46,11 +46,11 @@ class World:
         assert digest == slab_digest(slab.view(torch.uint8).numpy().data.cast("B"), kind)
         return slab
 
-    def land(self, slab: torch.Tensor, after: Event | None = None, kind: DigestKind = "row_sum_64") -> None:
+    def write(self, slab: torch.Tensor, after: Event | None = None, kind: DigestKind = "row_sum_64") -> None:
         digest = self.copies.write(self.end.cache, self.end.row(PLACE[0]), *PLACE, slab, kind, after)
         assert digest == slab_digest(slab.view(torch.uint8).numpy().data.cast("B"), kind)
 
-    def landed(self, count: int = COUNT) -> bytes:
+    def written(self, count: int = COUNT) -> bytes:
         return self.end.bytes_of(*PLACE, count)
 
 
@@ -76,14 +76,14 @@ def test_a_gather_waits_for_its_layer_and_no_further() -> None:
 @pytest.mark.parametrize("with_event", [True, False])
 def test_a_scatter_comes_after_those_who_used_the_blocks_before(kind: DigestKind, with_event: bool) -> None:
     world = World()
-    before, read = world.landed(), []
-    world.compute.queue(lambda: read.append(world.landed()))
+    before, read = world.written(), []
+    world.compute.queue(lambda: read.append(world.written()))
     free = world.compute.record()
     slab = torch.arange(2 * COUNT * 8, dtype=torch.float16).view(2, COUNT, 2, 4)
-    world.land(slab, free if with_event else None, kind)
+    world.write(slab, free if with_event else None, kind)
     assert read == [before]
-    # What is queued when `land` has returned finds the slab.
-    world.compute.queue(lambda: read.append(world.landed()))
+    # What is queued when `write` has returned finds the slab.
+    world.compute.queue(lambda: read.append(world.written()))
     world.compute.record().wait()
     assert read[1] == slab.numpy().tobytes() != before
 
@@ -102,7 +102,7 @@ def test_buffers_are_used_again_and_bounded() -> None:
     world = World()
     for count in (9, 9, 3, 9, 3, 1, 9):
         slab = world.fill(count)
-        world.land(slab)
+        world.write(slab)
     for first, second in (world.outward, world.inward):
         assert first.allocated == [512], "the smaller ones fit what is kept"
         assert second.allocated == [], "for one at a time one stream will do"
@@ -123,11 +123,11 @@ def test_nothing_runs_on_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> N
     done: list[str] = []
     world.compute.queue(lambda: done.append("compute"))
     with pytest.raises(RuntimeError, match="out of order"):
-        world.land(torch.zeros(2, COUNT, 2, 4, dtype=torch.float16))
+        world.write(torch.zeros(2, COUNT, 2, 4, dtype=torch.float16))
     monkeypatch.undo()
     assert done == ["compute"]
     assert world.inward[0].num_waits == 1
-    world.land(torch.ones(2, COUNT, 2, 4, dtype=torch.float16))
+    world.write(torch.ones(2, COUNT, 2, 4, dtype=torch.float16))
     assert len(world.inward[0].allocated) == 1, "its buffer came back"
 
 
@@ -154,8 +154,8 @@ def test_kv_on_the_host_waits_for_the_device_that_stores_it() -> None:
     fill_slab(world.end.cache, world.end.row(PLACE[0]), *PLACE, COUNT, view, after=stored)
     assert (slab == 7).all()
     read: list[bytes] = []
-    before = world.landed()
-    world.compute.queue(lambda: read.append(world.landed()))
+    before = world.written()
+    world.compute.queue(lambda: read.append(world.written()))
     payload = memoryview(bytes(len(view)))
     write_slab(world.end.cache, world.end.row(PLACE[0]), *PLACE, COUNT, payload, after=world.compute.record())
     assert read == [before]

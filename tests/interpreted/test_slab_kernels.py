@@ -80,9 +80,9 @@ def test_slabs_are_the_twins(
     assert same(slab, expected) and same(source.rows, before)
 
     twin = target.rows.clone()
-    landed = scatter_slab(slab, target.rows, target.geometry, target.table, start)
-    assert as_digest(landed) == reference.scatter_slab(slab, twin, target.geometry, target.table, start)
-    assert as_digest(landed) == as_digest(digest), "the digest must not depend on the blocks"
+    written = scatter_slab(slab, target.rows, target.geometry, target.table, start)
+    assert as_digest(written) == reference.scatter_slab(slab, twin, target.geometry, target.table, start)
+    assert as_digest(written) == as_digest(digest), "the digest must not depend on the blocks"
     assert same(target.rows, twin) and same(slab, expected)
 
 
@@ -151,12 +151,12 @@ def test_a_cache_on_a_device_and_one_on_a_host_understand_each_other(kind: Diges
     ours.cache = _on_device(ours)
     slab = torch.empty(2, 9, 2, 4, dtype=torch.bfloat16)
     view = slab.view(torch.uint8).numpy().data.cast("B")
-    fill, land = (source.cache, source.row(2), 2, 5), (target.cache, target.row(2), 2, 5)
+    fill, write = (source.cache, source.row(2), 2, 5), (target.cache, target.row(2), 2, 5)
     if device_sends:
-        sent, landed = device_copies().fill(*fill, slab, kind), write_slab(*land, 9, view, kind)
+        sent, written = device_copies().fill(*fill, slab, kind), write_slab(*write, 9, view, kind)
     else:
-        sent, landed = fill_slab(*fill, 9, view, kind), device_copies().write(*land, slab, kind)
-    assert sent == landed
+        sent, written = fill_slab(*fill, 9, view, kind), device_copies().write(*write, slab, kind)
+    assert sent == written
     assert source.bytes_of(2, 5, 9) == bytes(view) == target.bytes_of(2, 5, 9)
     assert np.any(np.frombuffer(view, dtype=np.uint8))
     assert source.bytes_of(1, 0, NUM_TOKENS) != target.bytes_of(1, 0, NUM_TOKENS)

@@ -98,12 +98,12 @@ def test_what_is_written_as_all_heads_is_computed_with(single: ModelRunner, pair
     [prompt] = random_prompts([30], seed=3)
     alone, seq, _ = whole_prompt(single, prompt, 29)
     expected = alone.generate(seq, 8)
-    stepper, landed, _ = whole_prompt(pair, prompt, 29)
+    stepper, received, _ = whole_prompt(pair, prompt, 29)
     for layer in range(4):
-        row = landed.block_table.view[layer // 3]
+        row = received.block_table.view[layer // 3]
         pair.sequence_kv.write_layer(layer, row, 0, kv_of(single, seq, layer, 29))
-    landed.num_computed = 29
-    assert stepper.generate(landed, 8) == expected
+    received.num_computed = 29
+    assert stepper.generate(received, 8) == expected
 
 
 def test_a_degree_that_does_not_divide_is_refused_before_a_process_starts(checkpoint: tuple[Path, Any]) -> None:

@@ -64,7 +64,7 @@ class GhostRunner:
             [self._judge(item) for item in plan.items],
         )
 
-    def land(self, seq: Sequence) -> None:
+    def receive(self, seq: Sequence) -> None:
         """The KV of all tokens of `seq` arrives in its blocks from elsewhere."""
         self._write(seq, 0, seq.num_tokens)
 

@@ -5,7 +5,7 @@ descriptor which goes from one process's mailbox to the other's. What memory of 
 `cuda_memory` is a GPU's, and `SealedMemory` is the same in memory of the host, for machines without one.
 
 No events pass between the two processes. A slab is announced with its digest, which the host has only once the device
-has filled it; it is freed once the digest of what landed is there.
+has filled it; it is freed once the digest of what was written is there.
 """
 
 from __future__ import annotations

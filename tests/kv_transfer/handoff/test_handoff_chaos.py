@@ -1,7 +1,7 @@
 """Hand-offs under drops, duplicates, delays, reordering, cancels, deaths, damage and expiry, at every step.
 
-What must hold is asserted by the world's nodes (see `tests/handoff_world`) as things happen, and at the end of each
-run, when the network has calmed down and the clocks have run out.
+What must hold is asserted by the world's nodes (see `tests/kv_transfer/handoff/handoff_world`) as things happen, and at
+the end of each run, when the network has calmed down and the clocks have run out.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class TiersMachine(RuleBasedStateMachine):
         if self.decode.scheduler.can_reserve(seq.num_tokens):
             self.decode.scheduler.reserve(seq)
             self.decode.stories[seq.key] = seq
-            self._with_loop(self.decode.land, seq)
+            self._with_loop(self.decode.receive, seq)
 
     @rule(which=some)
     def end_hand_over(self, which: int) -> None:

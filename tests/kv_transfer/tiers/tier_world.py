@@ -244,10 +244,10 @@ class DecodeNode(Worker):
     def on_prefix(self, seq: Sequence) -> None:
         self.scheduler.add(seq)
 
-    def land(self, seq: Sequence) -> None:
+    def receive(self, seq: Sequence) -> None:
         """A hand-off that was reserved for: all in one go."""
         first_token = next_token(seq.tokens(0, seq.num_tokens))
-        self.runner.land(seq)
+        self.runner.receive(seq)
         self.scheduler.admit(seq.key, first_token)
         self.prefix.stored([Columns(seq, 0, seq.num_published)])
 
