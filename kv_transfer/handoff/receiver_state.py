@@ -26,9 +26,9 @@ RESERVED, RECEIVING, COMMITTED, ORPHANED and ABANDONED are *open* and hold the l
 | keep-alive   | RECEIVING         | =             | =               | heard again         | `Rejected` | [3]        |
 | Commit       | COMMITTED [1]     | COMMITTED [1] | = [2]           | COMMITTED [1]       | `Rejected` | [3]        |
 | Abort        | ABANDONED         | ABANDONED     | ABANDONED       | ABANDONED           | =          | –          |
-| copy ended   | –                 | =             | =, ADMITTED [1] | =, ADMITTED [1]     | =          | –          |
-| wrong bytes  | –                 | FAILED        | FAILED          | FAILED              | =          | –          |
-| copy failed  | –                 | FAILED        | FAILED          | FAILED              | =          | –          |
+| copy ended   | –                 | =             | =, ADMITTED [1] | =, ADMITTED [1]     | =          | [5]        |
+| wrong bytes  | –                 | FAILED        | FAILED          | FAILED              | =          | [5]        |
+| copy failed  | –                 | FAILED        | FAILED          | FAILED              | =          | [5]        |
 | link lost    | =                 | ORPHANED      | ORPHANED        | =                   | =          | –          |
 | renew        | RESERVED          | RESERVED      | RESERVED        | RESERVED            | RESERVED   | – [4]      |
 | cancel       | CANCELLED         | CANCELLED     | CANCELLED       | CANCELLED           | CANCELLED  | –          |
@@ -36,7 +36,8 @@ RESERVED, RECEIVING, COMMITTED, ORPHANED and ABANDONED are *open* and hold the l
 
 [1] ADMITTED once the Commit and every copy are here; FAILED if a digest, or the reservation, contradicts them. [2]
 FAILED if it differs from the first. [3] `Verified` again to the attempt that was admitted; else `Rejected`, with how it
-ended. [4] A newer attempt reserves anew. Every valid message and every finished copy starts the time to live again.
+ended. [4] A newer attempt reserves anew. [5] `ReleaseLease` after the last one. Every valid message and every finished
+copy starts the time to live again.
 
 A reference that is not current (*fence*: another epoch, another lease, an older attempt) gets `Rejected` in every state
 and changes nothing.

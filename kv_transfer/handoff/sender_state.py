@@ -4,7 +4,7 @@ Pure: events and the time go in, actions come out (`actions.py`). `KvSender` (`s
 
 ```
    begin            every slab sent, first token known              Verified
-  ──────▶ SENDING ────────────────────────────────────▶ COMMITTED ───────────▶ over: `ReleaseSource`
+  ──────▶ SENDING ────────────────────────────────────▶ COMMITTED ───────────▶ OVER: `ReleaseSource`
              │                                              │                            ▲
              │ Rejected, link lost, slab failed,            │ Rejected, link lost,       │ no slab in flight
              │ time is up, cancel                           │ time is up, cancel         │ any more
@@ -13,22 +13,22 @@ Pure: events and the time go in, actions come out (`actions.py`). `KvSender` (`s
 
 What each event does in each state ("=": the state stays; "–": nothing):
 
-| event       | SENDING                                         | COMMITTED                   | DRAINING           |
-|-------------|-------------------------------------------------|-----------------------------|--------------------|
-| layer ready | =, `SendSlab`                                   | cannot be: all was sent     | –                  |
-| slab sent   | =; if it was the last: `Commit`, COMMITTED [1]  | cannot be: none in flight   | over after the last |
-| slab failed | `Abort`, `Fail`, DRAINING                       | cannot be: none in flight   | over after the last |
-| first token | =; if all was sent: `Commit`, COMMITTED         | cannot be: it is known      | –                  |
-| Verified    | –, it is not believed                           | over                        | –                  |
-| Rejected    | `Fail`, DRAINING                                | `Fail`, over                | –                  |
-| link lost   | `Fail`, DRAINING                                | `Fail`, over                | –                  |
-| time is up  | `Abort`, `Fail`, DRAINING [2]                   | `Abort`, `Fail`, over       | –                  |
-| cancel      | `Abort`, DRAINING                               | `Abort`, over               | –                  |
+| event       | SENDING                                      | COMMITTED                 | DRAINING                |
+|-------------|----------------------------------------------|---------------------------|-------------------------|
+| layer ready | =, `SendSlab`                                | cannot be: all was sent   | –                       |
+| slab sent   | =; after the last: `Commit`, COMMITTED [1]   | cannot be: none in flight | =; after the last: OVER |
+| slab failed | `Abort`, `Fail`, DRAINING                    | cannot be: none in flight | =; after the last: OVER |
+| first token | =; if all was sent: `Commit`, COMMITTED      | cannot be: it is known    | –                       |
+| Verified    | –, it is not believed                        | `ReleaseSource`, OVER     | –                       |
+| Rejected    | `Fail`, DRAINING                             | `Fail`, OVER              | –                       |
+| link lost   | `Fail`, DRAINING                             | `Fail`, OVER              | –                       |
+| time is up  | `Abort`, `Fail`, DRAINING [2]                | `Abort`, `Fail`, OVER     | –                       |
+| cancel      | `Abort`, DRAINING                            | `Abort`, OVER             | –                       |
 
-DRAINING with nothing in flight is over at once. [1] Once the first token is known. [2] While slabs are in flight the
-time starts again with each that gets through; while this worker itself has yet to compute, nothing is awaited from
-decode and no time runs. A keep-alive goes to each decode worker `KEEP_ALIVES_PER_TTL` times per ttl, for all live
-hand-offs with it.
+OVER is no state, but the end: `ReleaseSource`, and nothing is known of the attempt any more. DRAINING with nothing in
+flight is OVER at once. [1] Once the first token is known. [2] While slabs are in flight the time starts again with each
+that gets through; while this worker itself has yet to compute, nothing is awaited from decode and no time runs. A
+keep-alive goes to each decode worker `KEEP_ALIVES_PER_TTL` times per ttl, for all live hand-offs with it.
 
 The rules:
 

@@ -1,4 +1,4 @@
-"""Each transition of the decode end, one at a time; `test_handoff_chaos` does them in all orders."""
+"""Single rules of the decode end. `scenarios/` tells the common ways, `test_handoff_chaos` goes all of them."""
 
 from __future__ import annotations
 
@@ -48,15 +48,6 @@ def test_admits_after_the_last_slab_and_the_commit(receiver: ScriptedReceiver) -
     assert receiver.machine.next_deadline() is None
 
 
-def test_commit_may_come_first(receiver: ScriptedReceiver) -> None:
-    receiver.reserve()
-    assert receiver.hear(commit()) == []
-    *others, last = receiver.hear_all_slabs()
-    for copy in others:
-        assert receiver.copied(copy) == []
-    assert kinds(receiver.copied(last)) == ["Admit", "Send"]
-
-
 @pytest.mark.parametrize("missing", range(2 * NUM_LAYERS))
 def test_admits_nothing_with_a_hole(receiver: ScriptedReceiver, missing: int) -> None:
     receiver.reserve()
@@ -77,14 +68,6 @@ def test_other_commit_after_admission_is_rejected(receiver: ScriptedReceiver) ->
     actions = receiver.hear(replace(commit(), first_token=8))
     assert kinds(actions) == ["Send"]
     assert "was admitted" in rejection(actions).reason
-
-
-def test_repeated_slab_is_dropped(receiver: ScriptedReceiver) -> None:
-    receiver.reserve()
-    copy = only(receiver.hear(slab(0, 0)), Copy)
-    assert receiver.hear(slab(0, 0)) == [Drop(2)]
-    receiver.copied(copy)
-    assert receiver.hear(slab(0, 0)) == [Drop(3)]
 
 
 def test_slab_with_wrong_bytes_fails_the_attempt(receiver: ScriptedReceiver) -> None:
@@ -168,14 +151,6 @@ def test_lease_goes_back_after_the_last_copy(receiver: ScriptedReceiver) -> None
     assert receiver.copied(fourth) == [ReleaseLease(LEASE)]
 
 
-def test_copy_that_fails_fails_the_attempt(receiver: ScriptedReceiver) -> None:
-    receiver.reserve()
-    copy = only(receiver.hear(slab(0, 0)), Copy)
-    actions = receiver.machine.on_copy_failed(copy.delivery_id, "payload and header differ in size", receiver.now)
-    assert kinds(actions) == ["Send", "Fail", "ReleaseLease"]
-    assert "differ in size" in only(actions, Fail).reason
-
-
 def test_renewal_voids_the_older_attempt_at_once(receiver: ScriptedReceiver) -> None:
     receiver.reserve()
     receiver.hear(slab(0, 0))
@@ -186,15 +161,6 @@ def test_renewal_voids_the_older_attempt_at_once(receiver: ScriptedReceiver) -> 
     assert "stale: attempt 2" in rejection(late).reason
     assert "stale" in rejection(receiver.hear(commit())).reason
     assert receiver.machine.holds("r")
-
-
-def test_newer_copies_wait_for_the_older_ones(receiver: ScriptedReceiver) -> None:
-    receiver.reserve()
-    old = only(receiver.hear(slab(0, 0)), Copy)
-    receiver.renew(2)
-    assert receiver.hear(slab(0, 0, fence=RENEWED), peer="prefill-b") == []
-    assert receiver.hear(slab(0, 2, fence=RENEWED), peer="prefill-b") == []
-    assert kinds(receiver.copied(old)) == ["Copy", "Copy"]
 
 
 def test_waiting_slabs_are_dropped_when_nobody_wants_them_any_more(receiver: ScriptedReceiver) -> None:
@@ -240,25 +206,10 @@ def test_void_attempts_are_refused(receiver: ScriptedReceiver) -> None:
     assert receiver.machine.refusal(request(4)) is None
 
 
-def test_cancel_that_overtakes_its_reserve_is_remembered(receiver: ScriptedReceiver) -> None:
-    assert receiver.machine.cancel("r", 1, receiver.now) == []
-    assert "cancelled" in (receiver.machine.refusal(request(1)) or "")
-
-
 def test_cancel_of_an_older_attempt_changes_nothing(receiver: ScriptedReceiver) -> None:
     receiver.reserve(attempt=2)
     assert receiver.machine.cancel("r", 1, receiver.now) == []
     assert receiver.machine.holds("r")
-
-
-def test_link_loss_keeps_what_arrived(receiver: ScriptedReceiver) -> None:
-    receiver.reserve()
-    copies = receiver.hear_all_slabs()
-    receiver.hear(commit())
-    assert receiver.machine.on_link_lost(PREFILL, receiver.now) == []
-    for copy in copies[:-1]:
-        receiver.copied(copy)
-    assert kinds(receiver.copied(copies[-1])) == ["Admit"], "complete and true, with nobody left to tell"
 
 
 def test_abort_forbids_admission_but_keeps_the_lease_for_a_renewal(receiver: ScriptedReceiver) -> None:
@@ -316,24 +267,6 @@ def test_stale_references_renew_nothing(receiver: ScriptedReceiver) -> None:
     receiver.hear(KeepAlive(fences=[("r", FENCE)]))
     receiver.hear(slab(0, 0))
     assert receiver.machine.next_deadline() == deadline
-
-
-def test_keep_alive_of_many_answers_only_the_void_ones(receiver: ScriptedReceiver) -> None:
-    receiver.reserve()
-    receiver.machine.reserve(replace(request(), request_id="other"), LEASE + 1, receiver.now)
-    receiver.machine.cancel("other", 1, receiver.now)
-    other = replace(FENCE, lease=LEASE + 1)
-    rejected = rejection(receiver.hear(KeepAlive(fences=[("r", FENCE), ("other", other)])))
-    assert (rejected.request_id, rejected.fence) == ("other", other)
-
-
-def test_expiry_waits_for_copies_but_fails_at_once(receiver: ScriptedReceiver) -> None:
-    receiver.reserve()
-    copy = only(receiver.hear(slab(0, 0)), Copy)
-    receiver.now += TTL_S
-    assert kinds(receiver.machine.tick(receiver.now)) == ["Send", "Fail"]
-    assert receiver.machine.tick(receiver.now + TTL_S) == []
-    assert receiver.copied(copy) == [ReleaseLease(LEASE)]
 
 
 def test_request_may_be_reserved_anew_while_its_old_lease_drains(receiver: ScriptedReceiver) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from engine.sequence import SequenceKey
 from kv_transfer.handoff.actions import Action, Copy, Send
 from kv_transfer.handoff.receiver_state import HandoffReceiver, ReceiverMessage
-from kv_transfer.messages import Commit, Endpoint, Fence, Rejected, RequestSpec, SlabHeader
+from kv_transfer.handoff.sender_state import HandoffSender
+from kv_transfer.messages import Commit, Endpoint, Fence, Ping, Rejected, RequestSpec, SlabHeader, Ticket, Verified
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TTL_S, request_spec
 
 _Action = TypeVar("_Action", bound=Action)
@@ -18,6 +20,8 @@ LEASE = 11
 EPOCH = 5
 FENCE = Fence(epoch=EPOCH, lease=LEASE, generation=1)
 ENDPOINT = Endpoint(host="127.0.0.1", port=1, node_id="node")
+KEY = SequenceKey("r", 1)
+TICKET = Ticket(request_id="r", fence=FENCE, endpoint=ENDPOINT, worker_id=DECODE, num_tokens=NUM_TOKENS, ttl_s=TTL_S)
 
 
 def request(attempt: int = 1) -> RequestSpec:
@@ -74,6 +78,11 @@ class ScriptedReceiver:
     def renew(self, attempt: int) -> list[Action]:
         return self.machine.renew(request(attempt), self.now)[1]
 
+    @property
+    def state(self) -> str:
+        state = self.machine.state("r")
+        return "unknown" if state is None else state.name
+
     def hear(self, message: ReceiverMessage, peer: str = PREFILL) -> list[Action]:
         delivery_id = None
         if isinstance(message, SlabHeader):
@@ -93,6 +102,48 @@ class ScriptedReceiver:
         for copy in self.hear_all_slabs():
             self.copied(copy)
         self.hear(commit())
+
+
+class ScriptedSender:
+    """A sender with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.machine = HandoffSender()
+        self.now = 50.0
+
+    @property
+    def state(self) -> str:
+        """Of attempt 1."""
+        state = self.machine.state(*KEY)
+        return "OVER" if state is None else state.name
+
+    def begin(self, ticket: Ticket = TICKET, num_tokens: int = NUM_TOKENS) -> list[Action]:
+        return self.machine.begin(ticket, num_layers=NUM_LAYERS, num_tokens=num_tokens, now=self.now)
+
+    def ready(self, layer: int, start: int, count: int = 2) -> list[Action]:
+        return self.machine.on_layer_ready(*KEY, layer, start, count, self.now)
+
+    def sent(self, layer: int, start: int) -> list[Action]:
+        return self.machine.on_slab_sent(*KEY, layer, start, digest_of(layer, start), self.now)
+
+    def first_token(self) -> list[Action]:
+        return self.machine.on_first_token(*KEY, 9, 0, self.now)
+
+    def hear(self, message: Verified | Rejected | Ping, peer: str = DECODE) -> list[Action]:
+        return self.machine.on_message(peer, message, self.now)
+
+    def send_all(self) -> list[Action]:
+        actions = []
+        for layer in range(NUM_LAYERS):
+            for start in (0, 2):
+                self.ready(layer, start)
+                actions += self.sent(layer, start)
+        return actions
+
+    def commit(self) -> None:
+        self.begin()
+        self.send_all()
+        self.first_token()
 
 
 def only(actions: list[Action], kind: type[_Action]) -> _Action:
