@@ -105,9 +105,7 @@ class PrefillWorker:
             host_cache=self._model.host_cache,
             max_slab_bytes=self._config.max_slab_bytes,
             digest_kind=self._parts.digest_kind,
-            on_release=self._on_release,
-            on_failed=self._fail,
-            on_verified=self._on_verified,
+            owner=self,
         )
         self._stream = LayerStream(
             self._model.layout.num_layers,
@@ -317,15 +315,18 @@ class PrefillWorker:
         self._sender.cancel(seq.key, reason)
         self._drain.note()
 
-    # --- ends ---
+    # --- ends (the first three: `SourceOwner`) ---
 
-    def _on_verified(self, timeline: HandoffTimeline) -> None:
+    def on_handed_over(self, timeline: HandoffTimeline) -> None:
         gateway = self._gateway_of.get(timeline.key)
         if gateway is not None:
             self._port.handed_over(gateway, timeline.key, timeline.exposed_s)
         self._on_handed_over(timeline)
 
-    def _on_release(self, key: SequenceKey) -> None:
+    def on_handoff_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        self._fail(key, reason, retryable)
+
+    def on_source_released(self, key: SequenceKey) -> None:
         self._gateway_of.pop(key, None)
         self._prompt_logprobs.pop(key, None)
         self._prefix.cancel(key)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -126,13 +127,13 @@ class _Peer:
     overtake them, so that a reservation is kept alive while slabs are scarce. (A commit cannot come too early: the
     state machine orders it when the last slab has been sent.)
 
-    Reports to the owner through callbacks that hop to the main loop. Ends at the first failure, having reported every
-    job it had accepted as failed; the owner then makes a new one.
+    Reports to the sender through callbacks that hop to the main loop. Ends at the first failure, having reported every
+    job it had accepted as failed; the sender then makes a new one.
     """
 
-    def __init__(self, owner: KvSender, worker_id: str, endpoint: Endpoint) -> None:
+    def __init__(self, sender: KvSender, worker_id: str, endpoint: Endpoint) -> None:
         self.worker_id = worker_id
-        self._owner = owner
+        self._sender = sender
         self._endpoint = endpoint
         self._slabs: asyncio.Queue[_SlabJob] = asyncio.Queue()
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
@@ -149,7 +150,7 @@ class _Peer:
     async def run(self) -> None:
         reason = "the sender stops"
         try:
-            link = await self._owner.transport.connect(self._endpoint, timeout_s=CONNECT_TIMEOUT_S)
+            link = await self._sender.transport.connect(self._endpoint, timeout_s=CONNECT_TIMEOUT_S)
             tasks = [
                 asyncio.create_task(work)
                 for work in (
@@ -170,13 +171,13 @@ class _Peer:
             self._ended = True
             while not self._slabs.empty():
                 self._report_failed(self._slabs.get_nowait(), reason)
-            self._owner.report(self._owner.on_peer_lost, self, reason)
+            self._sender.report(self._sender.on_peer_lost, self, reason)
 
     async def _read(self, link: Link) -> None:
         while True:
             delivery = await link.receive()
             delivery.release()
-            self._owner.report(self._owner.on_peer_message, self, delivery.message)
+            self._sender.report(self._sender.on_peer_message, self, delivery.message)
 
     async def _send_messages(self, link: Link) -> None:
         while True:
@@ -189,25 +190,33 @@ class _Peer:
     async def _send_slab(self, link: Link, job: _SlabJob) -> None:
         action = job.action
         try:
-            slab = await link.acquire(action.num_tokens * self._owner.kv_cache.layout.bytes_per_token_layer)
-            digest = await self._owner.fill(job, slab.view)
+            slab = await link.acquire(action.num_tokens * self._sender.kv_cache.layout.bytes_per_token_layer)
+            digest = await self._sender.fill(job, slab.view)
             await link.send(action.header(digest), slab)
         except BaseException as error:  # also when cancelled: whatever ends the job must end the read of its blocks
             self._report_failed(job, str(error))
             raise
-        self._owner.report(self._owner.on_slab_sent, action, digest)
+        self._sender.report(self._sender.on_slab_sent, action, digest)
 
     def _report_failed(self, job: _SlabJob, reason: str) -> None:
-        self._owner.report(self._owner.on_slab_failed, job.action, reason)
+        self._sender.report(self._sender.on_slab_failed, job.action, reason)
+
+
+class SourceOwner(Protocol):
+    """Whose sequences are handed over, and who hears what became of them: a prefill worker, on its main loop."""
+
+    def on_handed_over(self, timeline: HandoffTimeline) -> None:
+        """Decode has verified it, and so long it took; before `on_source_released`."""
+
+    def on_handoff_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        """The hand-off came to nothing; `on_source_released` still follows, or went before."""
+
+    def on_source_released(self, key: SequenceKey) -> None:
+        """The hand-off no longer reads the sequence's blocks, which may be freed. Once per `KvSender.begin`."""
 
 
 class KvSender:
-    """Hands computed sequences over, each layer from the tier that it rests in. All methods belong to the main loop.
-
-    `on_release(key)`: the sequence's blocks are no longer read and may be freed; called once per `begin`.
-    `on_failed(key, reason, retryable)`: the hand-off came to nothing; `on_release` still follows or went before.
-    `on_verified(timeline)`: decode has it, and so long it took; before `on_release`.
-    """
+    """Hands computed sequences over, each layer from the tier that it rests in. All methods belong to the main loop."""
 
     def __init__(
         self,
@@ -218,9 +227,7 @@ class KvSender:
         host_cache: SequenceKV | None = None,
         max_slab_bytes: int,
         digest_kind: DigestKind = "xxh3_64",
-        on_release: Callable[[SequenceKey], None],
-        on_failed: Callable[[SequenceKey, str, bool], None],
-        on_verified: Callable[[HandoffTimeline], None] = ignore_timeline,
+        owner: SourceOwner,
     ) -> None:
         self.kv_cache = kv_cache
         self._host_cache = host_cache
@@ -228,9 +235,8 @@ class KvSender:
         self._thread = thread
         self.machine = HandoffSender(digest_kind)
         self._max_slab_tokens = max(1, max_slab_bytes // kv_cache.layout.bytes_per_token_layer)
-        self._on_release = on_release
-        self._on_failed = on_failed
-        self._timelines = _Timelines(on_verified)
+        self._owner = owner
+        self._timelines = _Timelines(owner.on_handed_over)
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._peers: dict[str, _Peer] = {}
         self._endpoints: dict[str, Endpoint] = {}
@@ -335,9 +341,10 @@ class KvSender:
                     del self._sequences[key]
                     self._stored.pop(key, None)
                     self._timelines.end(key)
-                    self._on_release(key)
+                    self._owner.on_source_released(key)
                 case Fail():
-                    self._on_failed(SequenceKey(action.request_id, action.attempt), action.reason, action.retryable)
+                    key = SequenceKey(action.request_id, action.attempt)
+                    self._owner.on_handoff_failed(key, action.reason, action.retryable)
         self._timer.arm(self.machine.next_deadline())
 
     def _job(self, action: SendSlab) -> _SlabJob:

@@ -19,7 +19,7 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import BlockTable, Sequence, SequenceKey
 from kv_transfer.connections.loop_thread import LoopThread
 from kv_transfer.handoff.receiver import KvReceiver
-from kv_transfer.handoff.sender import KvSender
+from kv_transfer.handoff.sender import HandoffTimeline, KvSender
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE
 from kv_transfer.messages import RequestSpec, Ticket
 from kv_transfer.transports.base import Identity
@@ -93,12 +93,13 @@ class HandOff:
 
 
 class Told:
-    """What either end told its worker, in order. Owns the lease, which is of blocks of `target`."""
+    """What either end told its worker, in order. Owns the source, and the lease, which is of blocks of `target`."""
 
     target: End
 
     def __init__(self) -> None:
         self.words: list[str] = []
+        self.timelines: list[HandoffTimeline] = []
         self.free: Event | None = None
 
     def target_of(self, lease_id: int, layer: int) -> tuple[KVCache, GroupRow]:
@@ -113,8 +114,14 @@ class Told:
     def on_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
         self.words.append("receiving failed")
 
-    def say(self, word: str, *arguments: object) -> None:
-        self.words.append(word)
+    def on_handed_over(self, timeline: HandoffTimeline) -> None:
+        self.timelines.append(timeline)
+
+    def on_handoff_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+        self.words.append("failed")
+
+    def on_source_released(self, key: SequenceKey) -> None:
+        self.words.append("source released")
 
 
 @contextlib.asynccontextmanager
@@ -142,8 +149,7 @@ async def handing_over(told: Told) -> AsyncIterator[HandOff]:
         prefill,
         thread,
         max_slab_bytes=1 << 14,
-        on_release=lambda key: told.say("source released"),
-        on_failed=lambda *word: told.say("failed"),
+        owner=told,
     )
     await receiver.start(epoch=1, worker_id="decode", ttl_s=HANGS_S)
     try:
@@ -172,6 +178,7 @@ async def test_the_next_slab_is_filled_while_one_is_and_no_third() -> None:
         handoff.stored[0].come()
         await eventually(lambda: len(told.words) == 2)
         assert sorted(told.words) == ["admitted", "source released"]
+        assert [(timeline.key, timeline.num_slabs) for timeline in told.timelines] == [(KEY, NUM_LAYERS)]
         assert all(handoff.arrived())
 
 
