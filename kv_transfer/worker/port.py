@@ -1,8 +1,8 @@
 """Where a worker meets gateways and the global scheduler.
 
 Gateways connect and send requests; the worker answers with at most one `StepFrame` per step and gateway, and one for
-each hand-off that decode verified. The worker itself connects to the scheduler, registers, reports its snapshot and what
-its memory tiers hold, and hears what the scheduler wants of it. Knows nothing of what the messages mean.
+each hand-off that decode verified. The worker itself connects to the scheduler, registers, reports its snapshot and
+what its memory tiers hold, and hears what the scheduler wants of it. Knows nothing of what the messages mean.
 """
 
 from __future__ import annotations
