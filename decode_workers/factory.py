@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from decode_workers.offload_policy import Residency
-from decode_workers.pacing import LayerKvConfig, Speeds
+from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import DecodeScheduler
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import StepPlan
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import Overlap, StepRates
+from engine.steps.loop import Overlap
 
 
 def decode_scheduler(
@@ -19,7 +19,6 @@ def decode_scheduler(
     max_num_seqs: int,
     token_budget: int,
     layerkv: LayerKvConfig | None,
-    rates: Callable[[], StepRates],
 ) -> DecodeScheduler:
     """Sequences rest in host memory only if `layerkv` says how and the model has a host pool and a staging ring."""
     allocator = BlockAllocator(
@@ -35,7 +34,7 @@ def decode_scheduler(
         token_budget=token_budget,
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
-        tiers=_residency(model, allocator, layerkv, rates),
+        tiers=_residency(model, allocator, layerkv),
     )
 
 
@@ -48,24 +47,19 @@ def step_overlap(model: LoadedModel, plan_ahead: Callable[[], StepPlan], *, want
     return Overlap(runner=model.runner, plan=plan_ahead)
 
 
-def _residency(
-    model: LoadedModel, allocator: BlockAllocator, layerkv: LayerKvConfig | None, rates: Callable[[], StepRates]
-) -> Residency | None:
+def _residency(model: LoadedModel, allocator: BlockAllocator, layerkv: LayerKvConfig | None) -> Residency | None:
     if layerkv is None or model.host_pool is None or not model.staging_columns:
         return None
 
-    def speeds() -> Speeds:
+    def host_bytes_per_s() -> float:
         stats = model.runner.transfer_stats
-        return Speeds(
-            prefill_tokens_per_s=rates().prefill_tokens_per_s,
-            decode_step_s=rates().decode_step_s,
-            host_bytes_per_s=0.0 if stats is None else stats.host_bytes_per_s,
-        )
+        return 0.0 if stats is None else stats.host_bytes_per_s
 
     return Residency(
         allocator,
         layerkv,
         staging_columns=model.staging_columns,
         block_bytes=model.layout.block_bytes,
-        speeds=speeds,
+        cost=model.costs.cost,
+        host_bytes_per_s=host_bytes_per_s,
     )

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from decode_workers.factory import decode_scheduler
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.states import Emission
+from engine.cost_model.step_cost import StepWork
 from engine.sequence import Sequence
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import StepRates
 
 
 class LocalEngine:
@@ -33,13 +33,12 @@ class LocalEngine:
     ) -> None:
         self._runner = model.runner
         self._clock = clock
-        self._rates = StepRates()
+        self._costs = model.costs
         self.scheduler = decode_scheduler(
             model,
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
             layerkv=layerkv,
-            rates=lambda: self._rates,
         )
 
     def add(self, seq: Sequence) -> None:
@@ -52,7 +51,7 @@ class LocalEngine:
         if not (plan.items or plan.copies):
             return []
         output = self._runner.execute(plan)
-        self._rates.record(plan, max(self._clock() - began, 1e-9))
+        self._costs.observe(StepWork.of_plan(plan), max(self._clock() - began, 1e-9))
         return self.scheduler.finish_step(plan, output)
 
     def run(self, seqs: Iterable[Sequence]) -> Iterator[Emission]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decode_workers.pacing import LayerKvConfig, Pacer, Speeds
+from decode_workers.pacing import LayerKvConfig, Pacer
+from engine.cost_model.step_cost import StepCost, StepWork
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, Sequence, SequenceKey
 
@@ -30,7 +31,11 @@ class Turn:
 
 
 class Residency:
-    """Decides where sequences rest. `staging_columns` is what the ring holds, `block_bytes` what one block has."""
+    """Decides where sequences rest. `staging_columns` is what the ring holds, `block_bytes` what one block has.
+
+    `cost()` is what steps cost, None as long as none was measured; `host_bytes_per_s()` is the measured speed of copies
+    between device and host, 0 as long as there was none.
+    """
 
     def __init__(
         self,
@@ -39,7 +44,8 @@ class Residency:
         *,
         staging_columns: int,
         block_bytes: int,
-        speeds: Callable[[], Speeds],
+        cost: Callable[[], StepCost | None],
+        host_bytes_per_s: Callable[[], float],
     ) -> None:
         assert allocator.host_pool is not None, "without host memory there is nothing to decide"
         assert staging_columns > 0, "without a staging ring nothing in host memory can be computed"
@@ -49,7 +55,8 @@ class Residency:
         self._allocator = allocator
         self._host_pool = allocator.host_pool
         self._block_bytes = block_bytes
-        self._speeds = speeds
+        self._cost = cost
+        self._host_bytes_per_s = host_bytes_per_s
         self._steps_without_prefill = 0
         self.num_offloads = 0
         self.num_restores = 0
@@ -114,11 +121,12 @@ class Residency:
         """Of `wanted` prompt tokens, those that may be computed beside the running sequences now."""
         if wanted <= 0 or self.prefill_is_overdue:
             return wanted
-        speeds = self._speeds()
-        if not speeds.prefill_tokens_per_s:
+        cost = self._cost()
+        if cost is None:
             return wanted
-        spare_s = self.pacer.prefill_allowance_s(running, now, speeds.decode_step_s)
-        return wanted if wanted / speeds.prefill_tokens_per_s <= spare_s else 0
+        decodes = StepWork(decodes=len(running), context_tokens=sum(seq.num_tokens for seq in running))
+        spare_s = self.pacer.prefill_allowance_s(running, now, cost.step_s(decodes))
+        return wanted if cost.prefill_s(wanted) <= spare_s else 0
 
     @property
     def prefill_is_overdue(self) -> bool:
@@ -177,7 +185,7 @@ class Residency:
         target_s = self.config.tpot_target_s
         slack_s = min((self.pacer.slack_s(seq, now) for seq in queue if not seq.host_groups), default=target_s)
         allowed_s = target_s + min(max(slack_s, 0.0), target_s)  # at most two tokens' time, whatever the slack
-        return allowed_s * self._speeds().host_bytes_per_s
+        return allowed_s * self._host_bytes_per_s()
 
     def _make_headroom(
         self, turn: Turn, queue: list[Sequence], stalled: list[Sequence], preempt: Callable[[Sequence], None]
@@ -224,12 +232,12 @@ class Residency:
                 turn.ring_left += self._allocator.num_columns_for(seq.num_tokens)
 
     def _recomputing_is_cheaper(self, seq: Sequence, num_groups: int) -> bool:
-        """Against moving the groups out and back again, by the measured rates."""
-        speeds = self._speeds()
-        if not (speeds.prefill_tokens_per_s and speeds.host_bytes_per_s):
+        """Against moving the groups out and back again, by what was measured."""
+        cost, bytes_per_s = self._cost(), self._host_bytes_per_s()
+        if cost is None or not bytes_per_s:
             return False
         num_bytes = 2 * self._allocator.num_columns_for(seq.num_computed) * num_groups * self._block_bytes
-        return seq.num_computed / speeds.prefill_tokens_per_s < num_bytes / speeds.host_bytes_per_s
+        return cost.prefill_s(seq.num_computed) < num_bytes / bytes_per_s
 
     def _restore(self, turn: Turn, queue: list[Sequence]) -> None:
         """Bring as many groups of one sequence back as the device has blocks for: of one that the ring cannot hold, or

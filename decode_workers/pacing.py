@@ -33,15 +33,6 @@ class LayerKvConfig:
             raise ValueError("max_in_flight and max_steps_without_prefill are at least 1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
-    """Measured; 0 where nothing has been yet."""
-
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-    host_bytes_per_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Start:
     time: float

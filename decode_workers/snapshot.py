@@ -47,8 +47,6 @@ class DecodeReport:
             queued_prefill_tokens=self._scheduler.num_uncomputed_tokens + self._prefix.num_loading_tokens,
             blocks_available=self._model.block_pool.num_available,
             num_leases=self._model.block_pool.num_leases,
-            prefill_tokens_per_s=steps.rates.prefill_tokens_per_s,
-            decode_step_s=steps.rates.decode_step_s,
             num_paused=self._scheduler.num_paused,
             host_blocks_available=0 if host_pool is None else host_pool.num_available,
             context_tokens=self._scheduler.num_context_tokens,

@@ -66,12 +66,11 @@ class DecodeWorker:
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             layerkv=config.layerkv,
-            rates=lambda: self._steps.rates,
         )
         self._prefix = PrefixLoading(
             parts.lower_tiers,
             self._scheduler.allocator,
-            prefill_s=lambda num_tokens: self._steps.rates.prefill_s(num_tokens),
+            prefill_s=lambda num_tokens: model.costs.prefill_s(num_tokens, config.token_budget),
             on_over=self._compute,
             on_room=self._on_room,
         )

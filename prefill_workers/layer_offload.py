@@ -1,8 +1,8 @@
 """Which layer groups of a prompt rest in host memory when the device has no room for all of it.
 
 LayerKV (arXiv 2410.00428): keep the smallest number of layers x on the device for which moving the others takes no
-longer than computing, T_offload(L - x) <= T_prefill(n), by measured rates. So a prompt is admitted by compute, not by
-free KV memory. Decides, and owns nothing.
+longer than computing, T_offload(L - x) <= T_prefill(n), by what steps cost and copies take. So a prompt is admitted by
+compute, not by free KV memory. Decides, and owns nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HostPlacement:
 def host_placement(
     model: LoadedModel, allocator: BlockAllocator, chunk_tokens: int, prefill_s: Callable[[int], float]
 ) -> HostPlacement:
-    """By the rates that the model's runner measures."""
+    """By the speed of copies that the model's runner measures, and `prefill_s`."""
     stats = model.runner.transfer_stats
     return HostPlacement(
         allocator=allocator,

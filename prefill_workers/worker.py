@@ -93,7 +93,7 @@ class PrefillWorker:
         self._drain = Drain(lambda: not (self._sender.num_handing_over or self._scheduler.num_held))
 
     def _prefill_s(self, num_tokens: int) -> float:
-        return self._steps.rates.prefill_s(num_tokens)
+        return self._model.costs.prefill_s(num_tokens, self._config.chunk_tokens)
 
     async def start(self) -> None:
         """Listen, register, run. Returns when the worker can take requests."""
@@ -156,8 +156,6 @@ class PrefillWorker:
             queued_prefill_tokens=self._scheduler.num_uncomputed_tokens,
             blocks_available=self._model.block_pool.num_available,
             num_leases=self._model.block_pool.num_leases,
-            prefill_tokens_per_s=self._steps.rates.prefill_tokens_per_s,
-            decode_step_s=0.0,
             host_blocks_available=0 if self._model.host_pool is None else self._model.host_pool.num_available,
             step_cost=cost_report(self._steps.costs),
             tiers=tiers_report(
@@ -212,7 +210,8 @@ class PrefillWorker:
             self._port.fail(gateway, key, "the prefill worker is about to stop", retryable=True, cause="moved")
             return
         if not self._scheduler.can_add():
-            queue_s = self._steps.rates.prefill_s(self._scheduler.num_uncomputed_tokens)
+            chunk_tokens = self._config.chunk_tokens  # of many prompts: whose tokens attend to no other's
+            queue_s = self._scheduler.num_uncomputed_tokens / chunk_tokens * self._prefill_s(chunk_tokens)
             self._port.refuse(gateway, request, "the prefill queue is full", queue_s)
             return
         seq = sequence_of(request)

@@ -19,7 +19,7 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence as TokenSequence
 from engine.sequence import SequenceKey, StepOutput, StepPlan
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import Overlap, StepLoop, StepRates
+from engine.steps.loop import Overlap, StepLoop
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -58,10 +58,7 @@ class Stepper:
         overlap: bool,
         mark: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rates = StepRates()
-        self._scheduler = decode_scheduler(
-            model, max_num_seqs=max_num_seqs, token_budget=token_budget, layerkv=None, rates=lambda: self._rates
-        )
+        self._scheduler = decode_scheduler(model, max_num_seqs=max_num_seqs, token_budget=token_budget, layerkv=None)
         runner = _MarkingRunner(model, mark)
         self._loop = StepLoop(
             runner,

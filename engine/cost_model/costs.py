@@ -10,7 +10,7 @@ import math
 
 from engine.cost_model.fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps, kind_of
 from engine.cost_model.noise import StepNoise
-from engine.cost_model.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost, StepWork
 
 # Enough that one which pays for what libraries make once is seen through, too few to tell much more than the speed.
 _SCALING_STEPS = TELLING_STEPS - 1
@@ -85,6 +85,17 @@ class StepCosts:
         tokens."""
         cost = self.cost() if self._is_seeded and (work.prefill_tokens or work.decodes) else None
         return None if cost is None else cost.step_s(work) * max(1.0, self.stretch(kind_of(work)))
+
+    def prefill_s(self, num_tokens: int, chunk_tokens: int) -> float:
+        """Predicted seconds for computing so many prompt tokens in chunks, with nothing else in their steps.
+
+        Workers ask before they load a prefix or move layers to host memory, which has to be faster than computing. As
+        long as nothing was measured, a speed is assumed.
+        """
+        cost = self.cost()
+        if cost is None:
+            return num_tokens / ASSUMED_PREFILL_TOKENS_PER_S
+        return cost.prefill_s(num_tokens, 0.0, chunk_tokens) * max(1.0, self.stretch("prefill"))
 
     def shared_tokens(self) -> float:
         """See `StepCost`; without bound as long as nothing was measured."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.cost_model.costs import StepCosts
-from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost, StepWork
+from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sequence import StepOutput, StepPlan
 from engine.steps.compute_thread import ComputeThread
 from engine.steps.in_flight import OverlappingRunner, Runner, StepFlight, StepSkippedError
@@ -37,28 +37,6 @@ class Overlap:
 
     runner: OverlappingRunner
     plan: Callable[[], StepPlan]
-
-
-class StepRates:
-    """Smoothed speed of steps: prompt tokens per second, and seconds per step that only decodes. 0 until known."""
-
-    def __init__(self, smoothing: float = 0.2) -> None:
-        self._smoothing = smoothing
-        self.prefill_tokens_per_s = 0.0
-        self.decode_step_s = 0.0
-
-    def record(self, plan: StepPlan, duration_s: float) -> None:
-        if plan.num_tokens > 4 * len(plan.items):
-            self.prefill_tokens_per_s = self._smooth(self.prefill_tokens_per_s, plan.num_tokens / duration_s)
-        elif plan.items and plan.num_tokens == len(plan.items):
-            self.decode_step_s = self._smooth(self.decode_step_s, duration_s)
-
-    def prefill_s(self, num_tokens: int) -> float:
-        """Predicted seconds for computing so many prompt tokens."""
-        return num_tokens / (self.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S)
-
-    def _smooth(self, old: float, new: float) -> float:
-        return new if old == 0.0 else old + self._smoothing * (new - old)
 
 
 class _StepWatch:
@@ -151,7 +129,6 @@ class StepLoop:
         self._step_began: float | None = None
         self._watch = _StepWatch(costs, on_overdue, overdue_s)
         self._task: asyncio.Task[None] | None = None
-        self.rates = StepRates()
         self.costs = costs
 
     @property
@@ -244,7 +221,6 @@ class StepLoop:
             self._step_began = None
             self._watch.end()
         self._num_failures = 0
-        self.rates.record(flight.plan, time.perf_counter() - began)
         self._finish(flight.plan, output)
         flight.note_taken_in()
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import settings
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from decode_workers.offload_policy import Residency
-from decode_workers.pacing import LayerKvConfig, Speeds
+from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import DecodeScheduler
+from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
@@ -22,9 +23,23 @@ from tests.support.ghost_runner import GhostRunner, next_token
 
 GROUPS = 2
 MODEL_COLUMNS = MAX_MODEL_LEN // BLOCK_SIZE
-FAST = Speeds(prefill_tokens_per_s=1e3, decode_step_s=0.01, host_bytes_per_s=1e6)
-SLOW_MEMORY = Speeds(prefill_tokens_per_s=1e5, decode_step_s=0.01, host_bytes_per_s=10.0)
-LATE = Speeds(prefill_tokens_per_s=50.0, decode_step_s=1.0, host_bytes_per_s=1e3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What was measured: each step's seconds and those of a prompt token beside them, and of copies."""
+
+    cost: StepCost | None = None
+    host_bytes_per_s: float = 0.0
+
+
+def cost_of(step_s: float, token_s: float) -> StepCost:
+    return StepCost(base_s=step_s, prefill_token_s=token_s, prefill_pair_s=0.0, decode_s=0.0, context_token_s=0.0)
+
+
+FAST = Speeds(cost=cost_of(0.01, 1e-3), host_bytes_per_s=1e6)
+SLOW_MEMORY = Speeds(cost=cost_of(0.01, 1e-5), host_bytes_per_s=10.0)
+LATE = Speeds(cost=cost_of(1.0, 0.02), host_bytes_per_s=1e3)
 
 
 class TieredMachine(DecodeMachine):
@@ -49,7 +64,14 @@ class TieredMachine(DecodeMachine):
         self.staging_columns = staging_columns
         self.runner = GhostRunner(allocator)
         config = LayerKvConfig(max_in_flight=8, growth_tokens=4, max_steps_without_prefill=3)
-        tiers = Residency(allocator, config, staging_columns=staging_columns, block_bytes=10, speeds=lambda: speeds)
+        tiers = Residency(
+            allocator,
+            config,
+            staging_columns=staging_columns,
+            block_bytes=10,
+            cost=lambda: speeds.cost,
+            host_bytes_per_s=lambda: speeds.host_bytes_per_s,
+        )
         self.scheduler = DecodeScheduler(
             allocator,
             max_num_seqs=max_num_seqs,
@@ -103,7 +125,8 @@ class Bench:
             LayerKvConfig(max_in_flight=64, growth_tokens=4, max_steps_without_prefill=4),
             staging_columns=staging_columns,
             block_bytes=10,
-            speeds=lambda: speeds,
+            cost=lambda: speeds.cost,
+            host_bytes_per_s=lambda: speeds.host_bytes_per_s,
         )
         self.scheduler = DecodeScheduler(
             allocator,

@@ -20,14 +20,19 @@ from engine.kv.prefix import block_hashes
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnViews
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
+from tests.support.mini_cluster import (
+    COMPUTING_IS_FREE,
+    COMPUTING_IS_SLOW,
+    MiniCluster,
+    MiniClusterConfig,
+    mini_cluster,
+)
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 
 BLOCK_BYTES = 16 * 256  # of one layer: 16 tokens
 PROMPT = random_prompts([150], seed=7)[0]
 TOKENS = greedy(8)
-SLOW, FAST = 1.0, 1e12  # tokens that are computed in a second
 
 
 @asynccontextmanager
@@ -85,13 +90,13 @@ async def only_on_disk(model: SmallModel, folder: Path) -> AsyncIterator[tuple[M
     """A decode worker that has answered PROMPT and has it on disk alone, and takes computing for slow."""
     async with cluster_of(model, num_prefill=0, disk=folder) as cluster:
         worker = cluster.decodes[0]
-        worker._steps.rates.prefill_tokens_per_s = SLOW
+        cluster.believe(COMPUTING_IS_SLOW)
         assert await ask(cluster, "first", PROMPT) == (model.local(PROMPT, TOKENS).tokens, 0)
         await eventually(lambda: len(list(folder.rglob("*.kv"))) == 9, what="the prompt is not on disk")
         await copied_down(cluster)
         cluster.models[0].block_pool.drop_cached()
         host_pool(cluster).drop_cached()
-        worker._steps.rates.prefill_tokens_per_s = SLOW
+        cluster.believe(COMPUTING_IS_SLOW)
         yield cluster, worker
 
 
@@ -102,8 +107,8 @@ async def test_a_prefix_on_disk_is_brought_up_first(llama: SmallModel, tmp_path:
 
 
 async def test_a_prefix_on_disk_that_is_computed_faster_is_not_loaded(llama: SmallModel, tmp_path: Path) -> None:
-    async with only_on_disk(llama, tmp_path) as (cluster, worker):
-        worker._steps.rates.prefill_tokens_per_s = FAST
+    async with only_on_disk(llama, tmp_path) as (cluster, _):
+        cluster.believe(COMPUTING_IS_FREE)
         assert await ask(cluster, "second", PROMPT) == (llama.local(PROMPT, TOKENS).tokens, 0)
         assert cluster.tiers[0].num_loaded_columns == 0
 
@@ -205,7 +210,7 @@ async def test_the_next_turn_finds_the_answer_in_the_decode_workers_memory(llama
         prefill_tiers = cluster.tiers[0]
         history, cached_by_turn = random_prompts([40], seed=2)[0], []  # whose tokens are nowhere nearly tied
         for turn in range(3):
-            cluster.prefills[0]._steps.rates.prefill_tokens_per_s = SLOW
+            cluster.believe(COMPUTING_IS_SLOW)
             events = await cluster.generate(f"turn{turn}", history, greedy(40))
             answer = [event.token_id for event in events]
             assert answer == llama.local(history, greedy(40)).tokens

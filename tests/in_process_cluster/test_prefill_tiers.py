@@ -17,7 +17,13 @@ from kv_transfer.tiers.disk.files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
 from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
+from tests.support.mini_cluster import (
+    COMPUTING_IS_FREE,
+    COMPUTING_IS_SLOW,
+    MiniCluster,
+    MiniClusterConfig,
+    mini_cluster,
+)
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import eventually
 
@@ -167,7 +173,7 @@ async def cluster_with_disk(
     columns = DiskColumns(disk)
     try:
         async with cluster_of(model, prefill_sources=(columns,), prefill_sink=columns, **config) as cluster:
-            cluster.prefills[0]._steps.rates.prefill_tokens_per_s = 1.0  # nothing is worth computing
+            cluster.believe(COMPUTING_IS_SLOW)  # nothing is worth computing
             assert await ask(cluster, "first", PROMPT) == (model.local(PROMPT, TOKENS).tokens, 0)
             await copied_down(cluster)
             assert disk.flush(5)
@@ -180,7 +186,7 @@ async def cluster_with_disk(
 
 async def test_a_prefix_on_disk_is_brought_up_before_the_prompt_is_computed(llama: SmallModel, tmp_path: Path) -> None:
     async with cluster_with_disk(llama, tmp_path) as (cluster, disk):
-        cluster.prefills[0]._steps.rates.prefill_tokens_per_s = 1.0
+        cluster.believe(COMPUTING_IS_SLOW)
         steps = watch(cluster.prefills[0])
         assert await ask(cluster, "second", PROMPT) == (llama.local(PROMPT, TOKENS).tokens, 144)
         assert disk.counters().loaded == 9
@@ -189,14 +195,14 @@ async def test_a_prefix_on_disk_is_brought_up_before_the_prompt_is_computed(llam
 
 async def test_a_prefix_on_disk_that_is_computed_faster_is_not_loaded(llama: SmallModel, tmp_path: Path) -> None:
     async with cluster_with_disk(llama, tmp_path) as (cluster, disk):
-        cluster.prefills[0]._steps.rates.prefill_tokens_per_s = 1e12
+        cluster.believe(COMPUTING_IS_FREE)
         assert await ask(cluster, "second", PROMPT) == (llama.local(PROMPT, TOKENS).tokens, 0)
         assert disk.counters().loaded == 0
 
 
 async def test_a_damaged_file_is_computed_again(llama: SmallModel, tmp_path: Path) -> None:
     async with cluster_with_disk(llama, tmp_path) as (cluster, disk):
-        cluster.prefills[0]._steps.rates.prefill_tokens_per_s = 1.0
+        cluster.believe(COMPUTING_IS_SLOW)
         path = sorted(disk.path.glob("*.kv"))[4]
         damaged = bytearray(path.read_bytes())
         damaged[len(damaged) // 2] ^= 0x40
@@ -210,7 +216,7 @@ async def test_a_damaged_file_is_computed_again(llama: SmallModel, tmp_path: Pat
 async def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(llama: SmallModel, tmp_path: Path) -> None:
     async with cluster_with_disk(llama, tmp_path) as (cluster, _):
         worker = cluster.prefills[0]
-        worker._steps.rates.prefill_tokens_per_s = 1.0
+        cluster.believe(COMPUTING_IS_SLOW)
         worker._prefix._on_over = lambda key: None  # it never hears that it is over
         async with aclosing(cluster.stream("stuck", PROMPT, TOKENS)) as events:
             waiting = asyncio.ensure_future(anext(events))

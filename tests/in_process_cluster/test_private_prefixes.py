@@ -19,7 +19,7 @@ from engine.kv.prefix import block_hashes
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from tests.support.http_server import MODEL, scripted_api
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
+from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, random_prompts
 from tests.support.tier_shapes import Shape
 from tests.support.waiting import HANGS_S, eventually
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.model
 
 PROMPT = random_prompts([200], seed=5)[0]
 CACHED = 192  # of its tokens, in blocks of 16
-SLOW = 1.0  # tokens that are computed in a second: everything is worth loading
 
 
 class Clients:
@@ -41,8 +40,7 @@ class Clients:
 
     async def cached(self, key: str | None) -> int:
         """Of the prompt, as its client is told."""
-        for worker in self.cluster.workers:
-            worker._steps.rates.prefill_tokens_per_s = SLOW
+        self.cluster.believe(COMPUTING_IS_SLOW)
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
         answer = await self._http.post("/v1/completions", json=body, headers=_headers(key))
         found: int = answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"]

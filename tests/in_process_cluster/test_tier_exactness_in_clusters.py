@@ -23,7 +23,7 @@ from engine.sequence import Sequence
 from engine.steps.loading import LoadedModel
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
+from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.tier_shapes import (
     LAYER_TOKEN_BYTES,
@@ -37,7 +37,6 @@ from tests.support.tier_shapes import (
 from tests.support.waiting import eventually
 
 Source = Literal["nowhere", "device", "host", "neighbour", "disk", "damaged disk"]
-SLOW = 1.0  # tokens that are computed in a second: everything is worth loading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ async def _cluster(model: SmallModel, case: Case, tmp_path: Path, max_attempts: 
 
 async def _ask(cluster: MiniCluster, name: str, prompt: list[int]) -> tuple[list[int], int | None]:
     """The tokens, and how many of the prompt's were cached."""
-    cluster.prefills[0]._steps.rates.prefill_tokens_per_s = SLOW
+    cluster.believe(COMPUTING_IS_SLOW)
     events = await cluster.generate(name, prompt, greedy(NUM_TOKENS))
     return [event.token_id for event in events], events[0].num_cached_tokens
 

@@ -72,8 +72,6 @@ async def test_without_a_calibration_costs_are_told_from_the_first_steps_on(llam
             assert min(cost.base_s, cost.prefill_token_s, cost.decode_s, cost.context_token_s) > 0
             assert cost.prefill_pair_s >= 0
             assert min(cost.prefill_error, cost.decode_error) > 0
-        await told_that(cluster, prefill, lambda snapshot: snapshot.prefill_tokens_per_s > 0)
-        await told_that(cluster, decode, lambda snapshot: snapshot.decode_step_s > 0)
 
 
 async def test_calibrated_workers_tell_costs_before_the_first_request_and_are_exact(llama: SmallModel) -> None:
@@ -90,7 +88,6 @@ async def test_calibrated_workers_tell_costs_before_the_first_request_and_are_ex
             model.block_pool.check_idle()
             assert model.block_pool.num_cached == 0
             assert model.block_pool.num_available == model.block_pool.num_blocks
-            assert worker._steps.rates.prefill_tokens_per_s == 0.0, "trials are not the worker's work"
         for n, prompt in enumerate(random_prompts([5, 40, 150])):
             events = await cluster.generate(f"r{n}", prompt, greedy())
             assert [event.token_id for event in events] == llama.local(prompt, greedy()).tokens

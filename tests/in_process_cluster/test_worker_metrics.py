@@ -20,7 +20,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages import BlockEvents, TiersReport
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
+from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import eventually
 from tests.support.worker_reports import worker_info, worker_snapshot
@@ -29,7 +29,6 @@ GROUPS, BLOCK_SIZE = 4, 16
 BLOCK_BYTES = BLOCK_SIZE * 256
 PROMPT = random_prompts([150], seed=7)[0]
 COLUMNS, REST = 9, 6  # of the prompt: full blocks, and tokens after them
-SLOW = 1.0  # tokens that are computed in a second
 HOST_COLUMNS, DEVICE_BLOCKS = 64, 256
 
 
@@ -84,8 +83,7 @@ async def cluster_of(model: SmallModel, *, disk: Path | None = None, **config: A
 
 async def ask(cluster: MiniCluster, name: str, prompt: list[int] = PROMPT) -> int:
     """How many of the prompt's tokens were cached. Whatever is copied down has been when this returns."""
-    for worker in cluster.workers:
-        worker._steps.rates.prefill_tokens_per_s = SLOW
+    cluster.believe(COMPUTING_IS_SLOW)
     events = await cluster.generate(name, prompt, greedy(8))
     await eventually(lambda: cluster._held() == 0, what="blocks are held")
     return events[0].num_cached_tokens or 0

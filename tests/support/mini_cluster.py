@@ -19,6 +19,7 @@ from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.cost_model.step_cost import StepCost
 from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepPlan
@@ -41,6 +42,10 @@ from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S, eventually
+
+# What a worker may believe that computing costs: more than loading a prefix from anywhere, or less.
+COMPUTING_IS_SLOW = StepCost(base_s=1.0, prefill_token_s=1.0, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=0.0)
+COMPUTING_IS_FREE = replace(COMPUTING_IS_SLOW, base_s=1e-9, prefill_token_s=1e-12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +91,11 @@ class MiniCluster:
     @property
     def workers(self) -> list[PrefillWorker | DecodeWorker]:
         return [*self.prefills, *self.decodes]
+
+    def believe(self, cost: StepCost) -> None:
+        """All workers take steps to cost so much, until those that come teach them better."""
+        for model in self.models:
+            model.costs.seed(cost)
 
     async def start(self) -> None:
         await self.start_scheduler()

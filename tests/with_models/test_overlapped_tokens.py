@@ -15,7 +15,7 @@ from decode_workers.states import DecodeState, Emission
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepOutput, StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
-from engine.steps.loop import Overlap, StepLoop, StepRates
+from engine.steps.loop import Overlap, StepLoop
 from engine.steps.runner import TokenSampler
 from tests.engine.steps.late_tokens import LateTokens
 from tests.support.model_families import VOCAB_SIZE
@@ -38,7 +38,7 @@ def _model(folder: Path, kv_blocks: int) -> LoadedModel:
 
 
 def _scheduler(model: LoadedModel) -> DecodeScheduler:
-    return decode_scheduler(model, max_num_seqs=8, token_budget=20, layerkv=None, rates=StepRates)
+    return decode_scheduler(model, max_num_seqs=8, token_budget=20, layerkv=None)
 
 
 def _wishes() -> list[Sequence]:

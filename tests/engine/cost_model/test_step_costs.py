@@ -124,3 +124,17 @@ def test_prompts_share_a_step_until_its_fixed_cost_is_a_tenth() -> None:
     assert costs.shared_tokens() == math.inf
     costs.seed(TRUTH)
     assert costs.shared_tokens() == pytest.approx(shared)
+
+
+def test_a_prompts_time_is_assumed_at_first_and_then_what_steps_have_cost() -> None:
+    """LayerKV and prefix loading decide by the same model that the scheduler is told of."""
+    costs = StepCosts(ESTIMATE)
+    assert costs.prefill_s(2000, 500) == 2.0, "at the speed that is assumed of a worker without a step"
+    costs.seed(TRUTH)
+    assert costs.prefill_s(2000, 500) == TRUTH.prefill_s(2000, 0.0, 500)
+    for _ in range(64):
+        costs.observe(PROMPT, 3 * TRUTH.step_s(PROMPT))
+    num_tokens = int(PROMPT.prefill_tokens)
+    known = costs.cost()
+    assert known is not None
+    assert costs.prefill_s(num_tokens, num_tokens) >= known.prefill_s(num_tokens) > 2 * TRUTH.prefill_s(num_tokens)

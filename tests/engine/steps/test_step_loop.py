@@ -15,7 +15,7 @@ from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sampling.params import SamplingParams
 from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
 from engine.steps import loop as step_loop
-from engine.steps.loop import StepLoop, StepRates
+from engine.steps.loop import StepLoop
 from tests.support.waiting import HANGS_S, eventually
 
 NOTHING = StepPlan(())
@@ -321,19 +321,3 @@ async def test_a_calibration_is_made_in_the_compute_thread_before_the_first_step
     with pytest.raises(AssertionError, match="disturb each other"):
         await bench.loop.calibrate(measure)
     await bench.loop.stop()
-
-
-def test_speeds_are_smoothed_and_told_apart() -> None:
-    rates = StepRates(smoothing=0.5)
-    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (0.0, 0.0)
-    assert rates.prefill_s(2000) == 2.0
-    rates.record(_plan(num_tokens=50, num_seqs=2), 0.5)
-    assert rates.prefill_tokens_per_s == 200.0
-    rates.record(_plan(num_tokens=50, num_seqs=2), 1.0)
-    assert rates.prefill_tokens_per_s == 150.0
-    assert rates.decode_step_s == 0.0
-    rates.record(_plan(num_seqs=8), 0.25)
-    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (150.0, 0.25)
-    rates.record(_plan(num_tokens=2, num_seqs=8), 9.0)  # neither a decode step nor enough of a prompt to measure
-    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (150.0, 0.25)
-    assert rates.prefill_s(300) == 2.0

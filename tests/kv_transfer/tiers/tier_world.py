@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from decode_workers.offload_policy import Residency
-from decode_workers.pacing import LayerKvConfig, Speeds
+from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import DecodeScheduler
+from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockKey, BlockPool
 from engine.kv.cache import KVCache, KVLayout
@@ -219,13 +220,14 @@ class DecodeNode(Worker):
 
     def open_scheduler(self) -> None:
         config = LayerKvConfig(max_in_flight=8, growth_tokens=4, max_steps_without_prefill=3)
-        speeds = Speeds(prefill_tokens_per_s=1e3, decode_step_s=0.01, host_bytes_per_s=1e6)
+        cost = StepCost(base_s=0.01, prefill_token_s=1e-3, prefill_pair_s=0.0, decode_s=0.0, context_token_s=0.0)
         residency = Residency(
             self.allocator,
             config,
             staging_columns=self.sizes.staging_columns,
             block_bytes=LAYOUT.block_bytes,
-            speeds=lambda: speeds,
+            cost=lambda: cost,
+            host_bytes_per_s=lambda: 1e6,
         )
         self.scheduler = DecodeScheduler(
             self.allocator,
