@@ -6,8 +6,7 @@ Knows tokens and the terms on which they end; neither blocks nor what else a seq
 from __future__ import annotations
 
 from decode_workers.states import Emission
-from engine.sampling.stopping import finish_reason
-from engine.sequence import SampledToken, Sequence, SequenceKey, TokenLogprobs
+from engine.sequence import SampledToken, Sequence, SequenceKey, TokenLogprobs, finish_reason
 
 
 class Emissions:

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.states import DecodeState
-from engine.kv.cache import GroupRow
-from engine.kv.sequence_kv import SequenceKV
+from engine.kv.cache import GroupRow, SequenceKV
 from engine.memory.streams import queued_on
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.connections.deadline_timer import DeadlineTimer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.sampling.stopping import FinishReason
-from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from engine.sequence import FinishReason, SampledToken, Sequence, TokenLogprobs
 
 
 class DecodeState(Enum):

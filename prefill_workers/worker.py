@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from engine.kv.allocation import BlockAllocator
 from engine.memory.streams import queued_on
-from engine.sampling.stopping import finish_reason
-from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs
+from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs, finish_reason
 from engine.steps.calibration import calibrate
 from engine.steps.fault_finding import FaultFinder
 from engine.steps.loop import OVERDUE_S, StepLoop

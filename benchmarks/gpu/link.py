@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.kernel_cases import Shape, filled_cache
 from engine.memory.devices import pinning_for
-from engine.memory.mappings import map_memory
+from engine.memory.host import map_memory
 from kv_transfer.handoff.gpu_slab_copy import DeviceCopies, copies_on
 from kv_transfer.handoff.slab_copy import CopyingThreads
 

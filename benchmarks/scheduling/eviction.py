@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.common.part import note, run_part
 from benchmarks.common.summary import Json, spread
 from benchmarks.scheduling.conversations import Prompt, draw_conversations, read_trace
+from benchmarks.scheduling.eviction_policies import EVICTION_NAMES, eviction_policy
 from engine.kv.block_pool import BlockKey, BlockPool
-from engine.kv.eviction import EVICTION_NAMES, eviction_policy
-from engine.kv.eviction_policy import EvictionPolicy
+from engine.kv.eviction import EvictionPolicy
 
 CAPACITY_SHARES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the distinct blocks
 NUM_TIMED = 3

@@ -18,8 +18,7 @@ from cluster.simulation.workload.prompts import TOKEN
 from decode_workers.scheduler import DecodeScheduler
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
-from engine.sampling.stopping import finish_reason
-from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
+from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
 from kv_transfer.messages import Endpoint, Role, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
 from prefill_workers.scheduler import PrefillScheduler

@@ -1,18 +1,147 @@
 """Gives sequences their blocks: prefix hits, growth, publication, moves between memory tiers, release.
 
 The only writer of a sequence's leases, block tables, `host_groups`, `num_cached` and `num_published`; the pools behind
-it stay the sole owners of blocks. Knows nothing of what runs when, who makes the copies it asks for, nor how a prefix
-is found (`engine.kv.prefix_lookup`).
+it stay the sole owners of blocks. Worker schedulers call it; what it asks to be copied
+between tiers is part of their plans.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
+import numpy.typing as npt
 
 from engine.kv.block_pool import BlockLease, BlockPool
-from engine.kv.prefix_lookup import PrefixHit, PrefixLookup
-from engine.kv.tier_moves import Blocks, Move, Opening, Relocation, by_columns, row_copies
+from engine.kv.prefix import PrefixHasher
 from engine.sequence import BlockCopy, BlockTable, Sequence
+
+Blocks = npt.NDArray[np.int32]
+"""`[groups, columns]` blocks of one tier; -1 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A prefix hit of which some blocks are fetched from host memory. `sources` are leased until they have been."""
+
+    sources: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Relocation:
+    """Layer groups on their way to the other tier. Both block tables have their rows until it is settled."""
+
+    groups: list[int]
+    to_device: bool
+
+
+Move = Opening | Relocation
+
+
+def row_copies(
+    groups: Iterable[int],
+    to: Literal["device", "host"],
+    source: Blocks,
+    destination: Blocks,
+    is_copied: npt.NDArray[np.bool_],
+) -> tuple[BlockCopy, ...]:
+    """Of the rows of these groups, those blocks that `is_copied` names; `[num_groups, columns]` all."""
+    return tuple(
+        BlockCopy(group=group, to=to, source=source[row][chosen], destination=destination[row][chosen])
+        for row, (group, chosen) in enumerate(zip(groups, is_copied, strict=True))
+        if chosen.any()
+    )
+
+
+def by_columns(blocks: Blocks) -> list[int]:
+    """All blocks of a table, column by column."""
+    flat = blocks.T.ravel()
+    ordered: list[int] = flat[flat >= 0].tolist()
+    return ordered
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Blocks of the leading columns, `[layer_groups, num_columns]` both; -1: not there, or not needed there."""
+
+    on_device: Blocks
+    on_host: Blocks  # of groups that rest there, and of blocks that the device lacks
+
+    @property
+    def num_columns(self) -> int:
+        return int(self.on_device.shape[1])
+
+
+class PrefixLookup:
+    """The only writer of a sequence's `prefix`. A prefix is a run of columns that have every layer group's block."""
+
+    def __init__(self, pool: BlockPool, host_pool: BlockPool | None, *, layer_groups: int, block_size: int) -> None:
+        self._pool = pool
+        self._host_pool = host_pool
+        self._layer_groups = layer_groups
+        self._block_size = block_size
+
+    def hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """Of the first `num_blocks` full blocks; each token is hashed once in the sequence's life."""
+        if seq.prefix is None:
+            seq.prefix = PrefixHasher(self._block_size, seq.cache_salt)
+        num_hashed = len(seq.prefix.hashes)
+        if num_blocks > num_hashed:
+            seq.prefix.extend(seq.tokens(num_hashed * self._block_size, num_blocks * self._block_size))
+        return seq.prefix.hashes[:num_blocks]
+
+    def published(self, seq: Sequence, groups: list[int], pool: BlockPool) -> Blocks:
+        """`[len(groups), num_published]`: what a pool has of the sequence's published blocks; -1 elsewhere."""
+        hashes = self.hashes(seq, seq.num_published)
+        found = [[_find(pool, digest, group) for digest in hashes] for group in groups]
+        return np.array(found, dtype=np.int32).reshape(len(groups), len(hashes))
+
+    def longest(self, seq: Sequence) -> PrefixHit:
+        """The longest prefix of `seq` that its groups find in their tiers, or the device's in host memory.
+
+        It never covers the last token: its logits are what the next token is sampled from. It is shorter where the
+        device lacks blocks for what must be fetched.
+        """
+        device_columns: list[list[int]] = []
+        host_columns: list[list[int]] = []
+        num_left = self._pool.num_available
+        for digest in self.hashes(seq, (seq.num_tokens - 1) // self._block_size):
+            on_device = [
+                -1 if group in seq.host_groups else _find(self._pool, digest, group)
+                for group in range(self._layer_groups)
+            ]
+            on_host = self._on_host(digest, [group for group, block in enumerate(on_device) if block < 0])
+            if on_host is None:
+                break
+            # What is fetched takes a block, and so does what is only cached as yet.
+            num_left -= self._layer_groups - len(seq.host_groups) - sum(map(self._is_held, on_device))
+            if num_left < 0:
+                break
+            device_columns.append(on_device)
+            host_columns.append(on_host)
+        return PrefixHit(self._table(device_columns), self._table(host_columns))
+
+    def _is_held(self, block: int) -> bool:
+        return block >= 0 and self._pool.is_held(block)
+
+    def _on_host(self, digest: bytes, groups: Iterable[int]) -> list[int] | None:
+        """The column's host blocks of these groups, -1 for others; None unless all are there."""
+        column = [-1] * self._layer_groups
+        for group in groups:
+            column[group] = -1 if self._host_pool is None else _find(self._host_pool, digest, group)
+            if column[group] < 0:
+                return None
+        return column
+
+    def _table(self, columns: list[list[int]]) -> Blocks:
+        return np.array(columns, dtype=np.int32).reshape(len(columns), self._layer_groups).T
+
+
+def _find(pool: BlockPool, digest: bytes, group: int) -> int:
+    block = pool.find((digest, group))
+    return -1 if block is None else block
 
 
 class BlockAllocator:

@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.kv.eviction import DEFAULT_EVICTION, eviction_policy
-from engine.kv.eviction_policy import BlockKey as BlockKey
-from engine.kv.eviction_policy import EvictionPolicy
+from engine.kv.eviction import AgedLru, EvictionPolicy
+from engine.kv.eviction import BlockKey as BlockKey
 
 
 class OutOfBlocksError(Exception):
@@ -71,7 +70,7 @@ class BlockPool:
         self._generations = [0] * num_blocks
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
-        self._cached = eviction_policy(DEFAULT_EVICTION, num_blocks) if eviction is None else eviction
+        self._cached: EvictionPolicy = AgedLru() if eviction is None else eviction
         self._leases: dict[int, BlockLease] = {}
         self._next_lease_id = 1
         self._observers = list(observers)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -241,3 +242,38 @@ def _as_words(*caches: KVCache) -> list[Tensor]:
 
 def _indices(blocks: GroupRow, cache: KVCache) -> Tensor:
     return torch.from_numpy(blocks.astype(np.int64)).to(cache.tensor.device)
+
+
+class SequenceKV(Protocol):
+    """One `KVCache`, or those of a tensor-parallel group as one (`engine.parallel.kv.GroupKV`)."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """With all heads of a token."""
+        ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def read_layer(self, layer: int, group_row: GroupRow, start: int, count: int, out: Tensor) -> None:
+        """Gather tokens [start, start + count) of one layer into `out` `[2, count, H, D]`, contiguous."""
+        ...
+
+    def write_layer(self, layer: int, group_row: GroupRow, start: int, src: Tensor) -> None:
+        """Scatter `src` `[2, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
+        ...
+
+    def copy_in(self, blocks: GroupRow, source: KVCache, sources: GroupRow) -> None:
+        """Copy whole blocks `sources [n]` of a cache of this layout to `blocks [n]`, pairwise."""
+        ...
+
+    def copy_out(self, blocks: GroupRow, target: KVCache, targets: GroupRow) -> None:
+        """Copy whole `blocks [n]` to `targets [n]` of a cache of this layout, pairwise."""
+        ...
+
+    def clear(self, blocks: GroupRow) -> None:
+        """Write zeros into these blocks."""
+        ...

@@ -1,9 +1,54 @@
-"""How this process's C allocator treats memory that tensors give back. Knows no tensors."""
+"""The host's memory: how much processes here may take, what the C allocator keeps, and mappings for KV.
+
+A mapping that a GPU copies to or from is pinned once, and unpinned before it is unmapped.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import mmap
 import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from engine.memory.devices import Pin, Unpin
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """The machine's memory, or the lowest limit of this process's control groups, of either version. Linux only."""
+    return min([psutil.virtual_memory().total, *_limits(root)])
+
+
+def _limits(root: Path) -> Iterator[int]:
+    for file in _limit_files(root):
+        try:
+            text = file.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():  # "max": no limit
+            yield int(text)
+
+
+def _limit_files(root: Path) -> Iterator[Path]:
+    """Of the own group and of all above it. In a container the own group may be mounted as if it were the top."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            top, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = top / group.lstrip("/")
+        yield from (folder / name for folder in (own, *own.parents) if folder.is_relative_to(top))
+
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -21,3 +66,49 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+logger = logging.getLogger(__name__)
+
+
+class _PinnedMapping(mmap.mmap):
+    """A mapping whose last view's end unpins it: `mmap` unmaps after `__del__`, and only then.
+
+    Nobody needs to know who still holds a part of it: a copy that runs on holds a view, and with it the mapping.
+    """
+
+    unpin: Unpin | None = None
+
+    def __del__(self) -> None:
+        unpin, self.unpin = self.unpin, None
+        if unpin is not None:
+            unpin()
+
+
+def map_memory(
+    fd: int,
+    num_bytes: int,
+    pin: Pin | None,
+    *,
+    flags: int = mmap.MAP_SHARED,
+    prot: int = mmap.PROT_READ | mmap.PROT_WRITE,
+) -> memoryview:
+    """A mapping, unmapped with the last view of it. Raises as `mmap.mmap` does.
+
+    Memory that cannot be pinned is as good but slower, so that is told in the log and nothing more.
+    """
+    if pin is None:
+        return memoryview(mmap.mmap(fd, num_bytes, flags=flags, prot=prot))
+    mapping = _PinnedMapping(fd, num_bytes, flags=flags, prot=prot)
+    view = memoryview(mapping)
+    try:
+        mapping.unpin = pin(view)
+    except RuntimeError as error:
+        kind = "read-only" if view.readonly else "writable"
+        logger.warning("%d bytes of %s memory are not pinned, copies go through the driver: %s", num_bytes, kind, error)
+    return view
+
+
+def map_private_memory(num_bytes: int, pin: Pin | None) -> memoryview:
+    """Zeros of this process alone, unmapped with the last view of them."""
+    return map_memory(-1, num_bytes, pin, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

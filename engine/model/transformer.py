@@ -8,7 +8,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,12 +20,26 @@ from engine.checkpoint.weights import AnyWeights
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.projections import pack_projections
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import Shard
 from kernels.fused_layers import FusedLayers, FusingKernels, Layer, LayersForm, LayersStep
 from kernels.interface import Kernels, Linear, PagedAttention
-from kernels.quantised_weight import QuantisedWeight
+from kernels.quantised_weight import QuantisedWeight, side_by_side
+
+
+def pack_projections(
+    kernels: Kernels, weights: Sequence[Tensor | QuantisedWeight], bias: Tensor | None, dtype: torch.dtype
+) -> Linear:
+    """Their outputs side by side, of activations of `dtype`. Where only some are quantised, none is any more."""
+    quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+    if len(quantised) == len(weights):
+        return kernels.pack_quantised(side_by_side(quantised), bias, dtype)
+    device = next((weight.device for weight in weights if isinstance(weight, Tensor)), None)
+    tensors = [
+        weight.dequantise(dtype).to(device) if isinstance(weight, QuantisedWeight) else weight for weight in weights
+    ]
+    # An output layer may lie where the embedding lies: no copy of a single one.
+    return kernels.pack_linear(tensors[0] if len(tensors) == 1 else torch.cat(tensors), bias)
 
 
 @dataclass(frozen=True, slots=True)

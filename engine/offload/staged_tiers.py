@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.kv.cache import KVCache
-from engine.kv.sequence_kv import SequenceKV
+from engine.kv.cache import KVCache, SequenceKV
 from engine.model.transformer import LayerHooks
 from engine.offload.staging_plan import BlockPairs, Placement, StagingConfig, place
 from engine.sequence import StepPlan

@@ -15,7 +15,7 @@ Knows nothing of models, schedulers or KV. This one works on the CPU; logits on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,6 @@ from engine.sampling.philox import gumbel, noise
 from engine.sampling.truncation import is_truncated, kth_largest, survivors
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 from kernels.native.sampling import contenders
-
-if TYPE_CHECKING:
-    from engine.sampling.device_sampler import DeviceSampler
 
 MIN_LOGPROB: Final = -9999.0
 """Reported for impossible tokens, as OpenAI does: an infinity has no place in JSON."""
@@ -97,15 +94,6 @@ class Sampler:
         if params.logprobs is None:
             return SampledToken(token_id)
         return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))
-
-
-def sampler_for(device: torch.device, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> Sampler | DeviceSampler:
-    """The sampler for logits on `device`: the same tokens from either."""
-    if device.type != "cuda":
-        return Sampler(vocab_size, eos_token_ids)
-    from engine.sampling.device_sampler import DeviceSampler  # an installation for CPUs only has no Triton
-
-    return DeviceSampler(vocab_size, eos_token_ids)
 
 
 def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:

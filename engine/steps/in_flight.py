@@ -16,7 +16,7 @@ from engine.cost_model.step_cost import StepWork
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepOutput, StepPlan
 from engine.steps.compute_thread import ComputeThread
-from engine.steps.prepared import PreparedStep
+from engine.steps.runner import PreparedStep
 
 MAX_TAKING_IN_S = 60.0  # of a step's results; where it takes longer, the event loop hangs
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.kv.cache import KVLayout
 from engine.kv.sizes import KVMemory, KVSizes, size_tiers
-from engine.memory.machine import memory_bytes
+from engine.memory.host import memory_bytes
 from engine.sampling.params import SamplingParams
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
 from engine.steps.runner import ModelRunner

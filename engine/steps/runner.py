@@ -8,15 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.checkpoint.weights import AnyWeights
-from engine.kv.cache import KVCache, KVLayout
-from engine.kv.sequence_kv import SequenceKV
+from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.model.batch import Batch, build_batch
 from engine.model.config import ModelConfig
 from engine.model.transformer import LayerHooks, Model
@@ -24,16 +23,29 @@ from engine.offload.staged_tiers import StagedTiers, Staging, TransferStats
 from engine.offload.staging import StoredLayers, ThreadStaging
 from engine.offload.staging_plan import Placement, StagingConfig
 from engine.offload.stream_staging import StagingStreams, StreamedStep, StreamStaging
-from engine.parallel.group_model import GroupModel
-from engine.parallel.leader import GroupLeader
+from engine.parallel.leader import GroupLeader, GroupModel
 from engine.sampling.pending_output import KnownTokens, PendingOutput, SampledTokens, nothing_to_check
 from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
-from engine.steps.decode_graphs import DecodeGraphLimits, DecodeGraphs
-from engine.steps.graph_recorders import Recorder, recorder_for
-from engine.steps.prepared import PreparedStep
+from engine.steps.decode_graphs import DecodeGraphLimits, DecodeGraphs, Recorder, recorder_for
 from engine.steps.threads import StepThreads
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """Nothing in it changes with the plan's sequences any more."""
+
+    plan: StepPlan
+    batch: Batch | None  # None: it only copies
+    placement: Placement | None  # of what rests in host memory
+
+    @property
+    def sampled_by(self) -> dict[Sequence, int]:
+        """Which of the tokens that the step samples is whose."""
+        items = () if self.batch is None else self.batch.sampling_items
+        return {self.plan.items[index].seq: position for position, index in enumerate(items)}
+
 
 logger = logging.getLogger(__name__)
 

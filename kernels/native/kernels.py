@@ -16,9 +16,8 @@ from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedA
 from kernels.native import attention as native_attention
 from kernels.native import elementwise as native_elementwise
 from kernels.native import layers as native_layers
-from kernels.native import linear as native_linear
-from kernels.native import quantised as native_quantised
 from kernels.native.elementwise import NativeElementwise
+from kernels.native.linear import can_pack_linear, can_pack_quantised, pack_linear, pack_quantised
 from kernels.quantised_weight import ActivationBits, QuantisedWeight
 
 
@@ -41,13 +40,13 @@ class NativeCpuKernels:
         return NativeCpuKernels(self._library, self._activation_bits, memory)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if native_linear.can_pack(weight):
-            return native_linear.pack_linear(self._library, weight, bias, self._memory)
+        if can_pack_linear(weight):
+            return pack_linear(self._library, weight, bias, self._memory)
         return cpu.pack_linear(weight, bias)
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        if native_quantised.can_pack(weight, dtype):
-            return native_quantised.pack_quantised(self._library, weight, bias, self._activation_bits, self._memory)
+        if can_pack_quantised(weight, dtype):
+            return pack_quantised(self._library, weight, bias, self._activation_bits, self._memory)
         return self.pack_linear(weight.dequantise(dtype), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,8 +12,7 @@ from kernels.fused_layers import Layer, LayersForm, LayersStep
 from kernels.interface import Linear, PagedAttention
 from kernels.native.attention import NativeAttention
 from kernels.native.library import Flag, Float, Pointer, Size, declare
-from kernels.native.linear import NativeLinear
-from kernels.native.quantised import QuantisedLinear
+from kernels.native.linear import NativeLinear, QuantisedLinear
 
 _NAMES = {
     (torch.bfloat16, torch.bfloat16): "bf16_by_bf16",

@@ -16,7 +16,7 @@ next is gathered. What orders each of them, on its own stream, whatever the othe
 Of a group's caches, which lie on several GPUs, all of this holds by the streams of the first one. Each rank's heads are
 moved by a kernel on the GPU that has them, in this process, and cross between the GPUs as one contiguous piece: the
 driver knows the best way, and there is one where GPUs do not reach each other's memory. The link to the host is the
-first GPU's. Where that one's compute is, all ranks have been (`engine.parallel.group_model`). What was copied while
+first GPU's. Where that one's compute is, all ranks have been (`engine.parallel.leader`). What was copied while
 they came apart is of no use, and is an error here.
 
 Without an event, copies follow all that compute has queued so far, which is later than they need to.

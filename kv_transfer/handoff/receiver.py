@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.kv.cache import GroupRow, KVLayout
-from engine.kv.sequence_kv import SequenceKV
+from engine.kv.cache import GroupRow, KVLayout, SequenceKV
 from engine.memory.streams import Event, MarkQueued, nothing_queued
 from engine.sequence import SequenceKey
 from kv_transfer.connections.deadline_timer import DeadlineTimer

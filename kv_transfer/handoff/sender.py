@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv.sequence_kv import SequenceKV
+from engine.kv.cache import SequenceKV
 from engine.memory.streams import Event
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.connections.deadline_timer import DeadlineTimer

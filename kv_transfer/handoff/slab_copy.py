@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.kv.cache import KVCache
-from engine.kv.sequence_kv import SequenceKV
+from engine.kv.cache import KVCache, SequenceKV
 from engine.memory.streams import Event
 from engine.parallel.kv import GroupKV
 from kernels.cpu.thread_team import work_alone

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from engine.sampling.params import SamplingParams
-from engine.sampling.stopping import FinishReason
+from engine.sequence import FinishReason
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages.fields import STRICT, Count, Flag, Items, NonNegative, Real, Text, TokenId
 

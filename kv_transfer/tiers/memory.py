@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kv.block_pool import BlockKey, BlockPool
-from engine.kv.cache import KVCache
-from engine.kv.sequence_kv import SequenceKV
+from engine.kv.cache import KVCache, SequenceKV
 from kv_transfer.messages import TierBlocks
 
 

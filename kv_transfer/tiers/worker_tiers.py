@@ -19,8 +19,7 @@ from engine.checkpoint.store import resolve_model
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout
 from engine.memory.devices import pinning_for
-from engine.memory.machine import memory_bytes
-from engine.memory.mappings import map_private_memory
+from engine.memory.host import map_private_memory, memory_bytes
 from engine.steps.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource

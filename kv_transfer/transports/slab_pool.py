@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, cast
 
 from engine.memory.devices import Pin
-from engine.memory.mappings import map_private_memory
+from engine.memory.host import map_private_memory
 from kv_transfer.connections.home_loop import HomeLoop
 from kv_transfer.transports.base import LinkClosedError, SlabBytes
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from engine.sampling.stopping import FinishReason
-from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from engine.sequence import FinishReason, SampledToken, Sequence, TokenLogprobs
 from kv_transfer.messages import RequestSpec, TokenEvent
 
 NUM_ALONE = 2

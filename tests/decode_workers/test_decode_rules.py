@@ -12,8 +12,7 @@ from decode_workers.states import DecodeState, Emission
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
-from engine.sampling.stopping import FinishReason
-from engine.sequence import Sequence
+from engine.sequence import FinishReason, Sequence
 from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, next_token
 
 EOS = frozenset({0, 1})

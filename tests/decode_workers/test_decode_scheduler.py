@@ -13,8 +13,7 @@ from decode_workers.states import DecodeState, Emission
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
-from engine.sampling.stopping import finish_reason
-from engine.sequence import Sequence, SequenceKey, StepPlan
+from engine.sequence import Sequence, SequenceKey, StepPlan, finish_reason
 from tests.support.ghost_runner import GhostRunner, next_token
 
 EOS = frozenset({0, 1})

@@ -17,8 +17,7 @@ from decode_workers.worker import DecodeWorkerConfig
 from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import SequenceKey
-from engine.steps.prepared import PreparedStep
-from engine.steps.runner import ModelRunner
+from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.messages import TokenEvent
 from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorkerConfig

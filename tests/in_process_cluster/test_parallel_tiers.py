@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.steps.runner_loading import load_runner
+from engine.steps.loading import load_runner
 from tests.support.mini_cluster import cluster_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.staged_stepping import StagedStepper, rank_caches

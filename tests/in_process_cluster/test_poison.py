@@ -18,7 +18,7 @@ from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import ScheduledSequence
 from engine.steps import loop as step_loop
-from engine.steps.prepared import PreparedStep
+from engine.steps.runner import PreparedStep
 from prefill_workers.worker import PrefillWorker
 from tests.in_process_cluster.test_silence import know_costs
 from tests.support.mini_cluster import MiniCluster, cluster_of

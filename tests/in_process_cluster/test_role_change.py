@@ -14,8 +14,8 @@ import torch
 from cluster.errors import ConflictError, NotFoundError, UnavailableError
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
+from engine.steps.loading import load_runner
 from engine.steps.runner import ModelRunner
-from engine.steps.runner_loading import load_runner
 from kv_transfer.messages import ChangeRole, Role
 from kv_transfer.worker import replica as worker_replica
 from kv_transfer.worker.parts import Worker, WorkerParts

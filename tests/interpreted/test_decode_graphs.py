@@ -17,10 +17,9 @@ from cluster.config.build import decode_engine, prefill_engine
 from cluster.config.settings import LegatoConfig
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.sequence import Sequence as Seq
-from engine.steps.decode_graphs import DecodeGraphLimits
-from engine.steps.graph_recorders import CallRecorder, Recorder, Replay, recorder_for
+from engine.steps.decode_graphs import CallRecorder, DecodeGraphLimits, Recorder, Replay, recorder_for
+from engine.steps.loading import load_runner
 from engine.steps.runner import ModelRunner
-from engine.steps.runner_loading import load_runner
 from kernels import reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import CacheGeometry, GraphKernels, PagedAttention, Segment, StandingLimits

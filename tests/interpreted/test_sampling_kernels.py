@@ -16,9 +16,10 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.logits import tempered
 from engine.sampling.params import SamplingParams
 from engine.sampling.philox import gumbel as defined_noise
-from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler, sampler_for
+from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler
 from engine.sampling.truncation import survivors
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from engine.steps.loading import sampler_for
 from kernels.triton.sampling.floor import find_floors
 from kernels.triton.sampling.rows import NUM_FIELDS, RowWish, no_edits, pack_rows
 from kernels.triton.sampling.sample import SPLIT, best_of_splits, gumbel

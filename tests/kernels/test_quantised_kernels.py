@@ -11,7 +11,7 @@ from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import native_library
-from kernels.native.quantised import QuantisedLinear
+from kernels.native.linear import QuantisedLinear
 from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight, side_by_side
 
 FORMS = [(4, -8), (4, 0), (8, -128)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.offload.copy_thread import CopyThread
+from engine.offload.staging import CopyThread
 from kernels.cpu.thread_team import dissolve_team, set_team, work_alone
 from kv_transfer.connections.loop_thread import LoopThread
 from kv_transfer.handoff.slab_copy import CopyingThreads

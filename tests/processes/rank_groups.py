@@ -9,8 +9,8 @@ import psutil
 import torch
 
 from engine.sequence import ScheduledSequence, StepPlan
+from engine.steps.loading import load_runner
 from engine.steps.runner import ModelRunner
-from engine.steps.runner_loading import load_runner
 from tests.support.stepping import Stepper
 
 

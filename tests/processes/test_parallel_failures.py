@@ -108,7 +108,7 @@ LEADER = """
 import sys
 import psutil
 import torch
-from engine.steps.runner_loading import load_runner
+from engine.steps.loading import load_runner
 runner = load_runner(sys.argv[1], dtype=torch.float32, block_size=4, num_blocks=40, num_threads=1, tensor_parallel=2)
 print(*(process.pid for process in psutil.Process().children()), flush=True)
 sys.stdin.read()

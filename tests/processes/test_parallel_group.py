@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.sequence import ScheduledSequence, StepPlan
+from engine.steps.loading import load_runner
 from engine.steps.memory_profile import StepSize
 from engine.steps.runner import ModelRunner
-from engine.steps.runner_loading import load_runner
 from tests.processes.rank_groups import start, whole_prompt
 from tests.support.model_families import build_oracle
 from tests.support.small_models import random_prompts

@@ -24,8 +24,7 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
-from engine.steps.prepared import PreparedStep
-from engine.steps.runner import ModelRunner
+from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.connections.connection import Connection, connect
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent

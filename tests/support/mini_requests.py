@@ -12,8 +12,7 @@ from decode_workers.worker import DecodeWorker
 from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepPlan
-from engine.steps.prepared import PreparedStep
-from engine.steps.runner import ModelRunner
+from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.messages import TokenEvent
 from tests.support.mini_cluster import Brake, MiniCluster, brake
 from tests.support.small_models import SmallModel, random_prompts

@@ -15,8 +15,8 @@ from engine.checkpoint.weights import load_weights
 from engine.memory.devices import CPU, require_device
 from engine.model.config import ModelConfig
 from engine.steps import memory_profile
+from engine.steps.loading import load_runner, require_whole_cache
 from engine.steps.memory_profile import StepSize, device_memory, largest_step, peak_bytes
-from engine.steps.runner_loading import load_runner, require_whole_cache
 from tests.support.model_families import build_oracle
 from tests.support.stepping import Stepper
 

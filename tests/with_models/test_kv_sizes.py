@@ -11,8 +11,7 @@ import torch
 
 from engine.kv.cache import KVLayout
 from engine.kv.sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
-from engine.steps.loading import EngineConfig, LoadedModel, load_model
-from engine.steps.runner_loading import HostMemory
+from engine.steps.loading import EngineConfig, HostMemory, LoadedModel, load_model
 from tests.support.small_models import random_prompts
 from tests.support.staged_stepping import StagedStepper
 from tests.support.stepping import Stepper, recording_runner

@@ -17,8 +17,8 @@ from engine.model.config import ModelConfig
 from engine.model.rope import RopeConfig
 from engine.sampling.params import SamplingParams
 from engine.sequence import ScheduledSequence, StepPlan
+from engine.steps.loading import load_runner
 from engine.steps.runner import ModelRunner
-from engine.steps.runner_loading import load_runner
 from tests.support.model_families import VOCAB_SIZE, build_oracle
 from tests.support.stepping import GREEDY_WITH_ECHO, Stepper, recording_runner
 
@@ -147,7 +147,7 @@ def test_tokens_do_not_depend_on_an_earlier_owner_of_the_blocks(folder: Path) ->
 
 
 def test_loading_reports_sizes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="engine.steps.runner_loading"):
+    with caplog.at_level(logging.INFO, logger="engine.steps.loading"):
         runner = load_runner(
             folder, dtype=torch.bfloat16, block_size=8, layers_per_group=2, kv_bytes=100_000, num_threads=1
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.steps.runner_loading import load_runner
+from engine.steps.loading import load_runner
 from engine.steps.threads import FEW_TOKENS, FastestCount, StepThreads
 from kernels.native.library import native_library
 from tests.support.model_families import build_oracle

@@ -15,8 +15,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.text.chat_template import ChatTemplate
-from engine.text.token_spelling import read_spelling
-from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer, read_spelling
 
 TEXTS = [
     "Plain English, with  two spaces and a trailing one ",

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from engine.memory.machine import memory_bytes
+from engine.memory.host import memory_bytes
 from engine.steps.loading import EngineConfig
 from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.sampling.params import SamplingParams
-from engine.sampling.stopping import FinishReason
+from engine.sequence import FinishReason
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 from kv_transfer.messages import TokenEvent
 

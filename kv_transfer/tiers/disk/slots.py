@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.kv.block_pool import BlockLease, BlockPool, PoolObserver
-from engine.kv.eviction_policy import EvictionPolicy
+from engine.kv.eviction import EvictionPolicy
 from kv_transfer.messages import TierBlocks
 from kv_transfer.tiers.memory import tier_blocks
 

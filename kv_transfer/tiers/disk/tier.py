@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from engine.kv.block_pool import OutOfBlocksError, PoolObserver
-from engine.kv.eviction_policy import EvictionPolicy
+from engine.kv.eviction import EvictionPolicy
 from kv_transfer.messages import TierBlocks
 from kv_transfer.tiers.disk.files import ColumnFormat, DamagedColumnError, aligned_buffer, copy_bytes
 from kv_transfer.tiers.disk.folder import MAX_SLOTS, DiskFolder, DiskTierError

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from engine.kv.block_pool import BlockKey
 from engine.memory.devices import Pin
-from engine.memory.mappings import map_memory
+from engine.memory.host import map_memory
 from kv_transfer.tiers.host.files import LockedFile, adopt, create, free_bytes, remove_dead, sweep
 from kv_transfer.tiers.host.index import SegmentIndex, SegmentShape, block_digest
 from kv_transfer.tiers.host.late_digests import LateDigests

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from engine.memory.devices import Pin
-from engine.memory.mappings import map_memory
+from engine.memory.host import map_memory
 from kv_transfer.messages import SegmentOffer
 from kv_transfer.transports.base import SlabBytes
 

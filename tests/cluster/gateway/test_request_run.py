@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.gateway.request_state import TERMINAL, RequestRun, RequestState
 from engine.sampling.params import SamplingParams
-from engine.sampling.stopping import FinishReason
+from engine.sequence import FinishReason
 from kv_transfer.messages import Placement, RequestSpec, TokenEvent
 
 NUM_TOKENS = 7

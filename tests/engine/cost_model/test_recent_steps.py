@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from engine.cost_model.recent_steps import RecentSteps, quantile
+from engine.cost_model.fit import RecentSteps, quantile
 
 SHARES = np.ones(2)
 

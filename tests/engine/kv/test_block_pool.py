@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from benchmarks.scheduling.eviction_policies import EVICTION_NAMES, EvictionName, eviction_policy
 from engine.kv.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
-from engine.kv.eviction import EVICTION_NAMES, EvictionName, eviction_policy
 
 _NUM_BLOCKS = 7
 _KEYS = st.tuples(st.sampled_from([b"a", b"b", b"c", b"d"]), st.integers(0, 1))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.memory.machine import memory_bytes
+from engine.memory.host import memory_bytes
 
 MIB = 2**20
 

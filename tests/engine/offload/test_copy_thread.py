@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from engine.offload.copy_thread import CopyThread
+from engine.offload.staging import CopyThread
 from tests.support.waiting import HANGS_S
 
 

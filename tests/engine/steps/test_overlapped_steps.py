@@ -14,7 +14,7 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import KnownTokens, PendingOutput
 from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
 from engine.steps.loop import Overlap, StepLoop
-from engine.steps.prepared import PreparedStep
+from engine.steps.runner import PreparedStep
 from tests.engine.steps.late_tokens import LateTokens
 from tests.support.waiting import eventually
 

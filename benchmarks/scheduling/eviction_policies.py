@@ -1,12 +1,92 @@
-"""Evictions that remember what they evicted lately: content that comes back soon is worth more than it looked."""
+"""Eviction policies that only `benchmarks.scheduling.eviction` uses, to measure them beside the product's own."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal, get_args
 
-from engine.kv.eviction_policy import BlockKey
+from engine.kv.eviction import AgedLru, BlockKey, EvictionPolicy
+
+EvictionName = Literal["lru", "aged", "slru", "2q", "s3fifo", "arc"]
+EVICTION_NAMES: Final[tuple[EvictionName, ...]] = get_args(EvictionName)
+
+
+def eviction_policy(name: EvictionName, num_blocks: int) -> EvictionPolicy:
+    """A policy for a pool of so many blocks."""
+    match name:
+        case "lru":
+            return Lru()
+        case "aged":
+            return AgedLru()
+        case "slru":
+            return SegmentedLru(num_blocks)
+        case "2q":
+            return TwoQueues(num_blocks)
+        case "s3fifo":
+            return S3Fifo(num_blocks)
+        case "arc":
+            return Arc(num_blocks)
+
+
+class Lru:
+    """Least recently released first."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, block: int, key: BlockKey) -> None:
+        self._blocks[block] = None
+
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
+        self._blocks.pop(block, None)
+
+    def evict(self) -> int:
+        return self._blocks.popitem(last=False)[0]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
+
+class SegmentedLru:
+    """Blocks that were reused are protected from those that were not yet (Karedla et al., Computer 27(3), 1994).
+
+    The protected segment holds up to `protected_share` of the pool; what is pushed out of it gets one more chance.
+    """
+
+    def __init__(self, num_blocks: int, protected_share: float = 0.8) -> None:
+        self._max_protected = int(num_blocks * protected_share)
+        self._probation: OrderedDict[int, BlockKey] = OrderedDict()
+        self._protected: OrderedDict[int, BlockKey] = OrderedDict()
+        self._reused: set[int] = set()  # held, and will be protected
+
+    def add(self, block: int, key: BlockKey) -> None:
+        if block not in self._reused:
+            self._probation[block] = key
+            return
+        self._reused.remove(block)
+        self._protected[block] = key
+        if len(self._protected) > self._max_protected:
+            demoted, its_key = self._protected.popitem(last=False)
+            self._probation[demoted] = its_key
+
+    def use(self, block: int, *, is_reuse: bool = True) -> None:
+        was_protected = self._probation.pop(block, None) is None and self._protected.pop(block, None) is not None
+        if is_reuse or was_protected:
+            self._reused.add(block)
+
+    def evict(self) -> int:
+        return (self._probation or self._protected).popitem(last=False)[0]
+
+    def __len__(self) -> int:
+        return len(self._probation) + len(self._protected)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._probation
+        yield from self._protected
 
 
 class _Ghosts:
