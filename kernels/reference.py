@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.cpu.block_digest import GAMMA, MIX_1, MIX_2, ROW_WORDS, SHIFT
 from kernels.interface import Activation, CacheGeometry, KVSlots, Segment
-from kernels.quantised_weight import ActivationBits, QuantisedWeight
+from kernels.quantised_weight import QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,6 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
 
 def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> PlainLinear:
     return PlainLinear(weight.dequantise(dtype), bias)
-
-
-def rounded_activations(x: Tensor, group_size: int, bits: ActivationBits) -> Tensor:
-    """What remains of `x [.., in]`, in float32, where the numbers of a group are whole multiples of a unit.
-
-    The unit is 1/127 of the largest one, or, with 16 bits, the power of two of which it is less than 2^15.
-    """
-    groups = x.float().view(*x.shape[:-1], -1, group_size)
-    largest = groups.abs().amax(-1, keepdim=True)
-    unit = largest / 127 if bits == 8 else torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 15)
-    whole = torch.where(largest > 0, groups / unit, 0.0).round()
-    return (whole * unit).view(x.shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 from kernels.quantised_weight import QuantisedWeight
 
 QuantisationName = Literal["int8", "int4"]
-GroupSize = Literal[32, 64, 128]
 Rounded = tuple[Tensor, Tensor, Tensor]
 """Of `[.., group]`: codes, and the scales and minimums `[..]`."""
 

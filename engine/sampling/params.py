@@ -85,13 +85,6 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _require_within("a token id in stop_token_ids", token_id, 0, _MAX_INT)
 
-    def require_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError if a token id lies outside a model's vocabulary, of which this object knows nothing."""
-        for name, ids in (("logit_bias", tuple(self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
-            unknown = [token_id for token_id in ids if token_id >= vocab_size]
-            if unknown:
-                raise ValueError(f"{name} names token {unknown[0]}; this model's ids lie in [0, {vocab_size})")
-
     def with_seed(self, seed: int) -> SamplingParams:
         """The same but for its seed, and not checked again: there may be many choices, with a thousand biases each."""
         _require_within("seed", seed, 0, 2**63 - 1)

@@ -47,6 +47,18 @@ def test_a_value_is_scale_times_code_plus_minimum() -> None:
     assert (weight.shape, weight.group_size, weight.nbytes) == ((1, 4), 2, 4 + 4 * 2)
 
 
+def rounded_activations(x: Tensor, group_size: int, bits: ActivationBits) -> Tensor:
+    """What remains of `x [.., in]`, in float32, where the numbers of a group are whole multiples of a unit.
+
+    The unit is 1/127 of the largest one, or, with 16 bits, the power of two of which it is less than 2^15.
+    """
+    groups = x.float().view(*x.shape[:-1], -1, group_size)
+    largest = groups.abs().amax(-1, keepdim=True)
+    unit = largest / 127 if bits == 8 else torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 15)
+    whole = torch.where(largest > 0, groups / unit, 0.0).round()
+    return (whole * unit).view(x.shape)
+
+
 @pytest.mark.parametrize("kernels", [cpu, *NATIVE.values()], ids=["torch", *map(str, NATIVE)])
 @pytest.mark.parametrize(("bits", "lowest"), FORMS)
 @pytest.mark.parametrize("minimums", [True, False])
@@ -65,7 +77,7 @@ def test_like_the_twin(
         tolerance = 2e-5 if dtype == torch.float32 else 2e-2
         taken = x.float()
         if isinstance(packed, QuantisedLinear):
-            taken = reference.rounded_activations(x, packed.form.group_size, packed.activation_bits)
+            taken = rounded_activations(x, packed.form.group_size, packed.activation_bits)
         pairs = (packed(x), twin(taken)), (packed.add_to(residual, x), twin.add_to(residual.float(), taken))
         for actual, expected in pairs:
             assert actual.dtype == dtype

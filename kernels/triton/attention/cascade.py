@@ -23,7 +23,12 @@ from torch import Tensor
 from kernels.interface import CacheGeometry, Segment
 from kernels.triton.attention.decode import PartialSums, store_sums, wide_tile
 from kernels.triton.attention.tiles import (
+    FIRST_ROW,
+    FIRST_SLOT,
+    FIRST_SPLIT,
+    NUM_QUERIES,
     SPLIT_TOKENS,
+    TABLE_START,
     Operands,
     attend_tiles,
     empty_sums,
@@ -45,22 +50,22 @@ def _cascade_split(
 ):  # fmt: skip
     """One split for its `members`, segments with as many queries each, by way of the first one's blocks."""
     leader = segments + tl.load(members) * SEGMENT_FIELDS
-    member_rows = tl.load(leader + 1) * group
+    member_rows = tl.load(leader + NUM_QUERIES) * group
     row = tl.arange(0, ROWS)
     member = row // member_rows
     live = member < num_members
     segment = segments + tl.load(members + member, mask=live, other=0) * SEGMENT_FIELDS
     own_row = row % member_rows
-    token = tl.load(segment) + own_row // group
+    token = tl.load(segment + FIRST_ROW) + own_row // group
     rows = load_queries(q, token, kv_head * group + own_row % group, live, q_row_stride, HEAD_DIM, HEAD_TILE)
     acc, greatest, weight = empty_sums(ROWS, HEAD_TILE)
     # Every row sees the whole split, so that positions and limits say nothing.
     acc, greatest, weight = attend_tiles(
-        acc, greatest, weight, rows, own_row, cache + kv_head * HEAD_DIM, table + tl.load(leader + 3),
+        acc, greatest, weight, rows, own_row, cache + kv_head * HEAD_DIM, table + tl.load(leader + TABLE_START),
         split * SPLIT_TILES, (split + 1) * SPLIT_TILES, 0, 0, 0, scale, squeeze,
         False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
     )  # fmt: skip
-    slot = (tl.load(segment + 4) + split - tl.load(segment + 5)).to(tl.int64)
+    slot = (tl.load(segment + FIRST_SLOT) + split - tl.load(segment + FIRST_SPLIT)).to(tl.int64)
     place = (slot * NUM_KV_HEADS + kv_head) * slot_rows + own_row
     store_sums(partial, partial_stats, place, acc, greatest, weight, live, HEAD_DIM, HEAD_TILE)
 

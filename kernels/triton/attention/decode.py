@@ -20,8 +20,15 @@ from torch import Tensor
 
 from kernels.interface import CacheGeometry
 from kernels.triton.attention.tiles import (
+    CONTEXT_LEN,
+    FIRST_ROW,
+    FIRST_SLOT,
+    FIRST_SPLIT,
+    NUM_QUERIES,
+    NUM_SPLITS,
     SEGMENT_FIELDS,
     SPLIT_TOKENS,
+    TABLE_START,
     Operands,
     Tile,
     attend_span,
@@ -65,8 +72,10 @@ def _decode_split(
     SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """Rows from `first` on over one split of one segment and key head. The only split of a segment is its result."""
-    first_row, num_queries, context_len = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
-    first_slot, first_split, num_splits = tl.load(segment + 4), tl.load(segment + 5), tl.load(segment + 6)
+    first_row, num_queries = tl.load(segment + FIRST_ROW), tl.load(segment + NUM_QUERIES)
+    context_len, table_start = tl.load(segment + CONTEXT_LEN), tl.load(segment + TABLE_START)
+    first_slot, first_split = tl.load(segment + FIRST_SLOT), tl.load(segment + FIRST_SPLIT)
+    num_splits = tl.load(segment + NUM_SPLITS)
     row = first + tl.arange(0, ROWS)
     query = row // group
     live = query < num_queries
@@ -77,7 +86,7 @@ def _decode_split(
     query_head = kv_head * group + row % group
     rows = load_queries(q, first_row + query, query_head, live, q_row_stride, HEAD_DIM, HEAD_TILE)
     acc, greatest, weight = attend_span(
-        rows, position, lowest, highest, cache + kv_head * HEAD_DIM, table + tl.load(segment + 3),
+        rows, position, lowest, highest, cache + kv_head * HEAD_DIM, table + table_start,
         split * SPLIT_TILES, (split + 1) * SPLIT_TILES, window, scale, squeeze,
         WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
     )  # fmt: skip
@@ -122,10 +131,10 @@ def merge_splits_kernel(
     """Grid: (segments, slot_rows, H). One row each; segments of one split have their result already."""
     segment = segments + tl.program_id(0) * SEGMENT_FIELDS
     row, kv_head = tl.program_id(1), tl.program_id(2)
-    num_splits = tl.load(segment + 6)
-    if (row >= tl.load(segment + 1) * group) | (num_splits <= 1):
+    num_splits = tl.load(segment + NUM_SPLITS)
+    if (row >= tl.load(segment + NUM_QUERIES) * group) | (num_splits <= 1):
         return
-    first_slot = tl.load(segment + 4).to(tl.int64)
+    first_slot = tl.load(segment + FIRST_SLOT).to(tl.int64)
     dims = tl.arange(0, HEAD_TILE)[None, :]
     acc, greatest, weight = empty_sums(1, HEAD_TILE)
     for split in tl.range(0, num_splits, num_stages=STAGES):
@@ -133,7 +142,7 @@ def merge_splits_kernel(
         split_acc = tl.load(partial + place * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
         stats = partial_stats + place * 2 + tl.arange(0, 1)
         acc, greatest, weight = merge_sums(acc, greatest, weight, split_acc, tl.load(stats), tl.load(stats + 1), scale)
-    token = (tl.load(segment) + row // group).to(tl.int64)
+    token = (tl.load(segment + FIRST_ROW) + row // group).to(tl.int64)
     place = token * (NUM_KV_HEADS * group) + kv_head * group + row % group + tl.arange(0, 1)
     store_rows(out, place, normalised(acc, weight), tl.arange(0, 1) == 0, HEAD_DIM, HEAD_TILE)
 

@@ -22,7 +22,11 @@ from torch import Tensor
 from kernels.interface import CacheGeometry
 from kernels.triton.attention.decode import wide_tile
 from kernels.triton.attention.tiles import (
+    CONTEXT_LEN,
+    FIRST_ROW,
+    NUM_QUERIES,
     SPLIT_TOKENS,
+    TABLE_START,
     Operands,
     Tile,
     attend_span,
@@ -50,8 +54,9 @@ def prefill_attention_kernel(
     tile = tiles + tl.program_id(0) // NUM_KV_HEADS * 2
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     segment = segments + tl.load(tile) * SEGMENT_FIELDS
-    first_row, num_queries, context_len = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
-    table += tl.load(segment + 3)
+    first_row, num_queries = tl.load(segment + FIRST_ROW), tl.load(segment + NUM_QUERIES)
+    context_len = tl.load(segment + CONTEXT_LEN)
+    table += tl.load(segment + TABLE_START)
     cache += kv_head * HEAD_DIM
 
     first = tl.load(tile + 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -31,7 +32,28 @@ from kernels.triton.shipped import TYPE_NAMES
 # for 4 query heads; 8k tokens of 8 key heads are then 128 programs, about the processors of an H100.
 SPLIT_TOKENS = 512
 SEGMENT_FIELDS = 8
-"""int32 words of a segment on the device: first row, queries, context, table start, first slot, first split, splits."""
+"""int32 words of a segment on the device: those of `SegmentField`, in whole vectors of 16 bytes."""
+
+
+class SegmentField(IntEnum):
+    """Which word of a segment is which. Kernels load them by the constants below."""
+
+    FIRST_ROW = 0  # of `q`, of its first query
+    NUM_QUERIES = 1
+    CONTEXT_LEN = 2  # tokens, its queries included
+    TABLE_START = 3  # where its block table begins in a layer group's row of them
+    FIRST_SLOT = 4  # of partial sums
+    FIRST_SPLIT = 5  # of those that its queries see
+    NUM_SPLITS = 6
+
+
+FIRST_ROW = tl.constexpr(SegmentField.FIRST_ROW.value)
+NUM_QUERIES = tl.constexpr(SegmentField.NUM_QUERIES.value)
+CONTEXT_LEN = tl.constexpr(SegmentField.CONTEXT_LEN.value)
+TABLE_START = tl.constexpr(SegmentField.TABLE_START.value)
+FIRST_SLOT = tl.constexpr(SegmentField.FIRST_SLOT.value)
+FIRST_SPLIT = tl.constexpr(SegmentField.FIRST_SPLIT.value)
+NUM_SPLITS = tl.constexpr(SegmentField.NUM_SPLITS.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

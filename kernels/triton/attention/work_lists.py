@@ -15,7 +15,7 @@ from kernels.interface import Segment
 from kernels.triton.attention.cascade import SharedSplit, plan_shared_splits
 from kernels.triton.attention.decode import MAX_ROWS, NARROW_ROWS, WIDE_ROWS
 from kernels.triton.attention.prefill import prefill_tile
-from kernels.triton.attention.tiles import SEGMENT_FIELDS, SPLIT_TOKENS, Operands
+from kernels.triton.attention.tiles import SEGMENT_FIELDS, SPLIT_TOKENS, Operands, SegmentField
 
 Words = npt.NDArray[np.int32]
 
@@ -77,7 +77,9 @@ def plan_work(segments: Sequence[Segment], shape: AttentionShape) -> AttentionWo
     shared = _shared_splits(decodes, shape)
     shared_items, members = _shared_items(shared, records, shape)
     items = _items(records[:num_decodes], shared)
-    narrow = records[items[:, 0], 1] * shape.group <= (0 if shape.batch_invariant else NARROW_ROWS)
+    narrow = records[items[:, 0], SegmentField.NUM_QUERIES] * shape.group <= (
+        0 if shape.batch_invariant else NARROW_ROWS
+    )
     return AttentionWork(
         segments=records,
         table=table,
@@ -95,18 +97,21 @@ def plan_work(segments: Sequence[Segment], shape: AttentionShape) -> AttentionWo
 def _records(segments: list[Segment], shape: AttentionShape) -> tuple[Words, Words]:
     """The segments' words without slots, and their block tables side by side, cut to the columns that are seen."""
     records = np.zeros((len(segments), SEGMENT_FIELDS), dtype=np.int32)
-    records[:, 0] = [segment.first_row for segment in segments]
-    records[:, 1] = [segment.num_queries for segment in segments]
-    records[:, 2] = [segment.context_len for segment in segments]
-    window = records[:, 2] if shape.window is None else shape.window
-    first_seen = np.maximum(records[:, 2] - records[:, 1] + 1 - window, 0)
+    num_queries = np.array([segment.num_queries for segment in segments], dtype=np.int32)
+    context_len = np.array([segment.context_len for segment in segments], dtype=np.int32)
+    records[:, SegmentField.FIRST_ROW] = [segment.first_row for segment in segments]
+    records[:, SegmentField.NUM_QUERIES] = num_queries
+    records[:, SegmentField.CONTEXT_LEN] = context_len
+    window = context_len if shape.window is None else shape.window
+    first_seen = np.maximum(context_len - num_queries + 1 - window, 0)
     first_columns = first_seen // shape.operands.geometry.block_size
-    num_columns = -(-records[:, 2] // shape.operands.geometry.block_size) - first_columns
+    num_columns = -(-context_len // shape.operands.geometry.block_size) - first_columns
     stops = np.cumsum(num_columns)
     # Tables are addressed by a sequence's own columns, also where the first ones are left out.
-    records[:, 3] = stops - num_columns - first_columns
-    records[:, 5] = first_seen // SPLIT_TOKENS
-    records[:, 6] = (records[:, 2] - 1) // SPLIT_TOKENS - records[:, 5] + 1
+    records[:, SegmentField.TABLE_START] = stops - num_columns - first_columns
+    first_split = first_seen // SPLIT_TOKENS
+    records[:, SegmentField.FIRST_SPLIT] = first_split
+    records[:, SegmentField.NUM_SPLITS] = (context_len - 1) // SPLIT_TOKENS - first_split + 1
     pieces = zip(segments, first_columns.tolist(), num_columns.tolist(), strict=True)
     tables = [segment.block_table[:, first : first + count] for segment, first, count in pieces]
     num_spare = -int(stops[-1]) % 4  # so that every layer group's row begins at a multiple of 16 bytes
@@ -116,31 +121,32 @@ def _records(segments: list[Segment], shape: AttentionShape) -> tuple[Words, Wor
 
 def _give_slots(decodes: Words) -> int:
     """Slots of partial sums for the splits of each segment that has several; returns how many."""
-    slots = np.where(decodes[:, 6] > 1, decodes[:, 6], 0)
+    num_splits = decodes[:, SegmentField.NUM_SPLITS]
+    slots = np.where(num_splits > 1, num_splits, 0)
     stops = np.cumsum(slots)
-    decodes[:, 4] = stops - slots
+    decodes[:, SegmentField.FIRST_SLOT] = stops - slots
     return int(stops[-1]) if len(stops) else 0
 
 
 def _items(decodes: Words, shared: list[SharedSplit]) -> Words:
     """`[.., 2]` every split of every segment but the shared ones."""
-    counts = decodes[:, 6]
+    counts = decodes[:, SegmentField.NUM_SPLITS]
     segment = np.repeat(np.arange(len(decodes)), counts)
     ordinal = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
-    items = np.stack((segment, ordinal + decodes[segment, 5]), axis=1).astype(np.int32)
+    items = np.stack((segment, ordinal + decodes[segment, SegmentField.FIRST_SPLIT]), axis=1).astype(np.int32)
     if not shared:
         return items
     own = np.ones(len(items), dtype=bool)
     starts = np.cumsum(counts) - counts
     for part in shared:
         members = np.array(part.members)
-        own[starts[members] + part.split - decodes[members, 5]] = False
+        own[starts[members] + part.split - decodes[members, SegmentField.FIRST_SPLIT]] = False
     return items[own]
 
 
 def _in_tiles(items: Words, records: Words, rows: int, shape: AttentionShape) -> Words:
     """`[.., 3]` each of the items `[.., 2]` once per tile of its segment's rows."""
-    counts = -(-records[items[:, 0], 1] * shape.group // rows)
+    counts = -(-records[items[:, 0], SegmentField.NUM_QUERIES] * shape.group // rows)
     item = np.repeat(np.arange(len(items)), counts)
     ordinal = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.concatenate((items[item], ordinal[:, None] * rows), axis=1, dtype=np.int32)
@@ -168,7 +174,7 @@ def _shared_items(shared: list[SharedSplit], records: Words, shape: AttentionSha
     items: list[tuple[int, int, int]] = []
     members: list[int] = []
     for part in shared:
-        at_once = _members_per_tile(int(records[part.members[0], 1]), shape)
+        at_once = _members_per_tile(int(records[part.members[0], SegmentField.NUM_QUERIES]), shape)
         for first in range(0, len(part.members), at_once):
             chosen = part.members[first : first + at_once]
             items.append((len(members), len(chosen), part.split))
@@ -180,9 +186,10 @@ def _tiles(records: Words, first: int, shape: AttentionShape) -> Words:
     """`[.., 2]` tiles of the segments from `first` on; those with the most keys come first, so that none ends late."""
     rows = prefill_tile(shape.operands, shape.batch_invariant).rows
     prefills = records[first:]
-    counts = -(-prefills[:, 1] * shape.group // rows)
+    num_queries, context_len = prefills[:, SegmentField.NUM_QUERIES], prefills[:, SegmentField.CONTEXT_LEN]
+    counts = -(-num_queries * shape.group // rows)
     segment = np.repeat(np.arange(len(prefills)), counts)
     ordinal = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
-    last_key = prefills[segment, 2] - prefills[segment, 1] + (ordinal + 1) * rows // shape.group
+    last_key = context_len[segment] - num_queries[segment] + (ordinal + 1) * rows // shape.group
     order = np.argsort(-last_key, kind="stable")
     return np.stack((segment + first, ordinal * rows), axis=1).astype(np.int32)[order]

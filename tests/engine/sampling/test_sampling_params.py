@@ -62,11 +62,3 @@ def test_another_seed_changes_nothing_else() -> None:
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-9, True), (0.01, False)])
 def test_a_vanishing_temperature_is_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(max_tokens=1, seed=0, temperature=temperature).greedy is greedy
-
-
-@pytest.mark.parametrize("field", [{"logit_bias": {100: 1.0}}, {"stop_token_ids": (3, 100)}])
-def test_ids_beyond_a_models_vocabulary_are_refused_when_it_is_known(field: dict[str, Any]) -> None:
-    params = SamplingParams(max_tokens=1, seed=0, **field)
-    params.require_vocabulary(101)
-    with pytest.raises(ValueError, match=r"names token 100; this model's ids lie in \[0, 100\)"):
-        params.require_vocabulary(100)
