@@ -10,7 +10,7 @@ from decode_workers.scheduler import DecodeScheduler
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import StepPlan
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import Overlap
+from engine.steps.loop import AsyncScheduling
 
 
 def decode_scheduler(
@@ -38,13 +38,15 @@ def decode_scheduler(
     )
 
 
-def step_overlap(model: LoadedModel, plan_ahead: Callable[[], StepPlan], *, wanted: bool | None) -> Overlap | None:
+def step_overlap(
+    model: LoadedModel, plan_ahead: Callable[[], StepPlan], *, wanted: bool | None
+) -> AsyncScheduling | None:
     """The next step is prepared while one computes. `wanted` None: on a GPU, which idles otherwise; not on a CPU."""
     if wanted is None:
         wanted = model.runner.kv_cache.device.type != "cpu"
     if not wanted:
         return None
-    return Overlap(runner=model.runner, plan=plan_ahead)
+    return AsyncScheduling(runner=model.runner, plan=plan_ahead)
 
 
 def _residency(model: LoadedModel, allocator: BlockAllocator, layerkv: LayerKvConfig | None) -> Residency | None:

@@ -97,7 +97,7 @@ class DecodeWorker:
             failed=self._step_failed,
             on_overdue=lambda is_overdue: self._port.step_overdue(is_overdue),
             overdue_s=self._config.overdue_s,
-            overlap=step_overlap(self._model, self._plan_ahead, wanted=self._config.overlap_steps),
+            async_scheduling=step_overlap(self._model, self._plan_ahead, wanted=self._config.overlap_steps),
         )
         if calibration_s := self._config.calibration_s:
             await self._steps.calibrate(lambda: calibrate(self._model, budget_s=calibration_s).cost)

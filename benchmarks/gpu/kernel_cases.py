@@ -20,7 +20,7 @@ from engine.kv.cache import KVCache, KVLayout
 from kernels.interface import Segment
 from kernels.triton.kernels import GpuKernels
 from kernels.triton.matmul import matmul
-from kernels.triton.sampling.rows import RowWish, no_edits, pack_rows
+from kernels.triton.sampling.rows import RowOptions, no_edits, pack_rows
 from kernels.triton.sampling.sample import sample
 from kernels.triton.slabs import gather_slab, scatter_slab
 
@@ -223,7 +223,7 @@ def _sampling(shape: Shape, device: torch.device, rows: int) -> Iterator[Case]:
     }
     for name, wish in wishes.items():
         fields = {"temperature": 1.0, "edits": no_edits(), "position": 1000, **wish}
-        packed = pack_rows([RowWish(seed=row, **fields) for row in range(rows)], shape.vocab_size)
+        packed = pack_rows([RowOptions(seed=row, **fields) for row in range(rows)], shape.vocab_size)
         words = torch.from_numpy(packed.words).to(device)
         yield Case(
             name=f"sampling of {rows}, {name}",

@@ -19,7 +19,7 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence as TokenSequence
 from engine.sequence import SequenceKey, StepOutput, StepPlan
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import Overlap, StepLoop
+from engine.steps.loop import AsyncScheduling, StepLoop
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -66,7 +66,7 @@ class Stepper:
             plan=self._scheduler.plan,
             finish=self._finish,
             failed=self._failed,
-            overlap=Overlap(runner=runner, plan=self._scheduler.plan_ahead) if overlap else None,
+            async_scheduling=AsyncScheduling(runner=runner, plan=self._scheduler.plan_ahead) if overlap else None,
         )
         self._pool = model.block_pool
         self._streams: dict[SequenceKey, Stream] = {}

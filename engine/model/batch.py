@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """Output rows of one item, each of which is judged by the prompt token that follows it."""
+    """Output rows of one item, of each of which the next prompt token's log-probability is asked for."""
 
     item: int  # index into the plan
     next_token_ids: list[int]

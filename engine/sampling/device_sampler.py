@@ -19,7 +19,16 @@ from engine.sampling.logits import Row, TokenIds, banned_ids, is_adjusted, withi
 from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 from kernels.triton.sampling.logprobs import RowLogprobs, row_logprobs
-from kernels.triton.sampling.rows import BANNED, REPEATED, PackedRows, RowWish, Words, no_edits, pack_edits, pack_rows
+from kernels.triton.sampling.rows import (
+    BANNED,
+    REPEATED,
+    PackedRows,
+    RowOptions,
+    Words,
+    no_edits,
+    pack_edits,
+    pack_rows,
+)
 from kernels.triton.sampling.sample import DeviceSample, best_of_splits, sample
 
 
@@ -82,17 +91,17 @@ class PendingSample:
     def __init__(self, rows: list[Sequence], sample: DeviceSample) -> None:
         self._rows = rows
         self.token_ids = sample.token_ids  # [B] int64, on the device; -1 where no token can be chosen
-        judged = sample.logprobs
-        self._download = _Download([sample.token_ids, *(() if judged is None else _tensors_of(judged))])
+        logprobs = sample.logprobs
+        self._download = _Download([sample.token_ids, *(() if logprobs is None else _tensors_of(logprobs))])
 
     def finish(self) -> list[SampledToken]:
         """Wait for them. Raises InvalidLogitsError for rows of which no token can be chosen."""
-        ids, *judged = self._download.wait()
+        ids, *found = self._download.wait()
         token_ids = ids.tolist()
         _require_tokens(token_ids, [f"request {seq.request_id}" for seq in self._rows])
-        if not judged:
+        if not found:
             return [SampledToken(token_id) for token_id in token_ids]
-        logprobs = _logprobs(judged, [seq.params.logprobs for seq in self._rows])
+        logprobs = _logprobs(found, [seq.params.logprobs for seq in self._rows])
         return [SampledToken(*token) for token in zip(token_ids, logprobs, strict=True)]
 
 
@@ -113,7 +122,7 @@ class DeviceSampler:
     def begin(self, logits: Tensor, rows: list[Sequence]) -> PendingSample:
         """Have them sampled, without waiting for it. There must be rows."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
-        packed = pack_rows([self._wish(seq) for seq in rows], self.vocab_size)
+        packed = pack_rows([self._options(seq) for seq in rows], self.vocab_size)
         return PendingSample(rows, sample(_rows_of(logits), packed, _uploaded(packed, logits.device)))
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -125,19 +134,19 @@ class DeviceSampler:
         if not next_token_ids:
             return []
         logits = _rows_of(logits)
-        wish = RowWish(seed=0, position=0, temperature=0.0, edits=no_edits(), num_top=num_top)
-        packed = pack_rows([wish] * len(logits), self.vocab_size)
+        options = RowOptions(seed=0, position=0, temperature=0.0, edits=no_edits(), num_top=num_top)
+        packed = pack_rows([options] * len(logits), self.vocab_size)
         followed = torch.tensor(next_token_ids, device=logits.device)
         best_values, _ = best_of_splits(logits)
-        judged = row_logprobs(logits, best_values, followed, _uploaded(packed, logits.device), num_top)
-        best, *tensors = _Download([best_values.amax(dim=1), *_tensors_of(judged)]).wait()
+        logprobs = row_logprobs(logits, best_values, followed, _uploaded(packed, logits.device), num_top)
+        best, *tensors = _Download([best_values.amax(dim=1), *_tensors_of(logprobs)]).wait()
         checked = [0 if math.isfinite(value) else -1 for value in best.tolist()]
         _require_tokens(checked, [f"prompt position {index}" for index in range(len(checked))])
         return [logprobs for logprobs in _logprobs(tensors, [num_top] * len(checked)) if logprobs is not None]
 
-    def _wish(self, seq: Sequence) -> RowWish:
+    def _options(self, seq: Sequence) -> RowOptions:
         params = seq.params
-        return RowWish(
+        return RowOptions(
             seed=params.seed,
             position=seq.num_tokens,
             temperature=0.0 if params.greedy else params.temperature,
@@ -168,13 +177,13 @@ def _to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _tensors_of(judged: RowLogprobs) -> tuple[Tensor, Tensor, Tensor]:
-    return judged.chosen, judged.top_ids, judged.top
+def _tensors_of(logprobs: RowLogprobs) -> tuple[Tensor, Tensor, Tensor]:
+    return logprobs.chosen, logprobs.top_ids, logprobs.top
 
 
-def _logprobs(judged: list[Tensor], wanted: list[int | None]) -> list[TokenLogprobs | None]:
+def _logprobs(found: list[Tensor], wanted: list[int | None]) -> list[TokenLogprobs | None]:
     """From the host's copies of `_tensors_of`; None for rows that want none."""
-    chosen, top_ids, top = (tensor.numpy() for tensor in judged)
+    chosen, top_ids, top = (tensor.numpy() for tensor in found)
     chosen, top = np.maximum(chosen, MIN_LOGPROB), np.maximum(top, MIN_LOGPROB)
     return [
         None

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kernels.native.sampling import words as native_words
+from kernels.native.sampling import random_bits
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -64,7 +64,7 @@ def gumbel(
     """
     if token_ids is None:
         return _vocabulary_noise(seed, position, vocab_size)
-    drawn = native_words(token_ids, seed=seed, position=position)
+    drawn = random_bits(token_ids, seed=seed, position=position)
     if drawn is not None:
         return noise(drawn)
     if 4 * len(token_ids) >= vocab_size:  # one counter serves four tokens of the whole vocabulary, but one of a subset
@@ -85,9 +85,9 @@ def _counters(first_words: npt.NDArray[np.int64], position: int) -> UInt64s:
     return counters
 
 
-def noise(words: UInt64s | npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
-    """The noise that 32-bit words stand for."""
-    values: npt.NDArray[np.float64] = words + np.float64(0.5)
+def noise(bits: UInt64s | npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
+    """The noise that 32 random bits stand for, of each token."""
+    values: npt.NDArray[np.float64] = bits + np.float64(0.5)
     values *= 2.0**-32
     np.log(values, out=values)
     np.negative(values, out=values)

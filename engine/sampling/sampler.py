@@ -6,9 +6,9 @@ state, and a token depends on nothing but its own row of logits and its own requ
 worker. What is done to a row first, and in which order, is told in `engine.sampling.logits` and
 `engine.sampling.truncation`.
 
-Log-probabilities are those that the model gave: before bias, penalties, temperature and truncation.
+Log-probabilities are those that the model gave: before bias, penalties, temperature and filtering.
 
-Knows nothing of models, schedulers or KV. This one works on the CPU; logits on a GPU have one of kernels
+The runner calls it. This one works on the CPU; logits on a GPU have one of kernels
 (`engine.sampling.device_sampler`).
 """
 
@@ -24,9 +24,9 @@ import torch
 from engine.sampling.logits import Row, adjusted, is_adjusted, tempered
 from engine.sampling.pending_output import KnownTokens
 from engine.sampling.philox import gumbel, noise
-from engine.sampling.truncation import is_truncated, kth_largest, survivors
+from engine.sampling.truncation import is_filtered, kth_largest, survivors
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
-from kernels.native.sampling import contenders
+from kernels.native.sampling import argmax_candidates
 
 MIN_LOGPROB: Final = -9999.0
 """Reported for impossible tokens, as OpenAI does: an infinity has no place in JSON."""
@@ -111,11 +111,11 @@ def _draw(row: Row, best: np.float32, seq: Sequence) -> int:
     `best` is the largest logit of the `row`.
     """
     params = seq.params
-    if not is_truncated(params, len(row)):
-        found = contenders(row, best, params.temperature, seed=params.seed, position=seq.num_tokens)
+    if not is_filtered(params, len(row)):
+        found = argmax_candidates(row, best, params.temperature, seed=params.seed, position=seq.num_tokens)
         if found is not None:
-            ids, words = found
-            return int(ids[(noise(words) + tempered(row[ids], params.temperature, best)).argmax()])
+            ids, bits = found
+            return int(ids[(noise(bits) + tempered(row[ids], params.temperature, best)).argmax()])
     relative = tempered(row, params.temperature, best)
     survived = survivors(relative, params)
     scores = gumbel(params.seed, seq.num_tokens, survived, len(row))

@@ -1,10 +1,10 @@
-"""Which tokens of a row may be drawn at all: `top_k`, `top_p` of what top-k left, `min_p`.
+"""Top-k, top-p and min-p filtering: which tokens of a row may be drawn at all.
 
 Steps 6 to 8 of `engine.sampling.logits`, in the order of Hugging Face's logits warpers. Each keeps the tokens that are
 at least as likely as some least likely one, the floor, so that what survives depends on the logits alone: tokens
 exactly as likely as the last one kept are kept too, whatever their order.
 
-Knows nothing of batches, devices or random numbers. Legend: `relative` is a row less its largest logit, by the
+The CPU's sampler calls it. Legend: `relative` is a row less its largest logit, by the
 temperature; a token's mass is the exponential of that, and a radius is a distance from the best one, which is 0.
 """
 
@@ -18,14 +18,14 @@ import numpy as np
 
 from engine.sampling.logits import Row, TokenIds
 from engine.sampling.params import SamplingParams
-from kernels.native.sampling import likely
+from kernels.native.sampling import top_logits
 
 _RADII: Final = (2.0, 5.0, 10.0, 15.0)  # in which the most likely tokens are looked for, before all are sorted
-_LIKELY_RADIUS: Final = 8.0  # likewise in C++: 100 to 500 tokens of a language model's row, 95 to 99 % of its mass
+_TOP_RADIUS: Final = 8.0  # likewise in C++: 100 to 500 tokens of a language model's row, 95 to 99 % of its mass
 _UNCERTAIN: Final = 3e-6  # of the row's mass, which C++ knows to 1e-6: whoever is closer than that may fall either way
 
 
-def is_truncated(params: SamplingParams, vocab_size: int) -> bool:
+def is_filtered(params: SamplingParams, vocab_size: int) -> bool:
     """Whether some tokens may be left out."""
     return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
 
@@ -66,7 +66,7 @@ def _nucleus_floor(relative: Row, floor: float, top_p: float) -> float:
 
 def _nucleus_floor_nearby(relative: Row, top_p: float) -> float | None:
     """`_nucleus_floor` of a whole row by a pass in C++. None: it is further away, a close thing, or there is no C++."""
-    found = likely(relative, _LIKELY_RADIUS)
+    found = top_logits(relative, _TOP_RADIUS)
     if found is None:
         return None
     descending = np.sort(found.values)[::-1]

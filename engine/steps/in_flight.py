@@ -1,6 +1,6 @@
 """A step on its way through the compute thread, and what ties it to the one before it.
 
-Knows threads and the order of two steps; nothing of what is computed.
+The step loop submits each step here, and completes or aborts it when its result has come.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput: ...
 
 
-class OverlappingRunner(Protocol):
+class AsyncRunner(Protocol):
     """See `engine.steps.runner.ModelRunner`."""
 
     def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep: ...
@@ -41,36 +41,36 @@ class StepSkippedError(Exception):
     """The step was planned ahead of one that failed, or nobody waits for it any more. Nothing of it counts."""
 
 
-class StepFlight:
-    """One step, used from the event loop. Launch it once, in either way."""
+class InFlightStep:
+    """One step, used from the event loop. The step loop submits it once, in either way."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.work = StepWork.of_plan(plan)
-        self.launched_at = time.perf_counter()
+        self.submitted_at = time.perf_counter()
         self.result: asyncio.Future[StepOutput]
         self._prepared: PreparedStep | None = None
         self._has_succeeded = False
-        self._is_given_up = False
-        self._is_over = False  # taken in, or given up
-        self._over: threading.Event | None = None  # for the step behind it, where steps overlap
+        self._is_aborted = False
+        self._is_over = False  # completed, or aborted
+        self._over: threading.Event | None = None  # for the step behind it, with async scheduling
 
     @property
     def can_be_followed(self) -> bool:
         """Whether a step that goes on from its sampled tokens can be prepared."""
         return self._prepared is not None
 
-    def launch(self, runner: Runner, compute: ComputeThread, on_layer: OnLayer | None) -> None:
+    def submit(self, runner: Runner, compute: ComputeThread, on_layer: OnLayer | None) -> None:
         """With no other step in flight, and none until its result is there."""
         self.result = compute.submit(lambda: runner.execute(self.plan, on_layer))
 
-    def launch_overlapped(
+    def submit_async(
         self,
-        runner: OverlappingRunner,
+        runner: AsyncRunner,
         compute: ComputeThread,
         waiting: ComputeThread,
         on_layer: OnLayer | None,
-        after: StepFlight | None,
+        after: InFlightStep | None,
     ) -> None:
         """Prepared here and now, while `after` may still run. An error of that is told when the step's turn comes.
 
@@ -88,19 +88,19 @@ class StepFlight:
                 pending = runner.run(prepared, on_layer)
             else:
                 after.require_success()
-                pending = runner.run(prepared, on_layer, after.wait_until_taken_in)
+                pending = runner.run(prepared, on_layer, after.wait_until_completed)
             self._has_succeeded = True
             return pending
 
         self.result = asyncio.ensure_future(_output_of(compute.submit(run), waiting))
 
-    def note_taken_in(self) -> None:
+    def complete(self) -> None:
         """The sequences are as the step left them."""
         self._end()
 
-    def give_up(self) -> None:
-        """Nobody waits for the result any more; a step after it comes to nothing. Harmless if it has been taken in."""
-        self._is_given_up = not self._is_over
+    def abort(self) -> None:
+        """Nobody waits for the result any more; a step after it comes to nothing. Harmless if it is completed."""
+        self._is_aborted = not self._is_over
         self._end()
         self.result.cancel()
 
@@ -109,12 +109,12 @@ class StepFlight:
         if not self._has_succeeded:
             raise StepSkippedError("the step before it failed")
 
-    def wait_until_taken_in(self) -> None:
-        """In the compute thread, while a later step runs. Raises StepSkippedError if it was given up."""
-        assert self._over is not None, "no step follows one that was not launched for it"
+    def wait_until_completed(self) -> None:
+        """In the compute thread, while a later step runs. Raises StepSkippedError if it was aborted."""
+        assert self._over is not None, "no step follows one that was not submitted for it"
         if not self._over.wait(MAX_TAKING_IN_S):
             raise TimeoutError(f"the results of a step were not taken in within {MAX_TAKING_IN_S} s; the worker hangs")
-        if self._is_given_up:
+        if self._is_aborted:
             raise StepSkippedError("the step before it failed, or nobody waits for it any more")
 
     def _end(self) -> None:
@@ -123,8 +123,8 @@ class StepFlight:
             self._over.set()
 
 
-async def _output_of(launched: asyncio.Future[PendingOutput], waiting: ComputeThread) -> StepOutput:
-    pending = await launched
+async def _output_of(submitted: asyncio.Future[PendingOutput], waiting: ComputeThread) -> StepOutput:
+    pending = await submitted
     return pending.output() if pending.is_known else await waiting.submit(pending.output)
 
 

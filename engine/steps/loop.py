@@ -1,8 +1,8 @@
 """The worker's heartbeat: plan a step, compute it in a thread of its own, take its results in, for ever.
 
 Plans and results are handled on the event loop, so that schedulers and pools have one thread and no locks; only what
-the runner computes runs elsewhere. With an `Overlap` the next step is planned and prepared while one computes, and that
-one's results are taken in while the next computes: see docs/decisions/0009. Knows nothing of what a plan is for.
+the runner computes runs elsewhere. With `AsyncScheduling` the next step is planned and prepared while one computes, and
+that one's results are taken in while the next computes: see docs/decisions/0009. Workers say what is planned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sequence import StepOutput, StepPlan
 from engine.steps.compute_thread import ComputeThread
-from engine.steps.in_flight import OverlappingRunner, Runner, StepFlight, StepSkippedError
+from engine.steps.in_flight import AsyncRunner, InFlightStep, Runner, StepSkippedError
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,13 @@ _LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
-    """How steps overlap. `plan` may return an empty plan: the next step has to wait for the one in flight."""
+class AsyncScheduling:
+    """The next step is planned and prepared while one computes: SGLang calls it the overlap scheduler.
 
-    runner: OverlappingRunner
+    `plan` may return an empty plan: the next step has to wait for the one in flight.
+    """
+
+    runner: AsyncRunner
     plan: Callable[[], StepPlan]
 
 
@@ -80,10 +83,10 @@ class _StepWatch:
         age_s = self._num_looks * _LOOK_S  # at least: the first look may come at once
         self._num_looks += 1
         if age_s >= min(self._overdue_s, _HUNG_S):
-            self._judge(age_s, self._costs.predicted_s(self._work))
+            self._compare(age_s, self._costs.predicted_s(self._work))
         self._arm()
 
-    def _judge(self, age_s: float, predicted_s: float | None) -> None:
+    def _compare(self, age_s: float, predicted_s: float | None) -> None:
         if predicted_s is None:
             return
         if not self._is_overdue and age_s > max(_OVERDUE_TIMES * predicted_s, predicted_s + self._overdue_s):
@@ -114,17 +117,17 @@ class StepLoop:
         on_layer: Callable[[StepPlan, int], None] | None = None,
         on_overdue: Callable[[bool], None] = lambda is_overdue: None,
         overdue_s: float = OVERDUE_S,
-        overlap: Overlap | None = None,
+        async_scheduling: AsyncScheduling | None = None,
     ) -> None:
         self._runner = runner
         self._plan = plan
         self._finish = finish
         self._failed = failed
         self._on_layer = on_layer
-        self._overlap = overlap
+        self._async = async_scheduling
         self._wake = asyncio.Event()
         self._compute = ComputeThread("compute")
-        self._waiting = ComputeThread("device")  # for what an overlapped step brings
+        self._waiting = ComputeThread("device")  # for what comes down from the device
         self._num_failures = 0
         self._step_began: float | None = None
         self._watch = _StepWatch(costs, on_overdue, overdue_s)
@@ -165,64 +168,64 @@ class StepLoop:
             began = time.perf_counter()
             plan = self._plan()
             if plan.items or plan.copies:
-                await self._fly(self._launch(plan), began)
+                await self._run_steps(self._submit(plan), began)
             else:
                 await self._wake.wait()
 
-    async def _fly(self, flight: StepFlight, began: float) -> None:
+    async def _run_steps(self, step: InFlightStep, began: float) -> None:
         """A step, and those that are planned while the one before them computes."""
-        following: StepFlight | None = None
+        following: InFlightStep | None = None
         succeeded = True
         try:
             while True:
                 if succeeded:  # or this one will be skipped, and so would be all that come after it
-                    following = self._launch_ahead(flight)
-                succeeded = await self._land(flight, max(began, flight.launched_at))
+                    following = self._submit_ahead(step)
+                succeeded = await self._complete(step, max(began, step.submitted_at))
                 ended = time.perf_counter()
                 if succeeded:
-                    self.costs.observe(flight.work, ended - began)
+                    self.costs.observe(step.work, ended - began)
                 if following is None:
                     return
-                flight, following, began = following, None, ended
+                step, following, began = following, None, ended
         finally:  # the loop is stopped, or ends by an error of ours
-            for left in (flight, following):
+            for left in (step, following):
                 if left is not None:
-                    left.give_up()
+                    left.abort()
 
-    def _launch_ahead(self, flight: StepFlight) -> StepFlight | None:
-        if self._overlap is None or not flight.can_be_followed:
+    def _submit_ahead(self, step: InFlightStep) -> InFlightStep | None:
+        if self._async is None or not step.can_be_followed:
             return None
-        plan = self._overlap.plan()
-        return self._launch(plan, flight) if plan.items or plan.copies else None
+        plan = self._async.plan()
+        return self._submit(plan, step) if plan.items or plan.copies else None
 
-    def _launch(self, plan: StepPlan, after: StepFlight | None = None) -> StepFlight:
+    def _submit(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
         for item in plan.items:
             item.seq.begin()
         layer_done = self._on_layer
         on_layer = None if layer_done is None else lambda layer: layer_done(plan, layer)
-        flight = StepFlight(plan)
-        if self._overlap is None:
-            flight.launch(self._runner, self._compute, on_layer)
+        step = InFlightStep(plan)
+        if self._async is None:
+            step.submit(self._runner, self._compute, on_layer)
         else:
-            flight.launch_overlapped(self._overlap.runner, self._compute, self._waiting, on_layer, after)
-        return flight
+            step.submit_async(self._async.runner, self._compute, self._waiting, on_layer, after)
+        return step
 
-    async def _land(self, flight: StepFlight, began: float) -> bool:
+    async def _complete(self, step: InFlightStep, began: float) -> bool:
         """Whether it succeeded."""
         self._step_began = began
-        self._watch.begin(flight.work)
+        self._watch.begin(step.work)
         try:
-            output = await flight.result
+            output = await step.result
         except Exception as error:  # the boundary of the compute thread: one bad step must not end the worker
-            flight.give_up()
-            self._note_failure(flight.plan, error)
+            step.abort()
+            self._note_failure(step.plan, error)
             return False
         finally:
             self._step_began = None
             self._watch.end()
         self._num_failures = 0
-        self._finish(flight.plan, output)
-        flight.note_taken_in()
+        self._finish(step.plan, output)
+        step.complete()
         return True
 
     def _note_failure(self, plan: StepPlan, error: Exception) -> None:

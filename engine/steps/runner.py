@@ -61,7 +61,7 @@ class TokenSampler(Protocol):
         ...
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-        """`logits [T, V]` float32, each row judged by the token that does follow."""
+        """`logits [T, V]` float32, the log-probability of the token that does follow each row."""
         ...
 
 
@@ -254,32 +254,32 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> PendingOutput:
         num_samples = len(batch.sampling_items)
-        judged = self._judge_prompts(plan, batch, hidden[num_samples:])
+        prompt_logprobs = self._prompt_logprobs(plan, batch, hidden[num_samples:])
         if not num_samples:
-            return PendingOutput(prompt_logprobs=judged, check=self._check)
+            return PendingOutput(prompt_logprobs=prompt_logprobs, check=self._check)
         rows = [plan.items[index].seq for index in batch.sampling_items]
         tokens = self._sampler.begin(self._model.logits(hidden[:num_samples]), rows)
         self._sampled = tokens
         return PendingOutput(
-            prompt_logprobs=judged, sampling_items=batch.sampling_items, tokens=tokens, check=self._check
+            prompt_logprobs=prompt_logprobs, sampling_items=batch.sampling_items, tokens=tokens, check=self._check
         )
 
-    def _judge_prompts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[list[TokenLogprobs] | None]:
-        judged: list[list[TokenLogprobs] | None] = [None] * len(plan.items)
+    def _prompt_logprobs(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[list[TokenLogprobs] | None]:
+        found: list[list[TokenLogprobs] | None] = [None] * len(plan.items)
         for span in batch.prompt_spans:
             count = len(span.next_token_ids)
             num_top = plan.items[span.item].seq.params.prompt_logprobs or 0
-            judged[span.item] = self._judge(hidden[:count], span.next_token_ids, num_top)
+            found[span.item] = self._logprobs_of(hidden[:count], span.next_token_ids, num_top)
             hidden = hidden[count:]
-        return judged
+        return found
 
-    def _judge(self, hidden: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-        judged: list[TokenLogprobs] = []
+    def _logprobs_of(self, hidden: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        logprobs: list[TokenLogprobs] = []
         for start in range(0, len(next_token_ids), _LOGIT_ROWS):
             ids = next_token_ids[start : start + _LOGIT_ROWS]
             logits = self._model.logits(hidden[start : start + len(ids)])
-            judged.extend(self._sampler.prompt_logprobs(logits, ids, num_top))
-        return judged
+            logprobs.extend(self._sampler.prompt_logprobs(logits, ids, num_top))
+        return logprobs
 
 
 def _group_windows(config: ModelConfig, layout: KVLayout) -> tuple[int | None, ...]:

@@ -1,4 +1,4 @@
-"""Which tokens of a row of logits can win a draw, and what truncates one, in C++: see `src/sampling.cpp`."""
+"""What sampling asks of a row of logits, in C++ (`src/sampling.cpp`): argmax candidates, top logits, random bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kernels.native.library import Float, Function, Pointer, Size, declare, native_library
 
 _CAPACITY = 1024  # three to thirty are usual
-_LIKELY_CAPACITY = 8192
+_TOP_CAPACITY = 8192
 _LANES = 16  # are written at a time
 
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
@@ -22,33 +22,33 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
 }
 
 
-class Likely(NamedTuple):
+class TopLogits(NamedTuple):
     """The values of a row that are close to the largest."""
 
     values: npt.NDArray[np.float32]  # [n], in the row's order
     mass: float  # the sum of exp(value) of the whole row, to one part in a million
 
 
-def contenders(
+def argmax_candidates(
     row: npt.NDArray[np.float32], best: np.float32 | float, temperature: float, *, seed: int, position: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]] | None:
-    """Ids, ascending, of all tokens that may have the largest score and of a few that have not, and their random words.
+    """Ids, ascending, of all tokens that may have the largest score and of a few that have not, and their random bits.
 
     A score is a logit of the `row [V]` less `best`, the largest one, by the temperature, and noise. No logit is NaN.
-    Noise, words, `seed` in [0, 2^64) and `position` in [0, 2^32): see `engine.sampling.philox`. None: the machine has
-    no C++ kernels, or they are too many to be worth it.
+    Noise, random bits, `seed` in [0, 2^64) and `position` in [0, 2^32): see `engine.sampling.philox`. None: the machine
+    has no C++ kernels, or they are too many to be worth it.
     """
     function = _function("contenders")
     if function is None:
         return None
     assert row.dtype == np.float32 and row.flags.c_contiguous
-    ids, words = np.empty(_CAPACITY, dtype=np.int64), np.empty(_CAPACITY, dtype=np.uint32)
+    ids, bits = np.empty(_CAPACITY, dtype=np.int64), np.empty(_CAPACITY, dtype=np.uint32)
     where = row.ctypes.data, len(row), best, temperature
-    count = function(*where, seed, position, _CAPACITY, ids.ctypes.data, words.ctypes.data)
-    return None if count < 0 else (ids[:count], words[:count])
+    count = function(*where, seed, position, _CAPACITY, ids.ctypes.data, bits.ctypes.data)
+    return None if count < 0 else (ids[:count], bits[:count])
 
 
-def likely(relative: npt.NDArray[np.float32], radius: float) -> Likely | None:
+def top_logits(relative: npt.NDArray[np.float32], radius: float) -> TopLogits | None:
     """The values of the row `relative [V]`, whose largest is 0, that are -`radius` or more.
 
     None is NaN. None: the machine has no C++ kernels, or they are too many to be worth it.
@@ -57,15 +57,14 @@ def likely(relative: npt.NDArray[np.float32], radius: float) -> Likely | None:
     if function is None:
         return None
     assert relative.dtype == np.float32 and relative.flags.c_contiguous
-    values, mass = np.empty(_LIKELY_CAPACITY + _LANES, dtype=np.float32), ctypes.c_double()
+    values, mass = np.empty(_TOP_CAPACITY + _LANES, dtype=np.float32), ctypes.c_double()
     found = values.ctypes.data, ctypes.addressof(mass)
-    count = function(relative.ctypes.data, len(relative), -radius, _LIKELY_CAPACITY, *found)
-    return None if count < 0 else Likely(values[:count], mass.value)
+    count = function(relative.ctypes.data, len(relative), -radius, _TOP_CAPACITY, *found)
+    return None if count < 0 else TopLogits(values[:count], mass.value)
 
 
-def words(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -> npt.NDArray[np.uint32] | None:
-    """The random words of tokens, in their order: see `engine.sampling.philox`. None: the machine has no C++
-    kernels."""
+def random_bits(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -> npt.NDArray[np.uint32] | None:
+    """32 random bits of each token, in their order: see `engine.sampling.philox`. None: there are no C++ kernels."""
     function = _function("words")
     if function is None:
         return None

@@ -21,7 +21,7 @@ from engine.sampling.truncation import survivors
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 from engine.steps.loading import sampler_for
 from kernels.triton.sampling.floor import find_floors
-from kernels.triton.sampling.rows import NUM_FIELDS, RowWish, no_edits, pack_rows
+from kernels.triton.sampling.rows import NUM_FIELDS, RowOptions, no_edits, pack_rows
 from kernels.triton.sampling.sample import SPLIT, best_of_splits, gumbel
 from tests.engine.sampling.sampling_twin import EOS, params_of, random_logits, sequence
 from tests.support.interpreted import device
@@ -107,7 +107,7 @@ def test_greedy_takes_the_lowest_id_among_equals_also_of_different_splits() -> N
 
 def _floors(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     wishes = [
-        RowWish(seed=0, position=0, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, edits=no_edits())
+        RowOptions(seed=0, position=0, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, edits=no_edits())
         for p in params
     ]
     words = torch.from_numpy(pack_rows(wishes, logits.shape[1]).words).to(device())

@@ -15,7 +15,7 @@ from decode_workers.states import DecodeState, Emission
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepOutput, StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
-from engine.steps.loop import Overlap, StepLoop
+from engine.steps.loop import AsyncScheduling, StepLoop
 from engine.steps.runner import TokenSampler
 from tests.engine.steps.late_tokens import LateTokens
 from tests.support.model_families import VOCAB_SIZE
@@ -123,7 +123,7 @@ class Generation:
     def _is_over(self) -> bool:
         return not (self._waiting or self._scheduler.num_running or self._scheduler.num_waiting)
 
-    def _overlap(self, *, wanted: bool) -> Overlap | None:
+    def _overlap(self, *, wanted: bool) -> AsyncScheduling | None:
         """Its plans are kept."""
         overlap = step_overlap(self._model, lambda: self._scheduler.plan_ahead(time.monotonic()), wanted=wanted)
         if overlap is None:

@@ -1,6 +1,6 @@
-"""How the wishes of a batch's rows are laid out for the sampling kernels: one array of words, uploaded at once.
+"""How a batch's sampling options are laid out for the kernels: one array of 64-bit words, uploaded at once.
 
-First the rows, `[B, NUM_FIELDS]` 64-bit words, then the edits, `[E, 2]`. Knows nothing of requests.
+First the rows, `[B, NUM_FIELDS]`, then the edits, `[E, 2]`.
 
 An edit changes the logit of one token of one row. Its first word holds the token's id and, from bit 32 on, `REPEATED`
 and `BANNED`; the second one the bits of two float32: what is added first, and what is subtracted last.
@@ -46,8 +46,8 @@ _ROW: Final = struct.Struct("=qqdqdddqqqq8x")  # the fields, in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowWish:
-    """What one row asks for; `edits [n, 2]` as the module says, each token at most once."""
+class RowOptions:
+    """One row's sampling options; `edits [n, 2]` as the module says, each token at most once."""
 
     seed: int
     position: int
@@ -72,7 +72,7 @@ class PackedRows:
     num_rows: int
     edits: bool
     draws: bool
-    truncates: bool  # some row keeps the likeliest tokens only, by number or by mass
+    filters: bool  # some row is filtered by top-k or top-p
     num_top: int  # the most that any row asks for; -1: no row does
 
 
@@ -93,23 +93,23 @@ def pack_edits(
     return words
 
 
-def pack_rows(wishes: Sequence[RowWish], vocab_size: int) -> PackedRows:
-    rows, num_edits = bytearray(), 0
-    for wish in wishes:
-        stop = num_edits + len(wish.edits)
-        top_k = wish.top_k if wish.top_k < vocab_size else 0
-        has_bans = stop > num_edits and bool((wish.edits[:, 0] & BANNED << 32).any())
-        rows += _ROW.pack(
-            wish.seed, wish.position, wish.temperature, top_k, wish.top_p, wish.log_min_p, wish.repetition,
-            num_edits, stop, has_bans, wish.num_top,
+def pack_rows(rows: Sequence[RowOptions], vocab_size: int) -> PackedRows:
+    packed, num_edits = bytearray(), 0
+    for row in rows:
+        stop = num_edits + len(row.edits)
+        top_k = row.top_k if row.top_k < vocab_size else 0
+        has_bans = stop > num_edits and bool((row.edits[:, 0] & BANNED << 32).any())
+        packed += _ROW.pack(
+            row.seed, row.position, row.temperature, top_k, row.top_p, row.log_min_p, row.repetition,
+            num_edits, stop, has_bans, row.num_top,
         )  # fmt: skip
         num_edits = stop
-    edits = [wish.edits.ravel() for wish in wishes if len(wish.edits)]
+    edits = [row.edits.ravel() for row in rows if len(row.edits)]
     return PackedRows(
-        words=np.concatenate([np.frombuffer(rows, dtype=np.int64), *edits]),
-        num_rows=len(wishes),
+        words=np.concatenate([np.frombuffer(packed, dtype=np.int64), *edits]),
+        num_rows=len(rows),
         edits=num_edits > 0,
-        draws=any(wish.draws for wish in wishes),
-        truncates=any(wish.draws and (0 < wish.top_k < vocab_size or wish.top_p < 1.0) for wish in wishes),
-        num_top=max((wish.num_top for wish in wishes), default=-1),
+        draws=any(row.draws for row in rows),
+        filters=any(row.draws and (0 < row.top_k < vocab_size or row.top_p < 1.0) for row in rows),
+        num_top=max((row.num_top for row in rows), default=-1),
     )

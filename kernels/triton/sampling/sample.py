@@ -175,10 +175,10 @@ def _draw(logits: Tensor, rows: Tensor, best: tuple[Tensor, Tensor], packed: Pac
     num_rows, vocab_size = logits.shape
     values, ids = best
     num_splits = values.shape[1]
-    floors = find_floors(logits, rows, values) if packed.truncates else values  # not read where there are none
+    floors = find_floors(logits, rows, values) if packed.filters else values  # not read where there are none
     scores = torch.empty(values.shape, dtype=torch.float64, device=logits.device)
     score_ids = torch.empty_like(ids)
-    _drawing(packed.truncates, triton.next_power_of_2(num_splits)).launch(
+    _drawing(packed.filters, triton.next_power_of_2(num_splits)).launch(
         (num_rows, num_splits),
         logits=logits,
         rows=rows,

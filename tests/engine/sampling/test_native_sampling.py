@@ -14,7 +14,7 @@ from engine.sampling.logits import Row, tempered
 from engine.sampling.philox import gumbel, noise
 from engine.sampling.sampler import Sampler
 from kernels.native.library import native_library
-from kernels.native.sampling import contenders
+from kernels.native.sampling import argmax_candidates
 from tests.engine.sampling.sampling_twin import params_of, sequence
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="everybody's noise is worked out exactly")
@@ -47,7 +47,7 @@ def test_the_winner_is_among_them_with_its_word(
     vocab_size: int, scale: float, share_excluded: float, temperature: float, seed: int, position: int
 ) -> None:
     row = random_row(vocab_size, scale, seed % 1000, share_excluded)
-    found = contenders(row, row.max(), temperature, seed=seed, position=position)
+    found = argmax_candidates(row, row.max(), temperature, seed=seed, position=position)
     assert found is not None
     ids, words = found
     assert (np.diff(ids) > 0).all()
@@ -60,7 +60,7 @@ def test_thousands_of_draws_of_a_whole_vocabulary(temperature: float) -> None:
     counts = []
     for number in range(300):
         row = random_row(VOCAB, scale=3.0, seed=number)
-        found = contenders(row, row.max(), temperature, seed=number, position=7)
+        found = argmax_candidates(row, row.max(), temperature, seed=number, position=7)
         assert found is not None
         ids, words = found
         winner = ids[(noise(words) + tempered(row[ids], temperature, row.max())).argmax()]
@@ -74,7 +74,7 @@ def test_a_flat_row_has_few_as_well() -> None:
     row = np.zeros(VOCAB, dtype=np.float32)
     counts = []
     for seed in range(100):
-        found = contenders(row, 0.0, 1.0, seed=seed, position=0)
+        found = argmax_candidates(row, 0.0, 1.0, seed=seed, position=0)
         assert found is not None
         assert gumbel(seed, 0, None, VOCAB).argmax() in found[0]
         counts.append(len(found[0]))
@@ -87,7 +87,7 @@ def test_both_of_two_like_scores_are_among_them(first: int, second: int) -> None
     row = np.full(64, -np.inf, dtype=np.float32)
     drawn = gumbel(3, 9, None, 64)
     row[first], row[second] = 0.0, drawn[first] - drawn[second]
-    found = contenders(row, row.max(), 1.0, seed=3, position=9)
+    found = argmax_candidates(row, row.max(), 1.0, seed=3, position=9)
     assert found is not None
     assert found[0].tolist() == [5, 40]
 
@@ -102,10 +102,10 @@ def test_tokens_are_those_of_exact_noise_for_everybody(
     found = sampler.sample(logits, rows)
     monkeypatch.setattr(kernels.native.sampling, "_CAPACITY", 1)  # more than that are not worth it
     assert sampler.sample(logits, rows) == found
-    monkeypatch.setattr(engine.sampling.sampler, "contenders", lambda *_, **__: None)  # as without C++ kernels
+    monkeypatch.setattr(engine.sampling.sampler, "argmax_candidates", lambda *_, **__: None)  # as without C++ kernels
     assert sampler.sample(logits, rows) == found
 
 
 def test_more_than_there_is_room_for_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.native.sampling, "_CAPACITY", 1)
-    assert contenders(np.zeros(VOCAB, dtype=np.float32), 0.0, 1.0, seed=1, position=0) is None
+    assert argmax_candidates(np.zeros(VOCAB, dtype=np.float32), 0.0, 1.0, seed=1, position=0) is None

@@ -14,9 +14,9 @@ import kernels.native.sampling
 from engine.sampling.logits import Row, tempered
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
-from engine.sampling.truncation import is_truncated, survivors
+from engine.sampling.truncation import is_filtered, survivors
 from kernels.native.library import native_library
-from kernels.native.sampling import likely
+from kernels.native.sampling import top_logits
 from tests.engine.sampling.sampling_twin import params_of, random_logits, sequence
 
 VOCAB = 49_152
@@ -32,7 +32,7 @@ def assert_as_defined(row: Row, params: SamplingParams) -> None:
     relative = tempered(row, params.temperature)
     ids = survivors(relative, params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.sampling.truncation, "likely", lambda *_: None)
+        patch.setattr(engine.sampling.truncation, "top_logits", lambda *_: None)
         expected = survivors(relative, params)
     assert (None if ids is None else ids.tolist()) == (None if expected is None else expected.tolist())
 
@@ -104,7 +104,7 @@ def test_a_close_thing_is_left_to_the_definition(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("radius", [1.0, 5.0, 8.0])
 def test_the_likely_and_the_mass_of_the_row(radius: float, vocab_size: int) -> None:
     relative = tempered(row_of(3, vocab_size), 1.0)
-    found = likely(relative, radius)
+    found = top_logits(relative, radius)
     assert found is not None
     assert found.values.tolist() == relative[relative >= -radius].tolist()
     assert found.mass == pytest.approx(np.exp(relative.astype(np.float64)).sum(), rel=1e-6)
@@ -112,11 +112,11 @@ def test_the_likely_and_the_mass_of_the_row(radius: float, vocab_size: int) -> N
 
 @native
 def test_more_than_there_is_room_for_are_not_given() -> None:
-    capacity = kernels.native.sampling._LIKELY_CAPACITY
-    found = likely(np.zeros(capacity, dtype=np.float32), 1.0)
+    capacity = kernels.native.sampling._TOP_CAPACITY
+    found = top_logits(np.zeros(capacity, dtype=np.float32), 1.0)
     assert found is not None
     assert found.values.tolist() == [0.0] * capacity
-    assert likely(np.zeros(capacity + 1, dtype=np.float32), 1.0) is None
+    assert top_logits(np.zeros(capacity + 1, dtype=np.float32), 1.0) is None
     assert_as_defined(np.zeros(VOCAB, dtype=np.float32), params_of(top_p=0.5))
 
 
@@ -125,7 +125,7 @@ def test_tokens_are_the_same_without_the_kernels(changes: dict[str, float], monk
     logits = torch.from_numpy(np.stack([row_of(number) for number in range(20)]))
     rows = [sequence(params_of(seed=number, **changes), output=[1, 2, 3]) for number in range(20)]
     drawn = Sampler(VOCAB).sample(logits, rows)
-    monkeypatch.setattr(engine.sampling.truncation, "likely", lambda *_: None)
+    monkeypatch.setattr(engine.sampling.truncation, "top_logits", lambda *_: None)
     monkeypatch.setattr(engine.sampling.philox, "native_words", lambda *_, **__: None)
     assert Sampler(VOCAB).sample(logits, rows) == drawn
     assert len({token.token_id for token in drawn}) > 5
@@ -137,4 +137,4 @@ def test_tokens_are_the_same_without_the_kernels(changes: dict[str, float], monk
     ids=str,
 )
 def test_what_leaves_tokens_out(changes: dict[str, float], truncated: bool) -> None:
-    assert is_truncated(params_of(**changes), VOCAB) is truncated
+    assert is_filtered(params_of(**changes), VOCAB) is truncated
