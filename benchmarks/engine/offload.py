@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from benchmarks.common.part import note, run_part
+from benchmarks.common.part import GateError, note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json, ratio, spread
 from benchmarks.common.tiered_engine import StepCost, TieredEngine
 from benchmarks.common.timing import MS
 from benchmarks.common.workload import MODEL, draw_prompts, greedy
-from benchmarks.engine.offload_gate import NEEDED_TOKENS, require_equal_logprobs
-from engine.sequence import Sequence
+from engine.sequence import SampledToken, Sequence
 from engine.steps.loading import EngineConfig, load_model
 
 LAYERS_PER_GROUP = 3  # what the engine chooses for these 30 layers
@@ -263,6 +262,48 @@ def _prefill_row(num_tokens: int, chunk_tokens: int, name: str, costs: Costs) ->
         f"{statistics.median(slower) / MS:.1f} of {statistics.median(device) / MS:.0f} ms longer"
     )
     return row
+
+
+PROMPT_TOKENS = (5, 200, 600)
+OUTPUT_TOKENS = 12
+NUM_TOP = 5  # log-probabilities are compared of the tokens that the model finds most likely
+
+NEEDED_TOKENS = sum(num_tokens + OUTPUT_TOKENS for num_tokens in PROMPT_TOKENS)  # of KV, all in one step
+
+
+def require_equal_logprobs(engines: dict[int, TieredEngine], chunk_tokens: int) -> Json:
+    """A few prompts in chunks, then decoded together, on the device and in host memory. Raises GateError."""
+    prompts = [draw_prompts(1, num_tokens)[0] for num_tokens in PROMPT_TOKENS]
+    expected = None
+    num_compared = 0
+    for num_slots, engine in engines.items():
+        groups = range(engine.layout.num_layer_groups)
+        for name, host_groups in {"none": groups[:0], "every other": groups[1::2], "all": groups}.items():
+            found = _generate(engine, prompts, host_groups, chunk_tokens)
+            expected = expected or found
+            num_compared += len(found)
+            if found != expected:
+                raise GateError(
+                    f"with {name} of the layer groups in host memory and a ring of {num_slots} slots, the model's "
+                    "log-probabilities are not those on the device: fix the staging before measuring it"
+                )
+    note(f"gate: {num_compared} tokens and their log-probabilities are those on the device, bit by bit")
+    return {"compared_tokens": num_compared}
+
+
+def _generate(
+    engine: TieredEngine, prompts: list[list[int]], host_groups: range, chunk_tokens: int
+) -> list[SampledToken]:
+    params = replace(greedy(OUTPUT_TOKENS), logprobs=NUM_TOP)
+    seqs = [engine.open(prompt, host_groups, params) for prompt in prompts]
+    sampled = []
+    while unfinished := [seq for seq in seqs if len(seq.output_token_ids) < OUTPUT_TOKENS]:
+        # Prompts one by one, then all of them together.
+        prompt = next((seq for seq in unfinished if not seq.output_token_ids), None)
+        chosen = unfinished if prompt is None else [prompt]
+        sampled += engine.step(chosen, chunk_tokens)[1]
+    engine.release(seqs)
+    return [token for token in sampled if token is not None]
 
 
 if __name__ == "__main__":

@@ -5,19 +5,19 @@ Speeds are reported only after both gave the same greedy tokens in float32.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from benchmarks.common.agreement import require_agreement
-from benchmarks.common.ceiling import matmul_flops_per_s, memory_read_bytes_per_s
 from benchmarks.common.hugging_face import HuggingFace
 from benchmarks.common.local import load_default_model, local_engine, local_wave
-from benchmarks.common.part import note, run_part
+from benchmarks.common.part import GateError, note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json, ratio, spread
 from benchmarks.common.timing import Wave, describe_waves, throughputs
-from benchmarks.common.workload import MODEL, Load, draw_prompts
+from benchmarks.common.workload import MODEL, Load, draw_prompts, greedy, sequences
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.store import resolve_model
 from engine.steps.loading import LoadedModel
@@ -133,6 +133,73 @@ def _ceiling(model: LoadedModel) -> Json:
         "weight_bytes": model.runner.weight_bytes,
         "single_stream_bound_tokens_per_s": round(bound, 1),
     }
+
+
+NEAR_TIE = (
+    1e-4  # where Hugging Face's two best logits are closer, either token is right, and what follows is not compared
+)
+PROMPT_TOKENS = (1, 17, 64, 600)
+OUTPUT_TOKENS = 24
+
+
+def require_agreement(folder: Path) -> Json:
+    """Compare a few prompts of mixed lengths in one batch. Raises GateError."""
+    prompts = [draw_prompts(1, num_tokens)[0] for num_tokens in PROMPT_TOKENS]
+    ours = _ours(prompts)
+    peer = HuggingFace(folder, torch.float32)
+    compared = near_ties = 0
+    for number, prompt in enumerate(prompts):
+        matching = _matching(peer, prompt, ours[number])
+        compared += matching
+        near_ties += matching < OUTPUT_TOKENS
+    note(f"gate: {compared} greedy tokens equal Hugging Face's in float32 ({near_ties} prompts left at a near-tie)")
+    return {"compared_tokens": compared, "near_ties": near_ties}
+
+
+def _ours(prompts: list[list[int]]) -> list[list[int]]:
+    engine = local_engine(load_default_model("float32", num_threads=torch.get_num_threads()))
+    seqs = sequences(prompts, greedy(OUTPUT_TOKENS))
+    for _ in engine.run(seqs):
+        pass
+    return [seq.output_token_ids for seq in seqs]
+
+
+def _matching(peer: HuggingFace, prompt: list[int], ours: list[int]) -> int:
+    """How many leading tokens agree: all, or those before a near-tie."""
+    output = peer.generate([prompt], OUTPUT_TOKENS, return_dict_in_generate=True, output_logits=True)
+    theirs = output.sequences[0, len(prompt) :].tolist()
+    for index, (token, expected) in enumerate(zip(ours, theirs, strict=True)):
+        best, second = output.logits[index][0].topk(2).values.tolist()
+        if token != expected:
+            if best - second < NEAR_TIE:
+                return index
+            raise GateError(
+                f"a prompt of {len(prompt)} tokens continues with token {token} at {index}, Hugging Face with "
+                f"{expected}, whose logit is {best - second:.2e} above the next: fix the engine before measuring it"
+            )
+    return OUTPUT_TOKENS
+
+
+_BYTES = 512 * 2**20
+_MATRIX = 2048
+
+
+def memory_read_bytes_per_s(repeats: int = 5) -> float:
+    """Best of some passes over memory far larger than any cache, by torch's threads."""
+    numbers = torch.ones(_BYTES // 8, dtype=torch.int64)
+    return _BYTES / min(_seconds(numbers.max) for _ in range(repeats))
+
+
+def matmul_flops_per_s(dtype: torch.dtype, repeats: int = 5) -> float:
+    """Best of some square products that fit the caches, by torch's threads."""
+    a, b = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
+    return 2 * _MATRIX**3 / min(_seconds(lambda: a @ b) for _ in range(repeats))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from typing import Any
 from benchmarks.common.part import note
 from benchmarks.common.provenance import provenance
 from benchmarks.common.summary import Json
-from benchmarks.peers.pieces import PART, PIECES, Piece, chosen, in_order
-from benchmarks.peers.registry import peers
+from benchmarks.peers.pieces import PART, PIECES, Piece, chosen, in_order, peers
 from benchmarks.peers.report import piece_of
 from benchmarks.peers.rounds import prepared, prepared_works, run_rounds
 from benchmarks.peers.stored import Stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.common.summary import Json
-from benchmarks.peers.merged import Pieces, Report, together
+from benchmarks.peers.report import Pieces, Report, together
 from benchmarks.peers.works import ONE_STREAM, START
 
 BF16 = ("llama.cpp", "openvino", "vllm", "transformers")

@@ -11,8 +11,8 @@ import itertools
 from tokenizers import Tokenizer
 
 from benchmarks.common.summary import Json
+from benchmarks.peers.engines.installation import model_folder
 from benchmarks.peers.peer import Answer, Asker, Draw, Request
-from benchmarks.peers.weights import model_folder
 
 NUM_GREEDY, NUM_SEEDED = 36, 12
 ANSWER_TOKENS = 48

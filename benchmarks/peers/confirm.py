@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.summary import Json
-from benchmarks.peers.http_asker import HttpAsker
-from benchmarks.peers.installation import Workshop
+from benchmarks.peers.engines.http_asker import HttpAsker
+from benchmarks.peers.engines.installation import Workshop, model_folder
 from benchmarks.peers.peer import Answer, Asker, Draw, PeerUnavailableError, Request
-from benchmarks.peers.weights import model_folder
 
 VERSION = "0.8.1"
 PROMPT_TOKENS, OUTPUT_TOKENS = 256, 128

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.aims import AIMS
-from benchmarks.peers.merged import Pieces, latest, merged
-from benchmarks.peers.plots import plot_peers
+from benchmarks.peers.report import Pieces, latest, merged
+from benchmarks.report.plots import plot_peers
 from benchmarks.report.table import write_table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.common.summary import Json
-from benchmarks.peers.merged import latest, told
+from benchmarks.peers.report import latest, told
 from benchmarks.report.cells import Report, spread, table, tail
 
 _TITLES = {

@@ -10,11 +10,7 @@ from collections.abc import Callable
 
 from benchmarks.common.provenance import ROOT
 from benchmarks.common.summary import Json
-from benchmarks.report.cells import Report
-from benchmarks.report.cells import spread as _spread
-from benchmarks.report.cells import table as _table
-from benchmarks.report.cells import tail as _tail
-from benchmarks.report.gateway import gateway_headline, gateway_tables, startup_headline, startup_table
+from benchmarks.report.cells import Report, spread, table, tail
 from benchmarks.report.goodput import (
     GOODPUT,
     decisions_headline,
@@ -23,11 +19,151 @@ from benchmarks.report.goodput import (
     goodput_overview,
     goodput_tables,
 )
-from benchmarks.report.honesty import honesty_headline, honesty_tables
-from benchmarks.report.offload import offload_headline, offload_tables
 from benchmarks.report.peers import peers_headline, peers_tables
 from benchmarks.report.plots import plot_layerkv
-from benchmarks.report.quantisation import quantisation_headline, quantisation_table
+
+
+def gateway_tables(results: Report) -> str:
+    alone: list[list[object]] = [
+        [row["streams"], spread(row["tokens_per_s"]), spread(row["cpu_us_per_token"]), row["tokens_per_read"]]
+        for row in results["app_alone"]
+    ]
+    steady: list[list[object]] = [
+        [row["streams"], f"{row['beat_ms']:g}", spread(row["cpu_us_per_token"]), spread(row["tpot_ms"])]
+        for row in results["whole_gateway"]
+    ]
+    flood: list[list[object]] = [
+        [row["streams"], spread(row["tokens_per_s"]), spread(row["cpu_us_per_token"]), row["tokens_per_event"]]
+        for row in results.get("flood", [])
+    ]
+    first: list[list[object]] = [[row["beside"], tail(row["ttft_ms"])] for row in results.get("first_token", [])]
+    cost = "CPU us per token"
+    return "\n".join(
+        (
+            table(["HTTP app alone: streams", "tokens/s on one core", cost, "tokens per read"], alone),
+            table(["whole gateway: streams", "beat, ms", cost, "TPOT at the client, ms"], steady),
+            table(["at full speed: streams", "tokens/s on one core", cost, "tokens per event"], flood),
+            table(["beside streams of 20 ms a token", "added to a first token, ms, P50 / P99"], first),
+        )
+    )
+
+
+def gateway_headline(results: Report) -> Json:
+    return {"cpu_us_per_token": results["whole_gateway"][1]["cpu_us_per_token"]["median"]}
+
+
+def startup_table(results: Report) -> str:
+    rows: list[list[object]] = [[name, spread(seconds)] for name, seconds in results["seconds"].items()]
+    return f"{results['config']}, {results['cpus']} CPUs, all caches warm.\n\n" + table(["phase", "seconds"], rows)
+
+
+def startup_headline(results: Report) -> Json:
+    return {"first_token_s": results["seconds"]["total"]["median"]}
+
+
+def honesty_tables(results: Report) -> str:
+    rows: list[list[object]] = [
+        [row["what"], f"{row['measured']:g}", f"{row['simulated']:g}", f"{row['error']:+.1%}"]
+        for row in results["rows"]
+    ]
+    overheads, prediction = results["overheads"], results["prediction"]
+    told = (
+        f"{results['judged']} of {results['requests']} requests within {results['duration_s']:g} s. Measured on lone "
+        f"requests before: {1e3 * overheads['gateway_s']:.1f} ms of HTTP and gateway, "
+        f"{1e3 * overheads['handoff_s']:.1f} ms of hand-off.\n"
+    )
+    predicted = (
+        f"TTFT as predicted at placement ({prediction['requests']} requests): off by {prediction['median']:.1%} in the "
+        f"median, {prediction['p90']:.1%} at P90.\n"
+    )
+    columns = ["one prefill and one decode worker", "measured", "simulated", "error"]
+    return "\n".join([table(columns, rows), told, predicted])
+
+
+def honesty_headline(results: Report) -> Json:
+    return {
+        "errors": {row["what"]: row["error"] for row in results["rows"]},
+        "prediction": {name: results["prediction"][name] for name in ("median", "p90")},
+    }
+
+
+def offload_tables(results: Report) -> str:
+    decode: list[list[object]] = [
+        [
+            row["host_groups"],
+            spread(row["tpot_ms"]),
+            row["over_device"],
+            f"{row['undisturbed']['over_device']} ({row['undisturbed']['steps']})",
+            row["computed_and_waited_over_device"],
+            spread(row["copied_ms"]),
+            spread(row["waited_ms"]),
+        ]
+        for row in results["decode"]["rows"]
+    ]
+    prefill: list[list[object]] = [
+        [
+            row["prompt_tokens"],
+            row["ring"],
+            spread(row["device_ms"]),
+            spread(row["copied_ms"]),
+            spread(row["waited_ms"]),
+            f"{row['waited_share_of_copying']:.1%}",
+            spread(row["slower_ms"]),
+            spread(row["more_compute_ms"]),
+            f"{row['slower_share_of_prefill']:.1%}",
+        ]
+        for row in results["prefill"]["rows"]
+    ]
+    decode_columns = [
+        "groups in host memory",
+        "TPOT, ms",
+        "over the device's",
+        "undisturbed (steps)",
+        "computed + waited",
+    ]
+    prefill_columns = ["prompt tokens", "ring", "on the device, ms", "copied, ms", "waited, ms", "waited of copied"]
+    return (
+        f"Decode: {results['decode']['load']}.\n\n"
+        + table([*decode_columns, "copied, ms", "waited, ms"], decode)
+        + f"\nPrefill: {results['prefill']['load']}.\n\n"
+        + table([*prefill_columns, "longer by, ms", "more CPU time, ms", "longer by"], prefill)
+    )
+
+
+def offload_headline(results: Report) -> Json:
+    half = next(row for row in results["decode"]["rows"] if row["host_groups"] == "every other")
+    waited = [row["waited_share_of_copying"] for row in results["prefill"]["rows"] if row["ring"] == "2 slots"]
+    return {"decode_half_over_device": half["over_device"], "prefill_largest_waited_share": max(waited)}
+
+
+def quantisation_table(results: Report) -> str:
+    columns = ["weights", "MB", "perplexity", "top-1 as bfloat16, %", "one stream, tokens/s", "of bfloat16's"]
+    columns += ["prefill 512, tokens/s", "8 concurrent, output tokens/s"]
+    rows: list[list[object]] = []
+    for name, quality in results["quality"].items():
+        speed = results["speed"][name]
+        rows.append(
+            [
+                name,
+                results["weight_megabytes"][name],
+                quality["perplexity"],
+                quality["top1_agreement_percent"],
+                spread(speed["single_decode_tokens_per_s"]),
+                speed["single_speedup"],
+                spread(speed["prefill_512_tokens_per_s"]),
+                spread(speed["concurrent_8_tokens_per_s"]),
+            ]
+        )
+    head = f"{results['model']}, {results['threads']} threads; a text of {results['text_tokens']} tokens.\n\n"
+    return head + table(columns, rows)
+
+
+def quantisation_headline(results: Report) -> Json:
+    return {
+        name: {"perplexity": row["perplexity"], "single_speedup": results["speed"][name]["single_speedup"]}
+        for name, row in results["quality"].items()
+    }
+
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -80,8 +216,8 @@ def _engine(results: Report) -> str:
     rows: list[list[object]] = [
         [
             f"one stream {single['load']}: {name}",
-            _spread(single["legato"][key]),
-            _spread(single["hugging_face"][key]),
+            spread(single["legato"][key]),
+            spread(single["hugging_face"][key]),
             up,
         ]
         for name, key, up in (
@@ -92,8 +228,8 @@ def _engine(results: Report) -> str:
     rows += [
         [
             f"{row['concurrent']} concurrent {row['load']}: output tokens/s",
-            _spread(row["legato"]["output_tokens_per_s"]),
-            _spread(row["hugging_face"]["output_tokens_per_s"]),
+            spread(row["legato"]["output_tokens_per_s"]),
+            spread(row["hugging_face"]["output_tokens_per_s"]),
             row["speedup"],
         ]
         for row in results["concurrent"]
@@ -101,8 +237,8 @@ def _engine(results: Report) -> str:
     rows += [
         [
             f"prefill {row['prompt_tokens']}: tokens/s",
-            _spread(row["legato_tokens_per_s"]),
-            _spread(row["hugging_face_tokens_per_s"]),
+            spread(row["legato_tokens_per_s"]),
+            spread(row["hugging_face_tokens_per_s"]),
             row["speedup"],
         ]
         for row in results["prefill"]
@@ -112,7 +248,7 @@ def _engine(results: Report) -> str:
         f"{ceiling['single_stream_bound_tokens_per_s']} tokens/s; bfloat16 products at "
         f"{ceiling['matmul_bf16_tflops']} TFLOP/s.\n"
     )
-    return _table(["bf16, 2 threads", "Legato", "Hugging Face", "times as fast"], rows) + "\n" + bound
+    return table(["bf16, 2 threads", "Legato", "Hugging Face", "times as fast"], rows) + "\n" + bound
 
 
 def _cluster(results: Report) -> str:
@@ -124,12 +260,12 @@ def _cluster(results: Report) -> str:
                 [
                     shape["shape"],
                     row["concurrent"],
-                    _spread(http["output_tokens_per_s"]),
-                    _spread(local["output_tokens_per_s"]),
+                    spread(http["output_tokens_per_s"]),
+                    spread(local["output_tokens_per_s"]),
                     f"{row['share_of_in_process']:.0%}",
-                    _tail(http["ttft_ms"]),
-                    _tail(http["tpot_ms"]),
-                    _tail(local["tpot_ms"]),
+                    tail(http["ttft_ms"]),
+                    tail(http["tpot_ms"]),
+                    tail(local["tpot_ms"]),
                 ]
             )
     peers = ", ".join(
@@ -145,7 +281,7 @@ def _cluster(results: Report) -> str:
         "TPOT P50 / P99, ms",
         "in-process TPOT",
     ]
-    return _table(columns, rows) + f"\nHugging Face `generate` in the same run, output tokens/s: {peers}.\n"
+    return table(columns, rows) + f"\nHugging Face `generate` in the same run, output tokens/s: {peers}.\n"
 
 
 def _handoff(results: Report) -> str:
@@ -155,19 +291,19 @@ def _handoff(results: Report) -> str:
             row["situation"],
             row["prompt_tokens"],
             f"{row['kv_bytes'] / 1e6:.1f}",
-            _spread(row["prefill_ms"]),
-            _spread(row["exposed_ms"]),
+            spread(row["prefill_ms"]),
+            spread(row["exposed_ms"]),
             f"{row['exposed_share_of_prefill']:.1%}",
             f"{row['hidden_share_of_bytes']:.0%}",
-            _spread(row["gb_per_s"]),
+            spread(row["gb_per_s"]),
         ]
         for row in results["rows"]
     ]
     columns = ["transport", "situation", "prompt tokens", "KV, MB", "prefill, ms", "exposed, ms", "of prefill"]
     digest = results["digest"]
     cost = f"{digest['gb_per_s']} GB/s on slabs of {digest['slab_bytes']} bytes, at each end"
-    table = _table([*columns, "bytes hidden", "GB/s, ticket to verified"], rows)
-    return f"{table}\nDigest ({digest['name']}): {cost}.\n"
+    shown = table([*columns, "bytes hidden", "GB/s, ticket to verified"], rows)
+    return f"{shown}\nDigest ({digest['name']}): {cost}.\n"
 
 
 def _sampling(results: Report) -> str:
@@ -183,17 +319,17 @@ def _sampling(results: Report) -> str:
         for row in results[dtype]
     ]
     columns = ["dtype", f"compared; {results['sequences']}", "sequences the same", "differences per 1000 tokens"]
-    return _table([*columns, "log-probability differs by, median / max"], rows)
+    return table([*columns, "log-probability differs by, median / max"], rows)
 
 
 def _eviction(results: Report) -> str:
     rows: list[list[object]] = [
         [f"{value:.1%}" if isinstance(value, float) else value for value in row.values()] for row in results["rows"]
     ]
-    table = _table(["blocks found, of all: capacity", *list(results["rows"][0])[1:]], rows)
-    costs = ", ".join(f"{name} {_spread(cost)}" for name, cost in results["us_per_block"].items())
+    shown = table(["blocks found, of all: capacity", *list(results["rows"][0])[1:]], rows)
+    costs = ", ".join(f"{name} {spread(cost)}" for name, cost in results["us_per_block"].items())
     return (
-        f"{table}\nTrace {results['trace']}: {results['prompts']} prompts, {results['blocks']} full blocks; "
+        f"{shown}\nTrace {results['trace']}: {results['prompts']} prompts, {results['blocks']} full blocks; "
         f"{results['distinct_blocks']} distinct blocks; kept for ever, {results['infinite_hit_rate']:.1%} are found. "
         f"CPU of the whole pool per block asked for, us: {costs}.\n"
     )
@@ -213,32 +349,32 @@ def _layerkv(results: Report) -> str:
                     setting,
                     cell["requests"],
                     f"{cell['mean_ttft_ms']:g}",
-                    _tail(cell["ttft_ms"]),
-                    _tail(cell["tpot_ms"]),
+                    tail(cell["ttft_ms"]),
+                    tail(cell["tpot_ms"]),
                     cell["output_tokens_per_s"],
                     *([""] * len(_LAYERKV_RATIOS) if setting == "off" else [row[name] for name in _LAYERKV_RATIOS]),
                 ]
             )
     columns = ["requests/s", "LayerKV", "requests", "mean TTFT, ms", "TTFT P50 / P99", "TPOT P50 / P99", "tokens/s"]
-    table = _table([*columns, "mean TTFT times lower", "P99 TPOT, ratio", "tokens/s, ratio"], rows)
+    shown = table([*columns, "mean TTFT times lower", "P99 TPOT, ratio", "tokens/s, ratio"], rows)
     plot_layerkv(results, RESULTS / "layerkv.svg")
     return (
-        f"{table}\nLoad {results['load']}; the device holds {results['device_holds_sequences']} sequences at their full"
+        f"{shown}\nLoad {results['load']}; the device holds {results['device_holds_sequences']} sequences at their full"
         " length.\n\n![TTFT and TPOT against load](layerkv.svg)\n"
     )
 
 
 def _prefix(results: Report) -> str:
     rows: list[list[object]] = [
-        [tier, _spread(cell), results["times_lower"].get(tier, ""), results["aims_times_lower"].get(tier, "")]
+        [tier, spread(cell), results["times_lower"].get(tier, ""), results["aims_times_lower"].get(tier, "")]
         for tier, cell in results["ttft_ms"].items()
     ]
-    return _table([f"{results['prompt']}: prefix found in", "TTFT, ms", "times lower than a miss", "aim"], rows)
+    return table([f"{results['prompt']}: prefix found in", "TTFT, ms", "times lower than a miss", "aim"], rows)
 
 
 def _transports(results: Report) -> str:
     names = list(results["rows"][0])
-    return _table(["GB/s: " + names[0], *names[1:]], ([row[name] for name in names] for row in results["rows"]))
+    return table(["GB/s: " + names[0], *names[1:]], ([row[name] for name in names] for row in results["rows"]))
 
 
 def _cluster_headline(results: Report) -> Json:

@@ -5,24 +5,75 @@ the rest, publishes what is full, releases. Only the leading run counts as found
 what will be asked for latest (Belady); *infinite* never evicts.
 
 `python -m benchmarks.scheduling.eviction --trace FILE` (or LEGATO_TRACE=FILE) takes a trace in Mooncake's format, see
-`benchmarks.scheduling.conversations`; without one the conversations are drawn.
+`benchmarks.scheduling.eviction`; without one the conversations are drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import heapq
+import json
+import math
 import os
+import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from benchmarks.common.part import note, run_part
 from benchmarks.common.summary import Json, spread
-from benchmarks.scheduling.conversations import Prompt, draw_conversations, read_trace
 from benchmarks.scheduling.eviction_policies import EVICTION_NAMES, eviction_policy
 from engine.kv.block_pool import BlockKey, BlockPool
 from engine.kv.eviction import EvictionPolicy
+
+TRACE_BLOCK_TOKENS: Final = 512
+NUM_DRAWN: Final = 6000
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Its blocks by number, and of these how many are full and can be kept: all, or all but the last one."""
+
+    blocks: list[int]
+    num_full: int
+
+
+def read_trace(path: Path) -> list[Prompt]:
+    """In the order of the file. `.gz` is unpacked."""
+    data = path.read_bytes()
+    text = gzip.decompress(data) if path.suffix == ".gz" else data
+    requests = [json.loads(line) for line in text.splitlines()]
+    return [Prompt(r["hash_ids"], min(len(r["hash_ids"]), r["input_length"] // TRACE_BLOCK_TOKENS)) for r in requests]
+
+
+def draw_conversations(num_prompts: int = NUM_DRAWN, seed: int = 0) -> list[Prompt]:
+    """Conversations whose statistics are near the trace's.
+
+    All share the first block. A conversation goes on after its first prompt with probability 0.3, after each later one
+    with 0.55; it comes back after a log-normal number of other prompts (median 600, sigma 0.9). The first prompt has a
+    log-normal number of blocks (median 12, sigma 1.1, at most 240), each later one that many more (median 3, sigma 1).
+    """
+    rng = random.Random(seed)
+    comebacks: list[tuple[float, int, list[int]]] = []
+    prompts: list[Prompt] = []
+    next_block = 1
+    while len(prompts) < num_prompts:
+        now = len(prompts)
+        is_comeback = bool(comebacks) and comebacks[0][0] <= now
+        history = heapq.heappop(comebacks)[2] if is_comeback else [0]
+        median, sigma = (3, 1.0) if is_comeback else (12, 1.1)
+        num_new = min(240 - len(history), max(1, round(rng.lognormvariate(math.log(median), sigma))))
+        blocks = history + list(range(next_block, next_block + num_new))
+        next_block += num_new
+        prompts.append(Prompt(blocks, len(blocks) - 1))
+        if len(blocks) < 240 and rng.random() < (0.55 if is_comeback else 0.3):
+            # The last block was not full: what continues it is another one.
+            heapq.heappush(comebacks, (now + rng.lognormvariate(math.log(600), 0.9), now, blocks[:-1]))
+    return prompts
+
 
 CAPACITY_SHARES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the distinct blocks
 NUM_TIMED = 3
@@ -67,7 +118,7 @@ def measure(trace: Path | None) -> Json:
     note(f"{len(prompts)} prompts, {num_distinct} distinct blocks; kept for ever, {infinite:.1%} would be found")
     rows = [_row(prompts, round(num_distinct * share)) for share in CAPACITY_SHARES]
     return {
-        "trace": "drawn: see benchmarks/scheduling/conversations.py" if trace is None else trace.name,
+        "trace": "drawn: see benchmarks/scheduling/eviction.py" if trace is None else trace.name,
         "prompts": len(prompts),
         "blocks": sum(prompt.num_full for prompt in prompts),
         "distinct_blocks": num_distinct,

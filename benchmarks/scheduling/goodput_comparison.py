@@ -11,11 +11,13 @@ from typing import Final
 from benchmarks.common.part import note
 from benchmarks.common.summary import Json
 from benchmarks.report.cells import Report
-from benchmarks.scheduling.goodput_bound import bounds, span_s
 from benchmarks.scheduling.goodput_kept import Kept
 from benchmarks.scheduling.goodput_search import WIDTH, Found, Search, Suited
-from benchmarks.scheduling.goodput_setting import Layout, Setting, play
+from benchmarks.scheduling.goodput_setting import ATTAINMENT, Layout, Setting, play
+from cluster.simulation.plan.demand import demand_of
 from cluster.simulation.records import Record
+from cluster.simulation.workload.traces import TraceRequest
+from engine.cost_model.step_cost import StepCost, StepWork
 
 OVERLOADS: Final = (1.0, 1.5, 2.0, 3.0)
 MAX_RETURNS: Final = 3
@@ -148,3 +150,31 @@ def _overloaded(factor: float, records: Sequence[Record]) -> Json:
         "came_back": len(back),
         "came_back_in_time": round(sum(r.is_met for r in back) / len(back), 3) if back else None,
     }
+
+
+def bounds(setting: Setting, first: int) -> tuple[float, float]:
+    """Of the load, if all requests of the slice are served, and if only those that take the least time are."""
+    requests = list(setting.requests(first, 1.0))
+    demand = demand_of(requests)
+    seconds = sorted(_work_s(setting.cost, r, *prompt) for r, prompt in zip(requests, demand.prompts, strict=True))
+    # A step at least every TPOT, and each takes `base_s` whatever is in it.
+    capacity_s = setting.num_workers * demand.duration_s * (1.0 - setting.cost.base_s / setting.tpot_s)
+    return capacity_s / sum(seconds), capacity_s / sum(_cheapest(seconds))
+
+
+def span_s(setting: Setting, first: int) -> float:
+    """From the slice's first arrival to its last, at load 1."""
+    arrivals = [request.arrival_s for request in setting.requests(first, 1.0)]
+    return max(arrivals) - min(arrivals)
+
+
+def _cheapest(seconds: Sequence[float]) -> Sequence[float]:
+    return seconds[: round(ATTAINMENT * len(seconds))]
+
+
+def _work_s(cost: StepCost, request: TraceRequest, num_new: int, num_cached: int) -> float:
+    """All that the request adds to steps that are there anyway."""
+    prefill = StepWork.of_prefill(num_new, num_cached)
+    decodes = request.output_tokens - 1
+    context = decodes * (request.prompt_tokens + request.output_tokens / 2)
+    return cost.step_s(prefill + StepWork(decodes=decodes, context_tokens=context)) - cost.base_s

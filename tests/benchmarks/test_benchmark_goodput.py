@@ -9,9 +9,7 @@ import pytest
 
 from benchmarks.__main__ import split_options
 from benchmarks.report.goodput import goodput_headline, goodput_overview, goodput_tables
-from benchmarks.scheduling.goodput_bound import bounds
-from benchmarks.scheduling.goodput_comparison import Comparison
-from benchmarks.scheduling.goodput_judge import TooManyMissedError
+from benchmarks.scheduling.goodput_comparison import Comparison, bounds
 from benchmarks.scheduling.goodput_kept import Kept
 from benchmarks.scheduling.goodput_search import Bracket, Search, Suited, bracketed
 from benchmarks.scheduling.goodput_setting import (
@@ -20,6 +18,7 @@ from benchmarks.scheduling.goodput_setting import (
     Layout,
     ModelName,
     Setting,
+    TooManyMissedError,
     attainment,
     fitting_budget,
     layouts,

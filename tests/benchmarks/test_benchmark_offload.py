@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import benchmarks.engine.offload_gate
+import benchmarks.engine.offload
 from benchmarks.common.part import GateError
 from benchmarks.common.quiet import PATIENCE_VARIABLE
 from benchmarks.common.tiered_engine import TieredEngine
 from benchmarks.engine.offload import HOST_GROUPS, RINGS, Extent, measure
-from benchmarks.report.offload import offload_headline, offload_tables
+from benchmarks.report.table import offload_headline, offload_tables
 from engine.sequence import SampledToken
 
 SMALL = Extent(
@@ -30,8 +30,8 @@ SMALL = Extent(
 @pytest.fixture(autouse=True)
 def small_gate(monkeypatch: pytest.MonkeyPatch, smollm2_folder: Path) -> None:
     monkeypatch.setenv(PATIENCE_VARIABLE, "0")
-    monkeypatch.setattr(benchmarks.engine.offload_gate, "PROMPT_TOKENS", (5, 40, 90))
-    monkeypatch.setattr(benchmarks.engine.offload_gate, "OUTPUT_TOKENS", 3)
+    monkeypatch.setattr(benchmarks.engine.offload, "PROMPT_TOKENS", (5, 40, 90))
+    monkeypatch.setattr(benchmarks.engine.offload, "OUTPUT_TOKENS", 3)
 
 
 def test_what_rests_in_host_memory_is_copied_and_nothing_else() -> None:
@@ -51,7 +51,7 @@ def test_what_rests_in_host_memory_is_copied_and_nothing_else() -> None:
 
 
 def test_wrong_logits_bring_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = benchmarks.engine.offload_gate._generate
+    generate = benchmarks.engine.offload._generate
 
     def wrong_in_host_memory(
         engine: TieredEngine, prompts: list[list[int]], host_groups: range, chunk_tokens: int
@@ -59,6 +59,6 @@ def test_wrong_logits_bring_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens = generate(engine, prompts, host_groups, chunk_tokens)
         return [*tokens[:-1], SampledToken(0)] if host_groups else tokens
 
-    monkeypatch.setattr(benchmarks.engine.offload_gate, "_generate", wrong_in_host_memory)
+    monkeypatch.setattr(benchmarks.engine.offload, "_generate", wrong_in_host_memory)
     with pytest.raises(GateError, match="every other of the layer groups"):
         measure(SMALL)

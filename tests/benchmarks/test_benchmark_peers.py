@@ -19,15 +19,15 @@ from benchmarks.common.quiet import PATIENCE_VARIABLE
 from benchmarks.common.sse_client import AnswerError
 from benchmarks.peers.company import ANSWER_TOKENS, company, questions
 from benchmarks.peers.confirm import confirm, read_output, summed_up
-from benchmarks.peers.http_asker import HttpAsker, read_answer
-from benchmarks.peers.installation import Workshop
+from benchmarks.peers.engines.http_asker import HttpAsker, read_answer
+from benchmarks.peers.engines.installation import Workshop
+from benchmarks.peers.engines.started import await_listening, started
+from benchmarks.peers.engines.vllm_cpu import requirements_but_torch
 from benchmarks.peers.peer import Answer, Peer, PeerUnavailableError, Request
-from benchmarks.peers.registry import peers
+from benchmarks.peers.pieces import peers
 from benchmarks.peers.report import piece_of
 from benchmarks.peers.rounds import run_rounds, turns
-from benchmarks.peers.started import await_listening, started
 from benchmarks.peers.stored import results
-from benchmarks.peers.vllm_cpu import requirements_but_torch
 from benchmarks.peers.works import GROUPS, ONE_STREAM, START, drawing, gaps
 from benchmarks.report.peers import peers_tables
 from engine.text.tokenizer import Tokenizer

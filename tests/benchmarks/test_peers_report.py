@@ -12,14 +12,12 @@ import pytest
 
 from benchmarks.peers import stored as stored_module
 from benchmarks.peers.aims import AIMS, Aim
-from benchmarks.peers.merged import latest, merged, together
-from benchmarks.peers.pieces import PART, PIECES, chosen, in_order
-from benchmarks.peers.plots import plot_peers
-from benchmarks.peers.registry import peers
-from benchmarks.peers.report import piece_of
+from benchmarks.peers.pieces import PART, PIECES, chosen, in_order, peers
+from benchmarks.peers.report import latest, merged, piece_of, together
 from benchmarks.peers.stored import Stored, results
 from benchmarks.peers.works import GROUPS, ONE_STREAM, WORKS
 from benchmarks.report.peers import peers_headline, peers_tables
+from benchmarks.report.plots import plot_peers
 
 EIGHT = "8 concurrent 256 -> 128"
 Report = dict[str, Any]

@@ -18,11 +18,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from benchmarks.common.workload import MODEL
-from benchmarks.peers.http_asker import HttpAsker
-from benchmarks.peers.installation import Workshop
+from benchmarks.peers.engines.http_asker import HttpAsker
+from benchmarks.peers.engines.installation import Workshop, model_folder, weights_id
+from benchmarks.peers.engines.started import START_TIMEOUT_S, await_listening, started
 from benchmarks.peers.peer import CONTEXT_TOKENS, Peer, PeerUnavailableError
-from benchmarks.peers.started import START_TIMEOUT_S, await_listening, started
-from benchmarks.peers.weights import model_folder, weights_id
 from cluster.deployment.free_ports import free_port
 
 VERSION = "0.32.0"

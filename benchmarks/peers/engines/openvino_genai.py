@@ -7,11 +7,10 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.peers.http_asker import HttpAsker
-from benchmarks.peers.installation import Workshop
+from benchmarks.peers.engines.http_asker import HttpAsker
+from benchmarks.peers.engines.installation import Workshop, model_folder, weights_id
+from benchmarks.peers.engines.started import started
 from benchmarks.peers.peer import THREADS, Peer
-from benchmarks.peers.started import started
-from benchmarks.peers.weights import model_folder, weights_id
 from cluster.deployment.free_ports import free_port
 
 VERSION = "2026.4.1.0"

@@ -1,9 +1,11 @@
-"""Asks an engine that lives in a process of its own without a server: a line of JSON in, a line of JSON out."""
+"""Legato itself: the server of one worker that does both, of a prefill and a decode worker, and the bare engine; and
+transformers, which lives in the same environment."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import queue
 import subprocess
@@ -11,9 +13,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from benchmarks.common.provenance import ROOT
-from benchmarks.peers.peer import Answer, PeerUnavailableError, Request
-from benchmarks.peers.started import START_TIMEOUT_S, end_process
+from benchmarks.common.cluster_process import running_cluster
+from benchmarks.common.provenance import ROOT, commit
+from benchmarks.common.summary import Json
+from benchmarks.common.workload import MODEL
+from benchmarks.peers.engines.http_asker import HttpAsker
+from benchmarks.peers.engines.installation import model_folder
+from benchmarks.peers.engines.started import START_TIMEOUT_S, end_process
+from benchmarks.peers.peer import MAX_CONCURRENT, THREADS, Answer, Peer, PeerUnavailableError, Request
 
 WAVE_TIMEOUT_S = 600.0
 
@@ -55,9 +62,9 @@ class ChildAsker:
 
 @contextlib.contextmanager
 def child_engine(*arguments: str) -> Iterator[ChildAsker]:
-    """`python -m benchmarks.peers.in_process ...` with Legato's own interpreter."""
+    """`python -m benchmarks.peers.engines.in_process ...` with Legato's own interpreter."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.peers.in_process", *arguments],
+        [sys.executable, "-m", "benchmarks.peers.engines.in_process", *arguments],
         cwd=ROOT,
         text=True,
         stdin=subprocess.PIPE,
@@ -68,3 +75,43 @@ def child_engine(*arguments: str) -> Iterator[ChildAsker]:
         yield ChildAsker(process)
     finally:
         end_process(process)
+
+
+_DECODE: Json = {"max_num_seqs": MAX_CONCURRENT, "chunk_tokens": 512}
+COLOCATED: Json = {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": THREADS}}
+APART: Json = {"prefill": {"threads": 1}, "decode": {**_DECODE, "threads": 1}}
+
+
+def quantised(kind: str) -> Json:
+    return {**COLOCATED, "model": {"quantization": kind}}
+
+
+def legato(name: str, told: str, settings: Json, works: tuple[str, ...]) -> Peer:
+    return Peer(
+        name=name,
+        told=f"Legato {commit()}, {told}",
+        works=works,
+        prepare=_prepare,
+        start=functools.partial(_start, settings),
+    )
+
+
+def in_process(name: str, engine: str, told: str, works: tuple[str, ...], weights: str = "bfloat16") -> Peer:
+    """`engine`: legato or transformers; `weights`: a dtype, or int8 or int4 for Legato."""
+    return Peer(
+        name=name,
+        told=f"{told}, in a process of its own without a server",
+        works=works,
+        prepare=_prepare,
+        start=functools.partial(child_engine, engine, weights),
+    )
+
+
+def _prepare() -> None:
+    model_folder()
+
+
+@contextlib.contextmanager
+def _start(settings: Json) -> Iterator[HttpAsker]:
+    with running_cluster(settings) as port:
+        yield HttpAsker(port, MODEL)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.peers.installation import foreign_environment, last_lines
+from benchmarks.peers.engines.installation import foreign_environment, last_lines
 from benchmarks.peers.peer import PeerUnavailableError
 
 START_TIMEOUT_S = 600.0

@@ -6,6 +6,8 @@ some peers import.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import subprocess
 import sys
@@ -15,7 +17,9 @@ from pathlib import Path
 from filelock import FileLock
 
 from benchmarks.common.part import note
+from benchmarks.common.workload import MODEL
 from benchmarks.peers.peer import PeerUnavailableError
+from engine.checkpoint.store import resolve_model
 from kernels.cache_folder import default_cache_dir
 
 STEP_TIMEOUT_S = 3 * 3600.0
@@ -82,3 +86,15 @@ def last_lines(log: Path) -> str:
     """What it said at last, on one line: it ends up in a table."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return " / ".join(line.strip() for line in lines[-20:] if line.strip())[-400:]
+
+
+@functools.cache
+def model_folder() -> Path:
+    return resolve_model(MODEL)
+
+
+@functools.cache
+def weights_id() -> str:
+    """Changes with the contents, so that what was converted from others is not taken for these."""
+    manifest = model_folder() / "manifest.json"
+    return hashlib.sha256(manifest.read_bytes()).hexdigest()[:8]

@@ -1,6 +1,6 @@
 """The child of `child_asker`: an engine that answers waves of requests until its input ends.
 
-python -m benchmarks.peers.in_process legato|transformers DTYPE|int8|int4
+python -m benchmarks.peers.engines.in_process legato|transformers DTYPE|int8|int4
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The engines that are compared: how each is installed, started and asked."""
