@@ -1,4 +1,4 @@
-"""Numbers from repeats: medians with their range, percentiles. Knows nothing of what was measured."""
+"""Numbers from repeats: medians with their range, percentiles."""
 
 from __future__ import annotations
 

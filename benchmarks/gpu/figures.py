@@ -1,6 +1,6 @@
 """What a step of the GPU check found: numbers beside their aims, printed and stored as they come.
 
-A step that is cut off leaves what it had measured until then. Knows nothing of what is measured.
+A step that is cut off leaves what it had measured until then.
 """
 
 from __future__ import annotations

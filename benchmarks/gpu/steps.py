@@ -1,7 +1,7 @@
 """The steps of the GPU check: what each answers, what runs it, and about how long it takes.
 
 Every step is one or more programs of this interpreter, so that its memory is given back and it cannot take the others
-along. Knows nothing of their order or their outcomes.
+along. `benchmarks.gpu.check` runs them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Arithmetic on a profiler's trace: when a device was busy, how long it waited, what ran beside what.
 
-Reads what `torch.profiler` exports as a Chrome trace. Times are microseconds on the trace's clock. Knows nothing of
-models.
+Reads what `torch.profiler` exports as a Chrome trace. Times are microseconds on the trace's clock.
 """
 
 from __future__ import annotations

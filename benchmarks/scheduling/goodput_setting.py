@@ -1,7 +1,4 @@
-"""What one simulation of the goodput benchmark is: requests, targets, workers, and a router on a layout of them.
-
-Knows nothing of searches for a load, nor of reports.
-"""
+"""What one simulation of the goodput benchmark is: requests, targets, workers, and a router on a layout of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Packed weights as a file that all workers of a machine map: in memory once, and packed once for all starts.
 
 The file is named by a digest of all that its bytes depend on: the checkpoint's files, the type, the code that reads and
-packs. It is whole or not there, whoever is killed. Knows nothing of what is packed, only that equal models ask for
-memory in the same order.
+packs. It is whole or not there, whoever is killed. Equal models have to ask for memory in the same order.
 """
 
 from __future__ import annotations

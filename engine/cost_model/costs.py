@@ -1,7 +1,7 @@
 """What a worker knows of its own steps' cost: nothing at first, then a seed, and from then on a fit to its steps.
 
-The seed is a calibration where there was one, else an estimate brought to the speed of the first steps. Knows neither
-who runs the steps nor who asks.
+The seed is a calibration where there was one, else an estimate brought to the speed of the first steps. The step
+loop reports each step; schedulers, LayerKV and the worker's snapshots ask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Learns what steps cost from the steps themselves: `StepCost`'s coefficients, fitted online.
 
-Knows seconds and the work they bought; not who runs the steps, nor what the predictions are used for.
-
 The coefficients are multiples of a seed's, and each step is one equation in them: its predicted duration, in units of
 that prediction, was `seconds / predicted`. So long and short steps weigh alike, and noise is relative. They are
 estimated by a Kalman filter that forgets only in the direction in which a step informs (Kulhavy, "Restricted

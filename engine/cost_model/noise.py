@@ -1,6 +1,6 @@
 """How steps scatter around what they should take, and for how long: slow ones come in spells.
 
-Knows deviations in the order of their steps, nothing of what the steps computed.
+Placement and the simulator draw and predict by it; `engine.cost_model.fit` measures it.
 """
 
 from __future__ import annotations

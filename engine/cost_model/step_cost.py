@@ -1,7 +1,4 @@
-"""How long a step takes: a linear model of the work in it, the same in workers, scheduler and simulator.
-
-Knows what work a plan holds and what it costs, nothing of who does it when.
-"""
+"""How long a step takes: a linear model of the work in it, the same in workers, scheduler and simulator."""
 
 from __future__ import annotations
 

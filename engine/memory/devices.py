@@ -1,4 +1,4 @@
-"""Where a model computes: a device is named by a setting, and is there or is not. Knows nothing of models."""
+"""Where a model computes: a device is named by a setting, and is there or is not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One step's tensors: what `StepPlan` says about sequences, said about rows of a packed batch.
 
-Built from numpy arrays with a few operations per sequence and none per token. Knows no model.
+The runner builds one for each step, from numpy arrays with a few operations per sequence and none per token.
 
 Shape legend: T packed tokens, G layer groups, R output rows.
 """

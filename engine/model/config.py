@@ -1,6 +1,6 @@
 """What kind of model a folder holds: sizes, and the choices in which the supported families differ.
 
-`ModelConfig` says everything the model needs; nothing else looks at config.json. Knows no weights and no devices.
+`ModelConfig` says everything the model needs; nothing else looks at config.json.
 """
 
 from __future__ import annotations

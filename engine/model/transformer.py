@@ -1,6 +1,6 @@
 """The transformer, for every supported family: one pass over a packed batch, layer by layer.
 
-Knows neither sequences nor sampling; everything about where KV lies comes with the batch.
+The runner calls it; everything about where KV lies comes with the batch.
 
 Shape legend: T packed tokens, E hidden size, Q query heads, H key/value heads, D head size, R output rows,
 V vocabulary.

@@ -1,8 +1,8 @@
 """What a forward pass needs of a batch, as bytes, for the ranks that are told what to compute.
 
 What stands on the host goes along as one message, what stands on the device as another, so that telling a step waits
-for neither. Of block tables only the columns that hold the step's context are told. Knows nothing of how the bytes
-travel.
+for neither. Of block tables only the columns that hold the step's context are told. The leader
+packs, its followers unpack.
 
 Shape legend: T packed tokens, G layer groups, R output rows.
 """

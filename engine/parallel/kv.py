@@ -1,7 +1,7 @@
 """A group's KV as one cache: every rank has its own heads of each block, and this process maps them all.
 
-So what leaves and enters a worker is always all heads of a token, whatever the degree at either end. Knows nothing of
-processes; that every rank has stored what is read is for the caller to know.
+So what leaves and enters a worker is always all heads of a token, whatever the degree at either end.
+That every rank has stored what is read is for the caller to know.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of a group's other ranks: started, heard, watched and ended by the leader's. Knows nothing of steps."""
+"""The processes of a group's other ranks: started, heard, watched and ended by the leader's."""
 
 from __future__ import annotations
 

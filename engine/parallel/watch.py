@@ -1,4 +1,4 @@
-"""Notices that ranks are gone, or late on their devices, while nobody talks to them. Knows no steps and no tensors."""
+"""Tells the leader that ranks are gone, or late on their devices, while nobody talks to them."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ In this order, and each a function of the row and the request alone:
 3. presence and frequency penalties, of output tokens only (OpenAI);
 4. tokens that would end the sequence are banned while it has fewer than `min_tokens`;
 5. `temperature`;
-6. to 8. some tokens are left out: `engine.sampling.truncation`.
+6. to 8. top-k, top-p and min-p filtering: `engine.sampling.truncation`.
 
-Knows nothing of batches, devices or random numbers. Legend: a `Row` is [vocab_size] float32.
+Legend: a `Row` is [vocab_size] float32.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a client may ask of sampling, checked once.
 
-Knows nothing of tensors or of HTTP: the gateway builds it from a request, the wire carries it, the sampler reads it.
+The gateway builds it from a request, the wire carries it, the sampler reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step brings, before it is known: the device may still compute it. Knows neither devices nor samplers."""
+"""What a step brings, before it is known: the device may still compute it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ The noise of one token, defined to the bit so that any device can repeat it:
     noise   = -log(-log(u)) in float64
 
 Only `log` may differ between platforms, by one unit in the last place (2^-52); a draw is affected if two tokens' scores
-are closer than that. Knows nothing of logits or parameters.
+are closer than that.
 """
 
 from __future__ import annotations

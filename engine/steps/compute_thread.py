@@ -1,7 +1,7 @@
 """A thread for what an event loop must not do itself: jobs in order, each with a future of the loop.
 
 An executor with one thread, for steps that take a few milliseconds: `concurrent.futures` makes two futures of each job
-and wakes whoever might wait for either, which costs the loop twice as much. Does not know what is computed.
+and wakes whoever might wait for either, which costs the loop twice as much. The step loop has two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text to token ids and back: whole texts, chats, and streams of tokens.
 
 `Tokenizer` wraps the tokenizer of a checkpoint folder. `IncrementalDetokenizer` turns one sequence's tokens into text
-as they come; `StopChecker` looks for stop strings in that text. Knows nothing of models, sequences or HTTP.
+as they come; `StopChecker` looks for stop strings in that text. The gateway uses all three.
 """
 
 from __future__ import annotations

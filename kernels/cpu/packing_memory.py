@@ -1,7 +1,4 @@
-"""Where packed weights lie: in this process's own memory, unless whoever loads a model has something better.
-
-Knows neither layouts nor files.
-"""
+"""Where packed weights lie: in this process's own memory, unless whoever loads a model has something better."""
 
 from __future__ import annotations
 

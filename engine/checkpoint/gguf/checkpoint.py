@@ -1,8 +1,8 @@
 """A GGUF file becomes a Hugging Face checkpoint folder: in bfloat16, or with its blocks left where they are.
 
 Knows how two architectures lie in a GGUF file (Llama and Gemma 3) and undoes what llama.cpp's converter did to them:
-quantised blocks, permuted query and key rows, norm weights with one added. Knows nothing of downloads and caches; it
-reads one file and writes one folder. Tokenizers are in `engine.checkpoint.gguf.tokenizer`, blocks in
+quantised blocks, permuted query and key rows, norm weights with one added. It reads one file and writes one folder,
+which `engine.checkpoint.gguf.store` keeps. Tokenizers are in `engine.checkpoint.gguf.tokenizer`, blocks in
 `engine.checkpoint.gguf.blocks`.
 """
 

@@ -2,7 +2,7 @@
 
 A GGUF file holds vocabulary, scores or merges, and token types, but only *names* the rules that split and normalise
 text. Those rules are spelled out here for the two kinds in use: SmolLM2's byte-level BPE and Gemma's
-SentencePiece-like BPE. Knows nothing of weights.
+SentencePiece-like BPE; files with other rules are refused.
 """
 
 from __future__ import annotations
