@@ -119,7 +119,7 @@ class Model:
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._rotary = {rope: RotaryEmbedding(rope, config.head_dim, self.device) for rope in ropes}
         self.windows = frozenset(layer.window for layer in config.layers)
-        self._fused = self._fuse()
+        self.fused = self._fuse()
         # As a tensor of the model's type, so that it is rounded like the weights.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=self.dtype, device=self.device)
@@ -177,14 +177,14 @@ class Model:
     def _run_fused(self, x: Tensor, normed: Tensor, step: _Step) -> int:
         """As many of the first layers as one call takes, and how many these are: `x`, `normed` become theirs."""
         attentions = [step.attentions[window] for window in self.windows]
-        if self._fused is None or not self._fused.takes(attentions):
+        if self.fused is None or not self.fused.takes(attentions):
             return 0
         rotations = [step.rotations[rope] for rope in self._rotary]
         inputs = LayersStep(
             cache=step.kv_cache.tensor, slots=step.batch.slot_mapping, rotations=rotations, attentions=attentions
         )
         num_layers = self.config.num_layers - (0 if step.batch.everyone_samples else 1)
-        self._fused.run(x, normed, inputs, num_layers)
+        self.fused.run(x, normed, inputs, num_layers)
         return num_layers
 
     def _plan_attentions(self, batch: Batch, kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:

@@ -93,7 +93,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.host_cache = host_cache
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
-        self._sampler = sampler
+        self.sampler = sampler
         self._threads = threads
         self._sampled: SampledTokens = KnownTokens([])  # by the step that ran last, in its batch's order
         with torch.inference_mode():
@@ -101,18 +101,18 @@ class ModelRunner:
             model = Model(config, weights, kernels, None if group is None else group.ranks)
         self.group = group
         self._check = nothing_to_check if group is None else group.check
-        self._model = model if group is None else GroupModel(group, model)
-        self._graphs: DecodeGraphs | None = None
-        assert self._model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
-        self._tiers, self._staging = self._stage(ring)
+        self.model = model if group is None else GroupModel(group, model)
+        self.graphs: DecodeGraphs | None = None
+        assert self.model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
+        self.tiers, self.staging = self._stage(ring)
 
     def keep_kv_in(self, kv_cache: KVCache, host_cache: KVCache | None, ring: StagingConfig | None) -> None:
         """In place of where it was kept so far, and forget that: before the runner is put to use."""
-        assert self._staging is None, "what is staged belongs to a cache"
-        assert self._graphs is None, "what is recorded belongs to a cache"
+        assert self.staging is None, "what is staged belongs to a cache"
+        assert self.graphs is None, "what is recorded belongs to a cache"
         self.kv_cache = kv_cache
         self.host_cache = host_cache
-        self._tiers, self._staging = self._stage(ring)
+        self.tiers, self.staging = self._stage(ring)
 
     @torch.inference_mode()
     def record_decode(self, kernels: GraphKernels, limits: DecodeGraphLimits, recorder: Recorder | None = None) -> None:
@@ -120,12 +120,12 @@ class ModelRunner:
 
         After `keep_kv_in`, for a runner without a group; `recorder` None: the device's.
         """
-        assert isinstance(self._model, Model), "the ranks of a group are told of each step"
+        assert isinstance(self.model, Model), "the ranks of a group are told of each step"
         recorder = recorder or recorder_for(self.kv_cache.device)
-        self._graphs = DecodeGraphs(self._model, self.kv_cache, kernels, limits, recorder)
+        self.graphs = DecodeGraphs(self.model, self.kv_cache, kernels, limits, recorder)
 
     def forget_recordings(self) -> None:
-        self._graphs = None
+        self.graphs = None
 
     def _stage(self, ring: StagingConfig | None) -> tuple[StagedTiers | None, Staging | None]:
         assert ring is None or self.host_cache is not None, "a staging ring needs a host cache to fetch from"
@@ -138,18 +138,18 @@ class ModelRunner:
     @property
     def num_pool_blocks(self) -> int:
         """Blocks of the device cache that sequences may own: all but the ring's."""
-        return self.kv_cache.num_blocks if self._tiers is None else self._tiers.num_pool_blocks
+        return self.kv_cache.num_blocks if self.tiers is None else self.tiers.num_pool_blocks
 
     @property
     def staging_columns(self) -> int:
         """Block columns that all host-resident sequences of a step may have together; 0: none can be computed."""
-        ring = None if self._tiers is None else self._tiers.ring
+        ring = None if self.tiers is None else self.tiers.ring
         return 0 if ring is None else ring.num_blocks
 
     @property
     def transfer_stats(self) -> TransferStats | None:
         """None without host memory."""
-        return None if self._staging is None else self._staging.stats
+        return None if self.staging is None else self.staging.stats
 
     @property
     def sequence_kv(self) -> SequenceKV:
@@ -168,8 +168,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """End what copies and the group's other processes. Nothing may be executed after."""
-        if self._staging is not None:
-            self._staging.close()
+        if self.staging is not None:
+            self.staging.close()
         if self.group is not None:
             self.group.close()
 
@@ -189,7 +189,7 @@ class ModelRunner:
 
         Tokens that `after` samples may be unknown still. Raises ValueError as `execute` does.
         """
-        placement = None if self._tiers is None else self._tiers.place(plan)
+        placement = None if self.tiers is None else self.tiers.place(plan)
         if not plan.items:
             return PreparedStep(plan, None, placement)
         tables = {} if placement is None else placement.tables
@@ -231,9 +231,9 @@ class ModelRunner:
         return self._sample(step.plan, step.batch, hidden)
 
     def _forward(self, batch: Batch, hooks: LayerHooks | None) -> Tensor:
-        if self._graphs is not None and hooks is None and self._graphs.takes(batch):
-            return self._graphs.forward(batch)
-        return self._model.forward(batch, self.kv_cache, hooks)
+        if self.graphs is not None and hooks is None and self.graphs.takes(batch):
+            return self.graphs.forward(batch)
+        return self.model.forward(batch, self.kv_cache, hooks)
 
     def _before_sampling(self, wait: Callable[[], None]) -> None:
         try:
@@ -246,10 +246,10 @@ class ModelRunner:
     def _hooks(
         self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None
     ) -> AbstractContextManager[LayerHooks | None]:
-        if self._staging is not None and (plan.copies or placement is not None):
-            return self._staging.step(plan, placement, on_layer)
+        if self.staging is not None and (plan.copies or placement is not None):
+            return self.staging.step(plan, placement, on_layer)
         assert not plan.copies, "copies between tiers were planned for a runner without host memory"
-        assert self._staging or not any(item.seq.host_groups for item in plan.items), "there is no host memory"
+        assert self.staging or not any(item.seq.host_groups for item in plan.items), "there is no host memory"
         return nullcontext(None if on_layer is None else StoredLayers(on_layer))
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> PendingOutput:
@@ -258,7 +258,7 @@ class ModelRunner:
         if not num_samples:
             return PendingOutput(prompt_logprobs=prompt_logprobs, check=self._check)
         rows = [plan.items[index].seq for index in batch.sampling_items]
-        tokens = self._sampler.begin(self._model.logits(hidden[:num_samples]), rows)
+        tokens = self.sampler.begin(self.model.logits(hidden[:num_samples]), rows)
         self._sampled = tokens
         return PendingOutput(
             prompt_logprobs=prompt_logprobs, sampling_items=batch.sampling_items, tokens=tokens, check=self._check
@@ -277,8 +277,8 @@ class ModelRunner:
         logprobs: list[TokenLogprobs] = []
         for start in range(0, len(next_token_ids), _LOGIT_ROWS):
             ids = next_token_ids[start : start + _LOGIT_ROWS]
-            logits = self._model.logits(hidden[start : start + len(ids)])
-            logprobs.extend(self._sampler.prompt_logprobs(logits, ids, num_top))
+            logits = self.model.logits(hidden[start : start + len(ids)])
+            logprobs.extend(self.sampler.prompt_logprobs(logits, ids, num_top))
         return logprobs
 
 

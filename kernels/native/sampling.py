@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kernels.native.library import Float, Function, Pointer, Size, declare, native_library
 
 _CAPACITY = 1024  # three to thirty are usual
-_TOP_CAPACITY = 8192
+TOP_CAPACITY = 8192
 _LANES = 16  # are written at a time
 
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
@@ -57,9 +57,9 @@ def top_logits(relative: npt.NDArray[np.float32], radius: float) -> TopLogits | 
     if function is None:
         return None
     assert relative.dtype == np.float32 and relative.flags.c_contiguous
-    values, mass = np.empty(_TOP_CAPACITY + _LANES, dtype=np.float32), ctypes.c_double()
+    values, mass = np.empty(TOP_CAPACITY + _LANES, dtype=np.float32), ctypes.c_double()
     found = values.ctypes.data, ctypes.addressof(mass)
-    count = function(relative.ctypes.data, len(relative), -radius, _TOP_CAPACITY, *found)
+    count = function(relative.ctypes.data, len(relative), -radius, TOP_CAPACITY, *found)
     return None if count < 0 else TopLogits(values[:count], mass.value)
 
 

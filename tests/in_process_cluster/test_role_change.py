@@ -34,7 +34,7 @@ PROMPT = random_prompts([150], seed=7)[0]
 def memory_of(replica: WorkerReplica) -> list[int]:
     """Where the weights and the KV lie."""
     runner = replica.model.runner
-    tensors = [value for value in vars(runner._model).values() if isinstance(value, torch.Tensor)]
+    tensors = [value for value in vars(runner.model).values() if isinstance(value, torch.Tensor)]
     assert tensors
     return [tensor.data_ptr() for tensor in (*tensors, runner.kv_cache.tensor)]
 

@@ -27,15 +27,15 @@ class World(StagedStepper):
 
     def __init__(self, folder: Path, eager: Collection[str], num_slots: int = 2) -> None:
         runner, self.sampler = staged_runner(folder, ring=StagingConfig(num_groups=num_slots, num_blocks=16))
-        assert isinstance(runner._model, Model)
+        assert isinstance(runner.model, Model)
         super().__init__(runner)
         self.device = Device(eager)
         runner.close()
-        assert runner._tiers is not None
-        runner._staging = StreamStaging(runner._tiers, self.device.staging)
+        assert runner.tiers is not None
+        runner.staging = StreamStaging(runner.tiers, self.device.staging)
         for cache in (runner.kv_cache, self.host_cache):  # the rate of fetches was measured
             cache.tensor.fill_(torch.nan)
-        runner._model = QueuedModel(runner._model, self.device)  # type: ignore[assignment]
+        runner.model = QueuedModel(runner.model, self.device)  # type: ignore[assignment]
         self.launched: list[PendingOutput] = []
 
     def place_new(self, prompt: list[int], host_groups: Collection[int]) -> Sequence:

@@ -93,7 +93,7 @@ class PoisoningKernels(GpuKernels):
 @torch.inference_mode()
 def spoil_inputs(runner: ModelRunner) -> None:
     """Tokens and positions that no model has, and slots that are somebody's."""
-    graphs = runner._graphs
+    graphs = runner.graphs
     assert graphs is not None
     graphs.inputs[:2] = 1 << 40
     graphs.inputs[2:] = 0
@@ -116,7 +116,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def decode(driver: Stepper, seqs: list[Seq]) -> None:
-    if driver.runner._graphs is not None:
+    if driver.runner.graphs is not None:
         spoil_inputs(driver.runner)
     driver.step([(seq, 1) for seq in seqs])
 
@@ -274,7 +274,7 @@ def test_a_cpu_records_nothing(tmp_path: Path) -> None:
     assert isinstance(GpuKernels(device(), batch_invariant=False), GraphKernels)
     assert not isinstance(cpu, GraphKernels)
     runner = load_runner(tmp_path, dtype=torch.float32, block_size=4, num_blocks=8, decode_graphs=True)
-    assert runner._graphs is None
+    assert runner.graphs is None
 
 
 def test_the_setting_reaches_those_who_decode() -> None:

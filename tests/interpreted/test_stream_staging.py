@@ -110,7 +110,7 @@ def test_a_step_that_fails_leaves_nothing_under_way(
     seq, other = world.place_new(PROMPTS[0], ALL), world.place_new(PROMPTS[1], SOME)
     world.launch([other])
     world.launch([seq])
-    assert isinstance(world.runner._staging, StreamStaging)
+    assert isinstance(world.runner.staging, StreamStaging)
     queue, num_queued = SimulatedStream.queue, 0
 
     def fail_at_the_third(stream: SimulatedStream, work: Callable[[], object]) -> None:

@@ -104,7 +104,7 @@ async def test_answers_in_bfloat16_do_not_change_with_the_company_they_are_in(
     ) as cluster:
         together = [answer(cluster, f"r{n}", *request) for n, request in enumerate(requests())]
         assert await asyncio.gather(*together) == alone
-        assert cluster.decodes[0]._scheduler.num_preemptions > 0
+        assert cluster.decodes[0].snapshot().tiers.num_preemptions > 0
 
 
 async def test_a_stream_in_bfloat16_goes_on_to_the_token_when_its_worker_is_gone(llama: SmallModel) -> None:
@@ -112,7 +112,7 @@ async def test_a_stream_in_bfloat16_goes_on_to_the_token_when_its_worker_is_gone
     async with cluster_of(llama, num_decode=2, prefill_engine=BFLOAT16, decode_engine=BFLOAT16) as cluster:
         stream = cluster.stream("r", PROMPT, greedy(60))
         found = [(await anext(stream)).token_id for _ in range(8)]
-        await cluster.remove(next(worker for worker in cluster.decodes if worker._scheduler.num_running))
+        await cluster.remove(next(worker for worker in cluster.decodes if worker.snapshot().num_running))
         async for event in stream:
             found.append(event.token_id)
     assert found == expected

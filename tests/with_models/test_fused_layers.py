@@ -43,16 +43,16 @@ class QuantisingKernels(NativeCpuKernels):
 
 
 def _fused_of(runner: ModelRunner) -> object:
-    assert isinstance(runner._model, Model)
-    return runner._model._fused
+    assert isinstance(runner.model, Model)
+    return runner.model.fused
 
 
 def _logits(folder: Path, kernels: Kernels, dtype: torch.dtype, *, fused: bool) -> dict[str, list[Tensor]]:
     """Of sequences of several lengths, in steps that mix prefill and decode."""
     runner, sampler = recording_runner(folder, layers_per_group=3, block_size=5, dtype=dtype, kernels=kernels)
-    assert isinstance(runner._model, Model)
+    assert isinstance(runner.model, Model)
     if not fused:
-        runner._model._fused = None
+        runner.model.fused = None
     stepper, generator = Stepper(runner, seed=3), random.Random(7)
     prompts = [[generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 4, 17, 33)]
     stepper.generate_mixed([stepper.add(prompt, str(index)) for index, prompt in enumerate(prompts)], NUM_NEW_TOKENS)

@@ -37,7 +37,7 @@ def _generate(engine: LocalEngine, prompts: list[list[int]], params: list[Sampli
     for emissions in found.values():
         assert [e.index for e in emissions] == list(range(len(emissions)))
         assert [e.finish is not None for e in emissions] == [False] * (len(emissions) - 1) + [True]
-    engine.scheduler._allocator.pool.check_idle()
+    engine.scheduler.allocator.pool.check_idle()
     return list(found.values())
 
 

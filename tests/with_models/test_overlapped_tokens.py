@@ -91,7 +91,7 @@ class Generation:
     ) -> None:
         self._model = _model(folder, kv_blocks)
         if late:
-            self._model.runner._sampler = LateSampler(self._model.runner._sampler)
+            self._model.runner.sampler = LateSampler(self._model.runner.sampler)
         self._scheduler = _scheduler(self._model)
         self._drop = drop
         self._seqs = _wishes()

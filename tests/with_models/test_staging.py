@@ -210,9 +210,9 @@ def test_a_group_is_fetched_while_the_one_before_it_computes(
     seq = staged(stepper, PROMPTS[0], PLACEMENTS["all"])
     stepper.generate(seq, 1)
     second_fetched = threading.Event()
-    staging = stepper.runner._staging
+    staging = stepper.runner.staging
     assert isinstance(staging, ThreadStaging)
-    fetch, attend, met = staging.fetch_group, stepper.runner._model._attend, []  # type: ignore[union-attr]
+    fetch, attend, met = staging.fetch_group, stepper.runner.model._attend, []  # type: ignore[union-attr]
 
     def watched_fetch(placement: object, group: int) -> None:
         fetch(placement, group)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_a_group_is_fetched_while_the_one_before_it_computes(
         return attend(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(staging, "fetch_group", watched_fetch)
-    monkeypatch.setattr(stepper.runner._model, "_attend", lasting_attend)
+    monkeypatch.setattr(stepper.runner.model, "_attend", lasting_attend)
     stepper.step([(seq, 1)])
     assert met == [True] * NUM_GROUPS
 
@@ -241,7 +241,7 @@ def test_a_step_that_fails_leaves_no_copy_behind(
         def fail(*args: object) -> torch.Tensor:
             raise RuntimeError("out of luck")
 
-        patched.setattr(stepper.runner._model, "_attend", fail)
+        patched.setattr(stepper.runner.model, "_attend", fail)
         stepper.reserve(seq, seq.num_tokens)
         copy = stepper.to_host(moving, 3)
         with pytest.raises(RuntimeError, match="out of luck"):

@@ -110,7 +110,7 @@ def test_groups_that_wander_between_the_tiers_while_a_sequence_generates(models:
     """Not by the scheduler's own choice: any groups, at any step, there and back."""
     model, [prompt] = models(family), random_prompts([75], seed=4)
     engine, loaded = _local_engine(model, family, Shape(block_size=8, device=256, staging=160), 640)
-    residency, allocator = engine.scheduler._tiers, engine.scheduler.allocator
+    residency, allocator = engine.scheduler.tiers, engine.scheduler.allocator
     assert isinstance(residency, Residency)
     seq = Sequence(request_id="r", attempt=0, params=greedy(40), prompt_token_ids=prompt)
     residency._restore = lambda turn, queue: None  # type: ignore[method-assign]

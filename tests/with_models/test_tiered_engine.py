@@ -81,6 +81,6 @@ def test_tokens_are_hugging_face_s_wherever_layers_rest(
         most_paused = max(most_paused, engine.scheduler.num_paused)
     assert most_paused > 0
     assert [seq.output_token_ids for seq in seqs] == [small.hugging_face(prompt, NUM_TOKENS) for prompt in prompts]
-    engine.scheduler._allocator.pool.check_idle()
-    assert engine.scheduler._allocator.host_pool is not None
-    engine.scheduler._allocator.host_pool.check_idle()
+    engine.scheduler.allocator.pool.check_idle()
+    assert engine.scheduler.allocator.host_pool is not None
+    engine.scheduler.allocator.host_pool.check_idle()

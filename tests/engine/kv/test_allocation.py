@@ -74,7 +74,7 @@ def test_no_hit_where_it_is_not_wanted() -> None:
     off = _allocator(prefix_caching=False)
     _leave_in_cache(off, list(range(12)))
     assert _hit(off, list(range(12))) == 0
-    assert not off.pool._cached
+    assert off.pool.num_cached == 0
 
 
 def test_a_column_of_which_one_group_was_evicted_is_no_hit() -> None:

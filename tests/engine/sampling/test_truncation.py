@@ -112,7 +112,7 @@ def test_the_likely_and_the_mass_of_the_row(radius: float, vocab_size: int) -> N
 
 @native
 def test_more_than_there_is_room_for_are_not_given() -> None:
-    capacity = kernels.native.sampling._TOP_CAPACITY
+    capacity = kernels.native.sampling.TOP_CAPACITY
     found = top_logits(np.zeros(capacity, dtype=np.float32), 1.0)
     assert found is not None
     assert found.values.tolist() == [0.0] * capacity

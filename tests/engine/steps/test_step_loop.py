@@ -55,7 +55,7 @@ class Bench:
         self.loop = StepLoop(
             self,
             costs=self.costs,
-            plan=self._next_plan,
+            plan=lambda: self.next_plan(),
             finish=self._finish,
             failed=self._fail,
             on_layer=self._on_layer,
@@ -74,7 +74,7 @@ class Bench:
             raise RuntimeError("hiccup")
         return StepOutput([], [])
 
-    def _next_plan(self) -> StepPlan:
+    def next_plan(self) -> StepPlan:
         self.num_planned += 1
         return self.plans.pop(0) if self.plans else NOTHING
 
@@ -128,7 +128,7 @@ async def test_a_wake_in_the_middle_of_a_step_is_not_lost() -> None:
 async def test_a_wake_while_planning_is_not_lost() -> None:
     async with _running() as bench:
         await eventually(lambda: bench.num_planned == 1)
-        plan_next = bench.loop._plan
+        plan_next = bench.next_plan
 
         def plan_and_wake() -> StepPlan:
             plan = plan_next()
@@ -137,7 +137,7 @@ async def test_a_wake_while_planning_is_not_lost() -> None:
                 bench.loop.wake()
             return plan
 
-        bench.loop._plan = plan_and_wake
+        bench.next_plan = plan_and_wake  # type: ignore[method-assign]
         bench.loop.wake()
         await eventually(lambda: len(bench.finished) == 1)
 
@@ -251,7 +251,7 @@ async def test_a_loop_that_ended_by_an_error_of_ours_is_ill() -> None:
         def broken() -> StepPlan:
             raise AssertionError("a bug in the scheduler")
 
-        bench.loop._plan = broken
+        bench.next_plan = broken  # type: ignore[method-assign]
         bench.loop.wake()
         await eventually(lambda: not bench.loop.healthy)
 
