@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.common.part import GateError
 from benchmarks.common.provenance import ROOT, commit
-from benchmarks.gpu.ceilings import Ceilings, Times, ceilings, timed
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.kernel_cases import Case, Shape, cases
+from benchmarks.gpu.speed.ceilings import Ceilings, Times, ceilings, timed
 from benchmarks.report.table import RESULTS
 
 TESTS = (

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.common.part import GateError
 from benchmarks.common.workload import draw_prompts, greedy, sequences
-from benchmarks.gpu import model_speed
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import RandomModel, engine_config, small_model
+from benchmarks.gpu.speed import model_speed
 from decode_workers.local_engine import LocalEngine
 from engine.parallel.leader import STEP_S
 from engine.parallel.processes import GroupError

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common.timing import RequestTiming, Wave
 from benchmarks.common.workload import Load, draw_prompts, greedy
-from benchmarks.gpu.stepping import Stepper
+from benchmarks.gpu.speed.stepping import Stepper
 from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model
 from engine.steps.memory_profile import StepSize
 

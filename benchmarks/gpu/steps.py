@@ -66,10 +66,12 @@ STEPS: Mapping[str, Step] = {
             minutes=1.5,
             commands=(("-m", "benchmarks.gpu.exactness"),),
         ),
-        _measured("model", "steps of an 8B shape beside the ceilings, and beside the cost model", 3, "model_speed"),
-        _measured("gap", "how long the GPU waits for the host between decode steps", 2, "host_gap"),
-        _measured("link", "slabs to pinned host memory beside the link's rate", 0.5, "link"),
-        _measured("layerkv", "tokens with layers in host memory, and what their copies run beside", 2, "layerkv"),
+        _measured(
+            "model", "steps of an 8B shape beside the ceilings, and beside the cost model", 3, "speed.model_speed"
+        ),
+        _measured("gap", "how long the GPU waits for the host between decode steps", 2, "speed.host_gap"),
+        _measured("link", "slabs to pinned host memory beside the link's rate", 0.5, "speed.link"),
+        _measured("layerkv", "tokens with layers in host memory, and what their copies run beside", 2, "speed.layerkv"),
         _tests("kernels", "every kernel equals its reference on the device", 4, *TESTS),
         _measured("speed", "every kernel beside the ceilings", 2, "kernels"),
         Step(
@@ -79,7 +81,7 @@ STEPS: Mapping[str, Step] = {
             commands=tuple(("-m", _HANDOFF, way, "cuda:0") for way in ("device", "shm", "tcp")),
         ),
         _measured("exposed", "what a hand-off of 8k tokens of an 8B shape leaves exposed", 2.5, "handoff_share"),
-        _measured("memory", "a worker's memory stays as it was after its start", 2, "memory"),
+        _measured("memory", "a worker's memory stays as it was after its start", 2, "speed.memory"),
         _measured("parallel", "one model over two GPUs or four; needs two GPUs", 4, "parallel"),
         _measured("peers_batching", "beside transformers' continuous batching", 4, "peers", "batching"),
         _measured("peers_compiled", "beside transformers' compiled static cache", 6, "peers", "compiled"),

@@ -11,11 +11,11 @@ import torch
 from benchmarks.common.part import GateError
 from benchmarks.common.provenance import ROOT, commit
 from benchmarks.gpu import exactness, kernels
-from benchmarks.gpu.ceilings import Ceilings, Times
 from benchmarks.gpu.exactness import same_tokens
 from benchmarks.gpu.figures import Report, path_of, reported
 from benchmarks.gpu.kernel_cases import Case, Shape, cases
 from benchmarks.gpu.kernels import TESTS, judged, measure_cases
+from benchmarks.gpu.speed.ceilings import Ceilings, Times
 from engine.checkpoint.builtin_models import ModelUnavailableError
 from tests.benchmarks.gpu_steps import TINY, models_in
 from tests.support.interpreted import device
@@ -40,7 +40,7 @@ SMALL = Shape(
 
 def test_every_case_runs_and_stands_beside_its_aims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr("benchmarks.gpu.ceilings._CPU_REPEATS", 1)
+    monkeypatch.setattr("benchmarks.gpu.speed.ceilings._CPU_REPEATS", 1)
 
     def step(report: Report, where: torch.device) -> None:
         measure_cases(report, where, SMALL, Ceilings(flops_per_s=1e9, bytes_per_s=1e9))

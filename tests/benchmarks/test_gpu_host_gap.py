@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import host_gap
-from benchmarks.gpu.model_speed import Scale
+from benchmarks.gpu.speed import host_gap
+from benchmarks.gpu.speed.model_speed import Scale
 from tests.benchmarks.gpu_steps import TINY, figures, models_in, run_here
 
 SMALL = Scale(model=TINY, decodes=(1, 2), context_tokens=8, num_steps=14, prefills=(32,))

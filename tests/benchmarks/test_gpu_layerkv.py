@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks.common.part import GateError
-from benchmarks.gpu import layerkv
 from benchmarks.gpu.figures import Report
-from benchmarks.gpu.layerkv import Scale, told_apart
 from benchmarks.gpu.random_model import checkpoint
-from benchmarks.gpu.trace import Activity, share_beside
+from benchmarks.gpu.speed import layerkv
+from benchmarks.gpu.speed.layerkv import Scale, told_apart
+from benchmarks.gpu.speed.trace import Activity, share_beside
 from tests.benchmarks.gpu_steps import TINY, figures, models_in, run_here
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import link, memory
 from benchmarks.gpu.kernel_cases import Shape
+from benchmarks.gpu.speed import link, memory
 from tests.benchmarks.gpu_steps import TINY, figures, models_in, run_here
 from tests.interpreted.device_queues import device_copies
 from tests.support.interpreted import device

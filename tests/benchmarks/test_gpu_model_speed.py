@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from benchmarks.common.part import GateError
-from benchmarks.gpu import model_speed
 from benchmarks.gpu.figures import Figure, Report, path_of, reported
-from benchmarks.gpu.model_speed import Aims, Scale, decode_bytes, prefill_flops
 from benchmarks.gpu.random_model import LLAMA_8B, write_checkpoint
-from benchmarks.gpu.stepping import StepEnd, decode_step_seconds
+from benchmarks.gpu.speed import model_speed
+from benchmarks.gpu.speed.model_speed import Aims, Scale, decode_bytes, prefill_flops
+from benchmarks.gpu.speed.stepping import StepEnd, decode_step_seconds
 from engine.checkpoint.weights import load_weights
 from engine.cost_model.step_cost import StepWork
 from engine.model.config import ModelConfig

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import model_speed, parallel
+from benchmarks.gpu import parallel
 from benchmarks.gpu.figures import path_of, reported
+from benchmarks.gpu.speed import model_speed
 from engine.steps.loading import LoadedModel
 from tests.benchmarks.gpu_steps import TINY, figures, models_in, run_here
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.trace import Activity, common, read_trace, share_beside, step_times, union
+from benchmarks.gpu.speed.trace import Activity, common, read_trace, share_beside, step_times, union
 
 
 def _event(name: str, began_us: float, lasted_us: float, category: str = "kernel", stream: object = 7) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.model_speed`: steps of Llama-3.1-8B's shape beside what the GPU could do at best.
+"""`python -m benchmarks.gpu.speed.model_speed`: steps of Llama-3.1-8B's shape beside what the GPU could do at best.
 
 A decode step is bound by memory: it reads all weights but the embedding, and the KV of its sequences. A long prompt is
 bound by products. Ceilings are measured in the same run. What `engine.cost_model.roofline` says of the same steps
@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.common.summary import spread
 from benchmarks.common.workload import draw_prompts, greedy
-from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, engine_config
-from benchmarks.gpu.stepping import Stepper, decode_step_seconds
+from benchmarks.gpu.speed.ceilings import Ceilings, ceilings
+from benchmarks.gpu.speed.stepping import Stepper, decode_step_seconds
 from engine.cost_model.roofline import H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepWork
 from engine.steps.loading import LoadedModel, load_model

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.host_gap`: how long the GPU waits for the host between decode steps, by a profiler's trace.
+"""`python -m benchmarks.gpu.speed.host_gap`: how long the GPU waits for the host between decode steps, by a trace.
 
 Each step begins with a mark that the trace shows. Between two marks, pauses longer than those between kernels that were
 launched together are the host's. With recorded steps and without, overlapped and one after the other.
@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.figures import Figure, Report, run_step
-from benchmarks.gpu.model_speed import Aims, Scale, loaded
-from benchmarks.gpu.stepping import Stepper, decode_step_seconds
-from benchmarks.gpu.trace import DEVICE_WORK, StepTime, read_trace, step_times
+from benchmarks.gpu.speed.model_speed import Aims, Scale, loaded
+from benchmarks.gpu.speed.stepping import Stepper, decode_step_seconds
+from benchmarks.gpu.speed.trace import DEVICE_WORK, StepTime, read_trace, step_times
 from engine.steps.loading import LoadedModel
 
 AIM_US = 100.0

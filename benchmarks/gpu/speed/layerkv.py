@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.layerkv`: LayerKV on the GPU: the same tokens, what it costs, what runs beside what.
+"""`python -m benchmarks.gpu.speed.layerkv`: LayerKV on the GPU: the same tokens, what it costs, what runs beside what.
 
 SmolLM2 in float32 with every other layer group of each sequence in host memory must give the tokens that it gives with
 all of them on the device. Then decode steps in bfloat16 take turns, staged and not, and a profiler's trace of staged
@@ -24,8 +24,8 @@ from benchmarks.common.timing import MS
 from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.exactness import generated, model_or_stand_in
 from benchmarks.gpu.figures import Figure, Report, run_step
-from benchmarks.gpu.host_gap import profiling
-from benchmarks.gpu.trace import DEVICE_WORK, Activity, length, read_trace, share_beside, union
+from benchmarks.gpu.speed.host_gap import profiling
+from benchmarks.gpu.speed.trace import DEVICE_WORK, Activity, length, read_trace, share_beside, union
 from engine.checkpoint.store import resolve_model
 from engine.kv.sizes import layers_per_group_for
 from engine.model.config import ModelConfig

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.memory`: whether a worker's memory on the GPU stays as it was after its start.
+"""`python -m benchmarks.gpu.speed.memory`: whether a worker's memory on the GPU stays as it was after its start.
 
 A model takes its share of the GPU (`memory: 90%`), records its decode steps, and then gets what a worker would at full
 load: short and long prompts, batches of every size, sequences that come and go. The driver says what is in use.
@@ -17,7 +17,7 @@ import torch
 from benchmarks.common.workload import draw_prompts
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, engine_config
-from benchmarks.gpu.stepping import Stepper
+from benchmarks.gpu.speed.stepping import Stepper
 from engine.sampling.params import SamplingParams
 from engine.steps.loading import LoadedModel, load_model
 from engine.steps.memory_profile import StepSize

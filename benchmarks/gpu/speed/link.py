@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.link`: slabs to and from pinned memory of the host, beside the link's own rate.
+"""`python -m benchmarks.gpu.speed.link`: slabs to and from pinned memory of the host, beside the link's own rate.
 
 The whole way of a slab over shared memory as workers go it: gathered and digested on the GPU, copied to a segment that
 is shared and pinned, waited for by the threads that workers have for it, so that a few are on their way at once. Beside

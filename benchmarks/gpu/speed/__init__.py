@@ -1,0 +1,1 @@
+"""How fast a GPU runs steps, copies and kernels beside what it can, and what it waits for."""
