@@ -62,7 +62,7 @@ def _kernels(native: bool) -> Iterator[None]:
     """The noise of single tokens comes from the C++ kernels, if the machine has them, or from numpy."""
     with pytest.MonkeyPatch.context() as patch:
         if not native:
-            patch.setattr(engine.sampling.philox, "native_words", lambda *_, **__: None)
+            patch.setattr(engine.sampling.philox, "random_bits", lambda *_, **__: None)
         yield
 
 
