@@ -73,7 +73,7 @@ def _decode_split(
 ):  # fmt: skip
     """Rows from `first` on over one split of one segment and key head. The only split of a segment is its result."""
     first_row, num_queries = tl.load(segment + FIRST_ROW), tl.load(segment + NUM_QUERIES)
-    context_len, table_start = tl.load(segment + CONTEXT_LEN), tl.load(segment + TABLE_START)
+    context_len = tl.load(segment + CONTEXT_LEN)
     first_slot, first_split = tl.load(segment + FIRST_SLOT), tl.load(segment + FIRST_SPLIT)
     num_splits = tl.load(segment + NUM_SPLITS)
     row = first + tl.arange(0, ROWS)
@@ -86,7 +86,7 @@ def _decode_split(
     query_head = kv_head * group + row % group
     rows = load_queries(q, first_row + query, query_head, live, q_row_stride, HEAD_DIM, HEAD_TILE)
     acc, greatest, weight = attend_span(
-        rows, position, lowest, highest, cache + kv_head * HEAD_DIM, table + table_start,
+        rows, position, lowest, highest, cache + kv_head * HEAD_DIM, table + tl.load(segment + TABLE_START),
         split * SPLIT_TILES, (split + 1) * SPLIT_TILES, window, scale, squeeze,
         WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
     )  # fmt: skip
