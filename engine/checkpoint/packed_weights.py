@@ -23,8 +23,7 @@ from torch import Tensor
 
 import kernels
 from kernels.cache_folder import default_cache_dir, is_private, private_folder
-from kernels.cpu import huge_pages
-from kernels.cpu.packing_memory import PRIVATE, PackingMemory
+from kernels.cpu.memory import PRIVATE, PackingMemory, huge_zeros
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class _FileMemory:
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
 
     def lay_out(self, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
-        packed = huge_pages.zeros([num_elements], dtype)
+        packed = huge_zeros([num_elements], dtype)
         fill(packed)
         self._file.write(bytes(-self._file.tell() % _ALIGNMENT))
         self._file.write(packed.view(torch.uint8).numpy().data)
@@ -114,7 +113,7 @@ class _SharedMemory:
         share = _large_pages(mapping, mapped)
         is_fast = share >= _LARGE_PAGES
         if not is_fast and not keep_slow:
-            mapped = huge_pages.zeros([len(mapped)], torch.uint8).copy_(mapped)
+            mapped = huge_zeros([len(mapped)], torch.uint8).copy_(mapped)
         self.memory = _KnownMemory(mapped)
         logger.info(
             "%.0f MB of packed weights %s, %.0f %% in large pages",

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.cpu import huge_pages
+from kernels.cpu.memory import huge_zeros
 from kernels.interface import CacheGeometry, KVSlots
 
 GroupRow = npt.NDArray[np.int32]
@@ -103,7 +103,7 @@ class KVCache:
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.layers_per_group, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
         if memory is None and torch.device(device).type == "cpu":
-            self.tensor = huge_pages.zeros(shape, layout.dtype)
+            self.tensor = huge_zeros(shape, layout.dtype)
         elif memory is None:
             self.tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
         elif isinstance(memory, Tensor):

@@ -37,7 +37,7 @@ from engine.steps.decode_graphs import DecodeGraphLimits
 from engine.steps.memory_profile import DeviceShare, StepSize
 from engine.steps.runner import ModelRunner
 from engine.steps.threads import StepThreads
-from kernels.cpu.packing_memory import PackingKernels, PackingMemory
+from kernels.cpu.memory import PackingKernels, PackingMemory
 from kernels.cpu.thread_team import dissolve_team
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for

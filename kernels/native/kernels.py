@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import kernels as cpu
-from kernels.cpu.packing_memory import PRIVATE, PackingMemory
+from kernels.cpu.memory import PRIVATE, PackingMemory
 from kernels.fused_layers import FusedLayers, Layer, LayersForm
 from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
 from kernels.native import attention as native_attention

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.packing_memory import PRIVATE, PackingMemory
+from kernels.cpu.memory import PRIVATE, PackingMemory
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
 from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight
 

@@ -8,12 +8,12 @@ import weakref
 import pytest
 import torch
 
-from kernels.cpu import huge_pages
+from kernels.cpu.memory import huge_zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 def test_tensors_are_zero_aligned_and_apart(dtype: torch.dtype) -> None:
-    made = [huge_pages.zeros((3, 7), dtype) for _ in range(5)] + [huge_pages.zeros((5 << 20,), torch.float32)]
+    made = [huge_zeros((3, 7), dtype) for _ in range(5)] + [huge_zeros((5 << 20,), torch.float32)]
     for number, tensor in enumerate(made):
         assert tensor.data_ptr() % 64 == 0
         assert not tensor.any()
@@ -23,9 +23,9 @@ def test_tensors_are_zero_aligned_and_apart(dtype: torch.dtype) -> None:
 
 
 def test_a_large_one_has_memory_of_its_own_that_goes_with_it() -> None:
-    tensor = huge_pages.zeros((20 << 20,), torch.uint8)
+    tensor = huge_zeros((20 << 20,), torch.uint8)
     storage = weakref.ref(tensor.untyped_storage())
-    small = huge_pages.zeros((1,), torch.uint8)
+    small = huge_zeros((1,), torch.uint8)
     assert not tensor.data_ptr() <= small.data_ptr() < tensor.data_ptr() + tensor.nbytes
     del tensor
     gc.collect()

@@ -19,7 +19,7 @@ from engine.checkpoint.packed_weights import packing_memory
 from engine.checkpoint.quantisation import Quantisation
 from engine.sequence import Sequence, TokenLogprobs
 from engine.steps.loading import EngineConfig, load_model
-from kernels.cpu.packing_memory import PRIVATE, PackingMemory
+from kernels.cpu.memory import PRIVATE, PackingMemory
 from kernels.native import library as native_files
 from kernels.native.library import NativeUnavailableError, native_library
 from tests.support.model_families import build_oracle

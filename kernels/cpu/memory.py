@@ -1,6 +1,7 @@
-"""Memory for what is read in every step, in pages of 2 MiB where the kernel gives them.
+"""Memory for what is read in every step, in pages of 2 MiB where the kernel gives them, and where packed weights lie.
 
-With pages of 4 KiB two threads read packed weights at 22 GB/s, with these at 34.
+With pages of 4 KiB two threads read packed weights at 22 GB/s, with these at 34. Packed weights lie in this process's
+own memory, unless whoever loads a model has something better (`engine.checkpoint.packed_weights`).
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from kernels.interface import Kernels
 
 _PAGE_BYTES = 2 << 20
 _ARENA_BYTES = 64 << 20
@@ -40,7 +44,7 @@ _lock = threading.Lock()
 _arena: _Arena | None = None
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """On the CPU, with at least one element.
 
     The memory goes back to the machine with the last tensor that lies in the same mapping.
@@ -65,3 +69,38 @@ def _shared(num_bytes: int) -> memoryview:
             memory = _arena.take(num_bytes)
     assert memory is not None
     return memory
+
+
+class PackingMemory(Protocol):
+    def lay_out(self, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
+        """`[num_elements]`, only to be read: what `fill` makes of zeros, or made of them before. Starts a cache line.
+
+        For one model, always asked in the same order.
+        """
+        ...
+
+
+class PrivateMemory:
+    """In large pages of the process."""
+
+    def lay_out(self, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
+        packed = huge_zeros([num_elements], dtype)
+        fill(packed)
+        return packed
+
+
+PRIVATE = PrivateMemory()
+
+
+@runtime_checkable
+class PackingKernels(Kernels, Protocol):
+    """The operators of a device whose packed weights can lie anywhere in the host's memory."""
+
+    @property
+    def packing(self) -> str:
+        """Equal where equal weights are packed into equal bytes by the same code."""
+        ...
+
+    def packing_into(self, memory: PackingMemory) -> Kernels:
+        """The same operators, whose weights lie there."""
+        ...
