@@ -222,7 +222,7 @@ FinishReason = Literal["stop", "length"]
 def finish_reason(
     seq: Sequence, eos_token_ids: frozenset[int], max_model_len: int | None = None
 ) -> FinishReason | None:
-    """Why `seq` ends with its newest output token, or None if it goes on.
+    """Why `seq` ends with its newest output token, or None if it goes on. Stop strings need text: see the gateway.
 
     `max_model_len` None: where the sequence goes on elsewhere, with a limit of its own.
     """

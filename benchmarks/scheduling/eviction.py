@@ -4,8 +4,11 @@ The real block pool takes a trace's prompts one after the other: adopts the long
 the rest, publishes what is full, releases. Only the leading run counts as found. *Hindsight* evicts, in the same pool,
 what will be asked for latest (Belady); *infinite* never evicts.
 
-`python -m benchmarks.scheduling.eviction --trace FILE` (or LEGATO_TRACE=FILE) takes a trace in Mooncake's format, see
-`benchmarks.scheduling.eviction`; without one the conversations are drawn.
+`python -m benchmarks.scheduling.eviction --trace FILE` (or LEGATO_TRACE=FILE) takes a trace in Mooncake's format: a
+line of JSON per request with `input_length` and `hash_ids`, one per 512 tokens; equal numbers, equal prefix up to
+there. The conversation trace of the Mooncake paper (Qin et al., FAST 2025) is published at
+https://github.com/kvcache-ai/Mooncake as FAST25-release/traces/conversation_trace.jsonl. Without a trace the
+conversations are drawn.
 """
 
 from __future__ import annotations

@@ -153,7 +153,12 @@ def _overloaded(factor: float, records: Sequence[Record]) -> Json:
 
 
 def bounds(setting: Setting, first: int) -> tuple[float, float]:
-    """Of the load, if all requests of the slice are served, and if only those that take the least time are."""
+    """The load at which the workers' time is used up, whoever places requests: what no router can exceed for long.
+
+    If all requests of the slice are served, and if only those that take the least time are. Steps are taken to be as
+    full as TPOT allows, the prefix cache to forget nothing and to be shared by all, and nobody to wait. A run that ends
+    can be a little beyond it: what is still to be decoded then no longer competes with newcomers.
+    """
     requests = list(setting.requests(first, 1.0))
     demand = demand_of(requests)
     seconds = sorted(_work_s(setting.cost, r, *prompt) for r, prompt in zip(requests, demand.prompts, strict=True))

@@ -2,6 +2,13 @@
 
 `Tokenizer` wraps the tokenizer of a checkpoint folder. `IncrementalDetokenizer` turns one sequence's tokens into text
 as they come; `StopChecker` looks for stop strings in that text. The gateway uses all three.
+
+Text is the concatenation of its tokens' bytes, decoded as UTF-8. That holds for the two kinds of tokenizer that the
+supported model families use, and lets text be produced token by token in constant time. How they spell bytes is read
+from the decoder that tokenizer.json declares:
+
+* byte-level BPE (Llama 3, Qwen, SmolLM2): every byte is written as one printable character;
+* SentencePiece-like BPE (Gemma, Llama 2, Mistral): `▁` stands for a space, `<0x0A>` for one byte.
 """
 
 from __future__ import annotations
