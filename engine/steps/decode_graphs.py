@@ -107,6 +107,7 @@ class DecodeGraphs:
         self._kv_cache = kv_cache
         self._limits = limits
         num_groups = kv_cache.layout.num_layer_groups
+        # What `inputs` hold in rows that a step leaves over: token 0 at position 0, stored nowhere.
         self._padding = torch.zeros((2 + num_groups, limits.num_seqs), dtype=torch.int64, device=kv_cache.device)
         self._padding[2:] = _NO_SLOT
         self.inputs = self._padding.clone()

@@ -271,12 +271,12 @@ def _made_ready(
             loading.give_kv(runner, share.sizes_left(loading.layout, runner, record))
         if record is not None:
             record()
-        _report(runner, loading.folder)
+        _log_summary(runner, loading.folder)
         on_failure.pop_all()
     return runner
 
 
-def _report(runner: ModelRunner, model_folder: str | Path) -> None:
+def _log_summary(runner: ModelRunner, model_folder: str | Path) -> None:
     layout = runner.sequence_kv.layout
     logger.info(
         "%s from %s on %s: %.0f MB of weights; %d KV blocks of %d tokens x %d layers, %.0f MB, %d tokens; %d threads",
