@@ -105,7 +105,7 @@ class Generation:
             plan=self._scheduler.plan,
             finish=self._finish,
             failed=lambda plan, error: self._failures.append(error),
-            overlap=self._overlap(wanted=overlap),
+            async_scheduling=self._overlap(wanted=overlap),
         )
 
     async def outcome(self) -> Outcome:
