@@ -68,22 +68,22 @@ def _library() -> Path:
     """The compiled file. Raises NativeUnavailableError, OSError."""
     if os.environ.get(SWITCH) == "0":
         raise NativeUnavailableError(f"{SWITCH}=0 asks for it")
-    _require_processor()
-    compiler = _compiler()
+    require_processor()
+    compiler = find_compiler()
     target = private_folder(default_cache_dir() / "native") / f"legato-{_digest(compiler)}.so"
     if is_private(target):
         return target
     try:
         with FileLock(target.with_suffix(".lock"), timeout=_COMPILE_DEADLINE_S):
             if not is_private(target):  # another process may have been faster
-                _compile(compiler, target)
+                compile_library(compiler, target)
     except Timeout as error:
         raise NativeUnavailableError(f"another process has been compiling {target} for too long") from error
     return target
 
 
-def _require_processor() -> None:
-    """Raises NativeUnavailableError."""
+def require_processor() -> None:
+    """Raises NativeUnavailableError where this processor lacks an instruction that the kernels use."""
     if platform.system() != "Linux":
         raise NativeUnavailableError(f"they are compiled on Linux only, and this is {platform.system()}")
     present = _processor_flags()
@@ -99,8 +99,8 @@ def _processor_flags() -> frozenset[str]:
     return frozenset()
 
 
-def _compiler() -> str:
-    """Raises NativeUnavailableError."""
+def find_compiler() -> str:
+    """The compiler that CXX names, or one of the usual ones. Raises NativeUnavailableError where there is none."""
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
         found = shutil.which(name) if name else None
         if found:
@@ -120,8 +120,8 @@ def _digest(compiler: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, target: Path) -> None:
-    """Raises NativeUnavailableError."""
+def compile_library(compiler: str, target: Path) -> None:
+    """Make `target` from all sources, whole or not at all. Raises NativeUnavailableError with what the compiler said."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         command = [compiler, *_OPTIONS, *map(str, _sources()), *_openmp(), "-o", str(made)]

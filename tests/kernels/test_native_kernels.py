@@ -42,7 +42,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     compiler.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
     compiler.chmod(0o755)
     with pytest.raises(compiling.NativeUnavailableError, match="no such option"):
-        compiling._compile(str(compiler), tmp_path / "legato.so")
+        compiling.compile_library(str(compiler), tmp_path / "legato.so")
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
@@ -63,8 +63,8 @@ def test_the_switch_leaves_them_to_torch() -> None:
 def test_this_machine_compiles_them_if_it_can() -> None:
     """So that a kernel that does not compile is no silent fall back to torch."""
     try:
-        compiling._require_processor()
-        compiling._compiler()
+        compiling.require_processor()
+        compiling.find_compiler()
     except compiling.NativeUnavailableError:
         assert native_library() is None
     else:
