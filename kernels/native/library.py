@@ -121,7 +121,7 @@ def _digest(compiler: str) -> str:
 
 
 def compile_library(compiler: str, target: Path) -> None:
-    """Make `target` from all sources, whole or not at all. Raises NativeUnavailableError with what the compiler said."""
+    """Make `target` of all sources, whole or not at all. Raises NativeUnavailableError with what the compiler said."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         command = [compiler, *_OPTIONS, *map(str, _sources()), *_openmp(), "-o", str(made)]
