@@ -31,8 +31,7 @@ from benchmarks.scheduling.goodput_setting import Layout, Setting, play
 from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.query import Query
+from cluster.scheduler.placement.query import DecisionPolicy, Query
 from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
 from kv_transfer.messages import BlockIndexSnapshot, Endpoint, Role, WorkerInfo, WorkerSnapshot
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from benchmarks.common.summary import Json
-from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.query import DecisionPolicy
 from cluster.simulation.command import ROUTERS
 from cluster.simulation.routers.base import PlaceQuery, Router
 from cluster.simulation.routers.fleet import KnownCosts
@@ -277,7 +277,7 @@ def _router(name: str, known: KnownCosts) -> Router:
     if name == "legato-strict":
         return LegatoRouter(known, DecisionPolicy(batch_idle=NEVER))
     if name == "legato-fair":
-        return LegatoRouter(known, DecisionPolicy(crowding_cost=0.0))
+        return LegatoRouter(known, DecisionPolicy(displacement_cost=0.0))
     return ROUTERS["legato" if name == "legato-split" else name](known)
 
 

@@ -18,14 +18,14 @@ from kv_transfer.messages import Place
 
 @dataclass(frozen=True, slots=True)
 class LoggedDecision:
-    """`request`: as it was asked. The verdict's own query may have lost its targets: see `is_hopeless`."""
+    """`request`: as it was asked. The verdict's own query may have lost its targets: see `is_unattainable`."""
 
     request: Place
     verdict: Verdict
     reason: str
 
     @property
-    def is_hopeless(self) -> bool:
+    def is_unattainable(self) -> bool:
         """It would be late on an idle cluster, too, so it was served like one without targets."""
         request, query = self.request, self.verdict.decision.query
         return (request.ttft_s is not None or request.tpot_s is not None) and not query.has_targets
@@ -46,7 +46,7 @@ class LoggedDecision:
             "waited_s": request.waited_s,
             "outcome": verdict.outcome.name.lower(),
             "reason": self.reason,
-            "hopeless": self.is_hopeless,
+            "unattainable": self.is_unattainable,
             "retry_after_s": verdict.retry_after_s,
             "look_again_s": None if verdict.until is None else verdict.until - now,
             "candidates": [row._asdict() for row in verdict.decision.rows],
@@ -54,7 +54,7 @@ class LoggedDecision:
         return json.dumps(_finite(found))
 
     def __str__(self) -> str:
-        note = " (hopeless: its targets do not count)" if self.is_hopeless else ""
+        note = " (unattainable: its targets do not count)" if self.is_unattainable else ""
         return f"{self.verdict}\n{self.reason}{note}"
 
 

@@ -5,17 +5,15 @@ Workers are small numbers here, sets of workers are the bits of an integer. Know
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
-from cluster.scheduler.digest_table import Digests, doubled, new_table, numbers_until_free, put_number, put_sole, split
+from engine.kv.prefix import HASH_BYTES
 
 DEVICE, HOST, DISK = 1, 2, 4
 _ANY = DEVICE | HOST | DISK
-_ROWS: Final = 1024  # of the table, at first
 
 Sets = tuple[int, int, int]  # of workers: with the column on the device; there or in host memory; anywhere
 _NOBODY: Final[Sets] = (0, 0, 0)
@@ -24,37 +22,48 @@ _NOBODY: Final[Sets] = (0, 0, 0)
 class PrefixHolders:
     """A holder's tiers are a set of the bits DEVICE, HOST, DISK.
 
-    Most columns are held by one worker: the table's number of such a one is 8 times the worker's and its tiers. Of the
-    others it is 8 times that of their `Sets`.
+    Each column that anyone holds has a number. Most are held by one worker: the number of such a one is 8 times the
+    worker's and its tiers. Of the others it is 8 times that of their `Sets`. A dictionary of bytes and integers is
+    nothing that the garbage collector looks through, however large.
     """
 
     def __init__(self) -> None:
-        self._table = new_table(_ROWS)
-        self._num_columns = 0
+        self._numbers: dict[bytes, int] = {}
         self._shared = _SharedSets()
 
     def __len__(self) -> int:
         """Columns that anyone holds."""
-        return self._num_columns
+        return len(self._numbers)
 
-    def put(self, digests: bytes, worker: int, tiers: bytes) -> None:
+    @property
+    def num_shared_sets(self) -> int:
+        """Different sets of several holders."""
+        return len(self._shared)
+
+    def put(self, hashes: bytes, worker: int, tiers: bytes) -> None:
         """The worker holds these columns (joined), each in the tiers that `tiers` has for it, and in no others; 0: not
         at all."""
-        columns = split(digests)
-        while 2 * (self._num_columns + len(columns)) > len(self._table):
-            self._table = doubled(self._table)
-        others, num_more = put_sole(self._table, columns, worker, np.frombuffer(tiers, np.uint8))
-        self._num_columns += num_more
-        for at in others.tolist():
-            self._put_shared(columns[at : at + 1], worker, tiers[at])
+        numbers, sole = self._numbers, [worker << 3 | held for held in range(_ANY + 1)]
+        for column, held in zip(_split(hashes), tiers, strict=True):
+            number = numbers.get(column, 0)
+            if not number or (number & _ANY and number >> 3 == worker):
+                if held:
+                    numbers[column] = sole[held]
+                elif number:
+                    del numbers[column]
+            elif held or not number & _ANY:
+                self._put_shared(column, number, worker, held)
 
-    def reaches(self, digests: bytes) -> dict[tuple[int, int, int], int]:
+    def reaches(self, hashes: bytes) -> dict[tuple[int, int, int], int]:
         """The leading columns held (on the device, down to host memory, in any tier), and the set of workers with just
         so many; those that hold none are left out."""
         device = host = disk = -1  # everyone
         ends: list[list[tuple[int, int]]] = [[], [], []]  # of each kind: (length, workers whose run ends there)
-        found = numbers_until_free(self._table, split(digests))
-        for length, number in _runs(found):
+        numbers, number, length = self._numbers, -1, -1
+        for length, column in enumerate(_split(hashes)):
+            before, number = number, numbers.get(column, 0)
+            if number == before:
+                continue  # as most columns do, it says what the one before it said
             on_device, in_host, anywhere = self._sets(number)
             if gone := disk & ~anywhere if length else 0:
                 ends[2].append((length, gone))
@@ -66,8 +75,8 @@ class PrefixHolders:
             if not disk:
                 break
         for kind, left in enumerate((device, host, disk)):
-            if left and len(found):
-                ends[kind].append((len(found), left))
+            if left and length >= 0:
+                ends[kind].append((length + 1, left))
         return {
             (on_device, in_host, anywhere): workers
             for anywhere, any_workers in ends[2]
@@ -77,14 +86,15 @@ class PrefixHolders:
             if (workers := any_workers & host_workers & device_workers)
         }
 
-    def _put_shared(self, column: Digests, worker: int, tiers: int) -> None:
+    def _put_shared(self, column: bytes, number: int, worker: int, tiers: int) -> None:
         """What more than one worker holds, or did."""
-        number = int(numbers_until_free(self._table, column)[0])
         sets = _with(self._sets(number), worker, tiers)
-        if number and not number & _ANY:
+        if not number & _ANY:
             self._shared.give_back(number >> 3)
-        number = self._shared.take(sets) << 3 if sets[2] else 0
-        self._num_columns += put_number(self._table, column, number)
+        if sets[2]:
+            self._numbers[column] = self._shared.take(sets) << 3
+        else:
+            del self._numbers[column]
 
     def _sets(self, number: int) -> Sets:
         tiers = number & _ANY
@@ -140,11 +150,9 @@ def members(workers: int) -> list[int]:
     return numbers
 
 
-def _runs(numbers: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Iterator[tuple[int, int]]:
-    """Where a number is another one than before, and which."""
-    if len(numbers):
-        starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
-        yield from zip(starts, numbers[starts].tolist(), strict=True)
+def _split(hashes: bytes) -> list[bytes]:
+    found: list[bytes] = np.frombuffer(hashes, f"V{HASH_BYTES}").tolist()
+    return found
 
 
 @lru_cache(maxsize=1024)

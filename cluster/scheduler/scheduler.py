@@ -14,11 +14,11 @@ from typing import Final
 
 from cluster.scheduler.block_index import BlockIndex, PrefixReach
 from cluster.scheduler.decision_log import DecisionLog
-from cluster.scheduler.placement.admission import MIN_RETRY_AFTER_S, Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.query import NO_TARGET, Query
-from cluster.scheduler.placement.recovery import StandingQuery, StandingRequests
+from cluster.scheduler.placement.query import NO_TARGET, DecisionPolicy, Query
+from cluster.scheduler.placement.recovery import RecoveredQuery, RecoveredRequests
+from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.placement.worker_table import Row
 from kv_transfer.messages import (
     BlockEvents,
@@ -65,7 +65,7 @@ class GlobalScheduler:
     def __init__(self, policy: SchedulerPolicy) -> None:
         self._policy = policy
         self.ledger = Ledger()
-        self._standing = StandingRequests(self.ledger)
+        self._recovered = RecoveredRequests(self.ledger)
         self._admission = Admission(self.ledger, self._reach, policy.decision, policy.admission)
         self._prefills: frozenset[str] = frozenset()
         self._waiting: dict[str, Place] = {}
@@ -81,7 +81,7 @@ class GlobalScheduler:
         """A worker is there, in a new life or (by an equal `info`) again. What it was known to hold is void, and so is
         what was placed on an earlier life; what was placed on this one is its own still."""
         self.block_index.forget(info.worker_id)
-        self._standing.losing(info.worker_id, now)
+        self._recovered.on_worker_lost(info.worker_id, now)
         self.ledger.register(
             info,
             snapshot,
@@ -90,7 +90,7 @@ class GlobalScheduler:
             chunk_tokens=info.chunk_tokens or float("inf"),
             max_num_seqs=info.max_num_seqs or float("inf"),
         )
-        self._standing.registered(info.worker_id, now)
+        self._recovered.registered(info.worker_id, now)
         self._note_prefills()
         self._room_may_have_come(now)
 
@@ -119,7 +119,7 @@ class GlobalScheduler:
     def lost(self, worker_id: str, now: float) -> bool:
         """The worker is out of sight. False if it was not known."""
         self.block_index.forget(worker_id)
-        self._standing.losing(worker_id, now)
+        self._recovered.on_worker_lost(worker_id, now)
         known = self.ledger.lost(worker_id, now)
         self._note_prefills()
         return known
@@ -149,7 +149,7 @@ class GlobalScheduler:
         """Choose workers and count the work as theirs at once; or say when to come back, or that there will be an
         answer: see `answers`."""
         self.ledger.ended(request.request_id, now)  # an earlier attempt
-        self._standing.ended(request.request_id)
+        self._recovered.ended(request.request_id)
         self._waiting.pop(request.request_id, None)
         query = self._query(request, now)
         verdict = self._admission.ask(query, now)
@@ -158,7 +158,7 @@ class GlobalScheduler:
             return self._answer(request, verdict, now)
         self._waiting[request.request_id] = request
         self.log.add(request, verdict, "it waits for room")
-        query = verdict.decision.query  # without targets, where these are hopeless
+        query = verdict.decision.query  # without targets, where these are unattainable
         within_s = min(self._policy.admission.max_wait_s, max(0.0, query.arrived_at + query.ttft_s - now))
         return Queued(request_id=request.request_id, attempt=request.attempt, within_s=within_s)
 
@@ -180,11 +180,11 @@ class GlobalScheduler:
         at = self._admission.next_at()
         return None if at is None else min(at, self._wake_at)
 
-    def standing(self, request: StandingRequest, now: float) -> None:
+    def recovered(self, request: StandingRequest, now: float) -> None:
         """It is on its workers, placed by somebody else: count it, as soon as they are known."""
         self.ended(request.place.request_id, now)
-        self._standing.told(
-            StandingQuery(
+        self._recovered.told(
+            RecoveredQuery(
                 query=self._query(request.place, now),
                 prefill=request.prefill,
                 decode=request.decode,
@@ -197,13 +197,13 @@ class GlobalScheduler:
 
     def first_token(self, request_id: str, now: float) -> None:
         self.ledger.first_token(request_id, now)
-        self._standing.first_token(request_id, now)
+        self._recovered.first_token(request_id, now)
 
     def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
         """The request left the cluster, or its client is gone. Unknown ids are fine."""
         if self._waiting.pop(request_id, None) is not None:
             self._admission.gone(request_id)
-        self._standing.ended(request_id)
+        self._recovered.ended(request_id)
         if request_id in self.ledger:
             self.ledger.ended(request_id, now, num_output_tokens)
             self._room_may_have_come(now)
@@ -212,7 +212,7 @@ class GlobalScheduler:
 
     def _answer(self, request: Place, verdict: Verdict, now: float) -> Answer:
         request_id, attempt = request.request_id, request.attempt
-        verdict, reason = self._unless_swamped(request, verdict, now)
+        verdict, reason = self._unless_queue_full(request, verdict, now)
         self.log.add(request, verdict, reason)
         if verdict.outcome is Outcome.PLACED:
             best = verdict.decision.best
@@ -225,7 +225,7 @@ class GlobalScheduler:
             )
         return Unplaceable(request_id=request_id, attempt=attempt, reason=reason, retry_after_s=verdict.retry_after_s)
 
-    def _unless_swamped(self, request: Place, verdict: Verdict, now: float) -> tuple[Verdict, str]:
+    def _unless_queue_full(self, request: Place, verdict: Verdict, now: float) -> tuple[Verdict, str]:
         """The verdict and its reason; a placement behind too long a queue is none."""
         if verdict.outcome is not Outcome.PLACED:
             return verdict, self._reason(request, verdict)

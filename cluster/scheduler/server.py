@@ -162,7 +162,7 @@ class SchedulerServer:
                     case Standing(requests=requests):
                         for request in requests:
                             self._asked_by[request.place.request_id] = connection
-                            self._scheduler.standing(request, time.monotonic())
+                            self._scheduler.recovered(request, time.monotonic())
                     case FirstToken(request_id=request_id):
                         self._scheduler.first_token(request_id, time.monotonic())
                     case Ended(request_id=request_id, num_output_tokens=num_output_tokens):

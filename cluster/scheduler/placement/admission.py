@@ -1,28 +1,27 @@
-"""In, later, or no: what becomes of a request, fair between tenants, and honest about when to come back.
+"""Admission: what becomes of a request: placed now, kept waiting, or told when to come back.
 
-Wires decision, outlook, waiting room, shares and promises together over one ledger. The clock is passed in.
+The entry of a decision (see the package). `Admission` takes a request through filter, score and pick, books what was
+picked, and decides what happens to those for whom nothing good was found: they wait in the `WaitQueue`, fairly between
+tenants (`TenantShares`), or hear when to come back (`RetryAfterCalendar`). The clock is passed in.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
 from cluster.scheduler.block_index import PrefixReach
-from cluster.scheduler.placement.candidates import Candidates
-from cluster.scheduler.placement.decision import Action, Decision, anyway, book, decide
-from cluster.scheduler.placement.fairness import TenantShares
-from cluster.scheduler.placement.later import Outlook
+from cluster.scheduler.placement.filter import Filtered, could_ever, filter_workers
+from cluster.scheduler.placement.later import Later
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.query import NO_TARGET, Query
-from cluster.scheduler.placement.retry_after import Promises
-from cluster.scheduler.placement.survey import Survey, could_ever, survey
-from cluster.scheduler.placement.wait_queue import Waiting, WaitingRoom
+from cluster.scheduler.placement.pick import Action, Candidates, Decision, bind, pick, place_anyway
+from cluster.scheduler.placement.query import NO_TARGET, DecisionPolicy, Query
+from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, MIN_RETRY_AFTER_S, RetryAfterCalendar
 
-MIN_RETRY_AFTER_S: Final = 1.0
+_OUTPUT_WEIGHT: Final = 2.0  # a token that is put out costs a tenant as much as two of the prompt
 
 Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
 
@@ -35,22 +34,16 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionPolicy:
-    """`contested_share`: what the share of a request (see `DecisionPolicy.admits`) is while others are to be served
-    first: its tenant is ahead of another, or clients that were promised room may be back (the fewer do come back, the
-    less is kept for them). `promised_crowding`: what is left of the policy's `crowding_cost` for clients that come back
-    when they were asked to. `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be
-    met.
+    """`max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met.
     `max_contenders`: so many with targets wait at once. Few, because who is kept waiting with targets is placed in the
     end, in time or not, so that whoever is turned away hears it at once.
-    `calm_s`: where nobody who could meet targets has asked for so long or is there, requests without are placed at
-    once, to be done soonest."""
+    `slo_traffic_s`: where nobody who could meet targets has asked for so long or is there, requests without are placed
+    at once, to be done soonest. What there is to tune about Retry-After is in `retry_after`."""
 
-    contested_share: float = 0.5
-    promised_crowding: float = 0.0
     max_waiting: int = 1000
     max_contenders: int = 1
     max_wait_s: float = 60.0
-    calm_s: float = 30.0
+    slo_traffic_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,23 +59,24 @@ class Verdict:
 
 
 class Admission:
-    """`prefixes`: what workers hold of a prompt."""
+    """Asked by the `GlobalScheduler` for each request, and again for those who wait. `prefixes`: what workers hold of a
+    prompt, by worker."""
 
     def __init__(self, ledger: Ledger, prefixes: Prefixes, policy: DecisionPolicy, rules: AdmissionPolicy) -> None:
         self._ledger = ledger
         self._prefixes = prefixes
         self._policy = policy
-        self._calm_policy = replace(policy, batch_queue_s=float("inf"), batch_harm=float("inf"))
-        self._promised_policy = replace(policy, crowding_cost=rules.promised_crowding * policy.crowding_cost)
+        self._idle_policy = replace(policy, batch_queue_s=float("inf"), batch_slo_loss=float("inf"))
+        self._returned_policy = replace(policy, displacement_cost=0.0)  # who comes back on time is charged for nobody
         self._rules = rules
-        self._room = WaitingRoom(self._rules.max_waiting)
+        self._queue = WaitQueue(self._rules.max_waiting)
         self._shares = TenantShares()
-        self._promises = Promises()
-        self._contended_until = float("-inf")
+        self._calendar = RetryAfterCalendar()
+        self._slo_traffic_until = float("-inf")
 
     def ask(self, query: Query, now: float) -> Verdict:
         """Decide, and book or remember what was decided. Asked again for a request that waits, it is decided anew."""
-        self._room.remove(query.request_id)
+        self._queue.remove(query.request_id)
         self._shares.ask(query.tenant, now)
         verdict = self._judge(query, now, now)
         if verdict.decision.rows and query.ttft_s < NO_TARGET:
@@ -92,8 +86,8 @@ class Admission:
     def again(self, now: float) -> list[Verdict]:
         """Look again at those who wait and are due; returns only what is news: placed, or rejected."""
         verdicts = []
-        for waiting in self._room.due(now, lambda tenant: self._shares.is_ahead(tenant, now)):
-            self._room.remove(waiting.query.request_id)
+        for waiting in self._queue.due(now, lambda tenant: self._shares.is_ahead(tenant, now)):
+            self._queue.remove(waiting.query.request_id)
             verdict = self._judge(waiting.query, now, waiting.came_at)
             if verdict.outcome is not Outcome.WAITING:
                 verdicts.append(verdict)
@@ -101,92 +95,92 @@ class Admission:
 
     def next_at(self) -> float | None:
         """When `again` has something to do."""
-        return self._room.next_at()
+        return self._queue.next_at()
 
     def wake(self, now: float, count: int) -> None:
         """Room may have come before it was expected: `again` looks at so many of those who wait, too."""
-        self._room.hurry(now, count, lambda tenant: self._shares.is_ahead(tenant, now))
+        self._queue.hurry(now, count, lambda tenant: self._shares.is_ahead(tenant, now))
 
     def gone(self, request_id: str) -> None:
         """The client of a request that waits is gone. Unknown ids are fine."""
-        self._room.remove(request_id)
+        self._queue.remove(request_id)
 
     def _judge(self, query: Query, now: float, came_at: float) -> Verdict:
-        surveyed = survey(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
+        found = filter_workers(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
         share = self._share(query, now)
-        if _is_hopeless(query, surveyed):
-            decision, found = self._decide(replace(query, ttft_s=NO_TARGET, tpot_s=NO_TARGET), surveyed, now)
+        if _is_unattainable(query, found):
+            decision, candidates = self._pick(replace(query, ttft_s=NO_TARGET, tpot_s=NO_TARGET), found, now)
         else:
-            decision, found = self._decide(query, surveyed, now, share)
+            decision, candidates = self._pick(query, found, now, share)
             if query.has_targets:
-                self._contended_until = now + self._rules.calm_s
+                self._slo_traffic_until = now + self._rules.slo_traffic_s
         if decision.action is Action.PLACE:
             self._place(decision, now)
             return Verdict(outcome=Outcome.PLACED, decision=decision)
-        if found is None:
+        if candidates is None:
             come_back = MIN_RETRY_AFTER_S if could_ever(self._ledger.table, query) else None
             return Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back)
-        return self._wait_or_reject(decision, found, now, came_at, share)
+        return self._wait_or_reject(decision, candidates, now, came_at, share)
 
     def _share(self, query: Query, now: float) -> float:
         if self._shares.is_ahead(query.tenant, now):
-            return self._rules.contested_share
-        if self._promises.is_due(now) and not self._promises.redeem(query.question, now):
-            return 1.0 - self._promises.returning * (1.0 - self._rules.contested_share)
+            return CONTESTED_SHARE
+        if self._calendar.is_due(now) and not self._calendar.match(query.question, now):
+            return 1.0 - self._calendar.return_rate * (1.0 - CONTESTED_SHARE)
         return 1.0
 
-    def _decide(
-        self, query: Query, surveyed: Survey, now: float, share: float = 1.0
+    def _pick(
+        self, query: Query, found: Filtered, now: float, share: float = 1.0
     ) -> tuple[Decision, Candidates | None]:
-        is_free = not query.has_targets and self._is_calm(now)
-        policy = self._calm_policy if is_free else self._policy_for(query, now)
-        decision, found = decide(self._ledger, policy, query, surveyed, now, share=share)
+        goes_at_once = not query.has_targets and self._has_no_slo_traffic(now)
+        policy = self._idle_policy if goes_at_once else self._policy_for(query, now)
+        decision, candidates = pick(self._ledger, policy, query, found, now, share=share)
         # Where nothing runs, time improves nothing; and a wrong cost model would never be put right.
-        goes_anyway = is_free or query.attempt > 0 or self._ledger.table.is_idle()
+        goes_anyway = goes_at_once or query.attempt > 0 or self._ledger.table.is_idle()
         if decision.action is Action.DEFER and goes_anyway:
-            decision = anyway(decision)
-        return decision, found
+            decision = place_anyway(decision)
+        return decision, candidates
 
     def _policy_for(self, query: Query, now: float) -> DecisionPolicy:
-        return self._promised_policy if self._promises.redeem(query.question, now) else self._policy
+        return self._returned_policy if self._calendar.match(query.question, now) else self._policy
 
-    def _is_calm(self, now: float) -> bool:
+    def _has_no_slo_traffic(self, now: float) -> bool:
         """Whether there is nobody to keep room for."""
-        return now >= self._contended_until and not self._ledger.table.has_targets()
+        return now >= self._slo_traffic_until and not self._ledger.table.has_targets()
 
     def _place(self, decision: Decision, now: float) -> None:
         query = decision.query
-        book(self._ledger, decision)
-        self._promises.kept(query.question)
-        self._promises.placed(self._work_s(decision))
+        bind(self._ledger, decision)
+        self._calendar.served(query.question)
+        self._calendar.placed(self._work_s(decision))
         expected = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         self._shares.serve(query.tenant, decision.uncached_tokens, expected)
 
     def _wait_or_reject(
-        self, decision: Decision, found: Candidates, now: float, came_at: float, share: float
+        self, decision: Decision, candidates: Candidates, now: float, came_at: float, share: float
     ) -> Verdict:
         query = decision.query
         latest_start = query.arrived_at + query.ttft_s - decision.best.prefill_s
         deadline = min(came_at + self._rules.max_wait_s, latest_start)
-        outlook = Outlook(self._ledger, query, found, now)
+        later = Later(self._ledger, query, candidates, now)
         if now < deadline and self._may_wait(query):
             within_s = deadline - now if query.has_targets else NO_TARGET
-            wait_s = outlook.placeable_s(self._policy_for(query, now), share, within_s)
+            wait_s = later.earliest_feasible_s(self._policy_for(query, now), share, within_s)
             if wait_s is not None:
                 until = min(now + wait_s, deadline)
-                self._room.put(
+                self._queue.put(
                     Waiting(query=query, came_at=came_at, try_at=until, latest_start=latest_start, deadline=deadline)
                 )
                 return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
         if query.has_targets and came_at < now and decision.best.ttft_s < NO_TARGET:
-            decision = anyway(decision)
+            decision = place_anyway(decision)
             self._place(decision, now)
             return Verdict(outcome=Outcome.PLACED, decision=decision)
-        retry_at = now + outlook.welcome_s(self._policy, share)
+        retry_at = now + later.earliest_admission_s(self._policy, share)
         if query.has_targets:
             pool = self._ledger.table.pools()[decision.best.prefill is None]
             num_workers = max(1, int(pool.stop - pool.start))
-            retry_at = self._promises.make(query.question, retry_at, self._work_s(decision), num_workers, now)
+            retry_at = self._calendar.reserve(query.question, retry_at, self._work_s(decision), num_workers, now)
         return Verdict(
             outcome=Outcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)
         )
@@ -200,13 +194,116 @@ class Admission:
         return best.prefill_s + num_output * token_s
 
     def _may_wait(self, query: Query) -> bool:
-        if query.has_targets and self._room.num_with_targets >= self._rules.max_contenders:
+        if query.has_targets and self._queue.num_with_targets >= self._rules.max_contenders:
             return False
-        return not self._room.is_full
+        return not self._queue.is_full
 
 
-def _is_hopeless(query: Query, surveyed: Survey) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """`try_at`: before, another look is useless; `latest_start`: of its prompt's computation, to meet its target."""
+
+    query: Query
+    came_at: float
+    try_at: float
+    latest_start: float
+    deadline: float
+
+
+class WaitQueue:
+    """Requests that will be placed a little later: in which order, and until when at the latest. Everyone in it leaves
+    it by its deadline, placed or not. At most `max_waiting` at once."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._waiting: dict[str, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    @property
+    def num_with_targets(self) -> int:
+        return sum(waiting.query.has_targets for waiting in self._waiting.values())
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._waiting) >= self._max_waiting
+
+    def put(self, waiting: Waiting) -> None:
+        assert not self.is_full or waiting.query.request_id in self._waiting, "put() into a full wait queue"
+        self._waiting[waiting.query.request_id] = waiting
+
+    def remove(self, request_id: str) -> Waiting | None:
+        return self._waiting.pop(request_id, None)
+
+    def due(self, now: float, is_ahead: Callable[[str], bool]) -> list[Waiting]:
+        """Those to look at again: first who has targets, then whose tenant is not ahead, then the least slack."""
+        return _in_turn([w for w in self._waiting.values() if w.try_at <= now or w.deadline <= now], is_ahead)
+
+    def hurry(self, now: float, count: int, is_ahead: Callable[[str], bool]) -> None:
+        """Room may have come before it was expected: so many of those whose turn it is are due now."""
+        for waiting in _in_turn(list(self._waiting.values()), is_ahead)[:count]:
+            self._waiting[waiting.query.request_id] = replace(waiting, try_at=min(now, waiting.try_at))
+
+    def next_at(self) -> float | None:
+        """When somebody is due."""
+        return min((min(w.try_at, w.deadline) for w in self._waiting.values()), default=None)
+
+
+def _in_turn(waiting: list[Waiting], is_ahead: Callable[[str], bool]) -> list[Waiting]:
+    ahead = {tenant: is_ahead(tenant) for tenant in {w.query.tenant for w in waiting}}
+    return sorted(
+        waiting,
+        key=lambda w: (not w.query.has_targets, ahead[w.query.tenant], w.latest_start, w.came_at, w.query.request_id),
+    )
+
+
+class TenantShares:
+    """Who has had more than its share: tokens served per tenant (cf. the virtual token counter of arXiv:2401.00588).
+
+    A tenant that comes back after a pause is lifted to the least served of those who were there, so that nobody saves
+    up. `quantum`: tokens that a tenant may be ahead; `active_s`: so long after a request a tenant still counts."""
+
+    def __init__(self, quantum: float = 20_000.0, active_s: float = 30.0, max_tenants: int = 10_000) -> None:
+        self._quantum = quantum
+        self._active_s = active_s
+        self._max_tenants = max_tenants
+        self._served: OrderedDict[str, float] = OrderedDict()  # least recently heard of first
+        self._asked_at: dict[str, float] = {}
+
+    def ask(self, tenant: str, now: float) -> None:
+        """The tenant wants something."""
+        if now - self._asked_at.get(tenant, float("-inf")) > self._active_s:
+            least = self._least_served(now)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+        self._asked_at[tenant] = now
+        self._served.move_to_end(tenant)
+        while len(self._served) > self._max_tenants:
+            gone, _ = self._served.popitem(last=False)
+            del self._asked_at[gone]
+
+    def serve(self, tenant: str, prompt_tokens: float, output_tokens: float) -> None:
+        if tenant in self._served:
+            self._served[tenant] += prompt_tokens + _OUTPUT_WEIGHT * output_tokens
+
+    def is_ahead(self, tenant: str, now: float) -> bool:
+        """Whether it was served more than another tenant that wants something too."""
+        return self._served.get(tenant, 0.0) - self._least_served(now) > self._quantum
+
+    def _least_served(self, now: float) -> float:
+        least = float("inf")
+        for tenant in reversed(self._served):
+            if now - self._asked_at[tenant] > self._active_s:
+                break
+            least = min(least, self._served[tenant])
+        return least if least < float("inf") else 0.0
+
+
+def _is_unattainable(query: Query, found: Filtered) -> bool:
     """Late also where nothing else is to be done: it is lost for goodput, so it gets what others leave. What was begun
     already goes on as it was."""
-    is_late = query.ttft_s < surveyed.shortest_s or query.tpot_s < surveyed.shortest_tpot_s
-    return query.attempt == 0 and surveyed.shortest_s < NO_TARGET and is_late
+    is_late = query.ttft_s < found.shortest_s or query.tpot_s < found.shortest_tpot_s
+    return query.attempt == 0 and found.shortest_s < NO_TARGET and is_late

@@ -1,29 +1,102 @@
-"""Everything that was placed and has not ended: booked at once, corrected by what workers and gateways tell.
+"""Bind: everything that was placed and has not ended, booked at once, corrected by what workers and gateways tell.
 
-The one writer of the `WorkerTable`, with `decode_pace`. Each placed request is a `Booking` here, one entry in the queue
-of the worker that computes its prompt until its first token, and one slot of the worker that decodes it until its end.
-Knows no policy.
+The fourth stage of a decision (see the package), and the state that the others read. The one writer of the
+`WorkerTable`. Each placed request is a `Booking` here, one entry in the queue of the worker that computes its prompt
+until its first token, and one slot of the worker that decodes it until its end. Which request goes where is not decided
+here.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Final
 
-from cluster.scheduler.placement.assumed_cost import assumed_cost
-from cluster.scheduler.placement.booked_worker import BookedWorker
-from cluster.scheduler.placement.booking import Booking
-from cluster.scheduler.placement.decode_pace import advance, count_prompt, set_step_s
-from cluster.scheduler.placement.demand import PromptDemand
-from cluster.scheduler.placement.output_lengths import OutputLengths
-from cluster.scheduler.placement.overhead import Overhead
+from cluster.scheduler.placement.estimates import OutputLengths, Overhead, PromptDemand
 from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot, WorkerTable
-from engine.cost_model.step_cost import StepCost
+from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
 from kv_transfer.messages import KnownWorker, WorkerInfo, WorkerSnapshot
+
+_ASSUMED_ERROR: Final = 0.5
+_ASSUMED_STEP_S: Final = 0.02
+# What a sequence adds to a step, and a token of its context, as shares of the step: wrong by as much as you like, but
+# with nothing at all, workers would look the same however many decode there.
+_DECODE_SHARE: Final = 0.02
+_CONTEXT_TOKEN_SHARE: Final = 1e-5
+
+
+@dataclass(slots=True)
+class Booking:
+    """`computing`: the worker of the prompt; `prefill_s`: predicted, for `uncached_tokens`; `computed_at`: its end."""
+
+    query: Query
+    computing: str
+    decode: str
+    uncached_tokens: float
+    prefill_s: float
+    placed_at: float
+    slot: int
+    computed_at: float
+    is_first: bool = False  # nobody was ahead of it there
+    reported: bool = False  # the computing worker's snapshots include it by now
+
+
+@dataclass(slots=True)
+class BookedWorker:
+    """One worker, as the ledger keeps it."""
+
+    info: WorkerInfo
+    snapshot: WorkerSnapshot
+    heard_at: float
+    queue: OrderedDict[str, Booking]  # prompts to be computed here, first come first served
+    decoding: list[Booking]  # by slot; also those whose prompts are being computed
+    busy_since: float  # the queue's first prompt counts as begun then, behind `extra_s` of unknown work
+    extra_s: float = 0.0
+    is_measured: bool = False  # it reported a cost once: better than any assumption, also when it says nothing
+
+    @property
+    def num_unknown(self) -> int:
+        """Sequences that it reports beyond those booked on it."""
+        return max(0, self.snapshot.num_running + self.snapshot.num_waiting - len(self.decoding))
+
+    @property
+    def used_tokens(self) -> int:
+        """That its blocks hold or are kept for."""
+        used = self.info.num_blocks - min(self.snapshot.blocks_available, self.info.num_blocks)
+        return used // self.info.layer_groups * self.info.block_size
+
+    def queued_tokens(self, before: str) -> float:
+        """Prompt tokens ahead of that request: as booked, or as reported where that is more."""
+        ahead = takewhile(lambda booking: booking.query.request_id != before, self.queue.values())
+        return max(sum(booking.uncached_tokens for booking in ahead), self.snapshot.queued_prefill_tokens)
+
+    def correct_queue(self, cost: StepCost, chunk_tokens: float, now: float) -> None:
+        """The worker says how much is left: what is missing of the bookings is done, what is too much is unknown.
+
+        It counts a step's tokens when the step is over, and those it will find cached until it begins the prompt. So
+        this bounds what is done, and between the bounds the clock decides.
+        """
+        bookings = list(self.queue.values())
+        queued_tokens = self.snapshot.queued_prefill_tokens
+        began_at = self.busy_since + self.extra_s
+        cached = sum(b.query.num_tokens - b.uncached_tokens for b in bookings[1:])
+        left = sum(b.uncached_tokens for b in bookings) - queued_tokens
+        excess = max(0.0, -left - cached)
+        least = sum(b.uncached_tokens for b in bookings if b.reported) - queued_tokens
+        most = left + cached + chunk_tokens
+        self.extra_s = cost.prefill_s(excess) if excess else 0.0
+        elapsed_s = max(_seconds_of(bookings, least), min(_seconds_of(bookings, most), now - began_at))
+        self.busy_since = now - (_seconds_of(bookings, least) if excess else elapsed_s)
 
 
 class Ledger:
+    """What the scheduler believes to be placed where, in numbers (`table`) and by request and worker.
+
+    `lengths`, `overhead` and `demand` are learned here, from what ends and what comes. `now` never goes back."""
+
     def __init__(self) -> None:
         self.table = WorkerTable()
         self.lengths = OutputLengths()
@@ -128,7 +201,7 @@ class Ledger:
             booking.is_first = computing.extra_s == 0.0
         computing.queue[query.request_id] = booking
         row = self.table.row(booking.computing)
-        count_prompt(self.table, row, uncached_tokens, query.num_tokens - uncached_tokens, now)
+        self.table.count_prompt(row, uncached_tokens, query.num_tokens - uncached_tokens, now)
         self._plan_queue(computing, now)
         return booking
 
@@ -151,7 +224,7 @@ class Ledger:
         self._correct_queue(computing, now)
         self._plan_queue(computing, now)
         self._known(booking, 0)
-        set_step_s(self.table, self.table.row(decode), now)
+        self.table.predict_step(self.table.row(decode), now)
         return booking
 
     def book_decoding(
@@ -171,7 +244,7 @@ class Ledger:
         slots = self.table.slots[:, row, booking.slot]
         slots[Slot.FIRST_AT], slots[Slot.JOINED_STEP] = first_at, self.table.rows[Row.STEPS, row] - num_emitted
         self._known(booking, num_emitted)
-        set_step_s(self.table, row, now)
+        self.table.predict_step(row, now)
         return booking
 
     def first_token(self, request_id: str, now: float) -> None:
@@ -185,10 +258,10 @@ class Ledger:
                 self.overhead.observe(now - booking.placed_at - booking.prefill_s)
             self._leave_queue(computing, request_id, now, computed=True)
             row = self.table.row(booking.decode)
-            advance(self.table, row, now)
+            self.table.advance(row, now)
             slots = self.table.slots[:, row, booking.slot]
             slots[Slot.FIRST_AT], slots[Slot.JOINED_STEP] = now, self.table.rows[Row.STEPS, row]
-            set_step_s(self.table, row, now)
+            self.table.predict_step(row, now)
 
     def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
         """It left the cluster, or is placed anew. `num_output_tokens`: what it put out, if it came to its end."""
@@ -200,13 +273,13 @@ class Ledger:
         if computing is not None and request_id in computing.queue:
             self._leave_queue(computing, request_id, now, computed=False)
         row = self.table.row(booking.decode)
-        advance(self.table, row, now)
+        self.table.advance(row, now)
         last = self.table.free_slot(row, booking.slot)
         decoding.decoding[last].slot = booking.slot
         decoding.decoding[booking.slot] = decoding.decoding[last]
         decoding.decoding.pop()
         self._count(row, -1, -booking.query.num_tokens)
-        set_step_s(self.table, row, now)
+        self.table.predict_step(row, now)
         if num_output_tokens:
             self.lengths.observe(booking.query.tenant, booking.query.slo_class, num_output_tokens)
             self.table.residuals = self.lengths.residuals
@@ -225,7 +298,7 @@ class Ledger:
     ) -> Booking:
         self.ended(query.request_id, now)
         decoding, row = self._workers[decode], self.table.row(decode)
-        advance(self.table, row, now)
+        self.table.advance(row, now)
         slot = self.table.take_slot(row)
         booking = Booking(query, computing, decode, uncached_tokens, prefill_s, now, slot, now)
         self._bookings[query.request_id] = booking
@@ -253,16 +326,16 @@ class Ledger:
         context_tokens: float | None,
     ) -> None:
         row = self.table.row(snapshot.worker_id)
-        advance(self.table, row, now)
+        self.table.advance(row, now)
         worker.snapshot, worker.heard_at = snapshot, now
         if cost is not None or not worker.is_measured:
-            self.table.set_cost(row, cost or assumed_cost(snapshot))
+            self.table.set_cost(row, cost or _assumed_cost(snapshot))
             worker.is_measured = cost is not None
         self.table.rows[Row.DRAINING, row] = snapshot.draining
         self._correct_queue(worker, now)
         self._correct_decodes(worker, row, context_tokens)
         self._plan_queue(worker, now)
-        set_step_s(self.table, row, now)
+        self.table.predict_step(row, now)
 
     def _correct_queue(self, worker: BookedWorker, now: float) -> None:
         row = self.table.row(worker.info.worker_id)
@@ -297,3 +370,27 @@ class Ledger:
     def _count(self, row: int, requests: int, tokens: int) -> None:
         self.table.rows[Row.BOOKED, row] += requests
         self.table.rows[Row.BOOKED_CONTEXT, row] += tokens
+
+
+def _seconds_of(bookings: Iterable[Booking], num_tokens: float) -> float:
+    """Predicted, for the first so many uncached tokens of these prompts, one after the other."""
+    seconds = 0.0
+    for booking in bookings:
+        if num_tokens <= 0:
+            break
+        seconds += booking.prefill_s * min(1.0, num_tokens / max(booking.uncached_tokens, 1.0))
+        num_tokens -= booking.uncached_tokens
+    return seconds
+
+
+def _assumed_cost(snapshot: WorkerSnapshot) -> StepCost:
+    """Of a worker that reports none: from its measured rates, as far as it has any."""
+    step_s = snapshot.decode_step_s or _ASSUMED_STEP_S
+    return StepCost(
+        base_s=step_s,
+        prefill_token_s=1.0 / (snapshot.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S),
+        prefill_pair_s=0.0,
+        decode_s=_DECODE_SHARE * step_s,
+        context_token_s=_CONTEXT_TOKEN_SHARE * step_s,
+        relative_error=_ASSUMED_ERROR,
+    )

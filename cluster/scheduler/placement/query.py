@@ -1,13 +1,18 @@
-"""What the decision is asked: one request, its targets and whose it is. Knows no workers."""
+"""What a decision is asked and by which rules: one request with its targets (`Query`), and `DecisionPolicy`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.scheduler.placement.worker_table import Floats
 from engine.kv.prefix import HASH_BYTES
 
-NO_TARGET = float("inf")
+NO_TARGET: Final = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +44,46 @@ class Query:
     def question(self) -> Hashable:
         """The same for the same question asked again, under whatever id."""
         return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, self.prefix_hashes[-HASH_BYTES:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionPolicy:
+    """A request with targets is placed where the expected number of requests that meet theirs grows by `min_gain`.
+    Batch requests are placed where others lose at most `batch_slo_loss` and the queue is at most `batch_queue_s` long;
+    prompts that take longer than that, only while `batch_idle` of the pool's workers compute none, and of its time
+    lately.
+    Decode alone is chosen over a pair where it brings `alone_gain` more.
+    A prompt of average length keeps out `displacement_cost` of the requests still to come where the queues are half as
+    long as TTFT targets allow, shorter prompts and queues less, longer ones more: under overload long prompts go first.
+    Nobody is bound to a decode worker that has no room for `max_room_s`.
+
+    `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
+    a token up from there.
+    """
+
+    min_gain: float = 0.5
+    alone_gain: float = 0.1
+    displacement_cost: float = 0.25
+    max_room_s: float = 0.1
+    batch_slo_loss: float = 0.01
+    batch_queue_s: float = 1.0
+    batch_idle: float = 0.75
+    num_exact: int = 6
+    host_token_s: float = 5e-6
+    disk_token_s: float = 60e-6
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.min_gain < 1.0:
+            raise ValueError(f"min_gain is {self.min_gain}: it must lie between 0 and 1, as chances do")
+        if self.num_exact < 1:
+            raise ValueError(f"num_exact is {self.num_exact}: at least one worker must be looked at")
+
+    def admits(self, ttft_s: Floats, slo_gain: Floats, target_s: float, share: float) -> NDArray[np.bool_]:
+        """Whether a request with targets is good enough, each way that it could go. `target_s`: for its TTFT.
+
+        `share`, up to 1: of its TTFT target, and of the doubt that is allowed, that the request may use up. The rest is
+        kept for those who are to be served first.
+        """
+        most_s = share * target_s if share < 1.0 else np.inf
+        admitted: NDArray[np.bool_] = (ttft_s <= most_s) & (slo_gain >= 1.0 - share * (1.0 - self.min_gain))
+        return admitted

@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cluster.scheduler.placement.booking import Booking
-from cluster.scheduler.placement.decode_pace import advance
-from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.ledger import Booking, Ledger
 from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot
 from kv_transfer.messages import WorkerInfo
@@ -23,7 +21,7 @@ MAX_PENDING: Final = 65_536  # whose workers are not known; beyond it, the oldes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StandingQuery:
+class RecoveredQuery:
     """`prefill` None: the decode worker computes the prompt. `num_emitted`: tokens by now, since the first one came at
     `first_at`; 0: the prompt is still to be computed. `weight`: see `Slot.WEIGHT`."""
 
@@ -36,38 +34,38 @@ class StandingQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Pending:
     """`as_of`: when it stood so. `lives`: of its workers, where only these are meant."""
 
-    standing: StandingQuery
+    recovered: RecoveredQuery
     as_of: float
     lives: Mapping[str, WorkerInfo] = field(default_factory=dict)
 
-    def standing_at(self, now: float) -> StandingQuery:
+    def query_at(self, now: float) -> RecoveredQuery:
         """By now, at the pace it had: who is out of sight goes on."""
-        standing = self.standing
-        decoded_s = self.as_of - standing.first_at
-        if standing.num_emitted == 0 or decoded_s <= 0.0:
-            return standing
-        num_emitted = standing.num_emitted * (now - standing.first_at) / decoded_s
-        most = max(standing.num_emitted, standing.query.max_new_tokens)
-        return replace(standing, num_emitted=min(most, round(num_emitted)))
+        recovered = self.recovered
+        decoded_s = self.as_of - recovered.first_at
+        if recovered.num_emitted == 0 or decoded_s <= 0.0:
+            return recovered
+        num_emitted = recovered.num_emitted * (now - recovered.first_at) / decoded_s
+        most = max(recovered.num_emitted, recovered.query.max_new_tokens)
+        return replace(recovered, num_emitted=min(most, round(num_emitted)))
 
 
-class StandingRequests:
+class RecoveredRequests:
     """Those that are not booked yet, each under one of the workers that it lacks."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._lacking: dict[str, str] = {}  # the worker, by request
-        self._pending: dict[str, dict[str, _Kept]] = {}  # by worker, then by request
+        self._pending: dict[str, dict[str, _Pending]] = {}  # by worker, then by request
 
     def __len__(self) -> int:
         return len(self._lacking)
 
-    def told(self, standing: StandingQuery, now: float) -> None:
-        self.ended(standing.query.request_id)
-        self._book_or_keep(_Kept(standing, now), now)
+    def told(self, recovered: RecoveredQuery, now: float) -> None:
+        self.ended(recovered.query.request_id)
+        self._book_or_keep(_Pending(recovered, now), now)
 
     def registered(self, worker_id: str, now: float) -> None:
         """The worker is known from now on."""
@@ -75,7 +73,7 @@ class StandingRequests:
             self.ended(request_id)
             self._book_or_keep(kept, now)
 
-    def losing(self, worker_id: str, now: float) -> None:
+    def on_worker_lost(self, worker_id: str, now: float) -> None:
         """The worker is out of sight; its bookings are about to be void. Unknown ones are fine."""
         for booking in self._ledger.booked_on(worker_id):
             self.ended(booking.query.request_id)
@@ -85,11 +83,11 @@ class StandingRequests:
         """Unknown ids are fine."""
         kept = self.ended(request_id)
         if kept is not None:
-            if not kept.standing.num_emitted:
-                kept = _Kept(replace(kept.standing, num_emitted=1, first_at=now), now, kept.lives)
+            if not kept.recovered.num_emitted:
+                kept = _Pending(replace(kept.recovered, num_emitted=1, first_at=now), now, kept.lives)
             self._book_or_keep(kept, now)
 
-    def ended(self, request_id: str) -> _Kept | None:
+    def ended(self, request_id: str) -> _Pending | None:
         """It left the cluster, or is placed anew. Returns it, if it was kept here."""
         worker_id = self._lacking.pop(request_id, None)
         if worker_id is None:
@@ -100,25 +98,25 @@ class StandingRequests:
             del self._pending[worker_id]
         return kept
 
-    def _book_or_keep(self, kept: _Kept, now: float) -> None:
+    def _book_or_keep(self, kept: _Pending, now: float) -> None:
         lacking = self._lacks(kept)
         if lacking is None:
-            self._book(kept.standing_at(now), now)
+            self._book(kept.query_at(now), now)
         else:
             self._keep(lacking, kept)
 
-    def _keep(self, lacking: str, kept: _Kept) -> None:
+    def _keep(self, lacking: str, kept: _Pending) -> None:
         if len(self._lacking) == MAX_PENDING:
             self.ended(next(iter(self._lacking)))
-        self._lacking[kept.standing.query.request_id] = lacking
-        self._pending.setdefault(lacking, {})[kept.standing.query.request_id] = kept
+        self._lacking[kept.recovered.query.request_id] = lacking
+        self._pending.setdefault(lacking, {})[kept.recovered.query.request_id] = kept
 
-    def _lacks(self, kept: _Kept) -> str | None:
+    def _lacks(self, kept: _Pending) -> str | None:
         """A worker that has to be known first. One that has computed the prompt may be gone."""
-        standing = kept.standing
-        needed = [standing.decode]
-        if standing.prefill is not None and not standing.num_emitted:
-            needed.append(standing.prefill)
+        recovered = kept.recovered
+        needed = [recovered.decode]
+        if recovered.prefill is not None and not recovered.num_emitted:
+            needed.append(recovered.prefill)
         return next((worker_id for worker_id in needed if not self._is_there(worker_id, kept.lives)), None)
 
     def _is_there(self, worker_id: str, lives: Mapping[str, WorkerInfo]) -> bool:
@@ -127,14 +125,14 @@ class StandingRequests:
         info = self._ledger.info(worker_id)
         return lives.get(worker_id, info) == info
 
-    def _as_booked(self, booking: Booking, now: float) -> _Kept:
+    def _as_booked(self, booking: Booking, now: float) -> _Pending:
         table = self._ledger.table
         row = table.row(booking.decode)
-        advance(table, row, now)
+        table.advance(row, now)
         slot = table.slots[:, row, booking.slot]
         is_computed = slot[Slot.JOINED_STEP] < float("inf")
         num_emitted = max(1, round(float(table.rows[Row.STEPS, row] - slot[Slot.JOINED_STEP]))) if is_computed else 0
-        standing = StandingQuery(
+        recovered = RecoveredQuery(
             query=booking.query,
             prefill=None if booking.computing == booking.decode else booking.computing,
             decode=booking.decode,
@@ -143,20 +141,20 @@ class StandingRequests:
             weight=float(slot[Slot.WEIGHT]),
         )
         there = [worker_id for worker_id in (booking.computing, booking.decode) if worker_id in table]
-        return _Kept(standing, now, {worker_id: self._ledger.info(worker_id) for worker_id in there})
+        return _Pending(recovered, now, {worker_id: self._ledger.info(worker_id) for worker_id in there})
 
-    def _book(self, standing: StandingQuery, now: float) -> None:
-        if standing.num_emitted:
+    def _book(self, recovered: RecoveredQuery, now: float) -> None:
+        if recovered.num_emitted:
             self._ledger.book_decoding(
-                standing.query,
-                prefill=standing.prefill,
-                decode=standing.decode,
-                num_emitted=standing.num_emitted,
-                first_at=standing.first_at,
-                weight=standing.weight,
+                recovered.query,
+                prefill=recovered.prefill,
+                decode=recovered.decode,
+                num_emitted=recovered.num_emitted,
+                first_at=recovered.first_at,
+                weight=recovered.weight,
                 now=now,
             )
         else:
             self._ledger.book_computing(
-                standing.query, prefill=standing.prefill, decode=standing.decode, weight=standing.weight, now=now
+                recovered.query, prefill=recovered.prefill, decode=recovered.decode, weight=recovered.weight, now=now
             )

@@ -1,47 +1,64 @@
-"""What rejected clients were told: when to come back, as fast as their work can be done, and who has come back.
+"""Retry-After: when clients that were turned away are asked to come back, and who of them has come.
 
-A client is known again by what it asks, so it need not do anything but repeat its request. Knows no workers.
+`Admission` asks for a time with every rejection (`RetryAfterCalendar.reserve`) and whether a request is one that comes
+back on time (`match`). Times are given out as fast as such work can be done: each takes the seconds of a worker that its
+prompt and its tokens need, from the first second on that has room. A client is known again by what it asks, so it need
+not do anything but repeat its request.
+
+What follows here and in `DecisionPolicy.displacement_cost` is all that there is to tune about whom overload turns away.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable
 from typing import Final
 
-from cluster.scheduler.placement.promised_work import Pace, PromisedWork
+MIN_RETRY_AFTER_S: Final = 1.0  # nobody is asked to come back sooner
+# The moments that are looked at for a better one, up to 92 s, and the best candidates of now that are looked at then.
+LATER_S: Final = tuple(0.05 * 1.6**power for power in range(17))
+NUM_LATER_CANDIDATES: Final = 3
+# What the share of a request (see `DecisionPolicy.admits`) is while others are to be served first: its tenant is ahead
+# of another, or clients that were asked to come back may be here (the fewer do come back, the less is kept for them).
+CONTESTED_SHARE: Final = 0.5
 
-_EARLY_S: Final = 1.0  # clients round seconds, and clocks differ
-_RETURN_SMOOTHING: Final = 0.1
-_SHARE: Final = 0.5  # of the pace at which work is placed, what is promised: others always get in
+GRACE_S: Final = 3.0  # so long after its time somebody counts as back on time
+EARLY_S: Final = 1.0  # and so long before: clients round seconds, and clocks differ
+FIRST_RETURN_RATE: Final = 0.5  # of those who are asked to come back, before anything is known
+RETURN_SMOOTHING: Final = 0.1
+
+CALENDAR_SHARE: Final = 0.5  # of the pace at which work is placed, what is given out: others always get in
+BUCKET_S: Final = 1.0  # of the calendar
+CONTENTION_S: Final = 1.0  # between two rejections, at most: what is placed then is what there is room for
+PACE_OVER_S: Final = 20.0  # of contention, over which the pace is smoothed
+ASSUMED_PACE_S: Final = 5.0  # of contention: so much weight has the assumption that each worker does 1 s a second
 
 
-class Promises:
-    """`grace_s`: so long after its time a promise is kept open."""
+class RetryAfterCalendar:
+    """When to come back, by client. `grace_s`: see `GRACE_S`.
 
-    def __init__(self, grace_s: float = 3.0) -> None:
+    `return_rate`: the share of clients that do come back, smoothed."""
+
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self.return_rate = FIRST_RETURN_RATE
         self._grace_s = grace_s
         self._until: dict[Hashable, float] = {}
         self._in_turn: list[tuple[float, int, Hashable]] = []  # a heap; what no longer stands is left in it
-        self._num_made = 0
+        self._num_reserved = 0
         self._came_back: set[Hashable] = set()  # of those, who did so once: what they do next teaches nothing
-        self._pace = Pace()
-        self._work = PromisedWork()
-        self._returning = 0.5
+        self._pace = PlacementPace()
+        self._work = ReservedWork()
 
     def __len__(self) -> int:
+        """Clients that are expected back."""
         return len(self._until)
-
-    @property
-    def returning(self) -> float:
-        """The share of clients that do come back, smoothed; half of them before anything is known."""
-        return self._returning
 
     def placed(self, work_s: float) -> None:
         """So many seconds of a worker's time: under overload, they are placed as fast as there is room for them."""
         self._pace.placed(work_s)
 
-    def make(self, key: Hashable, earliest: float, work_s: float, num_workers: int, now: float) -> float:
+    def reserve(self, key: Hashable, earliest: float, work_s: float, num_workers: int, now: float) -> float:
         """When to come back: not before `earliest`, and not when the work of others fills the time. `work_s`: of a
         worker's time; `num_workers`: that do such work."""
         self._forget(now)
@@ -54,27 +71,28 @@ class Promises:
         at = open_until  # where it came too early, its turn is still its own
         if at is None or at < earliest:
             # Room for those who do come: else, where nobody does, each is sent further away than the one before.
-            at = self._work.reserve(earliest, self._returning * work_s, _SHARE * self._pace.per_s(num_workers))
+            per_s = CALENDAR_SHARE * self._pace.per_s(num_workers)
+            at = self._work.reserve(earliest, self.return_rate * work_s, per_s)
         self._until[key] = at
-        self._num_made += 1
-        heapq.heappush(self._in_turn, (at, self._num_made, key))
+        self._num_reserved += 1
+        heapq.heappush(self._in_turn, (at, self._num_reserved, key))
         return at
 
-    def redeem(self, key: Hashable, now: float) -> bool:
+    def match(self, key: Hashable, now: float) -> bool:
         """Whether someone who was asked to come back now has come."""
         self._forget(now)
         at = self._until.get(key)
-        return at is not None and at - _EARLY_S <= now <= at + self._grace_s
+        return at is not None and at - EARLY_S <= now <= at + self._grace_s
 
-    def kept(self, key: Hashable) -> None:
-        """The client was served. Unknown ones are fine."""
+    def served(self, key: Hashable) -> None:
+        """The client was placed. Unknown ones are fine."""
         if self._until.pop(key, None) is not None:
             self._learn(key, 1.0)
 
     def is_due(self, now: float) -> bool:
         """Whether clients that were asked to come back may be here at any moment."""
         self._forget(now)
-        return bool(self._in_turn) and self._in_turn[0][0] - _EARLY_S <= now
+        return bool(self._in_turn) and self._in_turn[0][0] - EARLY_S <= now
 
     def _forget(self, now: float) -> None:
         """What is too late, and what no longer stands; the first in turn stands then."""
@@ -89,8 +107,62 @@ class Promises:
                 self._learn(key, 0.0)
 
     def _learn(self, key: Hashable, came_back: float) -> None:
-        """At the end of a promise."""
+        """Once it is known whether a client came back."""
         if key in self._came_back:
             self._came_back.remove(key)
         else:
-            self._returning += _RETURN_SMOOTHING * (came_back - self._returning)
+            self.return_rate += RETURN_SMOOTHING * (came_back - self.return_rate)
+
+
+class PlacementPace:
+    """Seconds of work that are placed per second while others have to be turned away."""
+
+    def __init__(self) -> None:
+        self._work_s = 0.0
+        self._contended_s = 0.0
+        self._since_s = 0.0  # of work, placed since somebody was turned away
+        self._turned_away_at = float("-inf")
+
+    def placed(self, work_s: float) -> None:
+        self._since_s += work_s
+
+    def turned_away(self, now: float) -> None:
+        passed_s = now - self._turned_away_at
+        if passed_s <= CONTENTION_S:
+            kept = math.exp(-passed_s / PACE_OVER_S)
+            self._work_s = kept * self._work_s + self._since_s
+            self._contended_s = kept * self._contended_s + passed_s
+        self._since_s, self._turned_away_at = 0.0, now
+
+    def per_s(self, num_workers: int) -> float:
+        """As if each worker did a second per second, before anything is known."""
+        return (self._work_s + num_workers * ASSUMED_PACE_S) / (self._contended_s + ASSUMED_PACE_S)
+
+
+class ReservedWork:
+    """Seconds of work by second of time. Each reservation takes the room of its work from its time on: long work leaves
+    room for short work before it, and none for more than can be done after it."""
+
+    def __init__(self) -> None:
+        self.taken_s: dict[int, float] = {}  # by bucket of time
+
+    def reserve(self, earliest: float, work_s: float, per_s: float) -> float:
+        """The first moment from `earliest` on with room, which is taken then."""
+        room_s, bucket = per_s * BUCKET_S, int(earliest // BUCKET_S)
+        while self._taken(bucket) >= room_s:
+            bucket += 1
+        at = max(earliest, BUCKET_S * (bucket + self._taken(bucket) / room_s))
+        while work_s > 0.0:
+            more_s = min(work_s, max(0.0, room_s - self._taken(bucket)))
+            self.taken_s[bucket] = self._taken(bucket) + more_s
+            work_s -= more_s
+            bucket += 1
+        return at
+
+    def forget(self, now: float) -> None:
+        """What was reserved for the past."""
+        for bucket in [bucket for bucket in self.taken_s if (bucket + 1) * BUCKET_S < now]:
+            del self.taken_s[bucket]
+
+    def _taken(self, bucket: int) -> float:
+        return self.taken_s.get(bucket, 0.0)

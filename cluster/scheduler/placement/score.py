@@ -1,6 +1,8 @@
-"""What a request's placement on each of a few candidates would bring, now or later, and what that is worth.
+"""Score: what a request's placement on each of a few candidates would bring, now or later, and what that is worth.
 
-A candidate is a pair (prefill, decode), or a decode worker alone. Decides nothing.
+The second stage of a decision (see the package). A candidate is a pair (prefill, decode), or a decode worker alone.
+`predict` says what would happen, whatever the targets; `score` what that is worth to those who have some. `pick` calls
+both for now, `later` for a row of moments to come.
 """
 
 from __future__ import annotations
@@ -11,24 +13,26 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.scheduler.placement.filter import PromptForecast
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.moments import join_times, start_times
-from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.prediction import DecodeForecast, PromptForecast, forecast_decode
-from cluster.scheduler.placement.query import Query
-from cluster.scheduler.placement.tpot_forecast import chances
-from cluster.scheduler.placement.worker_scan import idle_shares, queue_shares
-from cluster.scheduler.placement.worker_table import Floats, Rows
+from cluster.scheduler.placement.query import DecisionPolicy, Query
+from cluster.scheduler.placement.tpot_forecast import (
+    DecodeForecast,
+    forecast_decode,
+    log_fit_probability,
+    log_probability,
+)
+from cluster.scheduler.placement.worker_table import PROMPTS_OVER_S, Floats, Row, Rows, WorkerTable
 
 
 @dataclass(frozen=True, slots=True)
-class Prospects:
+class Prediction:
     """What would be, whatever the targets. `later_s`, by moment: when it is placed, from now.
 
     By candidate: who computes the prompt, and who decodes; `alone`, where these are the same; `prompt`. By moment and
     candidate: `start_s`, from now until the prompt's computation begins, which takes `work_s` of each candidate;
-    `after`, on the decode worker. Of the pool that computes the prompt: `queue_share`, see `queue_shares`, for
-    requests with a TTFT target; `idle_share`, see `idle_shares`, for those without targets; 0 for others."""
+    `after`, on the decode worker. Of the pool that computes the prompt: `queue_share`, see `_queue_shares`, for
+    requests with a TTFT target; `idle_share`, see `_idle_shares`, for those without targets; 0 for others."""
 
     later_s: Floats
     computing: Rows
@@ -43,20 +47,20 @@ class Prospects:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
-    """By moment and candidate. `chance`: of meeting all targets; `gain`: expected requests that meet theirs, after
-    minus before; `leaves_room`: those who have targets, and those who will come, hardly notice."""
+class Score:
+    """By moment and candidate. `slo_probability`: of meeting all targets; `slo_gain`: expected requests that meet
+    theirs, after minus before; `leaves_room`: those who have targets, and those who will come, hardly notice."""
 
     ttft_s: Floats
-    chance: Floats
-    gain: Floats
+    slo_probability: Floats
+    slo_gain: Floats
     leaves_room: NDArray[np.bool_]
 
 
 _UNASKED: Final = np.zeros((1, 1))
 
 
-def foresee(
+def predict(
     ledger: Ledger,
     query: Query,
     computing: Rows,
@@ -64,47 +68,102 @@ def foresee(
     prompt: PromptForecast,
     later_s: Floats,
     now: float,
-) -> Prospects:
+) -> Prediction:
     """As if it were placed at each of these moments, `later_s` from now. `prompt`: by candidate."""
     table = ledger.table
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
     work_s, alone = prompt.load_s + prompt.prefill_s, computing == decode
-    lead_s = join_times(prompt.wait_s, work_s, alone, later_s)
+    lead_s = _join_times(prompt.wait_s, work_s, alone, later_s)
     after = forecast_decode(table, decode, query, num_output, lead_s, prompt.added_s * alone, now)
-    start_s = start_times(prompt.wait_s, after.room_s, alone, later_s)
-    pools = (table.rows, table.num_prefills, len(table), alone, later_s)
+    start_s = _start_times(prompt.wait_s, after.room_s, alone, later_s)
     queue_share = idle_share = _UNASKED
     if query.ttft_s < np.inf and ledger.demand.ttft_s > 0.0:
-        queue_share = queue_shares(*pools, ledger.demand.ttft_s, now)
+        queue_share = _queue_shares(table, alone, later_s, ledger.demand.ttft_s, now)
     if not query.has_targets:
-        idle_share = idle_shares(*pools, now)
-    return Prospects(later_s, computing, decode, alone, prompt, work_s, start_s, after, queue_share, idle_share)
+        idle_share = _idle_shares(table, alone, later_s, now)
+    return Prediction(later_s, computing, decode, alone, prompt, work_s, start_s, after, queue_share, idle_share)
 
 
-def judge(
-    ledger: Ledger, policy: DecisionPolicy, query: Query, seen: Prospects, waited_s: float | Floats, now: float
-) -> Worth:
+def score(
+    ledger: Ledger, policy: DecisionPolicy, query: Query, predicted: Prediction, waited_s: float | Floats
+) -> Score:
     """`waited_s`: how long the client has waited by now, or will have by each moment's now."""
-    work_s, later_s, after = seen.work_s, seen.later_s, seen.after
-    ttft_s = waited_s + seen.start_s + work_s + ledger.overhead.seconds
-    predicted, targets = (ttft_s, after.tpot_s, after.kv_share), (query.ttft_s, query.tpot_s)
-    chance = chances(ledger.table.rows, seen.computing, seen.decode, *predicted, *targets)
+    work_s, later_s, after = predicted.work_s, predicted.later_s, predicted.after
+    ttft_s = waited_s + predicted.start_s + work_s + ledger.overhead.seconds
+    slo_probability = _slo_probability(ledger.table, query, predicted, ttft_s)
     # Requests still to come that the prompt keeps out.
-    crowding = policy.crowding_cost * seen.queue_share / (1.0 - seen.queue_share)
-    crowding = crowding * work_s / max(ledger.demand.prompt_s, 1e-9)
-    harm = after.harm
+    displacement = policy.displacement_cost * predicted.queue_share / (1.0 - predicted.queue_share)
+    displacement = displacement * work_s / max(ledger.demand.prompt_s, 1e-9)
     # Who has no room yet is bound to nobody yet.
     early = after.room_s > later_s[:, None] + policy.max_room_s
-    gain = np.where(early & (query.attempt == 0), -1.0, (chance if query.has_targets else 0.0) - harm - crowding)
+    own = slo_probability if query.has_targets else 0.0
+    slo_gain = np.where(early & (query.attempt == 0), -1.0, own - after.slo_loss - displacement)
     if query.has_targets:
-        room = np.ones(gain.shape, dtype=bool)  # nobody asks
+        room = np.ones(slo_gain.shape, dtype=bool)  # nobody asks
     else:
-        room = _leaves_room(policy, work_s, seen.start_s - later_s[:, None], harm, seen.idle_share)
-    return Worth(ttft_s, chance, gain, room)
+        room = _leaves_room(policy, work_s, predicted.start_s - later_s[:, None], after.slo_loss, predicted.idle_share)
+    return Score(ttft_s, slo_probability, slo_gain, room)
+
+
+def _slo_probability(table: WorkerTable, query: Query, predicted: Prediction, ttft_s: Floats) -> Floats:
+    """Of meeting both targets, and of the memory sufficing."""
+    errors, after = table.rows[Row.RELATIVE_ERROR], predicted.after
+    in_time = log_probability(ttft_s, query.ttft_s, errors[predicted.computing])
+    in_time = in_time + log_probability(after.tpot_s, query.tpot_s, errors[predicted.decode])
+    probability: Floats = np.exp(in_time + log_fit_probability(after.kv_share))
+    return probability
+
+
+def _join_times(wait_s: Floats, work_s: Floats, alone: NDArray[np.bool_], later_s: Floats) -> Floats:
+    """From now until it decodes, by moment; the same for all candidates: were it each one's own, a longer queue would
+    make a crowded decode worker look better. By candidate: `wait_s`, until its queue is done; `work_s`, of its prompt;
+    `alone`, whether it decodes where its prompt is computed."""
+    ready_s = wait_s + work_s
+    soonest = (ready_s if alone.all() else np.where(alone, np.inf, ready_s)).argmin()
+    joins_s: Floats = np.maximum(later_s, wait_s[soonest]) + work_s[soonest]
+    return joins_s
+
+
+def _start_times(wait_s: Floats, room_s: Floats, alone: NDArray[np.bool_], later_s: Floats) -> Floats:
+    """From now until the prompt's computation begins, by moment and candidate. It is computed where it decodes, or
+    queues only when the decode worker has room for it."""
+    later_s = later_s[:, None]
+    queues_s = np.where(alone, 0.0, np.maximum(wait_s - later_s, 0.0))
+    return np.where(room_s > later_s, room_s + queues_s, np.maximum(np.maximum(later_s, wait_s), room_s))
+
+
+def _queue_shares(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats, ttft_s: float, now: float) -> Floats:
+    """By moment and candidate: how long the queues of the pool are that computes the prompt, in the mean, as a share of
+    what TTFT targets allow; just below 1 where they are longer. `alone`: its decode workers do."""
+    left_s = table.rows[Row.DRAINED_AT, : len(table)] - now
+    shares = np.zeros((2, len(later_s)))
+    num_moments = int(np.searchsorted(later_s, left_s.max(initial=0.0)))  # none has a queue later
+    if num_moments:
+        queues_s = np.maximum(left_s - later_s[:num_moments, None], 0.0)
+        for number, pool in enumerate(table.pools()):
+            means_s = queues_s[:, pool].sum(axis=1) / max(1, pool.stop - pool.start)
+            shares[number, :num_moments] = np.minimum(means_s / ttft_s, 0.99)
+    return np.where(alone, shares[1][:, None], shares[0][:, None])
+
+
+def _idle_shares(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
+    """By moment and candidate, of the pool that computes the prompt: the workers that have no prompts to compute by
+    then, or that had none lately if these are fewer."""
+    there, here = (_idle_share(table, pool, later_s, now)[:, None] for pool in table.pools())
+    return np.where(alone, here, there)
+
+
+def _idle_share(table: WorkerTable, pool: slice, later_s: Floats, now: float) -> Floats:
+    size = max(1, pool.stop - pool.start)
+    left_s = np.sort(table.rows[Row.DRAINED_AT, pool] - now)
+    busy = table.prompt_shares(pool, now).sum() / size
+    lately = 1.0 - busy * np.exp(-later_s / PROMPTS_OVER_S)
+    share: Floats = np.minimum(np.searchsorted(left_s, later_s, side="right") / size, lately)
+    return share
 
 
 def _leaves_room(
-    policy: DecisionPolicy, work_s: Floats, wait_s: Floats, harm: Floats, idle_share: Floats
+    policy: DecisionPolicy, work_s: Floats, wait_s: Floats, slo_loss: Floats, idle_share: Floats
 ) -> NDArray[np.bool_]:
-    quiet = (harm <= policy.batch_harm) & (wait_s <= policy.batch_queue_s)
+    quiet = (slo_loss <= policy.batch_slo_loss) & (wait_s <= policy.batch_queue_s)
     return quiet & ((work_s <= policy.batch_queue_s) | (idle_share >= policy.batch_idle))

@@ -12,11 +12,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cost_model.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.messages import WorkerInfo
 
 RESIDUAL_STEP: Final = 0.125
 PROMPTS_OVER_S: Final = 10.0  # over which a worker's share of time for prompts is smoothed
+_MOST_PROMPTS: Final = 0.9  # of its time
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
@@ -62,7 +63,7 @@ class _SlotFacts(NamedTuple):
     WEIGHT: int = 6  # how probable it was, when it was placed, that it meets its targets
 
 
-# Tuples, since compiled code takes their members for constants.
+# Plain integers, since arrays are indexed by them dozens of times a decision, and an enumeration's members are slower.
 Row: Final = _Facts()
 Slot: Final = _SlotFacts()
 
@@ -144,10 +145,43 @@ class WorkerTable:
         booked = self.slots[Slot.OUTPUT] > 0.0
         return bool((booked & (self.slots[Slot.TPOT_TARGET_S] < np.inf)).any())
 
-    def prompt_share(self, row: int, now: float) -> float:
-        """Of the worker's time lately, what prompts placed there take."""
-        recent_s, at = self.rows[Row.PROMPTS_S, row], self.rows[Row.PROMPTS_AT, row]
-        return float(recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S)
+    def prompt_shares(self, rows: int | slice, now: float) -> Floats:
+        """Of the workers' time lately, what prompts placed there take."""
+        recent_s, at = self.rows[Row.PROMPTS_S, rows], self.rows[Row.PROMPTS_AT, rows]
+        shares: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
+        return shares
+
+    # --- the pace of a worker's decode steps ---
+
+    def advance(self, row: int, now: float) -> None:
+        """Count the decode steps that were done since."""
+        facts = self.rows[:, row]
+        if facts[Row.STEP_S] > 0.0:
+            facts[Row.STEPS] += max(0.0, now - facts[Row.AS_OF]) / facts[Row.STEP_S]
+        facts[Row.AS_OF] = now
+
+    def count_prompt(self, row: int, num_tokens: float, num_cached: float, now: float) -> None:
+        """One more prompt was placed there."""
+        cost, facts = self.cost(row), self.rows[:, row]
+        recent_s = PROMPTS_OVER_S * self.prompt_shares(row, now)
+        added_s = cost.step_s(StepWork.of_prefill(num_tokens, num_cached)) - cost.base_s
+        facts[Row.PROMPTS_S], facts[Row.PROMPTS_AT] = recent_s + added_s, now
+        self.predict_step(row, now)
+
+    def predict_step(self, row: int, now: float) -> None:
+        """How long its steps take, with those that decode now, and their contexts, and as much time for prompts as
+        lately."""
+        facts, slots = self.rows[:, row], self.slots[:, row, : self.num_used(row)]
+        joined = slots[Slot.JOINED_STEP] < float("inf")
+        emitted = (facts[Row.STEPS] - slots[Slot.JOINED_STEP])[joined]
+        context = (slots[Slot.TOKENS][joined] + emitted).sum() + facts[Row.EXTRA_CONTEXT]
+        decodes = joined.sum() + facts[Row.EXTRA_DECODES]
+        step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
+        share = min(_MOST_PROMPTS, float(self.prompt_shares(row, now)))
+        facts[Row.STRETCH] = 1.0 / (1.0 - share)
+        facts[Row.STEP_S] = step_s * facts[Row.STRETCH]
+
+    # --- costs and slots ---
 
     def set_cost(self, row: int, cost: StepCost) -> None:
         self.rows[: Row.CHUNK_TOKENS, row] = (

@@ -8,8 +8,7 @@ from typing import Final
 
 from cluster.scheduler.placement.admission import AdmissionPolicy, Verdict
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.query import Query
+from cluster.scheduler.placement.query import DecisionPolicy, Query
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.simulation.routers.base import PlaceQuery
 from cluster.simulation.routers.fleet import KnownCosts

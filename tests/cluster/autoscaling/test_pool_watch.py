@@ -14,8 +14,7 @@ from cluster.config.scheduler import pools_plan
 from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.query import Query
+from cluster.scheduler.placement.query import DecisionPolicy, Query
 from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.report import Outcome as Ending
 from cluster.slo.report import RequestEnd, Served, SloRecorder

@@ -12,7 +12,7 @@ def test_who_is_late_on_an_idle_cluster_too_is_not_taken_for_one_without_targets
     placed(scheduler, "hopeless", num_tokens=5000, **TARGETS)
     placed(scheduler, "none", num_tokens=100)
     none, hopeless = scheduler.log.newest(2)
-    assert (none.is_hopeless, hopeless.is_hopeless) == (False, True)
+    assert (none.is_unattainable, hopeless.is_unattainable) == (False, True)
     assert hopeless.request.ttft_s == 2.0
     line = json.loads(hopeless.as_json(0.0))
     assert (line["hopeless"], line["ttft_s"], line["outcome"]) == (True, 2.0, "placed")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cluster.gateway.request_state import RequestRun
 from cluster.scheduler.placement import recovery as standing_module
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.recovery import StandingQuery, StandingRequests
+from cluster.scheduler.placement.recovery import RecoveredQuery, RecoveredRequests
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.slo.classes import RequestSlo
@@ -31,8 +31,8 @@ from tests.cluster.scheduler.placement.placement_world import COST, ledger_of, q
 from tests.support.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 
-def _standing(request_id: str, num_emitted: int = 0, *, prefill: str | None = "p1") -> StandingQuery:
-    return StandingQuery(
+def _standing(request_id: str, num_emitted: int = 0, *, prefill: str | None = "p1") -> RecoveredQuery:
+    return RecoveredQuery(
         query=query_of(request_id), prefill=prefill, decode="d1", num_emitted=num_emitted, first_at=-1.0, weight=1.0
     )
 
@@ -49,7 +49,7 @@ def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
     report = worker_snapshot("d1", 2, num_running=3)
     ledger.heartbeat(report, 1.0, cost=COST, context_tokens=3 * 1040)
     step_s = _fact(ledger, "d1", Row.STEP_S)
-    requests = StandingRequests(ledger)
+    requests = RecoveredRequests(ledger)
     for number in range(3):
         assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 3 - number
         assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 1040 * (3 - number)
@@ -71,7 +71,7 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
     ledger = ledger_of("p1", "d1")
     ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=2500), 1.0, cost=COST)
     drained_at = _fact(ledger, "p1", Row.DRAINED_AT)
-    requests = StandingRequests(ledger)
+    requests = RecoveredRequests(ledger)
     for number in range(3):
         requests.told(_standing(f"r{number}"), 1.0)
         assert drained_at <= _fact(ledger, "p1", Row.DRAINED_AT) <= drained_at + 0.6
@@ -87,7 +87,7 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
 def test_a_prompt_that_decode_computes_itself_counts_there() -> None:
     ledger = ledger_of("d1")
     ledger.heartbeat(worker_snapshot("d1", 2, num_waiting=1, queued_prefill_tokens=1000), 0.0, cost=COST)
-    StandingRequests(ledger).told(_standing("r", prefill=None), 0.0)
+    RecoveredRequests(ledger).told(_standing("r", prefill=None), 0.0)
     assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 0
     assert _fact(ledger, "d1", Row.DRAINED_AT) == pytest.approx(1.01)
 
@@ -99,7 +99,7 @@ def test_a_prompt_that_decode_computes_itself_counts_there() -> None:
 @given(st.permutations(["p1", "d1", "decodes", "computes", "computes"]), st.permutations(["first", "ended", "nothing"]))
 def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list[str], then: list[str]) -> None:
     ledger = Ledger()
-    requests = StandingRequests(ledger)
+    requests = RecoveredRequests(ledger)
     for now, what in enumerate(said):
         if what in ("p1", "d1"):
             ledger.register(worker_info(what), worker_snapshot(what, num_running=1), float(now), cost=COST)
@@ -121,7 +121,7 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
 
 def test_a_prefill_worker_is_not_waited_for_once_the_prompt_is_computed() -> None:
     ledger = ledger_of("d1")
-    requests = StandingRequests(ledger)
+    requests = RecoveredRequests(ledger)
     requests.told(_standing("decodes", 5), 0.0)
     requests.told(_standing("computes"), 0.0)
     assert (len(ledger), len(requests)) == (1, 1)
@@ -133,7 +133,7 @@ def test_a_prefill_worker_is_not_waited_for_once_the_prompt_is_computed() -> Non
 def test_those_whose_workers_never_come_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standing_module, "MAX_PENDING", 10)
     ledger = Ledger()
-    requests = StandingRequests(ledger)
+    requests = RecoveredRequests(ledger)
     for number in range(25):
         requests.told(_standing(f"r{number}", 1), 0.0)
     assert len(requests) == 10
@@ -150,7 +150,7 @@ def _successor(num_running: int, told: bool) -> GlobalScheduler:
     scheduler = GlobalScheduler(SchedulerPolicy())
     for number in range(num_running if told else 0):
         place = Place(request_id=f"close-{number}", attempt=0, **CLOSE, waited_s=1.0)
-        scheduler.standing(
+        scheduler.recovered(
             StandingRequest(place=place, prefill="p1", decode="d1", num_emitted=50, since_first_s=0.75), 0.0
         )
     for worker_id, busy in (("p1", 0), ("d1", num_running)):
@@ -193,9 +193,9 @@ def test_nobody_s_follow_the_worker_s_reports_down() -> None:
 def test_what_is_told_twice_or_placed_anew_or_ended_counts_so() -> None:
     scheduler = _successor(2, told=True)
     again = StandingRequest(place=Place(request_id="close-0", attempt=0, **CLOSE), prefill="p1", decode="d1")
-    scheduler.standing(again, 0.1)
+    scheduler.recovered(again, 0.1)
     assert scheduler.num_booked == 2
-    scheduler.standing(replace(again, decode="unknown"), 0.2)
+    scheduler.recovered(replace(again, decode="unknown"), 0.2)
     assert scheduler.num_booked == 1
     assert isinstance(scheduler.place(replace(again.place, attempt=1), 0.3), Placement)
     scheduler.register(worker_info("unknown"), worker_snapshot("unknown"), 0.4)

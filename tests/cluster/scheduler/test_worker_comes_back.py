@@ -109,7 +109,7 @@ def test_a_gateway_s_word_is_newer_than_what_was_booked() -> None:
     assert _place(scheduler, "r", 0.0)
     scheduler.lost("d1", 1.0)
     again = Place(request_id="r", attempt=1, num_tokens=1000, max_new_tokens=400)
-    scheduler.standing(StandingRequest(place=again, prefill="p1", decode="d1"), 1.5)
+    scheduler.recovered(StandingRequest(place=again, prefill="p1", decode="d1"), 1.5)
     scheduler.register(_life("d1", 2), _report("d1", 1), 2.0)
     assert (scheduler.num_booked, _queue(scheduler, "p1")) == (1, ["r"])
 

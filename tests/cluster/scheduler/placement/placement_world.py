@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.scheduler.placement.booking import Booking
-from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.ledger import Booking, Ledger
 from cluster.scheduler.placement.query import Query
 from engine.cost_model.step_cost import StepCost
 from tests.support.worker_reports import worker_info, worker_snapshot

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
-from cluster.scheduler.placement.fairness import TenantShares
+from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, TenantShares, Verdict
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.query import Query
+from cluster.scheduler.placement.query import DecisionPolicy, Query
 from tests.cluster.scheduler.placement.placement_world import book, decoding, ledger_of, query_of
 
 BATCH: dict[str, Any] = {"ttft_s": math.inf, "tpot_s": math.inf}
@@ -332,7 +330,7 @@ def test_where_nobody_has_targets_nobody_waits() -> None:
 
 def test_after_the_last_one_with_targets_those_without_wait_no_longer() -> None:
     ledger = ledger_of("p1", "d1")
-    admission = _admission(ledger, calm_s=30.0)
+    admission = _admission(ledger, slo_traffic_s=30.0)
     assert _ask(admission, "target").outcome is Outcome.PLACED
     assert _ask(admission, "batch", 1.0, **BATCH, num_tokens=3000).outcome is Outcome.WAITING
     ledger.ended("target", 2.0)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome
-from cluster.scheduler.placement.decision import Action, Decision, decide
+from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.survey import survey
+from cluster.scheduler.placement.pick import Action, Decision, pick
+from cluster.scheduler.placement.query import DecisionPolicy
 from tests.cluster.scheduler.placement.placement_world import book, decoding, ledger_of, query_of
 
 
 def _decide(ledger: Ledger, **changes: Any) -> Decision:
     policy, query = DecisionPolicy(), query_of("new", **changes)
-    return decide(ledger, policy, query, survey(ledger, policy, query, {}, 0.0), 0.0)[0]
+    return pick(ledger, policy, query, filter_workers(ledger, policy, query, {}, 0.0), 0.0)[0]
 
 
 def test_the_longer_the_queues_the_shorter_the_prompts_that_get_in() -> None:

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.scheduler.block_index import PrefixReach
-from cluster.scheduler.placement.candidates import Candidates, find_candidates
-from cluster.scheduler.placement.decision import Action, Decision, decide
-from cluster.scheduler.placement.decision import book as book_decision
+from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.survey import survey
+from cluster.scheduler.placement.pick import Action, Candidates, Decision, find_candidates, pick
+from cluster.scheduler.placement.pick import book as book_decision
+from cluster.scheduler.placement.query import DecisionPolicy
 from engine.cost_model.step_cost import StepCost
 from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
 from tests.support.worker_reports import worker_info, worker_snapshot
@@ -28,7 +27,7 @@ NO_HITS: Mapping[str, PrefixReach] = {}
 def _decide(ledger: Ledger, request_id: str = "new", now: float = 0.0, **changes: Any) -> Decision:
     reach = changes.pop("reach", NO_HITS)
     query = query_of(request_id, **{"arrived_at": now, **changes})
-    return decide(ledger, POLICY, query, survey(ledger, POLICY, query, reach, now), now)[0]
+    return pick(ledger, POLICY, query, filter_workers(ledger, POLICY, query, reach, now), now)[0]
 
 
 def _where(decision: Decision) -> tuple[str | None, str]:
@@ -38,7 +37,7 @@ def _where(decision: Decision) -> tuple[str | None, str]:
 
 def _found(ledger: Ledger, **changes: object) -> Candidates:
     query = query_of("new", **changes)
-    found = find_candidates(ledger, POLICY, query, survey(ledger, POLICY, query, NO_HITS, 0.0), 0.0)
+    found = find_candidates(ledger, POLICY, query, filter_workers(ledger, POLICY, query, NO_HITS, 0.0), 0.0)
     assert found is not None
     return found
 

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from cluster.scheduler.placement.estimates import OutputLengths
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.output_lengths import OutputLengths
 from cluster.scheduler.placement.worker_table import Row, Slot
 from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
 from tests.support.worker_reports import worker_info, worker_snapshot

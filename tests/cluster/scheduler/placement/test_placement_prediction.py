@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.prediction import (
+from cluster.scheduler.placement.tpot_forecast import (
     DecodeForecast,
     PromptForecast,
+    fit_probability,
     forecast_decode,
     forecast_prompt,
+    log_probability,
 )
-from cluster.scheduler.placement.tpot_forecast import fit_probability, log_probability
 from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
 from tests.support.worker_reports import worker_info, worker_snapshot
 

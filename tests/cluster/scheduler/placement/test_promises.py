@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scheduler.placement.promised_work import Pace, PromisedWork
-from cluster.scheduler.placement.retry_after import Promises
+from cluster.scheduler.placement.retry_after import PlacementPace, ReservedWork, RetryAfterCalendar
 
 # --- the calendar ---
 
 
 def test_long_work_far_off_does_not_put_off_short_work() -> None:
-    calendar = PromisedWork()
+    calendar = ReservedWork()
     assert calendar.reserve(90.0, 30.0, per_s=4.0) == 90.0
     assert calendar.reserve(2.5, 1.0, per_s=4.0) == 2.5
     assert calendar.reserve(2.5, 1.0, per_s=4.0) == 2.5, "there is room for both in that second"
@@ -21,7 +20,7 @@ def test_long_work_far_off_does_not_put_off_short_work() -> None:
 
 
 def test_what_was_promised_for_the_past_is_forgotten() -> None:
-    calendar = PromisedWork()
+    calendar = ReservedWork()
     for at in range(100):
         calendar.reserve(float(at), 1.0, per_s=1.0)
     calendar.forget(98.5)
@@ -33,7 +32,7 @@ def test_what_was_promised_for_the_past_is_forgotten() -> None:
     st.sampled_from([0.3, 1.0, 7.5]),
 )
 def test_no_second_is_promised_more_than_is_done_in_it(promises: list[tuple[float, float]], per_s: float) -> None:
-    calendar = PromisedWork()
+    calendar = ReservedWork()
     for earliest, work_s in promises:
         at = calendar.reserve(earliest, work_s, per_s)
         assert at >= earliest
@@ -47,7 +46,7 @@ def test_no_second_is_promised_more_than_is_done_in_it(promises: list[tuple[floa
 
 
 def test_work_is_promised_as_fast_as_it_is_placed_under_overload() -> None:
-    pace = Pace()
+    pace = PlacementPace()
     assert pace.per_s(8) == 8.0, "before anything is known"
     for step in range(1000):
         pace.placed(0.3)
@@ -56,7 +55,7 @@ def test_work_is_promised_as_fast_as_it_is_placed_under_overload() -> None:
 
 
 def test_what_is_placed_while_there_is_room_for_all_says_nothing() -> None:
-    pace = Pace()
+    pace = PlacementPace()
     for step in range(100):
         pace.placed(0.01)
         pace.turned_away(10.0 * step)
@@ -67,7 +66,7 @@ def test_what_is_placed_while_there_is_room_for_all_says_nothing() -> None:
 
 
 def test_promises_are_known_again_while_they_are_open() -> None:
-    promises = Promises(grace_s=5.0)
+    promises = RetryAfterCalendar(grace_s=5.0)
     first = promises.make("a", 210.0, 8.0, 4, 200.0)
     second = promises.make("b", 210.0, 1.0, 4, 200.0)
     assert first == 210.0
@@ -89,7 +88,7 @@ def test_promises_are_known_again_while_they_are_open() -> None:
 
 
 def test_where_nobody_returns_nobody_is_sent_ever_further_away() -> None:
-    promises = Promises(grace_s=3.0)
+    promises = RetryAfterCalendar(grace_s=3.0)
     waits = []
     for number in range(6000):  # ten minutes of three times what eight workers can do
         now = number / 10
@@ -100,7 +99,7 @@ def test_where_nobody_returns_nobody_is_sent_ever_further_away() -> None:
 
 
 def test_clients_that_never_return_keep_nobody_out() -> None:
-    promises = Promises(grace_s=1.0)
+    promises = RetryAfterCalendar(grace_s=1.0)
     for number in range(60):
         promises.make(number, 2.0 * number + 1.0, 0.1, 8, 2.0 * number)
     promises.is_due(1000.0)

@@ -1,22 +1,27 @@
-"""How many tokens a request will probably put out: learned from those of the same tenant and class that ended.
+"""What the scheduler learns from requests that came and went: lengths of outputs, overhead of first tokens, demand.
 
-Knows lengths only. A client's `max_new_tokens` is a bound, and usually far above what comes.
+The `Ledger` feeds these and holds one of each; predictions read them. All are smoothed over recent requests and take
+bounded memory.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from statistics import median
 from typing import Final
 
 import numpy as np
 
 from cluster.scheduler.placement.worker_table import RESIDUAL_STEP, Floats
 
-_RECENT: Final = 256  # observations kept per key
-_ENOUGH: Final = 8  # observations before a key is believed by itself
+_RECENT_LENGTHS: Final = 256  # observations kept per key
+_ENOUGH_LENGTHS: Final = 8  # observations before a key is believed by itself
 _PRIOR_TOKENS: Final = 256.0
 _RESIDUAL_EVERY: Final = 16  # observations
 _RESIDUALS: Final = 64
+_RECENT_OVERHEADS: Final = 32
+_ENOUGH_OVERHEADS: Final = 4
+_DEMAND_SMOOTHING: Final = 0.01  # about the last hundred requests
 
 
 class _Recent:
@@ -25,11 +30,11 @@ class _Recent:
     __slots__ = ("_lengths", "num_seen")
 
     def __init__(self) -> None:
-        self._lengths = np.zeros(_RECENT)
+        self._lengths = np.zeros(_RECENT_LENGTHS)
         self.num_seen = 0
 
     def add(self, length: float) -> None:
-        self._lengths[self.num_seen % _RECENT] = length
+        self._lengths[self.num_seen % _RECENT_LENGTHS] = length
         self.num_seen += 1
 
     def residuals(self) -> Floats:
@@ -50,7 +55,8 @@ class _Recent:
 
 
 class OutputLengths:
-    """Expected output per (tenant, class); where little is known of it, per class; then of all. Bounded memory."""
+    """How many tokens a request will probably put out, learned from those that ended: per (tenant, class); where little
+    is known of it, per class; then of all. A client's `max_new_tokens` is a bound, and usually far above what comes."""
 
     def __init__(self, max_keys: int = 1000) -> None:
         self._max_keys = max_keys
@@ -71,6 +77,43 @@ class OutputLengths:
         """At least one token, at most `max_new_tokens`."""
         for key in ((tenant, slo_class), slo_class, None):
             recent = self._recent.get(key)
-            if recent is not None and recent.num_seen >= _ENOUGH:
+            if recent is not None and recent.num_seen >= _ENOUGH_LENGTHS:
                 return max(1.0, recent.mean_below(max_new_tokens))
         return max(1.0, min(_PRIOR_TOKENS, max_new_tokens))
+
+
+class Overhead:
+    """Seconds from a placement to its first token, beyond what was predicted for its prompt (messages, reservation,
+    gateway): the median of lately.
+
+    Only of prompts that nobody was ahead of and nobody came after: else it would learn how far predicted queues are
+    off, and what it costs to share a step.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_RECENT_OVERHEADS)
+        self.seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._recent.append(seconds)
+        if len(self._recent) >= _ENOUGH_OVERHEADS:
+            self.seconds = max(0.0, median(self._recent))
+
+
+class PromptDemand:
+    """What requests ask of those who compute prompts: by this admission tells a long prompt from a short one, and a
+    long queue from a short one, whatever model and device.
+
+    `prompt_s`: of the prompts asked for, without what is cached; `ttft_s`: their targets. 0 before the first."""
+
+    def __init__(self) -> None:
+        self.prompt_s = 0.0
+        self.ttft_s = 0.0
+        self._num_seen = 0
+
+    def observe(self, prompt_s: float, ttft_s: float) -> None:
+        """Of a request with a TTFT target, when it comes."""
+        self._num_seen += 1
+        weight = max(_DEMAND_SMOOTHING, 1.0 / self._num_seen)
+        self.prompt_s += weight * (prompt_s - self.prompt_s)
+        self.ttft_s += weight * (ttft_s - self.ttft_s)

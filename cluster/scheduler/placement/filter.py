@@ -1,0 +1,189 @@
+"""Filter: which workers could take a request at all, and which few pairs of them deserve a closer look.
+
+The first stage of a decision (see the package). `filter_workers` looks at every worker, in a few vector operations none
+of which depends on the request's targets; `shortlist` keeps the best few, which `score` then predicts exactly.
+
+All arrays are by row of the `WorkerTable`: prefill workers first, then decode workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.scheduler.block_index import PrefixReach
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.query import DecisionPolicy, Query
+from cluster.scheduler.placement.worker_table import Floats, Row, Rows, WorkerTable
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForecast:
+    """A prompt's computation, by worker. `wait_s`: of its queue; `load_s`: of the hits that lie in lower tiers;
+    `added_s`: of `prefill_s`, what those who decode there notice."""
+
+    cached_tokens: Floats
+    uncached_tokens: Floats
+    wait_s: Floats
+    load_s: Floats
+    prefill_s: Floats
+    added_s: Floats
+
+    def at(self, index: Rows | NDArray[np.intp]) -> PromptForecast:
+        return PromptForecast(
+            *(self.cached_tokens[index], self.uncached_tokens[index], self.wait_s[index]),
+            *(self.load_s[index], self.prefill_s[index], self.added_s[index]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """`prompt`: by row of the table. `ready_s`: by row, when the prompt would be computed there; inf for those that may
+    not compute it, or of the decode workers, may not do the rest. `decodes`: whether any may. `shortest_s` and
+    `shortest_tpot_s`: TTFT and TPOT on the fastest, were nobody else there; inf without any.
+    """
+
+    prompt: PromptForecast
+    ready_s: Floats
+    decodes: bool
+    shortest_s: float
+    shortest_tpot_s: float
+
+
+def filter_workers(
+    ledger: Ledger, policy: DecisionPolicy, query: Query, reach: Mapping[str, PrefixReach], now: float
+) -> Filtered:
+    """All workers, for one request; called once a decision. `reach`: what workers hold of the prompt, by worker."""
+    table, barred = ledger.table, ~eligible(ledger.table, query)
+    _, decodes = table.pools()
+    tiers = (policy.host_token_s, policy.disk_token_s)
+    prompt = forecast_prompt(table, query.num_tokens, _reach_tokens(table, reach), tiers, now)
+    ready_s, work_s = prompt.wait_s + prompt.load_s + prompt.prefill_s, prompt.load_s + prompt.prefill_s
+    facts = table.rows[:, decodes]
+    alone_s = facts[Row.BASE_S] + facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * query.num_tokens
+    work_s[barred], ready_s[barred], alone_s[barred[decodes]] = np.inf, np.inf, np.inf
+    return Filtered(
+        prompt=prompt,
+        ready_s=ready_s,
+        decodes=not barred[decodes].all(),
+        shortest_s=float(work_s.min(initial=np.inf)) + ledger.overhead.seconds,
+        shortest_tpot_s=float(alone_s.min(initial=np.inf)),
+    )
+
+
+def eligible(table: WorkerTable, query: Query) -> NDArray[np.bool_]:
+    """Whether a prefill worker could compute the prompt, whether a decode worker could do the rest.
+
+    The decode worker that holds a reservation already is the only one then, leaving or not. Where no decode worker is
+    left, excluded ones no longer are excluded."""
+    _, decodes = table.pools()
+    longest = table.rows[Row.MAX_MODEL_LEN, : len(table)]
+    fits = longest >= query.num_tokens
+    fits[decodes] = longest[decodes] >= query.num_tokens + query.max_new_tokens
+    wanted: NDArray[np.bool_] = fits & (table.rows[Row.DRAINING, : len(table)] == 0.0)
+    staying = wanted[decodes].copy()
+    if query.exclude:
+        wanted[[table.row(worker_id) for worker_id in query.exclude if worker_id in table]] = False
+    if query.prefer_decode is not None and query.prefer_decode in table:
+        preferred = table.row(query.prefer_decode)
+        if preferred >= decodes.start and fits[preferred]:
+            wanted[decodes] = False
+            wanted[preferred] = True
+    if not wanted[decodes].any():
+        wanted[decodes] = staying
+    return wanted
+
+
+def could_ever(table: WorkerTable, query: Query) -> bool:
+    """Whether it may fit once workers are there, or are not leaving: not if those that are there are all too small."""
+    _, decodes = table.pools()
+    longest = table.rows[Row.MAX_MODEL_LEN, decodes]
+    return not len(longest) or bool(longest.max() >= query.num_tokens + query.max_new_tokens)
+
+
+def forecast_prompt(
+    table: WorkerTable, num_tokens: int, reach: Floats, tier_token_s: tuple[float, float], now: float
+) -> PromptForecast:
+    """On every worker. `reach[3, rows]`: leading tokens held on the device, down to host memory, down to disk. Loads as
+    far down as it pays; `tier_token_s`: seconds per token brought up from host memory and from disk."""
+    facts = table.rows[:, : len(table)]
+    step_s = facts[Row.STEP_S] / facts[Row.STRETCH]
+    # Each that decodes takes a token of the step's budget.
+    chunk = np.maximum(facts[Row.CHUNK_TOKENS] - facts[Row.BOOKED], 1.0)
+    depths = 3 if (reach[2] > reach[0]).any() else 1
+    cached = np.minimum(reach[:depths], num_tokens - 1.0)
+    uncached = num_tokens - cached
+    load_s = np.zeros_like(cached)
+    if depths > 1:
+        load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
+        load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
+    added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
+    prefill_s = added_s + np.maximum(np.ceil(uncached / chunk), 1.0) * step_s
+    best = 0 if depths == 1 else ((load_s + prefill_s).argmin(axis=0), np.arange(len(table)))
+    return PromptForecast(
+        cached_tokens=cached[best],
+        uncached_tokens=uncached[best],
+        wait_s=np.maximum(facts[Row.DRAINED_AT] - now, 0.0),
+        load_s=load_s[best],
+        prefill_s=prefill_s[best],
+        added_s=added_s[best],
+    )
+
+
+def shortlist(table: WorkerTable, policy: DecisionPolicy, query: Query, found: Filtered) -> tuple[Rows, Rows]:
+    """The candidates: who computes the prompt and who decodes, by row. Of each group that can hand over to each other,
+    the best few of either pool with each other; and for decode alone those few, and the two who would have the prompt
+    computed first."""
+    prefills, decodes = table.pools()
+    kinds, one = table.rows[Row.COMPATIBILITY, : len(table)], len(table.kinds) == 1
+    step_s = np.where(found.ready_s[decodes] < np.inf, _coarse_step_s(table, decodes, query), np.inf)
+    computing, decode = [], []
+    for kind in table.kinds:
+        ready_s = found.ready_s if one else np.where(kinds == kind, found.ready_s, np.inf)
+        of_kind = step_s if one else np.where(kinds[decodes] == kind, step_s, np.inf)
+        emptiest = [decodes.start + row for row in _first(of_kind, policy.num_exact)]
+        first = [decodes.start + row for row in _first(ready_s[decodes], 2)]
+        alone = sorted({*emptiest, *first})
+        for prefill in _first(ready_s[prefills], policy.num_exact):
+            computing += [prefill] * len(emptiest)
+            decode += emptiest
+        computing += alone
+        decode += alone
+    return np.array(computing, dtype=np.intp), np.array(decode, dtype=np.intp)
+
+
+def _reach_tokens(table: WorkerTable, reach: Mapping[str, PrefixReach]) -> Floats:
+    tokens = np.zeros((3, len(table)))
+    if reach:
+        rows = table.rows_of(reach)
+        known = rows >= 0
+        columns = np.fromiter(chain.from_iterable(reach.values()), np.float64).reshape(-1, 3)[known].T
+        tokens[:, rows[known]] = columns * table.rows[Row.BLOCK_SIZE, rows[known]]
+    return tokens
+
+
+def _first(score: Floats, count: int) -> list[int]:
+    """Whose score is lowest, where it is finite, best first. Of equals the first: they come in the order of the
+    workers' names."""
+    left, best = score.copy(), []
+    for _ in range(min(count, len(score))):
+        lowest = int(left.argmin())
+        if left[lowest] == np.inf:
+            break
+        best.append(lowest)
+        left[lowest] = np.inf
+    return best
+
+
+def _coarse_step_s(table: WorkerTable, pool: slice, query: Query) -> Floats:
+    """With everyone who is booked, whenever they come and go; late where the prompts alone fill the memory."""
+    facts = table.rows[:, pool]
+    context = facts[Row.BOOKED_CONTEXT] + facts[Row.EXTRA_CONTEXT] + query.num_tokens
+    decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES] + 1
+    step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
+    coarse: Floats = np.where(context > facts[Row.KV_TOKENS], 1000.0 * step_s, step_s)
+    return coarse

@@ -1,0 +1,214 @@
+"""Pick: one request, one decision: which pair of workers, or none now.
+
+The third stage (see the package), which drives the two before it: `pick` takes what `filter_workers` found, has the
+shortlist scored, puts the candidates in order, and says whether the best one is good enough. It is a function of ledger,
+query, prefixes and clock alone and changes nothing; `bind` makes the choice count. A `Decision` keeps the table that it
+was made from, for operators to read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.scheduler.placement.filter import Filtered, PromptForecast, shortlist
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.query import DecisionPolicy, Query
+from cluster.scheduler.placement.score import predict, score
+from cluster.scheduler.placement.worker_table import Floats, Row, Rows
+
+_AT_ONCE: Final = np.zeros(1)
+_ASSUMED_TTFT_S: Final = 10.0  # what delays are relative to where there is no target
+_ASSUMED_TPOT_S: Final = 0.1
+
+
+class Action(Enum):
+    PLACE = "it goes to the chosen workers"
+    DEFER = "nowhere would it do more good than harm now; later it may"
+    IMPOSSIBLE = "no worker that is there could ever do it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Columns by candidate: see `Prediction` and `Score`. `order`: of candidates, best first."""
+
+    computing: Rows
+    decode: Rows
+    prompt: PromptForecast
+    start_s: Floats
+    ttft_s: Floats
+    tpot_s: Floats
+    kv_share: Floats
+    slo_probability: Floats
+    slo_loss: Floats
+    slo_gain: Floats
+    leaves_room: NDArray[np.bool_]
+    order: NDArray[np.intp]
+
+    def __len__(self) -> int:
+        return len(self.decode)
+
+
+class CandidateRow(NamedTuple):
+    """One line of the table. `prefill` None: the decode worker does all of it."""
+
+    prefill: str | None
+    decode: str
+    cached_tokens: int
+    wait_s: float
+    prefill_s: float
+    ttft_s: float
+    tpot_s: float
+    kv_share: float
+    slo_probability: float
+    slo_loss: float
+    slo_gain: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prefill or '(decode alone)':<20} {self.decode:<20} {self.cached_tokens:>7} {self.wait_s:>8.3f} "
+            f"{self.prefill_s:>8.3f} {self.ttft_s:>8.3f} {1000 * self.tpot_s:>8.2f} {100 * self.kv_share:>5.0f} "
+            f"{self.slo_probability:>7.3f} {self.slo_loss:>7.3f} {self.slo_gain:>7.3f}"
+        )
+
+
+_HEADINGS = (
+    f"{'prefill':<20} {'decode':<20} {'cached':>7} {'wait s':>8} {'comp. s':>8} {'TTFT s':>8} {'TPOT ms':>8} "
+    f"{'KV %':>5} {'P(SLO)':>7} {'loss':>7} {'gain':>7}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """`rows`: best first; the first one is chosen where the action is PLACE."""
+
+    query: Query
+    now: float
+    action: Action
+    rows: tuple[CandidateRow, ...]
+    uncached_tokens: float = 0.0  # of the first row
+
+    @property
+    def best(self) -> CandidateRow:
+        return self.rows[0]
+
+    def __str__(self) -> str:
+        query = self.query
+        title = (
+            f"{query.request_id} (attempt {query.attempt}, tenant {query.tenant!r}, class {query.slo_class!r}) at "
+            f"{self.now:.3f} s: {query.num_tokens} tokens, at most {query.max_new_tokens} new, "
+            f"TTFT {query.ttft_s:g} s, TPOT {1000 * query.tpot_s:g} ms: {self.action.name}, {self.action.value}"
+        )
+        return "\n".join([title, _HEADINGS, *map(str, self.rows)])
+
+
+def pick(
+    ledger: Ledger,
+    policy: DecisionPolicy,
+    query: Query,
+    found: Filtered,
+    now: float,
+    *,
+    share: float = 1.0,
+    num_rows: int = 8,
+) -> tuple[Decision, Candidates | None]:
+    """The decision, and all candidates that it was made among (None where there are none, for `later` to look at).
+    `share`: see `DecisionPolicy.admits`. `num_rows`: that the decision keeps."""
+    candidates = rank(ledger, policy, query, found, now)
+    if candidates is None:
+        return Decision(query=query, now=now, action=Action.IMPOSSIBLE, rows=()), None
+    action = Action.PLACE if is_good_enough(policy, query, candidates, share) else Action.DEFER
+    rows = _rows(ledger, candidates, candidates.order[:num_rows])
+    uncached = float(candidates.prompt.uncached_tokens[candidates.order[0]])
+    return Decision(query=query, now=now, action=action, rows=rows, uncached_tokens=uncached), candidates
+
+
+def rank(ledger: Ledger, policy: DecisionPolicy, query: Query, found: Filtered, now: float) -> Candidates | None:
+    """The shortlist, scored and in order. None where no decode worker is there that could ever do it."""
+    if not found.decodes:
+        return None
+    computing, decode = shortlist(ledger.table, policy, query, found)
+    predicted = predict(ledger, query, computing, decode, found.prompt.at(computing), _AT_ONCE, now)
+    scores = score(ledger, policy, query, predicted, max(0.0, now - query.arrived_at))
+    ttft_s, tpot_s = scores.ttft_s[0], predicted.after.tpot_s[0]
+    delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
+    slo_gain, slo_probability, leaves_room = scores.slo_gain[0], scores.slo_probability[0], scores.leaves_room[0]
+    # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
+    rounded = (slo_gain - policy.alone_gain * predicted.alone).round(3)
+    is_batch = not query.has_targets
+    barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
+    # Of equals who has least to do: predictions err, and then it is good not to have put everything on one.
+    ties = (computing, decode, ledger.table.rows[Row.BOOKED, decode])
+    return Candidates(
+        computing=computing,
+        decode=decode,
+        prompt=predicted.prompt,
+        start_s=predicted.start_s[0],
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        kv_share=predicted.after.kv_share[0],
+        slo_probability=slo_probability,
+        slo_loss=predicted.after.slo_loss[0],
+        slo_gain=slo_gain,
+        leaves_room=leaves_room,
+        order=np.lexsort((*ties, delay, predicted.alone, -rounded, barred)),
+    )
+
+
+def is_good_enough(policy: DecisionPolicy, query: Query, candidates: Candidates, share: float = 1.0) -> bool:
+    """Whether the best candidate is to be taken. What was begun already (a later attempt) always is, if it fits.
+    `share`: see `DecisionPolicy.admits`."""
+    best = candidates.order[0]
+    if candidates.ttft_s[best] == float("inf"):
+        return False
+    if query.attempt > 0:
+        return True
+    if not query.has_targets:
+        return bool(candidates.leaves_room[best] and candidates.slo_probability[best] >= policy.min_gain)
+    return bool(policy.admits(candidates.ttft_s[best], candidates.slo_gain[best], query.ttft_s, share))
+
+
+def place_anyway(decision: Decision) -> Decision:
+    """To the best candidate, good enough or not; where none has the room, to the one that lacks least of it."""
+    assert decision.action is Action.DEFER, decision
+    rows, query = decision.rows, decision.query
+    if rows[0].ttft_s == float("inf"):
+        rows = tuple(sorted(rows, key=lambda row: row.kv_share))
+    uncached = float(query.num_tokens - rows[0].cached_tokens)
+    return replace(decision, action=Action.PLACE, rows=rows, uncached_tokens=uncached)
+
+
+def bind(ledger: Ledger, decision: Decision) -> None:
+    """Bind, the fourth stage: book the request on its workers, so that it counts as theirs from now on."""
+    assert decision.action is Action.PLACE, decision
+    best = decision.best
+    ledger.book(
+        decision.query,
+        prefill=best.prefill,
+        decode=best.decode,
+        uncached_tokens=decision.uncached_tokens,
+        prefill_s=best.prefill_s,
+        weight=best.slo_probability,
+        now=decision.now,
+    )
+
+
+def _relative(seconds: Floats, target_s: float, assumed_s: float) -> Floats:
+    return seconds / (target_s if target_s < np.inf else assumed_s)
+
+
+def _rows(ledger: Ledger, found: Candidates, best: Rows) -> tuple[CandidateRow, ...]:
+    ids = ledger.table.ids
+    columns = (
+        *(found.computing, found.decode, found.prompt.cached_tokens, found.start_s),
+        *(found.prompt.load_s + found.prompt.prefill_s, found.ttft_s, found.tpot_s, found.kv_share),
+        *(found.slo_probability, found.slo_loss, found.slo_gain),
+    )
+    return tuple(
+        CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)
+        for computing, decode, cached, *numbers in zip(*(column[best].tolist() for column in columns), strict=True)
+    )
