@@ -83,19 +83,19 @@ def forecast_decode(
     )
 
 
-def log_probability(predicted_s: Floats, target_s: float, relative_error: Floats) -> Floats:
+def log_probability(predicted_s: Floats | float, target_s: float, relative_error: Floats | float) -> Floats:
     """Of meeting the target, with an error of the prediction around the target. 0 without a target (inf)."""
     if target_s == np.inf:
         return np.zeros_like(predicted_s)
     return -np.logaddexp(0.0, _steepness(relative_error) * (predicted_s / target_s - 1.0))
 
 
-def log_fit_probability(kv_share: Floats) -> Floats:
+def log_fit_probability(kv_share: Floats | float) -> Floats:
     """Of the memory sufficing up to the end."""
     return -np.logaddexp(0.0, (kv_share - 1.0) / _KV_SPREAD)
 
 
-def _steepness(relative_error: Floats) -> Floats:
+def _steepness(relative_error: Floats | float) -> Floats:
     """How steeply the probability of being in time falls around the target."""
     return _LOGISTIC / np.maximum(relative_error, _MIN_RELATIVE_ERROR)
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.pick import Action, Candidates, Decision, find_candidates, pick
-from cluster.scheduler.placement.pick import book as book_decision
+from cluster.scheduler.placement.pick import Action, Candidates, Decision, bind, pick, rank
 from cluster.scheduler.placement.query import DecisionPolicy
 from engine.cost_model.step_cost import StepCost
 from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
@@ -37,7 +36,7 @@ def _where(decision: Decision) -> tuple[str | None, str]:
 
 def _found(ledger: Ledger, **changes: object) -> Candidates:
     query = query_of("new", **changes)
-    found = find_candidates(ledger, POLICY, query, filter_workers(ledger, POLICY, query, NO_HITS, 0.0), 0.0)
+    found = rank(ledger, POLICY, query, filter_workers(ledger, POLICY, query, NO_HITS, 0.0), 0.0)
     assert found is not None
     return found
 
@@ -49,7 +48,7 @@ def test_what_was_placed_counts_for_the_next() -> None:
     ledger = ledger_of("p1", "p2", "d1", "d2")
     for request_id in "ab":
         decision = _decide(ledger, request_id, tpot_s=0.02)
-        book_decision(ledger, decision)
+        bind(ledger, decision)
     prefills, decodes = zip(*((b.computing, b.decode) for b in ledger.bookings()), strict=True)
     assert (sorted(prefills), sorted(decodes)) == (["p1", "p2"], ["d1", "d2"])
 
@@ -80,7 +79,7 @@ def test_the_newcomer_avoids_whom_it_would_make_late() -> None:
     decoding(ledger, "close", decode="d2", tpot_s=0.0125)
     decision = _decide(ledger, tpot_s=0.1)
     assert _where(decision)[1] == "d1"
-    assert decision.best.harm < 0.001
+    assert decision.best.slo_loss < 0.001
 
 
 def test_what_will_have_joined_by_then_counts() -> None:
@@ -157,7 +156,7 @@ def test_a_decision_reads_as_a_table() -> None:
     lines = text.splitlines()
     assert "acme" in lines[0]
     assert "PLACE" in lines[0]
-    assert {"TTFT", "TPOT", "gain", "harm"} <= set(lines[1].split())
+    assert {"TTFT", "TPOT", "gain", "loss"} <= set(lines[1].split())
     assert lines[2].startswith("p1") or lines[2].startswith("(decode alone)")
     assert len({len(line) for line in lines[1:]}) == 1
 
@@ -182,7 +181,7 @@ def _replay(events: list[tuple[str, int, int, float]], order: list[str]) -> list
             decision = _decide(ledger, f"r{number}", now, num_tokens=tokens, tpot_s=0.03, ttft_s=6.0)
             log.append(repr(decision))
             if decision.action is Action.PLACE:
-                book_decision(ledger, decision)
+                bind(ledger, decision)
         elif kind == "first":
             ledger.first_token(f"r{number}", now)
         elif kind == "end":
@@ -240,7 +239,7 @@ def _loaded(requests: list[tuple[str, str, int, int, bool, float]]) -> Ledger:
 
 
 def _gains(found: Candidates) -> dict[tuple[int, int], float]:
-    return dict(zip(zip(found.computing.tolist(), found.decode.tolist(), strict=True), found.gain, strict=True))
+    return dict(zip(zip(found.computing.tolist(), found.decode.tolist(), strict=True), found.slo_gain, strict=True))
 
 
 @settings(deadline=None)

@@ -7,7 +7,7 @@ import pytest
 from cluster.scheduler.placement.estimates import Overhead
 from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.pick import find_candidates
+from cluster.scheduler.placement.pick import rank
 from cluster.scheduler.placement.query import DecisionPolicy
 from tests.cluster.scheduler.placement.placement_world import book, ledger_of, query_of
 
@@ -21,7 +21,7 @@ def _lone(ledger: Ledger, name: str, began: float, *, overhead_s: float) -> None
 
 def _ttft_s(ledger: Ledger, now: float) -> float:
     query, policy = query_of(arrived_at=now), DecisionPolicy()
-    found = find_candidates(ledger, policy, query, filter_workers(ledger, policy, query, {}, now), now)
+    found = rank(ledger, policy, query, filter_workers(ledger, policy, query, {}, now), now)
     assert found is not None
     return float(found.ttft_s[found.order[0]])
 

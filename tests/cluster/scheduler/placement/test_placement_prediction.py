@@ -1,4 +1,4 @@
-"""Predictions against hand arithmetic: prompts with hits in each tier, steps shared with neighbours, memory, harm."""
+"""Predictions against hand arithmetic: prompts with hits in each tier, steps shared with co-batched sequences, memory, losses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.scheduler.placement.filter import PromptForecast, forecast_prompt
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.tpot_forecast import (
     DecodeForecast,
-    PromptForecast,
-    fit_probability,
     forecast_decode,
-    forecast_prompt,
+    log_fit_probability,
     log_probability,
 )
 from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
@@ -48,7 +47,7 @@ def _decode(
     rows = np.array([ledger.table.row(worker_id)])
     query = query_of("new", **changes)
     found = forecast_decode(ledger.table, rows, query, num_output, np.array([lead_s]), np.array([added_s]), now)
-    return DecodeForecast(found.tpot_s[0], found.room_s, found.kv_share[0], found.harm[0])
+    return DecodeForecast(found.tpot_s[0], found.room_s, found.kv_share[0], found.slo_loss[0])
 
 
 # --- prompts ---
@@ -155,18 +154,18 @@ def test_where_there_is_no_room_it_comes_when_others_leave() -> None:
     assert _decode(ledger, num_tokens=5000).room_s[0] == math.inf
 
 
-def test_harm_is_what_the_others_chances_lose() -> None:
+def test_the_loss_is_what_the_others_chances_lose() -> None:
     ledger = ledger_of("p1", "d1")
     decoding(ledger, "a", tpot_s=0.013)
     before, after = log_probability(0.012, 0.013, 0.1), log_probability(0.012 + 0.00205, 0.013, 0.1)
-    assert _decode(ledger).harm[0] == pytest.approx(before - after, rel=0.05)
-    assert _decode(ledger, "d1", added_s=1.0).harm[0] > 1.0
+    assert _decode(ledger).slo_loss[0] == pytest.approx(before - after, rel=0.05)
+    assert _decode(ledger, "d1", added_s=1.0).slo_loss[0] > 1.0
     relaxed = ledger_of("p1", "d1")
     decoding(relaxed, "a", tpot_s=0.1)
     batch = ledger_of("p1", "d1")
     decoding(batch, "a", tpot_s=math.inf)
-    assert _decode(relaxed).harm[0] < 1e-3
-    assert _decode(batch, added_s=100.0).harm[0] == 0.0
+    assert _decode(relaxed).slo_loss[0] < 1e-3
+    assert _decode(batch, added_s=100.0).slo_loss[0] == 0.0
 
 
 # --- probabilities ---
@@ -176,7 +175,7 @@ def test_a_prediction_at_the_target_is_met_half_the_time() -> None:
     chances = [math.exp(log_probability(predicted_s, 1.0, 0.1)) for predicted_s in (0.9, 1.0, 1.1)]
     assert chances == pytest.approx([0.846, 0.5, 0.154], abs=0.002)
     assert log_probability(1e9, math.inf, 0.1) == 0.0
-    fits = [fit_probability(kv_share) for kv_share in (0.0, 0.9, 1.0, 1.5)]
+    fits = [math.exp(log_fit_probability(kv_share)) for kv_share in (0.0, 0.9, 1.0, 1.5)]
     assert fits == pytest.approx([1.0, 0.966, 0.5, 0.0], abs=1e-3)
 
 
@@ -251,4 +250,4 @@ def test_one_more_neighbour_never_makes_a_worker_look_better(
     assert after.room_s[0] >= before.room_s[0]
     assert after.kv_share[0] >= before.kv_share[0] - 1e-9
     assert after.tpot_s[0] >= before.tpot_s[0] - 1e-12
-    assert after.harm[0] >= before.harm[0] - 1e-9
+    assert after.slo_loss[0] >= before.slo_loss[0] - 1e-9
