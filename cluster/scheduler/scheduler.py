@@ -145,6 +145,11 @@ class GlobalScheduler:
         """Requests that were placed and have not ended."""
         return len(self.ledger)
 
+    @property
+    def num_unbooked(self) -> int:
+        """Requests that run on workers which are out of sight: booked once these are known."""
+        return len(self._recovered)
+
     def place(self, request: Place, now: float) -> Answer | Queued:
         """Choose workers and count the work as theirs at once; or say when to come back, or that there will be an
         answer: see `answers`."""

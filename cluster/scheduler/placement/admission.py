@@ -93,6 +93,11 @@ class Admission:
                 verdicts.append(verdict)
         return verdicts
 
+    @property
+    def num_expected_back(self) -> int:
+        """Clients that were asked to come back and are not late yet."""
+        return len(self._calendar)
+
     def next_at(self) -> float | None:
         """When `again` has something to do."""
         return self._queue.next_at()
@@ -273,6 +278,11 @@ class TenantShares:
         self._max_tenants = max_tenants
         self._served: OrderedDict[str, float] = OrderedDict()  # least recently heard of first
         self._asked_at: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """Tenants that are remembered."""
+        assert len(self._served) == len(self._asked_at), "a tenant is half forgotten"
+        return len(self._served)
 
     def ask(self, tenant: str, now: float) -> None:
         """The tenant wants something."""

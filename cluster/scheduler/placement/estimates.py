@@ -63,6 +63,10 @@ class OutputLengths:
         self._recent: OrderedDict[tuple[str, str] | str | None, _Recent] = OrderedDict()
         self.residuals = np.ones(_RESIDUALS)  # of all; like a tail without memory before anything is known
 
+    def __len__(self) -> int:
+        """Keys that are remembered."""
+        return len(self._recent)
+
     def observe(self, tenant: str, slo_class: str, num_tokens: float) -> None:
         for key in ((tenant, slo_class), slo_class, None):
             self._recent.setdefault(key, _Recent()).add(num_tokens)

@@ -167,6 +167,10 @@ class Ledger:
     def info(self, worker_id: str) -> WorkerInfo:
         return self._workers[worker_id].info
 
+    def queue(self, worker_id: str) -> list[str]:
+        """The requests whose prompts it computes, in their order."""
+        return list(self._workers[worker_id].queue)
+
     def queued_tokens(self, worker_id: str, *, before: str) -> float:
         """Prompt tokens to be computed there before that request's: as booked, or as reported where that is more."""
         return self._workers[worker_id].queued_tokens(before)

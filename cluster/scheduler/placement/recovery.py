@@ -63,6 +63,11 @@ class RecoveredRequests:
     def __len__(self) -> int:
         return len(self._lacking)
 
+    @property
+    def awaited_workers(self) -> set[str]:
+        """Those that have to be known before more can be booked."""
+        return set(self._pending)
+
     def told(self, recovered: RecoveredQuery, now: float) -> None:
         self.ended(recovered.query.request_id)
         self._book_or_keep(_Pending(recovered, now), now)

@@ -9,14 +9,14 @@ from tests.cluster.scheduler.scheduler_world import TARGETS, measured, placed
 
 def test_who_is_late_on_an_idle_cluster_too_is_not_taken_for_one_without_targets() -> None:
     scheduler = measured("p1", "d1")
-    placed(scheduler, "hopeless", num_tokens=5000, **TARGETS)
+    placed(scheduler, "unattainable", num_tokens=5000, **TARGETS)
     placed(scheduler, "none", num_tokens=100)
-    none, hopeless = scheduler.log.newest(2)
-    assert (none.is_unattainable, hopeless.is_unattainable) == (False, True)
-    assert hopeless.request.ttft_s == 2.0
-    line = json.loads(hopeless.as_json(0.0))
-    assert (line["hopeless"], line["ttft_s"], line["outcome"]) == (True, 2.0, "placed")
-    assert "hopeless" in str(hopeless)
+    none, unattainable = scheduler.log.newest(2)
+    assert (none.is_unattainable, unattainable.is_unattainable) == (False, True)
+    assert unattainable.request.ttft_s == 2.0
+    line = json.loads(unattainable.as_json(0.0))
+    assert (line["unattainable"], line["ttft_s"], line["outcome"]) == (True, 2.0, "placed")
+    assert "unattainable" in str(unattainable)
 
 
 def test_a_decision_can_be_read() -> None:

@@ -50,8 +50,7 @@ def test_nothing_is_left_of_those_who_are_gone(changes: list[tuple[bytes, int, i
     for worker in range(4):
         holders.put(b"".join(COLUMNS), worker, bytes(len(COLUMNS)))
     assert holders.reaches(b"".join(COLUMNS)) == {}
-    assert len(holders) == len(holders._shared) == 0
-    assert not holders._table[:, 2].any()
+    assert len(holders) == holders.num_shared_sets == 0
 
 
 def test_a_table_that_grows_and_shrinks_says_what_a_dictionary_does() -> None:

@@ -109,13 +109,13 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
         told = {one for one in said[: now + 1] if one not in ("p1", "d1")}
         assert len(ledger) + len(requests) == len(told)
     assert (len(ledger), len(requests), _fact(ledger, "d1", Row.EXTRA_DECODES)) == (2, 0, 0)
-    assert [b.query.request_id for b in ledger._workers["p1"].queue.values()] == ["computes"]
+    assert ledger.queue("p1") == ["computes"]
     for what in then:
         if what == "first":
             ledger.first_token("computes", 9.0)
         elif what == "ended":
             ledger.ended("computes", 9.0)
-    assert not ledger._workers["p1"].queue
+    assert not ledger.queue("p1")
     assert [b.query.request_id for b in ledger.bookings()] == ["decodes"]
 
 
@@ -139,7 +139,7 @@ def test_those_whose_workers_never_come_are_bounded(monkeypatch: pytest.MonkeyPa
     assert len(requests) == 10
     for number in range(25):
         requests.ended(f"r{number}")
-    assert (len(requests), requests._pending) == (0, {})
+    assert (len(requests), requests.awaited_workers) == (0, set())
 
 
 # --- a new scheduler ---
@@ -202,7 +202,7 @@ def test_what_is_told_twice_or_placed_anew_or_ended_counts_so() -> None:
     assert scheduler.num_booked == 2
     for number in range(2):
         scheduler.ended(f"close-{number}", 0.5)
-    assert (scheduler.num_booked, len(scheduler._standing)) == (0, 0)
+    assert (scheduler.num_booked, scheduler.num_unbooked) == (0, 0)
 
 
 # --- as a gateway tells ---

@@ -44,7 +44,7 @@ def _fact(scheduler: GlobalScheduler, worker_id: str, fact: int) -> float:
 
 
 def _queue(scheduler: GlobalScheduler, worker_id: str) -> list[str]:
-    return list(scheduler.ledger._workers[worker_id].queue)
+    return scheduler.ledger.queue(worker_id)
 
 
 def test_whoever_decodes_goes_on_while_its_worker_is_out_of_sight() -> None:
@@ -100,7 +100,7 @@ def test_nothing_of_an_earlier_life_is_on_a_later_one() -> None:
     assert scheduler.num_booked == 0
     assert _place(scheduler, "decodes", 2.1, attempt=1)
     scheduler.ended("computes", 2.2)
-    assert (scheduler.num_booked, len(scheduler._standing)) == (1, 0)
+    assert (scheduler.num_booked, scheduler.num_unbooked) == (1, 0)
 
 
 def test_a_gateway_s_word_is_newer_than_what_was_booked() -> None:
@@ -229,7 +229,7 @@ class ComingAndGoing(RuleBasedStateMachine):
     def what_runs_in_sight_is_booked_and_nothing_else(self) -> None:
         booked = {booking.query.request_id for booking in self.scheduler.ledger.bookings()}
         assert booked == {name for name, one in self.requests.items() if self._is_seen(one)}
-        assert self.scheduler.num_booked + len(self.scheduler._standing) == len(self.requests)
+        assert self.scheduler.num_booked + self.scheduler.num_unbooked == len(self.requests)
 
     @invariant()
     def it_counts_once(self) -> None:

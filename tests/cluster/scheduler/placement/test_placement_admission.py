@@ -185,12 +185,12 @@ def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_promised_n
     ledger = ledger_of("p1", "p2", "d1", max_model_len=100_000)
     decoding(ledger, "close", tpot_s=0.013)
     admission = _admission(ledger, max_wait_s=20.0)
-    hopeless: dict[str, Any] = {"num_tokens": 8000, "ttft_s": 2.0}
-    assert _ask(admission, "idle", **hopeless).outcome is Outcome.PLACED
-    verdict = _ask(admission, "busy", **hopeless)  # a worker is free, but only one
+    unattainable: dict[str, Any] = {"num_tokens": 8000, "ttft_s": 2.0}
+    assert _ask(admission, "idle", **unattainable).outcome is Outcome.PLACED
+    verdict = _ask(admission, "busy", **unattainable)  # a worker is free, but only one
     assert verdict.outcome is Outcome.WAITING
     assert _ask(admission, "short", num_tokens=100, tpot_s=0.1).decision.best.prefill == "p2"
-    assert len(admission._promises) == 0
+    assert admission.num_expected_back == 0
 
 
 # --- overload ---
@@ -311,7 +311,7 @@ def test_tenants_are_forgotten_in_the_end() -> None:
     shares = TenantShares(max_tenants=10)
     for number in range(100):
         shares.ask(f"t{number}", float(number))
-    assert len(shares._served) == len(shares._asked_at) == 10
+    assert len(shares) == 10
 
 
 # --- without targets ---

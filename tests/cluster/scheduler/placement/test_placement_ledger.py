@@ -126,9 +126,9 @@ def test_prompts_of_lately_are_forgotten_in_time() -> None:
     ledger = ledger_of("p1", "d1")
     book(ledger, "a", 5.0)
     row = ledger.table.row("p1")
-    assert ledger.table.prompt_share(row, 5.0) == pytest.approx(0.1)  # a second of the last ten
-    assert ledger.table.prompt_share(row, 15.0) == pytest.approx(0.1 * np.exp(-1.0))
-    assert ledger.table.prompt_share(ledger.table.row("d1"), 5.0) == 0.0
+    assert ledger.table.prompt_shares(row, 5.0) == pytest.approx(0.1)  # a second of the last ten
+    assert ledger.table.prompt_shares(row, 15.0) == pytest.approx(0.1 * np.exp(-1.0))
+    assert ledger.table.prompt_shares(ledger.table.row("d1"), 5.0) == 0.0
 
 
 # --- those who decode ---
@@ -279,7 +279,7 @@ def test_lengths_follow_and_their_memory_is_bounded() -> None:
         lengths.observe("t", "c", 500)
     assert lengths.expect("t", "c", 1000) == 500.0
     assert lengths.expect("tenant-0", "c", 1000) == 500.0
-    assert len(lengths._recent) == 50
+    assert len(lengths) == 50
 
 
 def test_what_ends_teaches_what_to_expect() -> None:

@@ -31,14 +31,14 @@ def test_what_was_reserved_for_the_past_is_forgotten() -> None:
     st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(0.001, 20.0)), max_size=60),
     st.sampled_from([0.3, 1.0, 7.5]),
 )
-def test_no_second_is_given_more_than_is_done_in_it(back: list[tuple[float, float]], per_s: float) -> None:
+def test_no_second_is_given_more_than_is_done_in_it(wanted: list[tuple[float, float]], per_s: float) -> None:
     calendar = ReservedWork()
-    for earliest, work_s in back:
+    for earliest, work_s in wanted:
         at = calendar.reserve(earliest, work_s, per_s)
         assert at >= earliest
         # By then, whoever is before it has been done with, or did not fill the time.
-        assert at - earliest <= sum(work for _, work in back) / per_s + 1.0
-    assert sum(calendar.taken_s.values()) == pytest.approx(sum(work for _, work in back))
+        assert at - earliest <= sum(work for _, work in wanted) / per_s + 1.0
+    assert sum(calendar.taken_s.values()) == pytest.approx(sum(work for _, work in wanted))
     assert max(calendar.taken_s.values(), default=0.0) <= per_s + 1e-9
 
 
