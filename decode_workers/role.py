@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
-from kv_transfer.messages import WorkerSnapshot
 from kv_transfer.worker.parts import WorkerParts
 
 
@@ -15,7 +14,3 @@ class DecodeRole:
 
     def make(self, parts: WorkerParts) -> DecodeWorker:
         return DecodeWorker(parts, self.config)
-
-    def load(self, snapshot: WorkerSnapshot) -> float:
-        """Sequences that it holds."""
-        return float(snapshot.num_running + snapshot.num_waiting)

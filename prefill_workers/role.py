@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.messages import WorkerSnapshot
 from kv_transfer.worker.parts import WorkerParts
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
@@ -15,7 +14,3 @@ class PrefillRole:
 
     def make(self, parts: WorkerParts) -> PrefillWorker:
         return PrefillWorker(parts, self.config)
-
-    def load(self, snapshot: WorkerSnapshot) -> float:
-        """Prompt tokens that wait."""
-        return float(snapshot.queued_prefill_tokens)

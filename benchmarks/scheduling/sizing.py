@@ -28,7 +28,7 @@ class FixedSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueRules:
-    """As of `cluster.autoscaling.serve_policy.LoadPolicy`, with the smoothing and the delays that Serve adds."""
+    """A pool sized by its queue, as autoscalers by load do: the smoothing and the delays are those of Serve."""
 
     target_per_replica: float
     min_workers: int

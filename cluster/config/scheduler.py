@@ -1,5 +1,5 @@
 """From the configuration tree to the scheduler. Apart from `cluster.config.build`, so that only the scheduler's process
-loads what it decides with: compiled arithmetic is a hundred megabytes.
+loads what it decides with.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
 
 
 def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
-    """For the scheduler. None: both pools stay as they are, or follow their own load."""
+    """For the scheduler. None: both pools stay as they are."""
     rules = [_pool_rules(config, pool) for pool in (config.prefill, config.decode)]
     if not config.scheduler.role_flips and not any(rule.scales for rule in rules):
         return None
@@ -50,7 +50,7 @@ def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
 
 def _pool_rules(config: LegatoConfig, pool: PrefillSettings | DecodeSettings) -> PoolRules:
     scaling = pool.autoscaling
-    if scaling is None or scaling.policy != "slo":
+    if scaling is None:
         most = 0 if config.colocated and pool is config.prefill else _MANY
         return PoolRules(min_workers=0, initial=min(pool.replicas, most), max_workers=most, scales=False)
     return PoolRules(

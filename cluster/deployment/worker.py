@@ -62,8 +62,7 @@ class WorkerDeployment:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the pool's autoscaling policy goes by: see `cluster.autoscaling.serve_policy`."""
         target = self._replica.pool_target()
-        carried = {"load": self._replica.load(), "away": float(self._replica.is_away)}
-        return carried if target is None else carried | {"wanted": float(target)}
+        return {} if target is None else {"wanted": float(target)}
 
     async def __del__(self) -> None:
         """Serve's graceful shutdown: finish what is here, as far as time allows."""

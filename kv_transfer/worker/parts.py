@@ -81,7 +81,3 @@ class WorkerRole(Protocol):
     """How workers of one role are made. Plain data, so that it can be sent to where the worker will run."""
 
     def make(self, parts: WorkerParts) -> Worker: ...
-
-    def load(self, snapshot: WorkerSnapshot) -> float:
-        """What a pool of such workers is sized by."""
-        ...

@@ -87,17 +87,6 @@ class WorkerReplica:
     def is_changing(self) -> bool:
         return self._change is not None and not self._change.done()
 
-    @property
-    def is_away(self) -> bool:
-        """It works for another pool than the one that it was started in."""
-        return self.role != self._home
-
-    def load(self) -> float:
-        """What it carries of its pool's load."""
-        if self._worker is None or self.is_away:
-            return 0.0
-        return self._roles[self.role].load(self._worker.snapshot())
-
     def pool_target(self) -> int | None:
         """How many workers its pool should have. None: the scheduler does not say, or is gone."""
         if self._pool_target is None or time.monotonic() - self._pool_target[1] > TARGET_HOLDS_S:

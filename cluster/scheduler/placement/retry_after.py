@@ -1,9 +1,9 @@
 """Retry-After: when clients that were turned away are asked to come back, and who of them has come.
 
 `Admission` asks for a time with every rejection (`RetryAfterCalendar.reserve`) and whether a request is one that comes
-back on time (`match`). Times are given out as fast as such work can be done: each takes the seconds of a worker that its
-prompt and its tokens need, from the first second on that has room. A client is known again by what it asks, so it need
-not do anything but repeat its request.
+back on time (`match`). Times are given out as fast as such work can be done: each takes the seconds of a worker that
+its prompt and its tokens need, from the first second on that has room. A client is known again by what it asks, so it
+need not do anything but repeat its request.
 
 What follows here and in `DecisionPolicy.displacement_cost` is all that there is to tune about whom overload turns away.
 """

@@ -8,7 +8,7 @@ import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from cluster.autoscaling.serve_policy import LoadPolicy, autoscaling_config, follow_advice
+from cluster.autoscaling.serve_policy import autoscaling_config, follow_advice
 from cluster.config.autoscaling import AutoscalingSettings
 
 POOL = DeploymentID("PrefillWorker", "legato")
@@ -49,7 +49,7 @@ def test_the_newest_advice_counts_whoever_reports_it() -> None:
     assert follow_advice(context({"wanted": wanted})) == (3, {})
 
 
-@pytest.mark.parametrize("reports", [{}, {"load": [[(99.0, 900.0)]]}, {"wanted": [[]]}])
+@pytest.mark.parametrize("reports", [{}, {"other": [[(99.0, 900.0)]]}, {"wanted": [[]]}])
 def test_without_advice_a_pool_stays_as_it_is(reports: dict[str, list[list[tuple[float, float]]]]) -> None:
     assert follow_advice(context(reports, target=4)) == (4, {})
 
@@ -59,18 +59,9 @@ def test_advice_stays_within_the_bounds(advice: float, size: int) -> None:
     assert follow_advice(context({"wanted": [[(99.0, advice)]]})) == (size, {})
 
 
-def test_load_is_shared_out_and_who_is_away_comes_on_top() -> None:
-    reports = {"load": [[(99.0, 700.0)], [(99.0, 400.0)]], "away": [[(99.0, 0.0)], [(99.0, 1.0)]]}
-    assert LoadPolicy(500.0)(context(reports)) == (4, {})
-
-
-@pytest.mark.parametrize("policy", ["slo", "load"])
-def test_serve_takes_the_settings(policy: str) -> None:
-    target = None if policy == "slo" else 9.0
-    settings = AutoscalingSettings(policy=policy, max_replicas=4, target_per_replica=target)  # type: ignore[arg-type]
-    config = AutoscalingConfig(**autoscaling_config(settings, replicas=2))
+def test_serve_takes_the_settings() -> None:
+    config = AutoscalingConfig(**autoscaling_config(AutoscalingSettings(max_replicas=4), replicas=2))
     assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (1, 2, 4)
-    assert config.upscale_delay_s == (0.0 if policy == "slo" else 2.0)  # advice has waited already
-    made: Any = config.policy.get_policy()
-    decide = made(**config.policy.policy_kwargs) if isinstance(made, type) else made  # as Serve's controller does
-    assert decide(context({"wanted": [[(99.0, 3.0)]], "load": [[(99.0, 26.0)]]})) == (3, {})
+    assert config.upscale_delay_s == 0.0  # advice has waited already
+    decide: Any = config.policy.get_policy()
+    assert decide(context({"wanted": [[(99.0, 3.0)]]})) == (3, {})

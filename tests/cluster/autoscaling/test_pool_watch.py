@@ -230,8 +230,7 @@ def test_settings_become_rules() -> None:
 
 
 def test_without_pools_to_size_there_is_no_plan() -> None:
-    by_load = {"policy": "load", "max_replicas": 4, "target_per_replica": 9}
-    assert plan_of({}) is None and plan_of({"prefill": {"autoscaling": by_load}}) is None
+    assert plan_of({}) is None
     flips = plan_of({"scheduler": {"role_flips": True}})
     assert flips is not None and flips.flips.enabled and not flips.prefill.scales
 

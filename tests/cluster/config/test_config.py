@@ -108,14 +108,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"transfer": {"slab_bytes": "much"}}, ("transfer.slab_bytes", "512MiB")),
         ({"transfer": {"lease_ttl_s": float("nan")}}, ("transfer.lease_ttl_s",)),
         ({"decode": {"autoscaling": {"min_replicas": 2}}}, ("decode.autoscaling.max_replicas", "missing")),
-        (
-            {"decode": {"autoscaling": {"max_replicas": 2, "policy": "load"}}},
-            ("decode.autoscaling", "target_per_replica", "policy: slo"),
-        ),
-        (
-            {"decode": {"autoscaling": {"max_replicas": 2, "target_per_replica": 9}}},
-            ("decode.autoscaling", "policy: load"),
-        ),
+        ({"decode": {"autoscaling": {"max_replicas": 2, "policy": "load"}}}, ("decode.autoscaling.policy",)),
         ({"prefill": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}}, ("prefill.autoscaling", "use 1")),
         ({"prefill": {"replicas": 0}, "scheduler": {"role_flips": True}}, ("scheduler.role_flips", "prefill.replicas")),
         (
@@ -125,14 +118,6 @@ def test_defaults_are_valid_and_frozen() -> None:
         (
             {"prefill": {"replicas": 5, "autoscaling": {"max_replicas": 2}}},
             ("prefill.replicas is 5", "1 to 2"),
-        ),
-        (
-            {
-                "decode": {
-                    "autoscaling": {"policy": "load", "min_replicas": 0, "max_replicas": 2, "target_per_replica": 1}
-                }
-            },
-            ("decode.autoscaling.min_replicas is 0", "use 1"),
         ),
         ({"model": {"quantization_group": 32}}, ("quantization_group is 32 without quantization", "int8 or int4")),
         (

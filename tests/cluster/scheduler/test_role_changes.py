@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-from cluster.autoscaling.serve_policy import LoadPolicy
 from cluster.scheduler.role_changes import OVERDUE_S, RoleChanges
 from kv_transfer.messages import KnownWorker, Role, RoleAnswer, RoleRequest
 from tests.support.worker_reports import worker_info, worker_snapshot
@@ -69,12 +65,3 @@ def test_who_does_not_follow_may_be_told_again() -> None:
 def test_who_is_about_to_stop_is_left_alone() -> None:
     workers = [*CLUSTER[:3], worker("d2", draining=True), worker("d3")]
     assert ask(RoleChanges(), "d2", "prefill", workers).reason == "d2 is about to stop"
-
-
-def test_workers_that_are_away_are_not_taken_for_idle() -> None:
-    """By the policy that sizes a pool by its load: Serve would end them."""
-    metrics = {"load": {"a": 900.0, "b": 0.0, "c": 200.0}, "away": {"a": 0.0, "b": 1.0, "c": 0.0}}
-    pool: Any = SimpleNamespace(
-        aggregated_metrics=metrics, capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=8
-    )
-    assert LoadPolicy(500.0)(pool) == (4, {})

@@ -1,4 +1,4 @@
-"""Predictions against hand arithmetic: prompts with hits in each tier, steps shared with co-batched sequences, memory, losses."""
+"""Predictions against hand arithmetic: prompts with hits in each tier, shared steps, memory, losses."""
 
 from __future__ import annotations
 
