@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.autoscaling.sizing import PoolAdvice
-from cluster.autoscaling.watch import Burning, PoolsPlan, PoolWatch
+from cluster.autoscaling.watch import BurnAlerts, PoolsPlan, DemandMonitor
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.slo.tracker import SloTracker
 from kv_transfer.messages import ChangeRole, KnownWorker, PoolTarget, Role, WorkerInfo
@@ -36,7 +36,7 @@ class _Flip:
         return now > self.until or any(_process(w) == _process(self.info) and w.role == self.role for w in workers)
 
 
-class PoolKeeper:
+class Autoscaler:
     """`watch` is to hear of every verdict."""
 
     def __init__(self, ledger: Ledger, plan: PoolsPlan, tracker: SloTracker, now: float) -> None:
@@ -44,7 +44,7 @@ class PoolKeeper:
         self._tracker = tracker
         self._plan = plan
         self._flips: list[_Flip] = []
-        self.watch = PoolWatch(ledger, plan, now)
+        self.watch = DemandMonitor(ledger, plan, now)
         self.advice: PoolAdvice | None = None
         self.targets: dict[Role, int] = {}  # what Serve should have in each pool; empty until there is advice
 
@@ -65,7 +65,7 @@ class PoolKeeper:
                 yield info.worker_id, PoolTarget(num_workers=self.targets[home])
 
     def _advise(self, now: float) -> None:
-        before, burning = self.advice, Burning.of(self._tracker.totals(now))
+        before, burning = self.advice, BurnAlerts.of(self._tracker.totals(now))
         self.advice = advice = self.watch.advise(now, burning)
         if advice is not None and (before is None or before != advice):
             prefill, decode = self.watch.views(now, burning)

@@ -39,7 +39,7 @@ class PoolsPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Burning:
+class BurnAlerts:
     """Which promises are broken faster than the budget allows, in both windows. `other`: by turning clients away, or by
     failing them."""
 
@@ -48,7 +48,7 @@ class Burning:
     other: bool = False
 
     @classmethod
-    def of(cls, series: Iterable[SeriesSnapshot]) -> Burning:
+    def of(cls, series: Iterable[SeriesSnapshot]) -> BurnAlerts:
         """By any class. Few misses are chance, however small the budget."""
         windows = [(s.short, s.long) for s in series if s.counts.missed >= _FEWEST_MISSES]
         return cls(
@@ -61,7 +61,7 @@ class Burning:
         )
 
 
-class PoolWatch:
+class DemandMonitor:
     """Hears of every verdict, and says now and then what the pools should be."""
 
     def __init__(self, ledger: Ledger, plan: PoolsPlan, now: float) -> None:
@@ -83,8 +83,8 @@ class PoolWatch:
         if not is_back:
             self._count(query, verdict, now)
 
-    def advise(self, now: float, burning: Burning | None = None) -> PoolAdvice | None:
-        prefill, decode = self.views(now, burning or Burning())
+    def advise(self, now: float, burning: BurnAlerts | None = None) -> PoolAdvice | None:
+        prefill, decode = self.views(now, burning or BurnAlerts())
         return self._sizer.advise(now, prefill, decode)
 
     def forecasts(self, now: float) -> tuple[Forecast, Forecast]:
@@ -94,7 +94,7 @@ class PoolWatch:
             self._decode.forecast(now, self._plan.decode.start_s),
         )
 
-    def views(self, now: float, burning: Burning) -> tuple[PoolView, PoolView]:
+    def views(self, now: float, burning: BurnAlerts) -> tuple[PoolView, PoolView]:
         """Of prefill and decode. What is not one pool's fault is blamed on the busier one."""
         table = self._ledger.table
         num_prefill, num_decode = (int((table.rows[Row.DRAINING, pool] == 0.0).sum()) for pool in table.pools())

@@ -8,7 +8,7 @@ import logging
 import time
 from dataclasses import replace
 
-from cluster.autoscaling.controller import PoolKeeper
+from cluster.autoscaling.controller import Autoscaler
 from cluster.autoscaling.watch import PoolsPlan
 from cluster.gateway.line_log import LineLog
 from cluster.scheduler.role_changes import RoleChanges
@@ -61,9 +61,9 @@ class SchedulerServer:
         self.scheduler = GlobalScheduler(policy)
         self.block_index = self.scheduler.block_index
         self.slo = SloTracker(slo_classes, now_s=time.monotonic())  # of what all gateways have told since the start
-        self._pools: PoolKeeper | None = None
+        self._pools: Autoscaler | None = None
         if pools is not None:
-            self._pools = PoolKeeper(self.scheduler.ledger, pools, self.slo, time.monotonic())
+            self._pools = Autoscaler(self.scheduler.ledger, pools, self.slo, time.monotonic())
             self.scheduler.on_verdict = self._pools.watch.asked
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s

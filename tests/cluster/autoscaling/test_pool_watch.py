@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.autoscaling.controller import PoolKeeper
+from cluster.autoscaling.controller import Autoscaler
 from cluster.autoscaling.sizing import FlipRules, PoolRules
-from cluster.autoscaling.watch import Burning, PoolsPlan, PoolWatch
+from cluster.autoscaling.watch import BurnAlerts, PoolsPlan, DemandMonitor
 from cluster.config.load import load_config
 from cluster.config.scheduler import pools_plan
 from cluster.scheduler.block_index import BlockIndex
@@ -33,7 +33,7 @@ FIXED = PoolRules(min_workers=0, max_workers=8, scales=False)
 class Door:
     """Asks the real admission, and lets the watch hear of it."""
 
-    def __init__(self, ledger: Ledger, watch: PoolWatch) -> None:
+    def __init__(self, ledger: Ledger, watch: DemandMonitor) -> None:
         self._admission = Admission(ledger, BlockIndex().longest_prefix, DecisionPolicy(), AdmissionPolicy())
         self._watch = watch
 
@@ -50,18 +50,18 @@ def tracker(now_s: float = 0.0) -> SloTracker:
 def test_demand_is_what_is_asked_for_whether_or_not_it_is_served() -> None:
     """Prompts of 1.01 s, three per second, on one prefill worker: first they fit, then they are turned away."""
     ledger = ledger_of("p1", "d1")
-    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
     door = Door(ledger, watch)
     outcomes = [door.ask(query_of(f"r{i}", arrived_at=i / 3), i / 3).outcome for i in range(300)]
     assert Outcome.PLACED in outcomes and Outcome.REJECTED in outcomes
-    prefill, decode = watch.views(100.0, Burning())
+    prefill, decode = watch.views(100.0, BurnAlerts())
     assert prefill.demand + decode.demand > 2.5  # some prompts are computed by the decode worker
     assert (prefill.live, decode.live) == (1, 1)
 
 
 def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> None:
     ledger = ledger_of("p1", "d1")
-    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
     door = Door(ledger, watch)
     queries = [query_of(f"r{i}", prefix_hashes=bytes([i]) * 16) for i in range(20)]  # far too many at once
     verdicts = [door.ask(query, 0.0) for query in queries]
@@ -80,29 +80,29 @@ def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> 
         assert demand(watch, now) == before
 
 
-def demand(watch: PoolWatch, now: float) -> float:
+def demand(watch: DemandMonitor, now: float) -> float:
     """Before anything is made of it."""
     return sum(forecast.short for forecast in watch.forecasts(now))
 
 
 def test_later_attempts_and_unknown_workers_ask_for_nothing() -> None:
     ledger = ledger_of("p1", "d1")
-    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
     door = Door(ledger, watch)
     door.ask(query_of("r", attempt=1), 1.0)
     empty = Door(Ledger(), watch)
     empty.ask(query_of("s"), 1.0)
-    assert watch.views(1.0, Burning())[0].demand == 0.0
+    assert watch.views(1.0, BurnAlerts())[0].demand == 0.0
 
 
 def test_sequences_that_run_longer_than_expected_hold_their_worker() -> None:
     ledger = ledger_of("p1", "d1")
-    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
     door = Door(ledger, watch)
     for i in range(10):
         door.ask(query_of(f"r{i}", tpot_s=0.05, ttft_s=60.0), 0.0)
         ledger.first_token(f"r{i}", 0.0)
-    demands = [watch.views(float(second), Burning())[1].demand for second in range(300)]
+    demands = [watch.views(float(second), BurnAlerts())[1].demand for second in range(300)]
     # A step of 20 such sequences takes 50 ms: ten of them are half a worker, when their arrival is long forgotten.
     assert demands[-1] == pytest.approx(10 * 0.00205 / 0.04, rel=0.1)
 
@@ -120,45 +120,45 @@ def ended(recorder: SloRecorder, count: int, ending: Ending, *, ttft_s: float = 
 @pytest.mark.parametrize(
     ("ending", "times", "expected"),
     [
-        (Ending.FINISHED, {"ttft_s": 9.0}, Burning(ttft=True)),
-        (Ending.FINISHED, {"tpot_s": 9.0}, Burning(tpot=True)),
-        (Ending.REJECTED, {}, Burning(other=True)),
+        (Ending.FINISHED, {"ttft_s": 9.0}, BurnAlerts(ttft=True)),
+        (Ending.FINISHED, {"tpot_s": 9.0}, BurnAlerts(tpot=True)),
+        (Ending.REJECTED, {}, BurnAlerts(other=True)),
     ],
 )
-def test_whose_budget_burns(ending: Ending, times: dict[str, float], expected: Burning) -> None:
+def test_whose_budget_burns(ending: Ending, times: dict[str, float], expected: BurnAlerts) -> None:
     recorder, slo = SloRecorder(), tracker()
     ended(recorder, 17, Ending.FINISHED)
     ended(recorder, 3, ending, **times)  # 15 % where 10 % are allowed
     slo.absorb(1.0, recorder.take())
-    assert Burning.of(slo.totals(1.0)) == expected
-    assert Burning.of(slo.totals(200.0)) == Burning()  # over, says the short window
+    assert BurnAlerts.of(slo.totals(1.0)) == expected
+    assert BurnAlerts.of(slo.totals(200.0)) == BurnAlerts()  # over, says the short window
 
 
 def test_two_misses_are_chance() -> None:
     recorder, slo = SloRecorder(), tracker()
     ended(recorder, 2, Ending.FINISHED, ttft_s=9.0)
     slo.absorb(1.0, recorder.take())
-    assert Burning.of(slo.totals(1.0)) == Burning()
+    assert BurnAlerts.of(slo.totals(1.0)) == BurnAlerts()
 
 
 def test_rejections_are_blamed_on_the_busier_pool() -> None:
     ledger = ledger_of("p1", "p2", "d1")
-    watch = PoolWatch(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
     door = Door(ledger, watch)
     for i in range(30):
         door.ask(query_of(f"r{i}", max_new_tokens=2), float(i))
-    prefill, decode = watch.views(30.0, Burning(other=True))
+    prefill, decode = watch.views(30.0, BurnAlerts(other=True))
     assert (prefill.burns, decode.burns) == (True, False)
 
 
 # --- orders ---
 
 
-def keeper(ledger: Ledger, plan: PoolsPlan) -> PoolKeeper:
-    return PoolKeeper(ledger, plan, tracker(), 0.0)
+def keeper(ledger: Ledger, plan: PoolsPlan) -> Autoscaler:
+    return Autoscaler(ledger, plan, tracker(), 0.0)
 
 
-def targets(keeper: PoolKeeper, now: float) -> dict[str, int]:
+def targets(keeper: Autoscaler, now: float) -> dict[str, int]:
     return {w: order.num_workers for w, order in keeper.orders(now) if isinstance(order, PoolTarget)}
 
 
