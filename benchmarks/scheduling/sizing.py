@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.autoscaling.watch import BurnAlerts, PoolsPlan, DemandMonitor
+from cluster.autoscaling.watch import BurnAlerts, DemandMonitor, PoolsPlan
 from cluster.simulation.records import Record
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.workers import Worker

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.autoscaling.sizing import PoolAdvice
-from cluster.autoscaling.watch import BurnAlerts, PoolsPlan, DemandMonitor
+from cluster.autoscaling.watch import BurnAlerts, DemandMonitor, PoolsPlan
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.slo.tracker import SloTracker
 from kv_transfer.messages import ChangeRole, KnownWorker, PoolTarget, Role, WorkerInfo

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.autoscaling.controller import Autoscaler
 from cluster.autoscaling.sizing import FlipRules, PoolRules
-from cluster.autoscaling.watch import BurnAlerts, PoolsPlan, DemandMonitor
+from cluster.autoscaling.watch import BurnAlerts, DemandMonitor, PoolsPlan
 from cluster.config.load import load_config
 from cluster.config.scheduler import pools_plan
 from cluster.scheduler.block_index import BlockIndex

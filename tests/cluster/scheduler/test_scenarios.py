@@ -238,6 +238,6 @@ def test_a_story_goes_as_it_is_told(path: Path) -> None:
 
 def test_a_story_that_goes_otherwise_says_where() -> None:
     assert len(SCENARIOS) >= 20
-    assert HASH_BYTES == len(_hashes("a", 1))
+    assert len(_hashes("a", 1)) == HASH_BYTES
     told = "worker p1 d1\n----\nok\n\nplace a\n----\nrejected\n"
     assert play(told) == told.replace("rejected", "placed: p1 -> d1, first token after 1.01 s")
