@@ -1,7 +1,7 @@
 """Pool sizing as orders to workers: how many there should be in their pools, and who is to change its role.
 
 A worker whose role is not that of the pool it was started in counts where it works, and is kept where it was started:
-Serve knows only the latter. Knows no sockets; the clock is passed in.
+Serve knows only the latter. The `SchedulerServer` asks for orders every second; the clock is passed in.
 """
 
 from __future__ import annotations

@@ -2,17 +2,15 @@
 
 Sans-IO: fed with messages, it answers with the requests that are to be sent. What it says of a worker was true at the
 worker a moment ago, or it says nothing: from a gap in the numbered changes until the next snapshot, it knows none of
-that worker's columns. Knows no requests, no load and no sockets; the clock is passed in.
+that worker's columns. The clock is passed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from cluster.scheduler.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
-from engine.kv.prefix import HASH_BYTES
+from cluster.scheduler.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members, split
 from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport, Tier
 
 RETRY_S: Final = 2.0
@@ -45,18 +43,18 @@ class _TierBits:
 
     def apply(self, change: BlockChange) -> None:
         bit, count, known, after = _BIT[change.tier], 0, self.bits, bytearray()
-        for digest in _split(change.removed):
-            bits = known.get(digest, 0)
+        for column in split(change.removed):
+            bits = known.get(column, 0)
             count -= bool(bits & bit)
             if bits & ~bit:
-                known[digest] = bits & ~bit
+                known[column] = bits & ~bit
             else:
-                known.pop(digest, None)
+                known.pop(column, None)
             after.append(bits & ~bit)
-        for digest in _split(change.stored):
-            bits = known.get(digest, 0)
+        for column in split(change.stored):
+            bits = known.get(column, 0)
             count += not bits & bit
-            known[digest] = bits | bit
+            known[column] = bits | bit
             after.append(bits | bit)
         self._holders.put(change.removed + change.stored, self.number, bytes(after))
         self.num_columns[change.tier] += count
@@ -136,7 +134,7 @@ class BlockIndex:
         worker = self._workers.get(worker_id)
         if worker is None or worker.next_id is None:
             return set()
-        return {digest for digest, bits in worker.tiers.bits.items() if bits & _BIT[tier]}
+        return {column for column, bits in worker.tiers.bits.items() if bits & _BIT[tier]}
 
     def report(self) -> list[IndexReport]:
         """For operators, of every worker that was heard of; takes no longer however much is known."""
@@ -183,7 +181,3 @@ class BlockIndex:
         worker.asked_at = now
         worker.num_asked += 1
         return BlockIndexRequest(worker_id=worker_id)
-
-
-def _split(joined: bytes) -> Iterator[bytes]:
-    return (joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES))

@@ -1,6 +1,6 @@
 """Who holds a column, found by the column: the block index turned around, so that a prefix is looked up once for all.
 
-Workers are small numbers here, sets of workers are the bits of an integer. Knows no messages and no order of changes.
+Workers are small numbers here, sets of workers are the bits of an integer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PrefixHolders:
         """The worker holds these columns (joined), each in the tiers that `tiers` has for it, and in no others; 0: not
         at all."""
         numbers, sole = self._numbers, [worker << 3 | held for held in range(_ANY + 1)]
-        for column, held in zip(_split(hashes), tiers, strict=True):
+        for column, held in zip(split(hashes), tiers, strict=True):
             number = numbers.get(column, 0)
             if not number or (number & _ANY and number >> 3 == worker):
                 if held:
@@ -60,7 +60,7 @@ class PrefixHolders:
         device = host = disk = -1  # everyone
         ends: list[list[tuple[int, int]]] = [[], [], []]  # of each kind: (length, workers whose run ends there)
         numbers, number, length = self._numbers, -1, -1
-        for length, column in enumerate(_split(hashes)):
+        for length, column in enumerate(split(hashes)):
             before, number = number, numbers.get(column, 0)
             if number == before:
                 continue  # as most columns do, it says what the one before it said
@@ -150,7 +150,8 @@ def members(workers: int) -> list[int]:
     return numbers
 
 
-def _split(hashes: bytes) -> list[bytes]:
+def split(hashes: bytes) -> list[bytes]:
+    """Prefix hashes that were joined."""
     found: list[bytes] = np.frombuffer(hashes, f"V{HASH_BYTES}").tolist()
     return found
 

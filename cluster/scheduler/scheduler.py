@@ -1,8 +1,8 @@
 """The global scheduler: what workers and gateways tell, in their own words, into placements.
 
 A pure class: fed with messages and the clock, it answers with messages. Joins what is known of workers and placements
-(`Ledger`), of their caches (`BlockIndex`), and the decision (`Admission`). Knows no sockets and no Ray; the same class
-runs in the cluster, in the simulator and in tests.
+(`Ledger`), of their caches (`BlockIndex`), and the decision (`Admission`). The same class runs in the cluster, in the
+simulator and in tests.
 """
 
 from __future__ import annotations

@@ -90,6 +90,15 @@ class SchedulerServer:
         return self._server.endpoint
 
     @property
+    def num_asked(self) -> int:
+        """Requests that gateways have asked for and that have not ended."""
+        return len(self._asked_by)
+
+    def connection_of(self, worker_id: str) -> Connection:
+        """The worker's newest connection."""
+        return self._workers[worker_id]
+
+    @property
     def healthy(self) -> bool:
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 

@@ -1,9 +1,9 @@
 """Pick: one request, one decision: which pair of workers, or none now.
 
-The third stage (see the package): `pick` takes what `filter_workers` found, has the shortlist scored, puts the candidates
-in order, and says whether the best one is good enough. It is a function of ledger, query, prefixes and clock alone and
-changes nothing; `bind` makes the choice count. A `Decision` keeps the table that it was made from, for operators to
-read.
+The third stage (see the package): `pick` takes what `filter_workers` found, has the shortlist scored, puts the
+candidates in order, and says whether the best one is good enough. It is a function of ledger, query, prefixes and
+clock alone and changes nothing; `bind` makes the choice count. A `Decision` keeps the table that it was made from, for
+operators to read.
 """
 
 from __future__ import annotations

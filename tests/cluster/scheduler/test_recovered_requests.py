@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.gateway.request_state import RequestRun
-from cluster.scheduler.placement import recovery as standing_module
+from cluster.scheduler.placement import recovery
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.recovery import RecoveredQuery, RecoveredRequests
 from cluster.scheduler.placement.worker_table import Row, Slot
@@ -31,7 +31,7 @@ from tests.cluster.scheduler.placement.placement_world import COST, ledger_of, q
 from tests.support.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 
-def _standing(request_id: str, num_emitted: int = 0, *, prefill: str | None = "p1") -> RecoveredQuery:
+def _recovered(request_id: str, num_emitted: int = 0, *, prefill: str | None = "p1") -> RecoveredQuery:
     return RecoveredQuery(
         query=query_of(request_id), prefill=prefill, decode="d1", num_emitted=num_emitted, first_at=-1.0, weight=1.0
     )
@@ -53,7 +53,7 @@ def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
     for number in range(3):
         assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 3 - number
         assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 1040 * (3 - number)
-        requests.told(_standing(f"r{number}", 40), 1.0)
+        requests.told(_recovered(f"r{number}", 40), 1.0)
         assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(step_s)
     assert (_fact(ledger, "d1", Row.EXTRA_DECODES), _fact(ledger, "d1", Row.EXTRA_CONTEXT)) == (0, 0)
     ledger.heartbeat(replace(report, sequence_number=3), 1.1, cost=COST, context_tokens=3 * 1045)
@@ -73,7 +73,7 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
     drained_at = _fact(ledger, "p1", Row.DRAINED_AT)
     requests = RecoveredRequests(ledger)
     for number in range(3):
-        requests.told(_standing(f"r{number}"), 1.0)
+        requests.told(_recovered(f"r{number}"), 1.0)
         assert drained_at <= _fact(ledger, "p1", Row.DRAINED_AT) <= drained_at + 0.6
     ledger.heartbeat(worker_snapshot("p1", 3, queued_prefill_tokens=2400), 1.1, cost=COST)
     ledger.heartbeat(worker_snapshot("p1", 4, queued_prefill_tokens=2300), 1.2, cost=COST)
@@ -87,7 +87,7 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
 def test_a_prompt_that_decode_computes_itself_counts_there() -> None:
     ledger = ledger_of("d1")
     ledger.heartbeat(worker_snapshot("d1", 2, num_waiting=1, queued_prefill_tokens=1000), 0.0, cost=COST)
-    RecoveredRequests(ledger).told(_standing("r", prefill=None), 0.0)
+    RecoveredRequests(ledger).told(_recovered("r", prefill=None), 0.0)
     assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 0
     assert _fact(ledger, "d1", Row.DRAINED_AT) == pytest.approx(1.01)
 
@@ -105,7 +105,7 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
             ledger.register(worker_info(what), worker_snapshot(what, num_running=1), float(now), cost=COST)
             requests.registered(what, float(now))
         else:
-            requests.told(_standing(what, 9 if what == "decodes" else 0), float(now))
+            requests.told(_recovered(what, 9 if what == "decodes" else 0), float(now))
         told = {one for one in said[: now + 1] if one not in ("p1", "d1")}
         assert len(ledger) + len(requests) == len(told)
     assert (len(ledger), len(requests), _fact(ledger, "d1", Row.EXTRA_DECODES)) == (2, 0, 0)
@@ -122,8 +122,8 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
 def test_a_prefill_worker_is_not_waited_for_once_the_prompt_is_computed() -> None:
     ledger = ledger_of("d1")
     requests = RecoveredRequests(ledger)
-    requests.told(_standing("decodes", 5), 0.0)
-    requests.told(_standing("computes"), 0.0)
+    requests.told(_recovered("decodes", 5), 0.0)
+    requests.told(_recovered("computes"), 0.0)
     assert (len(ledger), len(requests)) == (1, 1)
     requests.first_token("computes", 0.5)
     assert (len(ledger), len(requests)) == (2, 0)
@@ -131,11 +131,11 @@ def test_a_prefill_worker_is_not_waited_for_once_the_prompt_is_computed() -> Non
 
 
 def test_those_whose_workers_never_come_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing_module, "MAX_PENDING", 10)
+    monkeypatch.setattr(recovery, "MAX_PENDING", 10)
     ledger = Ledger()
     requests = RecoveredRequests(ledger)
     for number in range(25):
-        requests.told(_standing(f"r{number}", 1), 0.0)
+        requests.told(_recovered(f"r{number}", 1), 0.0)
     assert len(requests) == 10
     for number in range(25):
         requests.ended(f"r{number}")

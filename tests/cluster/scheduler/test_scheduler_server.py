@@ -80,10 +80,10 @@ async def test_the_end_of_an_old_connection_does_not_take_the_worker_away() -> N
         old = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
         await old.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1")))
         await eventually(lambda: "d1" in server.scheduler.ledger.table)
-        first = server._workers["d1"]
+        first = server.connection_of("d1")
         new = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
         await new.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1", 2)))
-        await eventually(lambda: server._workers["d1"] is not first)
+        await eventually(lambda: server.connection_of("d1") is not first)
         old.close("its network is back")
         await eventually(lambda: first.closed is not None)
         await asyncio.sleep(0.05)
@@ -133,11 +133,11 @@ async def test_a_gateway_tells_what_stands_when_it_comes_and_takes_it_along_when
     ]
     async with _server() as server:
         async with _client(server, standing):
-            await eventually(lambda: len(server._asked_by) == 2500)
+            await eventually(lambda: server.num_asked == 2500)
             assert server.scheduler.num_booked == 0, "the worker is not known yet"
             server.scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
             assert server.scheduler.num_booked == 2500
-        await eventually(lambda: not server._asked_by)
+        await eventually(lambda: not server.num_asked)
         assert server.scheduler.num_booked == 0
 
 

@@ -181,7 +181,7 @@ def test_tokens_that_come_too_slowly_alone_too_are_given_what_others_leave() -> 
     assert (verdict.outcome, verdict.decision.query.has_targets) == (Outcome.PLACED, False)
 
 
-def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_promised_nothing() -> None:
+def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_not_expected_back() -> None:
     ledger = ledger_of("p1", "p2", "d1", max_model_len=100_000)
     decoding(ledger, "close", tpot_s=0.013)
     admission = _admission(ledger, max_wait_s=20.0)

@@ -91,7 +91,7 @@ def test_alone_a_newcomer_has_the_worker_for_itself() -> None:
     assert _decode(ledger_of("d1")).tpot_s[0] == pytest.approx(0.010 + 0.001 + 1050e-6)
 
 
-def test_a_neighbour_counts_for_the_steps_it_shares() -> None:
+def test_a_co_batched_sequence_counts_for_the_steps_it_shares() -> None:
     ledger = ledger_of("p1", "d1")
     decoding(ledger, "a", max_new_tokens=50)
     forecast = _decode(ledger)
@@ -233,7 +233,7 @@ OTHERS = st.lists(
 
 @settings(deadline=None)
 @given(OTHERS, st.tuples(st.integers(1, 3000), st.integers(1, 400), st.booleans()), st.floats(0.0, 2.0))
-def test_one_more_neighbour_never_makes_a_worker_look_better(
+def test_one_more_sequence_never_makes_a_worker_look_better(
     others: list[tuple[int, int, bool, float]], more: tuple[int, int, bool], lead_s: float
 ) -> None:
     ledger = ledger_of("p1", "d1", num_blocks=1500)

@@ -38,7 +38,7 @@ def test_who_has_no_room_yet_is_bound_to_nobody_yet() -> None:
     assert _decide(ledger, ttft_s=20.0).action is Action.PLACE
 
 
-def test_who_was_promised_room_is_not_charged_for_those_who_come_after() -> None:
+def test_who_comes_back_on_time_is_not_charged_for_those_who_come_after() -> None:
     ledger = ledger_of("p1", "d1")
     for _ in range(100):
         ledger.demand.observe(1.0, 2.0)
