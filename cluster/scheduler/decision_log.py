@@ -1,7 +1,7 @@
 """What the scheduler decided lately, and from which candidates: for operators to read, as JSON or as a table.
 
-The `GlobalScheduler` adds each, its server writes them down. Times are on the scheduler's clock; whoever reads says what
-that is.
+The `GlobalScheduler` adds each, its server writes them down. Times are on the scheduler's clock; whoever reads says
+what that is.
 """
 
 from __future__ import annotations

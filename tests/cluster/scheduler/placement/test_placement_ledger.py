@@ -131,6 +131,16 @@ def test_prompts_of_lately_are_forgotten_in_time() -> None:
     assert ledger.table.prompt_shares(ledger.table.row("d1"), 5.0) == 0.0
 
 
+def test_a_prompt_stretches_its_worker_s_steps_from_its_placement_on() -> None:
+    ledger = ledger_of("d1")
+    row = ledger.table.row("d1")
+    decoding(ledger, "a", prefill=None)
+    before_s = ledger.table.rows[Row.STEP_S, row]
+    book(ledger, "b", prefill=None)
+    assert ledger.table.rows[Row.STRETCH, row] == pytest.approx(1.0 / (1.0 - 0.2))  # two of the last ten seconds
+    assert ledger.table.rows[Row.STEP_S, row] > before_s
+
+
 # --- those who decode ---
 
 
