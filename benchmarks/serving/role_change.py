@@ -145,6 +145,10 @@ async def _stream(
     return tokens, [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
+def _is_busy(replica: WorkerReplica) -> bool:
+    return replica.worker is not None and replica.worker.snapshot().num_running > 0
+
+
 async def _streams(
     gateway: Orchestrator, name: str, prompts: list[list[int]], replicas: list[WorkerReplica]
 ) -> list[tuple[list[int], list[float]]]:
@@ -155,7 +159,7 @@ async def _streams(
         for number, prompt in enumerate(prompts)
     ]
     await begun.wait()
-    leaving = next((replica for replica in replicas if replica.role == "decode" and replica.load()), None)
+    leaving = next((replica for replica in replicas if replica.role == "decode" and _is_busy(replica)), None)
     if leaving is not None:
         await _change(leaving, 0.0)
     found = await asyncio.gather(*tasks)

@@ -143,7 +143,8 @@ def _queue_shares(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats,
         for number, pool in enumerate(table.pools()):
             means_s = queues_s[:, pool].sum(axis=1) / max(1, pool.stop - pool.start)
             shares[number, :num_moments] = np.minimum(means_s / ttft_s, 0.99)
-    return np.where(alone, shares[1][:, None], shares[0][:, None])
+    by_candidate: Floats = np.where(alone, shares[1][:, None], shares[0][:, None])
+    return by_candidate
 
 
 def _idle_shares(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
