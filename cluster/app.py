@@ -29,7 +29,7 @@ from cluster.deployment.ray_access import keep_replica_on_loopback, require_toke
 from cluster.deployment.worker import WorkerDeployment, resolve_host
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.request_recorder import RequestRecorder
-from cluster.gateway.request_state import RequestRun
+from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, InFlight
 from cluster.http.app import create_app
 from cluster.http.connection import accept_many
@@ -183,7 +183,6 @@ class Gateway:
             ),
             locate_scheduler,
             self._slo.hear,
-            self._request_recorder(config),
         )
         self._orchestrator.start()
         self._slo.start(self._orchestrator.publish_slo)
@@ -194,14 +193,14 @@ class Gateway:
         limits = self._orchestrator.limits()
         return limits is not None and limits.ready
 
-    def _request_recorder(self, config: LegatoConfig) -> Callable[[RequestRun], None]:
+    def _request_recorder(self, config: LegatoConfig) -> Callable[[RequestTimeline], None]:
         if config.gateway.request_log is None:
-            return lambda run: None
+            return lambda timeline: None
         path = Path(config.gateway.request_log)
         return RequestRecorder(
             path,
             config.slo_classes,
-            lambda: self._orchestrator.reports(),
+            self._orchestrator.reports,
             secret=self._identity.secret,
             max_bytes=config.max_log_bytes,
         ).ended
@@ -225,6 +224,7 @@ class Gateway:
             tenants=self._tenants,
             in_flight=InFlight(config.gateway.max_concurrent),
             unread=Unread(config.gateway.max_unread_bytes),
+            on_ended=self._request_recorder(config),
         )
         app = create_app(api)
         settle_heap()

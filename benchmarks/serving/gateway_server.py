@@ -23,16 +23,15 @@ from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
 from cluster.config.settings import GatewaySettings
 from cluster.deployment.heap import settle_heap
 from cluster.errors import NotFoundError
-from cluster.gateway.generator import Arrival, Arrivals, Generator, ServingLimits
-from cluster.gateway.journey import Journey
+from cluster.gateway.generator import Generator, ServingLimits, Tokens
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.api import Api, InFlight
 from cluster.http.app import create_app
 from cluster.http.tenants import Tenants
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
-from cluster.slo.terms import RequestTerms
 from engine.checkpoint.store import resolve_model
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
@@ -66,8 +65,9 @@ class _FullSpeed:
         raise NotFoundError("There are no workers here.")
 
     async def generate(
-        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> AsyncGenerator[Arrivals, None]:
+        self, request: RequestSpec, timeline: SequenceTimeline | None = None
+    ) -> AsyncGenerator[Tokens, None]:
+        timeline = timeline or SequenceTimeline()
         for index in range(request.params.max_tokens):
             await asyncio.sleep(0)
             token = TokenEvent(
@@ -77,7 +77,8 @@ class _FullSpeed:
                 token_id=1_000 + index * 31 % 997,
                 finish_reason="length" if index + 1 == request.params.max_tokens else None,
             )
-            yield [Arrival(time.monotonic(), token)]
+            timeline.token(time.monotonic())
+            yield [token]
 
 
 async def _serve(order: ServerOrder) -> None:

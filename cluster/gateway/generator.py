@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from cluster.gateway.journey import Journey
-from cluster.slo.terms import RequestTerms
+from cluster.gateway.timeline import SequenceTimeline
 from kv_transfer.messages import RequestSpec, Role, TokenEvent
 
 
@@ -25,23 +24,16 @@ class ServingLimits:
     reason: str = ""  # a sentence, where not ready
 
 
-class Arrival(NamedTuple):
-    """A token, and when it reached this process: seconds of the monotonic clock."""
-
-    at: float
-    token: TokenEvent
-
-
-Arrivals = list[Arrival]
+Tokens = list[TokenEvent]
 """What has come since the last time, in order: at least one."""
 
 
 class TokenStream(Protocol):
-    """The tokens of one sequence, as many at a time as are there. Any async generator of Arrivals is one."""
+    """The tokens of one sequence, as many at a time as are there. Any async generator of Tokens is one."""
 
-    def __aiter__(self) -> AsyncIterator[Arrivals]: ...
+    def __aiter__(self) -> AsyncIterator[Tokens]: ...
 
-    def __anext__(self) -> Coroutine[Any, Any, Arrivals]: ...
+    def __anext__(self) -> Coroutine[Any, Any, Tokens]: ...
 
     def aclose(self) -> Coroutine[Any, Any, None]:
         """Cancel the sequence on every worker and free what it holds. Idempotent; nothing to do after the end."""
@@ -51,12 +43,11 @@ class TokenStream(Protocol):
 class Generator(Protocol):
     """Generates sequences somewhere in the cluster, surviving the deaths of workers."""
 
-    def generate(
-        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> TokenStream:
+    def generate(self, request: RequestSpec, timeline: SequenceTimeline | None = None) -> TokenStream:
         """The tokens of one sequence: each index once, in order, ending after the event with a `finish_reason`.
 
-        No `terms`: without targets. `journey` is kept up to date with where the sequence is.
+        `timeline` says on what terms, and is told what happens when: where the sequence is and when each token came.
+        None: without targets.
 
         Iterating raises a subclass of `cluster.errors.GenerationError` when the sequence cannot be finished.
         """
@@ -93,6 +84,6 @@ class Generator(Protocol):
 async def one_by_one(stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
     """The tokens of a stream; closes it."""
     async with aclosing(stream):
-        async for arrivals in stream:
-            for arrival in arrivals:
-                yield arrival.token
+        async for tokens in stream:
+            for token in tokens:
+                yield token

@@ -24,8 +24,7 @@ from cluster.errors import (
     PoisonRequestError,
     RequestTooLargeError,
 )
-from cluster.gateway.generator import Arrivals, ServingLimits
-from cluster.gateway.journey import Journey
+from cluster.gateway.generator import ServingLimits, Tokens
 from cluster.gateway.placing import Placer, sleep_within
 from cluster.gateway.quarantine import Quarantine
 from cluster.gateway.request_state import (
@@ -39,9 +38,9 @@ from cluster.gateway.request_state import (
     WorkerSuspected,
 )
 from cluster.gateway.scheduler_client import SchedulerClient
+from cluster.gateway.timeline import SequenceTimeline
 from cluster.gateway.worker_connections import WorkerLinks
 from cluster.slo.report import SloReport
-from cluster.slo.terms import RequestTerms
 from kv_transfer.messages import (
     Cancel,
     Computing,
@@ -96,12 +95,9 @@ class Orchestrator:
         config: OrchestratorConfig,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         on_slo: Callable[[bytes], None] = lambda report: None,
-        on_ended: Callable[[RequestRun], None] = lambda run: None,
     ) -> None:
-        """`on_slo` is told how requests fared at other gateways, as `publish_slo` tells those of this one's;
-        `on_ended` of each request that leaves."""
+        """`on_slo` is told how requests fared at other gateways, as `publish_slo` tells those of this one's."""
         self._config = config
-        self._on_ended = on_ended
         self._runs: dict[str, RequestRun] = {}
         self._quarantine = Quarantine()
         self._alone_on: dict[str, set[str]] = {}  # worker: the only requests of ours that may be in its step
@@ -168,18 +164,18 @@ class Orchestrator:
         await self._scheduler.change_role(worker_id, role, drain_s)
 
     async def generate(
-        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> AsyncGenerator[Arrivals, None]:
+        self, request: RequestSpec, timeline: SequenceTimeline | None = None
+    ) -> AsyncGenerator[Tokens, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""
-        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, terms, journey)
+        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, timeline)
         assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
         self._runs[run.request_id] = run
         try:
             while not run.ended:
                 try:
                     async with contextlib.aclosing(self._attempt(run)) as arriving:
-                        async for arrivals in arriving:
-                            yield arrivals
+                        async for tokens in arriving:
+                            yield tokens
                 except AttemptFailedError as failure:
                     if ready := run.take_ready():  # the next attempt goes on behind them
                         yield ready
@@ -193,7 +189,7 @@ class Orchestrator:
 
     # --- one attempt ---
 
-    async def _attempt(self, run: RequestRun) -> AsyncGenerator[Arrivals, None]:
+    async def _attempt(self, run: RequestRun) -> AsyncGenerator[Tokens, None]:
         await self._quarantine.admit(run)
         placement = await self._placer.place(run)
         if not self._quarantine.allows(run):
@@ -205,13 +201,14 @@ class Orchestrator:
             run.state = RequestState.RESERVING
             await self._post(run, placement.decode, Reserve(request=spec))
             reserved = await self._await_reservation(run)
+            run.timeline.reserved()
             await self._post(run, placement.prefill, Start(request=spec, ticket=reserved.ticket))
         run.state = RequestState.PREFILLING
-        run.journey.started()
+        run.timeline.started()
         while True:
             while ready := run.take_ready():
                 yield ready
-                if ready[-1].token.finish_reason is not None:
+                if ready[-1].finish_reason is not None:
                     return
             while run.inbox:
                 self._read_news(run)
@@ -315,7 +312,6 @@ class Orchestrator:
         run.bell.close()
         self._quarantine.ended(run)
         self._scheduler.ended(run.request_id, run.num_output_tokens)
-        self._on_ended(run)
         finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
         if finished_by_decode and run.attempt == run.request.attempt:
             return  # every worker let go of it by itself

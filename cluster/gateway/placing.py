@@ -37,9 +37,10 @@ class Placer:
 
     async def place(self, run: RequestRun) -> Placement:
         """Ask until there is an answer; only a request that has not started yet is turned away."""
+        run.timeline.asked(run.attempt)
         if run.attempt == run.request.attempt:
             block_size = naming_block_size(info for info, _ in self._scheduler.workers.values())
-            run.prefix_hashes = b"" if block_size is None else await name_prompt(run.request, block_size)
+            run.timeline.prefix_hashes = b"" if block_size is None else await name_prompt(run.request, block_size)
         placement = await self._ask(run)
         run.placed(placement)
         needed = {placement.decode} | ({placement.prefill} if placement.prefill else set())

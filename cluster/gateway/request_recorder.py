@@ -16,7 +16,7 @@ from typing import Final
 from cluster.gateway.line_log import MAX_BYTES, LineLog
 from cluster.gateway.prompt_hashes import naming_block_size
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker, cluster_line, request_line
-from cluster.gateway.request_state import RequestRun, RequestState
+from cluster.gateway.timeline import RequestTimeline, SequenceTimeline
 from cluster.slo.classes import SloConfig
 from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages import KnownWorker, Role
@@ -43,33 +43,32 @@ class RequestRecorder:
         self._workers = workers
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
 
-    def ended(self, run: RequestRun) -> None:
-        """Called when the request leaves the gateway."""
-        logged = logged_request(run, time.time() - time.monotonic(), self._key)
-        if logged is not None:
-            self._file.append([request_line(logged)])
+    def ended(self, timeline: RequestTimeline) -> None:
+        """Called when the request has been answered: a line for each of its choices."""
+        offset_s = time.time() - time.monotonic()
+        logged = (logged_request(sequence, offset_s, self._key) for sequence in timeline.sequences)
+        self._file.append([request_line(line) for line in logged if line is not None])
 
     def _head(self) -> str | None:
         cluster = logged_cluster(self._workers(), self._slo)
         return None if cluster is None else cluster_line(cluster)
 
 
-def logged_request(run: RequestRun, clock_offset_s: float, key: bytes) -> LoggedRequest | None:
-    """None for one whose client left before there was anything to see. A request that was cut short counts with the
+def logged_request(sequence: SequenceTimeline, clock_offset_s: float, key: bytes) -> LoggedRequest | None:
+    """None for one whose client left before it was sent anything. A request that was cut short counts with the
     tokens that it had. `key`: of the hashes that name its blocks."""
-    first, num_output = run.first_token_at, len(run.emitted) - len(run.request.output_token_ids)
-    if first is None and run.state is not RequestState.FAILED:
+    if sequence.ttft_s is None and sequence.end != "failed":
         return None
-    arrived_at, hashes = run.terms.arrived_at, run.prefix_hashes
+    hashes = sequence.prefix_hashes
     return LoggedRequest(
-        request_id=run.request_id,
-        arrival_s=arrived_at + clock_offset_s,
-        prompt_tokens=len(run.request.prompt_token_ids),
-        output_tokens=num_output,
+        request_id=sequence.request_id,
+        arrival_s=sequence.terms.arrived_at + clock_offset_s,
+        prompt_tokens=sequence.num_prompt_tokens,
+        output_tokens=0 if sequence.ttft_s is None else len(sequence.token_times),
         hashes=tuple(_name(hashes[at : at + HASH_BYTES], key) for at in range(0, len(hashes), HASH_BYTES)),
-        slo_class=run.terms.slo.slo_class,
-        ttft_s=None if first is None else first - arrived_at,
-        tpot_s=None if first is None or num_output < 2 else (run.last_token_at - first) / (num_output - 1),
+        slo_class=sequence.terms.slo.slo_class,
+        ttft_s=sequence.ttft_s,
+        tpot_s=sequence.tpot_s,
     )
 
 

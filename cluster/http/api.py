@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from cluster.config.settings import GatewaySettings
 from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
 from cluster.gateway.generator import Generator, ServingLimits
+from cluster.gateway.timeline import RequestTimeline
 from cluster.http.tenants import Tenants
 from cluster.http.turns import Turns
 from cluster.http.unread import Unread
@@ -68,7 +69,8 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """Handed to every endpoint through `request.app.state.api`."""
+    """Handed to every endpoint through `request.app.state.api`. `on_ended` is told of each request that was generated,
+    for the request log."""
 
     generator: Generator
     tokenizer: Tokenizer
@@ -80,7 +82,21 @@ class Api:
     in_flight: InFlight
     unread: Unread
     turns: Turns = field(default_factory=Turns)
+    on_ended: Callable[[RequestTimeline], None] = lambda timeline: None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @contextmanager
+    def following(self, timeline: RequestTimeline) -> Iterator[None]:
+        """Around the generation of a request: however it ends, its one timeline goes to all who tell of it."""
+        self.slo.follow(timeline)
+        with self.metrics.running():
+            try:
+                yield
+            finally:
+                timeline.ended()
+                self.metrics.record(timeline)
+                self.slo.ended(timeline)
+                self.on_ended(timeline)
 
     def require_model(self, name: str) -> None:
         """Raises NotFoundError unless `name` is the model served here."""

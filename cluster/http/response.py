@@ -25,10 +25,9 @@ from cluster.http.openai.choice import Delta
 from cluster.http.openai.sse import Shape, dumps, dumps_large
 from cluster.http.streaming import Generation
 from cluster.http.unread import PIECE_BYTES, Outbox
-from cluster.metrics.requests import RequestTimeline
+from cluster.slo.account import outcome_of
 from cluster.slo.classes import CLASS_HEADER
 from cluster.slo.report import Outcome
-from cluster.slo.request_watch import outcome_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +40,22 @@ _LARGE_BYTES: Final = 64 * 2**10  # of JSON, which take about a millisecond
 class GenerationResponse(Response):
     """Generates while it is being sent."""
 
-    def __init__(self, api: Api, generation: Generation, shape: Shape, timeline: RequestTimeline) -> None:
+    def __init__(self, api: Api, generation: Generation, shape: Shape) -> None:
         super().__init__()
         self._api = api
         self._generation = generation
         self._shape = shape
-        self._timeline = timeline
-        self._watch = generation.watch
-        self._outcome: Outcome | None = Outcome.CANCELLED  # unless something else is known at the end
+        self._timeline = generation.timeline
         self._started = self._complete = False  # what has been handed to the connection
         self._sending_since: float | None = None  # a `send` has not returned since then
         self._given_up = asyncio.Event()  # during such a `send`: too much waits behind it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._timeline.num_prompt_tokens = self._generation.job.num_prompt_tokens
         connection = connection_of(scope)
-        with self._api.metrics.running(self._timeline):
-            try:
-                await first_of(self._answer_or_fail(send), _disconnected(receive), self._unread(connection))
-                if not self._complete:
-                    connection.abort()
-            finally:  # Serve cancels a request whose client has left
-                if self._outcome is not None:
-                    self._watch.ended(self._outcome, self._generation.num_generated_tokens)
+        with self._api.following(self._timeline):  # also where Serve cancels a request whose client has left
+            await first_of(self._answer_or_fail(send), _disconnected(receive), self._unread(connection))
+            if not self._complete:
+                connection.abort()
 
     async def _unread(self, connection: Connection) -> None:
         """Until the client has taken nothing for too long, or too much waits that it does not take."""
@@ -98,7 +90,7 @@ class GenerationResponse(Response):
         try:
             async with asyncio.timeout(deadline_s):
                 await (self._stream if self._generation.job.stream else self._whole)(send, outbox)
-                self._timeline.outcome, self._outcome = "finished", Outcome.FINISHED
+                self._timeline.outcome, self._timeline.promise = "finished", Outcome.FINISHED
         except TimeoutError as error:
             raise DeadlineError(
                 f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
@@ -109,8 +101,6 @@ class GenerationResponse(Response):
             await asyncio.wait({generating})
             self._timeline.num_cached_tokens = self._generation.num_cached_tokens
             self._timeline.num_generated_tokens = self._generation.num_generated_tokens
-            self._timeline.num_steps = self._generation.num_steps
-            self._timeline.predicted_ttft_s = self._watch.predicted_ttft_s
 
     async def _generate(self, outbox: Outbox) -> None:
         """Into the outbox, as fast as the workers are. Each sequence holds its place only while it runs."""
@@ -138,7 +128,7 @@ class GenerationResponse(Response):
                 await self._start(send, 200, "text/event-stream", _UNBUFFERED)
             if events:
                 await self._write(send, events)
-                self._watch.first_byte()
+                self._timeline.sent([index for index, _ in waiting])
             outbox.shrink(sum(delta.num_bytes for _, delta in waiting))
         usage = self._generation.usage() if self._generation.job.include_usage else None
         await self._write(send, self._shape.closing(usage), last=True)
@@ -166,7 +156,7 @@ class GenerationResponse(Response):
     async def _whole(self, send: Send, outbox: Outbox) -> None:
         wholes = [_Whole() for _ in self._generation.choices]
         while waiting := await outbox.take():
-            self._watch.first_byte()
+            self._timeline.sent([index for index, _ in waiting])
             for index, delta in waiting:
                 wholes[index].add(delta)
         deltas = [whole.delta() for whole in wholes]
@@ -181,7 +171,7 @@ class GenerationResponse(Response):
         return dumps_large(self._shape.whole(deltas, self._generation.usage()))
 
     async def _fail(self, send: Send, error: ApiError) -> None:
-        self._timeline.outcome, self._outcome = error.code or "failed", outcome_of(error)
+        self._timeline.outcome, self._timeline.promise = error.code or "failed", outcome_of(error)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if self._started:
@@ -209,7 +199,7 @@ class GenerationResponse(Response):
 
     async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
         self._started = True
-        slo_class = self._generation.terms.slo.slo_class
+        slo_class = self._timeline.terms.slo.slo_class
         named = {
             "content-type": content_type,
             "x-request-id": self._generation.job.id,

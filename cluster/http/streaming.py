@@ -8,22 +8,20 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from cluster.gateway.merged_streams import fanout
+from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.openai.choice import Choice, Delta
 from cluster.http.parse import Job
-from cluster.metrics.requests import RequestTimeline
-from cluster.slo.terms import RequestTerms
 from kv_transfer.messages import TokenEvent
 
 
 class Generation:
     """Runs the sequences of a job."""
 
-    def __init__(self, job: Job, api: Api, terms: RequestTerms, timeline: RequestTimeline) -> None:
+    def __init__(self, job: Job, api: Api, timeline: RequestTimeline) -> None:
         self._api = api
-        self._timeline = timeline
-        self.terms = terms
-        self.watch = api.slo.watch(terms, len(job.specs))
+        self.timeline = timeline
+        timeline.parsed(len(job.specs), job.num_prompt_tokens)
         self.job = job
         text_ends = [api.tokenizer.text_end(prompt.token_ids) for prompt in job.prompts]  # once for all its choices
         self.choices = [
@@ -43,16 +41,14 @@ class Generation:
         Raises GenerationError. Closing it closes every sequence on every worker.
         """
         remaining = len(self.choices)
-        watches = self.watch.sequences
         streams = [
-            self._api.generator.generate(spec, self.terms, watch.journey)
-            for spec, watch in zip(self.job.specs, watches, strict=True)
+            self._api.generator.generate(spec, sequence)
+            for spec, sequence in zip(self.job.specs, self.timeline.sequences, strict=True)
         ]
         async with fanout(streams) as reader:
             while remaining:
                 batch: dict[int, Delta] = {}
-                for index, (at, event) in await reader.next():
-                    watches[index].token(at)
+                for index, event in await reader.next():
                     choice = self.choices[index]
                     if choice.finish_reason is not None:
                         continue  # arrived together with, but after, the end of a stop string
@@ -63,7 +59,6 @@ class Generation:
                         remaining -= 1
                         if event.finish_reason is None:
                             reader.close(index)
-                self._timeline.token()
                 yield batch
 
     def _delta(self, choice: Choice, event: TokenEvent) -> Delta:
@@ -73,11 +68,6 @@ class Generation:
     @property
     def num_generated_tokens(self) -> int:
         return 0 if self.job.discard_output else sum(choice.num_tokens for choice in self.choices)
-
-    @property
-    def num_steps(self) -> int:
-        """Tokens of the longest choice."""
-        return max(choice.num_tokens for choice in self.choices)
 
     @property
     def num_cached_tokens(self) -> int:

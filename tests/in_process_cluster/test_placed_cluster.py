@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 
 from cluster.errors import OverloadedError
 from cluster.gateway.generator import one_by_one
+from cluster.gateway.timeline import SequenceTimeline
 from cluster.scheduler.placement.worker_table import Row
 from cluster.scheduler.scheduler import GlobalScheduler
 from cluster.slo.terms import RequestTerms
@@ -59,7 +60,7 @@ async def crowd(cluster: MiniCluster) -> AsyncIterator[Callable[[], Awaitable[No
         streams = []
         for number in range(3):
             request = RequestSpec(request_id=f"close-{number}", attempt=0, prompt_token_ids=PROMPT, params=greedy(16))
-            events = one_by_one(cluster.orchestrator.generate(request, close_terms()))
+            events = one_by_one(cluster.orchestrator.generate(request, SequenceTimeline(close_terms())))
             streams.append(await stack.enter_async_context(aclosing(events)))
             await anext(events)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -173,11 +174,11 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
     log = tmp_path / "logs" / "requests.jsonl"
     async with cluster_of(llama) as cluster:
         recorder = RequestRecorder(log, slo, cluster.orchestrator.reports, secret=b"a secret")
-        cluster.orchestrator._on_ended = recorder.ended
-        await asyncio.gather(*(run(cluster, f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
+        serve = partial(run, cluster, on_ended=recorder.ended)
+        await asyncio.gather(*(serve(f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
         with brake(cluster.prefills[0]._model.runner), pytest.raises(OverloadedError):
-            await asyncio.gather(*(run(cluster, f"late{number}", terms(20.0)) for number in range(6)))
-        left = asyncio.create_task(run(cluster, "left", terms(1000.0)))
+            await asyncio.gather(*(serve(f"late{number}", terms(20.0)) for number in range(6)))
+        left = asyncio.create_task(serve("left", terms(1000.0)))
         await asyncio.sleep(0)
         left.cancel()
         with suppress(asyncio.CancelledError):

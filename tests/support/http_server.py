@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -14,6 +14,7 @@ import uvicorn
 
 from cluster.config.settings import GatewaySettings
 from cluster.gateway.generator import Generator
+from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, InFlight
 from cluster.http.app import create_app
 from cluster.http.tenants import Tenants
@@ -35,6 +36,7 @@ def scripted_api(
     tokenizer: Tokenizer,
     settings: GatewaySettings | None = None,
     slo: SloConfig = NO_TARGETS,
+    on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
 ) -> Api:
     settings = settings or GatewaySettings()
     account = SloAccount(slo, model=MODEL)
@@ -54,6 +56,7 @@ def scripted_api(
         ),
         in_flight=InFlight(settings.max_concurrent),
         unread=Unread(settings.max_unread_bytes),
+        on_ended=on_ended,
     )
 
 
@@ -64,10 +67,11 @@ def running_server(
     settings: GatewaySettings | None = None,
     slo: SloConfig = NO_TARGETS,
     send_buffer_bytes: int | None = None,
+    on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
 ) -> Iterator[Target]:
     """A server on a port of its own, and clients for it. The kernel holds `send_buffer_bytes` for each client, or as
     much as it likes."""
-    api = scripted_api(generator, tokenizer, settings, slo)
+    api = scripted_api(generator, tokenizer, settings, slo, on_ended)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # inherited by what it accepts

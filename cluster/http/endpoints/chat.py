@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.body import JsonRoute
 from cluster.http.openai.choice import Delta
@@ -17,7 +18,6 @@ from cluster.http.parse import Job, prepare_chat
 from cluster.http.response import GenerationResponse
 from cluster.http.streaming import Generation
 from cluster.http.terms import answered_tier, prefix_salt, terms_of
-from cluster.metrics.requests import RequestTimeline
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -25,11 +25,10 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(body: ChatBody, request: Request) -> GenerationResponse:
     api: Api = request.app.state.api
-    terms = terms_of(request, body, api)
-    with api.slo.admitting(terms):
+    timeline = RequestTimeline(endpoint="/v1/chat/completions", terms=terms_of(request, body, api))
+    with api.slo.admitting(timeline.terms):
         job = await prepare_chat(body, api, answered_tier(request, body), prefix_salt(request, body, api))
-    timeline = RequestTimeline(endpoint="/v1/chat/completions", arrived_s=terms.arrived_at)
-    return GenerationResponse(api, Generation(job, api, terms, timeline), ChatShape(job, api), timeline)
+    return GenerationResponse(api, Generation(job, api, timeline), ChatShape(job, api))
 
 
 class ChatShape:

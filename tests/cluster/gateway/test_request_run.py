@@ -179,7 +179,8 @@ def test_tokens_that_nobody_has_asked_for_yet_are_given_on_together_each_with_it
     assert run.take("decode", _event(0), 1.0)
     assert not run.take("decode", _event(2), 2.0), "its turn has not come"
     assert run.take("decode", _event(1), 3.0)
-    assert [(at, token.index) for at, token in run.take_ready()] == [(1.0, 0), (3.0, 1), (3.0, 2)]
+    assert [token.index for token in run.take_ready()] == [0, 1, 2]
+    assert list(run.timeline.token_times) == [1.0, 3.0, 3.0]
     assert run.take_ready() == []
 
 
