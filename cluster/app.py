@@ -33,7 +33,7 @@ from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, InFlight
 from cluster.http.app import create_app
 from cluster.http.connection import accept_many
-from cluster.http.tenants import Tenants
+from cluster.http.terms import Tenants
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.metrics.slo import SloMetrics
@@ -185,7 +185,7 @@ class Gateway:
             self._slo.hear,
         )
         self._orchestrator.start()
-        self._slo.start(self._orchestrator.publish_slo)
+        self._slo.start(self._orchestrator.scheduler.publish_slo)
         if is_first_replica():
             self._announcing = asyncio.create_task(announce_when_ready(self._is_ready, config.model.name))
 
@@ -200,7 +200,7 @@ class Gateway:
         return RequestRecorder(
             path,
             config.slo_classes,
-            self._orchestrator.reports,
+            self._orchestrator.scheduler.reports,
             secret=self._identity.secret,
             max_bytes=config.max_log_bytes,
         ).ended
@@ -212,10 +212,12 @@ class Gateway:
 
     def _app(self, config: LegatoConfig) -> FastAPI:
         metrics = Metrics()
-        metrics.registry.register(WorkerMetrics(self._orchestrator.reports, self._orchestrator.pools))
+        scheduler = self._orchestrator.scheduler
+        metrics.registry.register(WorkerMetrics(scheduler.reports, lambda: scheduler.pools))
         metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))
         api = Api(
             generator=self._orchestrator,
+            cluster=scheduler,
             tokenizer=Tokenizer(resolve_model(config.model.ref)),
             model_name=config.model.name,
             settings=config.gateway,

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import uvicorn
 import uvloop
@@ -23,12 +24,12 @@ from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
 from cluster.config.settings import GatewaySettings
 from cluster.deployment.heap import settle_heap
 from cluster.errors import NotFoundError
-from cluster.gateway.generator import Generator, ServingLimits, Tokens
+from cluster.gateway.generator import ClusterView, Generator, ServingLimits, Tokens
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.api import Api, InFlight
 from cluster.http.app import create_app
-from cluster.http.tenants import Tenants
+from cluster.http.terms import Tenants
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
@@ -47,16 +48,15 @@ class ServerOrder:
 
 
 class _FullSpeed:
-    """A `Generator` whose next token is there in the next turn of the event loop."""
+    """A `Generator` whose next token is there in the next turn of the event loop, and a `ClusterView` of nothing."""
+
+    pools: ClassVar[dict[Role, int]] = {}
 
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
         return []
 
-    def workers(self) -> list[dict[str, object]]:
+    def describe_workers(self) -> list[dict[str, object]]:
         return []
-
-    def pools(self) -> dict[Role, int]:
-        return {}
 
     def limits(self) -> ServingLimits:
         return ServingLimits(max_model_len=8_192, ready=True)
@@ -83,7 +83,8 @@ class _FullSpeed:
 
 async def _serve(order: ServerOrder) -> None:
     if order.scheduler_port is None:
-        await _serve_http(_FullSpeed())
+        full_speed = _FullSpeed()
+        await _serve_http(full_speed, full_speed)
         return
     endpoint = Endpoint(host="127.0.0.1", port=order.scheduler_port, node_id=NODE_ID)
 
@@ -94,14 +95,15 @@ async def _serve(order: ServerOrder) -> None:
     identity = Identity(worker_id="gateway", node_id=NODE_ID, secret=secret, compatibility={})
     orchestrator = Orchestrator(identity, OrchestratorConfig(), locate_scheduler)
     orchestrator.start()
-    await _serve_http(orchestrator)
+    await _serve_http(orchestrator, orchestrator.scheduler)
     await orchestrator.stop()
 
 
-async def _serve_http(generator: Generator) -> None:
+async def _serve_http(generator: Generator, cluster: ClusterView) -> None:
     settings = GatewaySettings(max_concurrent=2_048)
     api = Api(
         generator=generator,
+        cluster=cluster,
         tokenizer=Tokenizer(resolve_model(MODEL)),
         model_name=MODEL,
         settings=settings,

@@ -1,7 +1,8 @@
-"""What the HTTP side needs of the cluster: one object that turns a request into tokens.
+"""What the HTTP side needs of the cluster: a `Generator` that turns a request into tokens, and for operators a
+`ClusterView`.
 
-The orchestrator implements `Generator`; tests of the HTTP side implement it with scripted tokens. Knows nothing of
-HTTP, placement or workers.
+The orchestrator implements the one, its scheduler client the other; tests of the HTTP side implement both with scripted
+tokens.
 """
 
 from __future__ import annotations
@@ -53,19 +54,28 @@ class Generator(Protocol):
         """
         ...
 
+    def limits(self) -> ServingLimits | None:
+        """None while no worker has registered yet, so that nothing is known."""
+        ...
+
+
+class ClusterView(Protocol):
+    """What operators see of the cluster and may do to it. `SchedulerClient` implements it for the routes."""
+
+    def describe_workers(self) -> list[dict[str, object]]:
+        """What is known of each live worker, as JSON values, for people and dashboards."""
+        ...
+
+    @property
+    def pools(self) -> dict[Role, int]:
+        """Workers that each pool should have by the scheduler's advice; empty while there is none."""
+        ...
+
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
         """Where requests were sent lately and why, newest first: lines of JSON, or tables for people.
 
         Raises `cluster.errors.UnavailableError` while nobody can be asked.
         """
-        ...
-
-    def workers(self) -> list[dict[str, object]]:
-        """What is known of each live worker, as JSON values, for people and dashboards."""
-        ...
-
-    def pools(self) -> dict[Role, int]:
-        """Workers that each pool should have by the scheduler's advice; empty while there is none."""
         ...
 
     async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
@@ -74,10 +84,6 @@ class Generator(Protocol):
 
         Raises NotFoundError, ConflictError where it must not, or UnavailableError where nobody can say.
         """
-        ...
-
-    def limits(self) -> ServingLimits | None:
-        """None while no worker has registered yet, so that nothing is known."""
         ...
 
 

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 from cluster.errors import (
@@ -40,20 +40,16 @@ from cluster.gateway.request_state import (
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.gateway.worker_connections import WorkerLinks
-from cluster.slo.report import SloReport
 from kv_transfer.messages import (
     Cancel,
     Computing,
     Endpoint,
     FailureEvent,
-    KnownWorker,
     Message,
     Refused,
     RequestSpec,
     Reserve,
     Reserved,
-    Role,
-    SloUpdate,
     StandingRequest,
     Start,
     StepFrame,
@@ -96,80 +92,50 @@ class Orchestrator:
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         on_slo: Callable[[bytes], None] = lambda report: None,
     ) -> None:
-        """`on_slo` is told how requests fared at other gateways, as `publish_slo` tells those of this one's."""
+        """`on_slo` is told how requests fared at other gateways. `scheduler`, `links` and `runs` (by request id) are
+        for others to look at."""
         self._config = config
-        self._runs: dict[str, RequestRun] = {}
+        self.runs: dict[str, RequestRun] = {}
         self._quarantine = Quarantine()
         self._alone_on: dict[str, set[str]] = {}  # worker: the only requests of ours that may be in its step
-        self._links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
-        self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas, on_slo, self._standing)
+        self.links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
+        self.scheduler = SchedulerClient(
+            identity, locate_scheduler, self.links, self._on_replicas, on_slo, self._standing
+        )
         self._placer = Placer(
-            self._scheduler, self._links, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
+            self.scheduler, self.links, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
         )
 
     def start(self) -> None:
-        self._scheduler.start()
+        self.scheduler.start()
         self._watching = asyncio.create_task(self._watch_workers(), name="watch-workers")
 
     async def stop(self) -> None:
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
-        await self._scheduler.stop()
-        await self._links.stop()
+        await self.scheduler.stop()
+        await self.links.stop()
 
     @property
     def num_running(self) -> int:
-        return len(self._runs)
+        return len(self.runs)
 
     def limits(self) -> ServingLimits | None:
         """What the connected decode workers hold; None before any worker was heard of."""
-        decodes = [info for info, _ in self._scheduler.workers.values() if info.role == "decode"]
+        decodes = [info for info, _ in self.scheduler.workers.values() if info.role == "decode"]
         if not decodes:
             return None
-        ready = any(self._links.is_up(info.worker_id) for info in decodes)
+        ready = any(self.links.is_up(info.worker_id) for info in decodes)
         reason = "" if ready else "no decode worker can be reached"
         return ServingLimits(max_model_len=max(i.max_model_len for i in decodes), ready=ready, reason=reason)
-
-    def workers(self) -> list[dict[str, object]]:
-        """Each live worker by its registration, its newest snapshot, and what the scheduler's block index knows."""
-        suspects = self._links.suspects()
-        return [
-            {
-                **asdict(info),
-                **asdict(snapshot),
-                "connected": self._links.is_up(info.worker_id),
-                "suspect": info.worker_id in suspects,
-                "index": self._scheduler.index_of(info.worker_id),
-            }
-            for info, snapshot in self._scheduler.workers.values()
-        ]
-
-    def reports(self) -> list[KnownWorker]:
-        return list(self._scheduler.workers.values())
-
-    def pools(self) -> dict[Role, int]:
-        """See `Generator`."""
-        return self._scheduler.pools
-
-    def publish_slo(self, report: SloReport) -> None:
-        """To the scheduler, which adds up what all gateways saw."""
-        self._scheduler.tell(SloUpdate(report=report.to_bytes()))
-
-    async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
-        """See `Generator`."""
-        return await self._scheduler.decisions(limit, as_text=as_text)
-
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
-        """See `Generator`."""
-        await self._scheduler.change_role(worker_id, role, drain_s)
 
     async def generate(
         self, request: RequestSpec, timeline: SequenceTimeline | None = None
     ) -> AsyncGenerator[Tokens, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""
         run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, timeline)
-        assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
-        self._runs[run.request_id] = run
+        assert run.request_id not in self.runs, f"request id {run.request_id} is in use"
+        self.runs[run.request_id] = run
         try:
             while not run.ended:
                 try:
@@ -230,7 +196,7 @@ class Orchestrator:
                 case WorkerLost(worker_id, in_order) if run.concerns(worker_id):
                     raise AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault")
                 case WorkerSuspected(worker_id) if self._may_leave(run, worker_id):
-                    if self._links.is_silent(worker_id):
+                    if self.links.is_silent(worker_id):
                         raise AttemptFailedError("the worker is silent", worker_id, "silent")
                     raise AttemptFailedError("the worker's step does not end", worker_id, "hung")
                 case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
@@ -285,7 +251,7 @@ class Orchestrator:
         # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
         for touched in list(run.touched):
             if not self._placer.is_decode(touched) or touched == worker_id:
-                self._links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
+                self.links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
                 run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         run.next_attempt(worker_id, failure.cause)
         if run.num_faults >= self._config.max_attempts:
@@ -297,34 +263,34 @@ class Orchestrator:
     async def _post(self, run: RequestRun, worker_id: str, message: Reserve | Start) -> None:
         """A long prompt waits for the link to take those before it: 128 choices of one would be taken for a backlog."""
         if message.request.num_tokens <= _LONG_PROMPT_TOKENS:
-            posted = self._links.post(worker_id, message)
+            posted = self.links.post(worker_id, message)
         else:
             try:
                 async with asyncio.timeout(run.deadline - time.monotonic()):
-                    posted = await self._links.post_large(worker_id, message)
+                    posted = await self.links.post_large(worker_id, message)
             except TimeoutError:
                 raise DeadlineError("The request's worker did not take it before its deadline.") from None
         if not posted:
             raise AttemptFailedError("the worker is gone", worker_id)
 
     def _forget(self, run: RequestRun) -> None:
-        del self._runs[run.request_id]
+        del self.runs[run.request_id]
         run.bell.close()
         self._quarantine.ended(run)
-        self._scheduler.ended(run.request_id, run.num_output_tokens)
+        self.scheduler.ended(run.request_id, run.num_output_tokens)
         finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
         if finished_by_decode and run.attempt == run.request.attempt:
             return  # every worker let go of it by itself
         for worker_id in run.touched:
-            self._links.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
+            self.links.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
 
     def _standing(self) -> list[StandingRequest]:
-        return [standing for run in self._runs.values() if (standing := run.standing()) is not None]
+        return [standing for run in self.runs.values() if (standing := run.standing()) is not None]
 
     # --- what comes in ---
 
     def _on_replicas(self, workers: list[WorkerInfo]) -> None:
-        self._links.update(workers)
+        self.links.update(workers)
         self._placer.replicas_changed()
 
     def _on_message(self, worker_id: str, message: Message) -> None:
@@ -345,7 +311,7 @@ class Orchestrator:
             case Refused(request_id=request_id):
                 self._deliver(request_id, FromWorker(worker_id, message))
             case StepOverdue(is_overdue=is_overdue):
-                self._links.step_overdue(worker_id, is_overdue)
+                self.links.step_overdue(worker_id, is_overdue)
                 if is_overdue and self._quarantine.had(worker_id):
                     self._lost_in_a_step(worker_id)
                 self._tell_of_suspects()
@@ -353,17 +319,17 @@ class Orchestrator:
                 logger.warning("worker %s sent %s to a gateway", worker_id, type(message).__name__)
 
     def _deliver_token(self, worker_id: str, token: TokenEvent, now: float) -> None:
-        run = self._runs.get(token.request_id)
+        run = self.runs.get(token.request_id)
         if run is None:
             return
         was_prefilling = run.state is RequestState.PREFILLING
         if run.take(worker_id, token, now) and was_prefilling:
-            self._scheduler.first_token(run.request_id)
+            self.scheduler.first_token(run.request_id)
         if run.alone:
             self._quarantine.came(run)
 
     def _deliver(self, request_id: str, event: FromWorker) -> None:
-        run = self._runs.get(request_id)
+        run = self.runs.get(request_id)
         if run is not None:
             run.tell(event)
 
@@ -373,9 +339,9 @@ class Orchestrator:
             self._tell_of_suspects()
 
     def _tell_of_suspects(self) -> None:
-        for worker_id in self._links.suspects():
+        for worker_id in self.links.suspects():
             told = WorkerSuspected(worker_id)
-            for run in self._runs.values():
+            for run in self.runs.values():
                 if run.concerns(worker_id) and told not in run.inbox:
                     run.tell(told)
 
@@ -385,25 +351,25 @@ class Orchestrator:
 
     def _has_another(self, run: RequestRun, worker_id: str) -> bool:
         """Whether a decode worker could take the request, the prompt included: if not, waiting is better."""
-        suspects = self._links.suspects()
+        suspects = self.links.suspects()
         if worker_id not in suspects:
             return False
         length = len(run.request.prompt_token_ids) + run.request.params.max_tokens
         return any(
             info.role == "decode"
             and info.worker_id not in suspects
-            and self._links.is_up(info.worker_id)
+            and self.links.is_up(info.worker_id)
             and not snapshot.draining
             and info.max_model_len >= length
-            for info, snapshot in self._scheduler.workers.values()
+            for info, snapshot in self.scheduler.workers.values()
         )
 
     def _on_worker_lost(self, worker_id: str, in_order: bool) -> None:
-        self._scheduler.worker_lost(worker_id)
+        self.scheduler.worker_lost(worker_id)
         if not in_order:
             self._lost_in_a_step(worker_id)
         self._alone_on.pop(worker_id, None)
-        for run in self._runs.values():
+        for run in self.runs.values():
             if run.concerns(worker_id):
                 run.tell(WorkerLost(worker_id, in_order))
 
@@ -411,7 +377,7 @@ class Orchestrator:
 
     def _note_computing(self, worker_id: str, sequences: list[tuple[str, int]], alone: bool) -> None:
         for request_id, attempt in sequences:
-            run = self._runs.get(request_id)
+            run = self.runs.get(request_id)
             if run is not None and run.attempt == attempt:
                 run.computing_on.add(worker_id)
         if alone:
@@ -426,13 +392,13 @@ class Orchestrator:
 
     def _lost_in_a_step(self, worker_id: str) -> None:
         """It died, or hangs: whoever was in its step may be the reason."""
-        runs = [run for run in self._runs.values() if run.concerns(worker_id) and self._is_in_step(run, worker_id)]
+        runs = [run for run in self.runs.values() if run.concerns(worker_id) and self._is_in_step(run, worker_id)]
         if self._quarantine.lost(worker_id, runs):
             self._end_guilty()
         self._recall_copies()
 
     def _recall_copies(self) -> None:
-        for run in self._runs.values():
+        for run in self.runs.values():
             if self._quarantine.recall(run, run.computing_on):
                 run.tell(Recalled(run.attempt))
 
@@ -440,7 +406,7 @@ class Orchestrator:
         broke: list[RequestRun] = []
         found = False
         for failure in failures:
-            run = self._runs.get(failure.request_id)
+            run = self.runs.get(failure.request_id)
             if run is None or run.attempt != failure.attempt or not run.concerns(worker_id):
                 continue
             if failure.cause == "broke":
@@ -457,7 +423,7 @@ class Orchestrator:
 
     def _end_guilty(self) -> None:
         """Also the copies that have done nothing yet."""
-        for run in self._runs.values():
+        for run in self.runs.values():
             if self._quarantine.is_guilty(run):
                 run.tell(FoundGuilty())
 

@@ -103,9 +103,7 @@ class RequestRun:
     def __init__(self, request: RequestSpec, deadline: float, timeline: SequenceTimeline | None = None) -> None:
         self.request = request
         self.deadline = deadline
-        self.timeline = timeline or SequenceTimeline()
-        self.timeline.request_id = request.request_id
-        self.timeline.num_prompt_tokens = len(request.prompt_token_ids)
+        self.timeline = timeline or SequenceTimeline(request=request)
         self.terms = self.timeline.terms
         self.state = RequestState.PLACING
         self.attempt = request.attempt

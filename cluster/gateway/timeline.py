@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from cluster.slo.report import Outcome
 from cluster.slo.terms import RequestTerms
-from kv_transfer.messages import Placement
+from kv_transfer.messages import Placement, RequestSpec
 
 TTFT_PARTS: Final = ("parse", "admit", "retry", "place", "reserve", "queue", "prefill", "send")
 """In the order of `RequestTimeline.parts`: the body is read, checked and tokenised; the gateway lets it begin; attempts
@@ -90,10 +90,10 @@ class SequenceTimeline:
         "token_times",
     )
 
-    def __init__(self, terms: RequestTerms | None = None) -> None:
+    def __init__(self, terms: RequestTerms | None = None, request: RequestSpec | None = None) -> None:
         self.terms = terms or RequestTerms()
-        self.request_id = ""
-        self.num_prompt_tokens = 0
+        self.request_id = "" if request is None else request.request_id
+        self.num_prompt_tokens = 0 if request is None else len(request.prompt_token_ids)
         self.prefix_hashes = b""  # of the prompt's blocks, as the workers compute them
         self.attempts: list[Attempt] = []
         self.token_times = array("d")  # when each token came to the gateway
@@ -262,12 +262,12 @@ class RequestTimeline:
 
     # --- written by the HTTP side ---
 
-    def parsed(self, num_sequences: int, num_prompt_tokens: int) -> None:
-        """It can be generated: so many choices of it."""
+    def parsed(self, requests: Sequence[RequestSpec], num_prompt_tokens: int) -> None:
+        """It can be generated: a sequence for each choice. `num_prompt_tokens`: each prompt counts once."""
         self.parsed_at = time.monotonic()
         self.num_prompt_tokens = num_prompt_tokens
-        self.sequences = [SequenceTimeline(self.terms) for _ in range(num_sequences)]
-        self._unsent = set(range(num_sequences))
+        self.sequences = [SequenceTimeline(self.terms, request) for request in requests]
+        self._unsent = set(range(len(requests)))
 
     def sent(self, indices: Collection[int]) -> None:
         """Tokens of these choices have just been handed to the connection, or to an answer that is not streamed."""

@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
 
 from cluster.config.settings import GatewaySettings
 from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
-from cluster.gateway.generator import Generator, ServingLimits
+from cluster.gateway.generator import ClusterView, Generator, ServingLimits
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.tenants import Tenants
+from cluster.http.terms import Tenants
 from cluster.http.turns import Turns
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
@@ -69,10 +72,11 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """Handed to every endpoint through `request.app.state.api`. `on_ended` is told of each request that was generated,
+    """Handed to every endpoint as an `ApiOf` parameter. `on_ended` is told of each request that was generated,
     for the request log."""
 
     generator: Generator
+    cluster: ClusterView
     tokenizer: Tokenizer
     model_name: str
     settings: GatewaySettings
@@ -115,3 +119,12 @@ class Api:
                 "No worker has reported yet, so nothing can be generated. Try again shortly.", retry_after_s=2.0
             )
         return limits
+
+
+async def _api(request: Request) -> Api:
+    api: Api = request.app.state.api
+    return api
+
+
+ApiOf = Annotated[Api, Depends(_api)]
+"""A route's parameter: what its gateway gives every endpoint."""

@@ -21,7 +21,7 @@ class Generation:
     def __init__(self, job: Job, api: Api, timeline: RequestTimeline) -> None:
         self._api = api
         self.timeline = timeline
-        timeline.parsed(len(job.specs), job.num_prompt_tokens)
+        timeline.parsed(job.specs, job.num_prompt_tokens)
         self.job = job
         text_ends = [api.tokenizer.text_end(prompt.token_ids) for prompt in job.prompts]  # once for all its choices
         self.choices = [

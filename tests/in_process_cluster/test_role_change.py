@@ -165,7 +165,7 @@ async def test_what_is_cached_is_found_by_the_next_worker(llama: SmallModel) -> 
         assert worker is not None
         index = cluster.scheduler.block_index
         await eventually(lambda: any(r.worker_id == worker.info.worker_id and r.columns for r in index.report()))
-        await eventually(lambda: len(cluster.orchestrator.workers()) == 1)
+        await eventually(lambda: len(cluster.orchestrator.scheduler.describe_workers()) == 1)
         events = await cluster.generate("second", PROMPT, greedy())
         assert events[0].num_cached_tokens == 144
         assert tokens_of(events) == llama.local(PROMPT, greedy()).tokens
@@ -225,7 +225,7 @@ async def test_without_a_scheduler_nobody_changes_roles(llama: SmallModel) -> No
     async with replica_cluster(llama) as cluster:
         await cluster.scheduler.stop()
         with pytest.raises(UnavailableError, match="scheduler cannot be asked"):
-            await cluster.orchestrator.change_role(worker_id_of(cluster.replicas[0]), "decode", 60.0)
+            await cluster.orchestrator.scheduler.change_role(worker_id_of(cluster.replicas[0]), "decode", 60.0)
 
 
 def worker_id_of(replica: WorkerReplica) -> str:

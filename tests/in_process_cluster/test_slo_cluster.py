@@ -36,12 +36,12 @@ class Gateway:
         timeline = RequestTimeline(
             endpoint="", terms=RequestTerms(slo=self.account.classes.choose(None, {})), promise=Outcome.FINISHED
         )
-        timeline.parsed(1, len(PROMPT))
-        (sequence,) = timeline.sequences
-        self.account.follow(timeline)
         request = RequestSpec(
             request_id=request_id, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens), cache_salt=request_id
         )
+        timeline.parsed([request], len(PROMPT))
+        (sequence,) = timeline.sequences
+        self.account.follow(timeline)
         async for tokens in self.orchestrator.generate(request, sequence):
             timeline.num_generated_tokens += len(tokens)
             timeline.sent([0])
@@ -59,10 +59,10 @@ class Gateway:
 async def gateway(cluster: MiniCluster, classes: SloConfig = NO_TARGETS) -> AsyncIterator[Gateway]:
     started = Gateway(cluster, classes)
     started.orchestrator.start()
-    started.account.start(started.orchestrator.publish_slo)
+    started.account.start(started.orchestrator.scheduler.publish_slo)
     try:
         wanted = {worker.info.worker_id for worker in cluster.workers}
-        assert await started.orchestrator._links.wait_up(wanted, HANGS_S)
+        assert await started.orchestrator.links.wait_up(wanted, HANGS_S)
         yield started
     finally:
         await started.account.stop()
@@ -97,7 +97,7 @@ async def test_a_gateway_with_other_classes_goes_on_uncounted(llama: SmallModel)
     async with mini_cluster(config) as cluster, gateway(cluster, GOLD) as strange, gateway(cluster) as plain:
         await strange.serve("r0", 3)
         strange.account.settle()
-        strange.orchestrator._scheduler.tell(SloUpdate(report=b"no report"))
+        strange.orchestrator.scheduler.tell(SloUpdate(report=b"no report"))
         await plain.serve("r1", 4)
         await strange.serve("r2", 5)  # placed over the same connection: it was not lost
         await eventually(lambda: known(cluster).counts.met == 1)

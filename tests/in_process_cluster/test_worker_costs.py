@@ -23,7 +23,8 @@ PROMPT = random_prompts([150], seed=7)[0]
 
 def told(cluster: MiniCluster, worker: PrefillWorker | DecodeWorker) -> KnownWorker:
     """The worker as the gateway knows it."""
-    return next(report for report in cluster.orchestrator.reports() if report[0].worker_id == worker.info.worker_id)
+    reports = cluster.orchestrator.scheduler.reports()
+    return next(report for report in reports if report[0].worker_id == worker.info.worker_id)
 
 
 async def told_that(
@@ -156,7 +157,7 @@ def test_the_settings_say_how_long_workers_calibrate() -> None:
 
 async def test_cluster_shows_the_cost_model(llama: SmallModel) -> None:
     async with cluster_of(llama, decode=DecodeWorkerConfig(calibration_s=0.1)) as cluster:
-        shown = {worker["role"]: worker["step_cost"] for worker in cluster.orchestrator.workers()}
+        shown = {worker["role"]: worker["step_cost"] for worker in cluster.orchestrator.scheduler.describe_workers()}
         assert shown["prefill"] is None
         decode = shown["decode"]
         assert isinstance(decode, dict)

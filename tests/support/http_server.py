@@ -13,11 +13,11 @@ import openai
 import uvicorn
 
 from cluster.config.settings import GatewaySettings
-from cluster.gateway.generator import Generator
+from cluster.gateway.orchestrator import Orchestrator
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, InFlight
 from cluster.http.app import create_app
-from cluster.http.tenants import Tenants
+from cluster.http.terms import Tenants
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.metrics.slo import SloMetrics
@@ -32,7 +32,7 @@ MODEL = "smollm2-135m-instruct"
 
 
 def scripted_api(
-    generator: Generator,
+    generator: ScriptedGenerator | Orchestrator,
     tokenizer: Tokenizer,
     settings: GatewaySettings | None = None,
     slo: SloConfig = NO_TARGETS,
@@ -44,6 +44,7 @@ def scripted_api(
     metrics.registry.register(SloMetrics(account, "gateway-1"))
     return Api(
         generator=generator,
+        cluster=generator.scheduler if isinstance(generator, Orchestrator) else generator,
         tokenizer=tokenizer,
         model_name=MODEL,
         settings=settings,

@@ -55,7 +55,7 @@ async def run(
     """The tokens; `on_ended` is told of the request as the HTTP side would tell it."""
     request = RequestSpec(request_id=name, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens))
     timeline = RequestTimeline(endpoint="", terms=given or RequestTerms())
-    timeline.parsed(1, len(PROMPT))
+    timeline.parsed([request], len(PROMPT))
     tokens = []
     try:
         async for event in one_by_one(cluster.orchestrator.generate(request, timeline.sequences[0])):

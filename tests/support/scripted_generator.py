@@ -56,7 +56,7 @@ class Script:
 
 
 class ScriptedGenerator:
-    """Implements `cluster.gateway.generator.Generator`."""
+    """Implements `cluster.gateway.generator`'s `Generator` and `ClusterView`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -75,9 +75,10 @@ class ScriptedGenerator:
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
         return [f"table {n}" if as_text else f'{{"request_id": "r{n}"}}' for n in range(limit)]
 
-    def workers(self) -> list[dict[str, object]]:
+    def describe_workers(self) -> list[dict[str, object]]:
         return [{"worker_id": "scripted", "role": "decode"}]
 
+    @property
     def pools(self) -> dict[Role, int]:
         return {"decode": 3}
 

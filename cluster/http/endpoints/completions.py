@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.api import Api
+from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.logprobs import CompletionLogprobs
@@ -17,17 +17,18 @@ from cluster.http.openai.sse import ChunkFrame, dumps, dumps_large, token_ids_me
 from cluster.http.parse import Job, TokenPrompt, prepare_completion
 from cluster.http.response import GenerationResponse
 from cluster.http.streaming import Generation
-from cluster.http.terms import answered_tier, prefix_salt, terms_of
+from cluster.http.terms import answered_tier, terms_of
 
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions", response_model=None)
-async def completions(body: CompletionBody, request: Request) -> GenerationResponse:
-    api: Api = request.app.state.api
-    timeline = RequestTimeline(endpoint="/v1/completions", terms=terms_of(request, body, api))
-    with api.slo.admitting(timeline.terms):
-        job = await prepare_completion(body, api, answered_tier(request, body), prefix_salt(request, body, api))
+async def completions(body: CompletionBody, request: Request, api: ApiOf) -> GenerationResponse:
+    terms = terms_of(request, body, api.slo.classes, api.tenants)
+    timeline = RequestTimeline(endpoint="/v1/completions", terms=terms)
+    with api.slo.admitting(terms):
+        salt = api.tenants.salt(request.headers, body.cache_salt)
+        job = await prepare_completion(body, api, answered_tier(request, body), salt)
     generation = Generation(job, api, timeline)
     return GenerationResponse(api, generation, CompletionShape(generation, api))
 

@@ -189,4 +189,4 @@ def test_the_last_token_ends_the_run_when_it_comes_and_waits_to_be_given_on() ->
     assert run.take("decode", _event(0, finish="stop"), 1.0)
     assert run.ended and run.num_output_tokens == 1
     assert not run.concerns("decode"), "nobody's death can undo what has come"
-    assert [token.finish_reason for _, token in run.take_ready()] == ["stop"]
+    assert [token.finish_reason for token in run.take_ready()] == ["stop"]
