@@ -295,12 +295,15 @@ class Orchestrator:
 
     def _on_message(self, worker_id: str, message: Message) -> None:
         match message:
-            case StepFrame(tokens=tokens, failures=failures):
+            case StepFrame(tokens=tokens, failures=failures, handoffs=handoffs):
                 now = time.monotonic()
                 for token in tokens:
                     self._deliver_token(worker_id, token, now)
                 if tokens:
                     self._quarantine.heard(worker_id)
+                for handoff in handoffs:
+                    if (run := self.runs.get(handoff.request_id)) is not None:
+                        run.timeline.handed_off(handoff.attempt, handoff.exposed_s)
                 self._look_who_failed(worker_id, failures)
                 for failure in failures:
                     self._deliver(failure.request_id, FromWorker(worker_id, failure))

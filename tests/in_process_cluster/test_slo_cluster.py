@@ -122,3 +122,21 @@ async def test_queue_time_reaches_to_the_first_step(llama: SmallModel, num_prefi
         (figures,) = one.account.totals("gateway")
         assert figures.latencies[Metric.QUEUE].count == 2
         assert figures.latencies[Metric.QUEUE].p99_s < figures.latencies[Metric.TTFT].p99_s * 1.03
+
+
+async def test_the_exposed_handoff_is_in_the_timeline(llama: SmallModel) -> None:
+    """The prefill worker tells it while decode holds its first step back, so it is there before the request ends."""
+    config = MiniClusterConfig(model_ref=str(llama.folder))
+    async with mini_cluster(config) as cluster, gateway(cluster) as one:
+        with brake(cluster.models[1].runner):
+            serving = asyncio.create_task(one.serve("r", 3))
+            await eventually(lambda: "r" in one.orchestrator.runs)
+            timeline = one.orchestrator.runs["r"].timeline
+            await eventually(lambda: timeline.attempt is not None and timeline.attempt.handoff_s is not None)
+        attempt = await serving
+    stamps = [attempt.asked_at, attempt.placed_at, attempt.reserved_at, attempt.started_at, timeline.first_token_at]
+    known = [at for at in stamps if at is not None]
+    assert len(known) == 5 and known == sorted(known)
+    assert attempt.handoff_s is not None and 0 <= attempt.handoff_s < timeline.token_times[-1] - known[-1]
+    names = [event.name for event in timeline.events()]
+    assert names.index("placed") < names.index("reserved") < names.index("first token") < names.index("handed off")
