@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.autoscaling.serve_policy import autoscaling_config
 from cluster.config.load import cluster_secret, draw_secret, load_config
-from cluster.config.settings import LegatoConfig, PoolSettings
+from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig, PoolSettings
 from cluster.deployment.announce import announce_when_ready, describe_start, is_first_replica, starting
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.heap import settle_heap
@@ -30,7 +30,7 @@ from cluster.deployment.worker import WorkerDeployment, resolve_host
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.request_recorder import RequestRecorder
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.api import Api, InFlight
+from cluster.http.api import Api, HttpLimits, InFlight
 from cluster.http.app import create_app
 from cluster.http.connection import accept_many
 from cluster.http.terms import Tenants
@@ -82,7 +82,7 @@ def build_application(config: LegatoConfig) -> Application:
 def scheduler_deployment(config: LegatoConfig) -> Any:
     return Scheduler.options(  # type: ignore[attr-defined]
         num_replicas=1,
-        ray_actor_options={"num_cpus": config.scheduler.num_cpus},
+        ray_actor_options={"num_cpus": SCHEDULER_CPUS},
         health_check_period_s=2,
         graceful_shutdown_timeout_s=2,
     )
@@ -178,9 +178,7 @@ class Gateway:
         self._slo = SloAccount(config.slo_classes, model=config.model.name)
         self._orchestrator = Orchestrator(
             self._identity,
-            OrchestratorConfig(
-                request_deadline_s=config.gateway.request_deadline_s, max_attempts=config.gateway.retries + 1
-            ),
+            config.tuned(OrchestratorConfig(request_deadline_s=config.gateway.request_deadline_s)),
             locate_scheduler,
             self._slo.hear,
         )
@@ -215,6 +213,7 @@ class Gateway:
         scheduler = self._orchestrator.scheduler
         metrics.registry.register(WorkerMetrics(scheduler.reports, lambda: scheduler.pools))
         metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))
+        limits = config.tuned(HttpLimits())
         api = Api(
             generator=self._orchestrator,
             cluster=scheduler,
@@ -225,7 +224,8 @@ class Gateway:
             slo=self._slo,
             tenants=self._tenants,
             in_flight=InFlight(config.gateway.max_concurrent),
-            unread=Unread(config.gateway.max_unread_bytes),
+            limits=limits,
+            unread=Unread(limits.max_unread_bytes),
             on_ended=self._request_recorder(config),
         )
         app = create_app(api)

@@ -27,7 +27,7 @@ from cluster.errors import NotFoundError
 from cluster.gateway.generator import ClusterView, Generator, ServingLimits, Tokens
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.timeline import SequenceTimeline
-from cluster.http.api import Api, InFlight
+from cluster.http.api import Api, HttpLimits, InFlight
 from cluster.http.app import create_app
 from cluster.http.terms import Tenants
 from cluster.http.unread import Unread
@@ -111,7 +111,7 @@ async def _serve_http(generator: Generator, cluster: ClusterView) -> None:
         slo=SloAccount(model=MODEL),
         tenants=Tenants(b""),
         in_flight=InFlight(settings.max_concurrent),
-        unread=Unread(settings.max_unread_bytes),
+        unread=Unread(HttpLimits().max_unread_bytes),
     )
     settle_heap()
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:

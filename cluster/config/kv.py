@@ -62,17 +62,6 @@ class KvSettings(Settings):
         description="`auto`: layers of a sequence may rest in host memory wherever a worker has some, so that requests"
         " do not queue for device KV; `off`: a sequence is computed on the device only.",
     )
-    layers_per_group: int | None = Field(
-        None,
-        ge=1,
-        description="Layers that share a block; empty: 6 to 12 groups where LayerKV is on, else all layers in one.",
-    )
-    ring_groups: int = Field(
-        2, ge=1, description="Layer groups that `staging` is cut into; 2 fetches one while another computes."
-    )
-    host_folder: str = Field(
-        "/dev/shm", min_length=1, description="Where host memory lies as files: a file system in memory."
-    )
     disk: DiskSettings | None = Field(None, description="Keep the KV of prompts on disk as well; empty: no disk tier.")
     prefix_cache: bool = Field(True, description="Reuse the KV of prompts that begin alike.")
     prefill: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each prefill worker.")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cluster.config.fields import Settings
 
@@ -33,24 +33,10 @@ class ModelSettings(Settings):
         description="Round the weights of projections to 8 or 4 bits when they are loaded: less to read for each token;"
         " empty: as the checkpoint has them.",
     )
-    quantization_group: Literal[32, 64, 128] | None = Field(
-        None, description="Inputs that share a scale with `quantization`; empty: 64 for `int8`, 32 for `int4`."
-    )
-    quantized_activations: Literal[8, 16] = Field(
-        8,
-        description="Bits of the activations that a CPU multiplies by weights of 8 or 4 bits: 16 lose nothing to speak"
-        " of, with 8 prompts and many requests at once are faster.",
-    )
     batch_invariant: bool = Field(
         False,
         description="A sequence's logits are the same to the bit in any batch, in any chunking and after a recovery; on"
         " a CPU with AVX-512 and bfloat16 they always are, and `yes` refuses other machines. Slower on GPUs.",
-    )
-    share_weights: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Workers on CPUs map packed weights from one file in `~/.cache/legato/packed`, so that a machine"
-        " has them in memory once. `auto`: where the system maps files in pages of 2 MiB; elsewhere decoding would be"
-        " slower, and each worker copies them.",
     )
     max_model_len: int | None = Field(
         None,
@@ -72,13 +58,4 @@ class ModelSettings(Settings):
             Quantisation,  # brings torch, for which reading a configuration need not wait
         )
 
-        return Quantisation.of(self.quantization, self.quantization_group)
-
-    @model_validator(mode="after")
-    def _check_group(self) -> Self:
-        if self.quantization_group is not None and self.quantization is None:
-            raise ValueError(
-                f"quantization_group is {self.quantization_group} without quantization; set quantization to int8 or"
-                " int4, or leave quantization_group out"
-            )
-        return self
+        return Quantisation.of(self.quantization, None)

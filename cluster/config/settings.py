@@ -4,12 +4,16 @@ The tree is what `args` of the application in a Serve config file holds (see `ra
 loads it. Knows what is plausible in itself; what depends on the model or the machine (does the context fit the KV
 memory?) is checked when a worker starts. `docs/operations.md` has a table of every setting, which a test compares with
 this file.
+
+What no operator has a reason to turn is a constant: a default of the component configs, or a named value in
+`cluster.config.build`. `tuning` changes these for a test of a whole cluster, or for an experiment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -19,6 +23,27 @@ from cluster.config.kv import KvPoolSettings, KvSettings
 from cluster.config.model import ModelSettings
 from cluster.config.slo import SloSettings
 from cluster.slo.classes import NO_TARGETS, SloConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+SCHEDULER_CPUS: Final = 0.1
+"""That Ray sets aside for the global scheduler."""
+
+TUNABLE: Final = {
+    "DecodeWorkerConfig",
+    "EngineConfig",
+    "HttpLimits",
+    "LayerKvConfig",
+    "OrchestratorConfig",
+    "PrefillWorkerConfig",
+    "SchedulerPolicy",
+    "TiersConfig",
+    "TransferConfig",
+}
+"""Component configs that `tuning` can change."""
+
+T = TypeVar("T", bound="DataclassInstance")
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -47,13 +72,6 @@ class PoolSettings(Settings):
         description="Processes among which each worker's model is divided; its heads must divide. Pools may differ. On"
         " GPUs each process has one: `num_gpus` is as many.",
     )
-    max_waiting: int = Field(256, ge=1, description="Sequences that may wait in one worker; it refuses more.")
-    calibration_s: float = Field(
-        2.0,
-        ge=0,
-        description="How long a worker tries steps out at its start, so that its first requests are predicted well;"
-        " 0: it learns from them.",
-    )
     autoscaling: AutoscalingSettings | None = Field(
         None, description="Let the number of workers follow the load; `replicas` is then the number at start."
     )
@@ -68,34 +86,9 @@ class DecodeSettings(PoolSettings):
     replicas: int = Field(1, ge=1, description="Decode workers.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that one decode step may hold.")
     chunk_tokens: int = Field(256, ge=1, description="Prompt tokens a decode worker computes itself in one step.")
-    reserve_wait_s: float = Field(
-        60.0, ge=0, description="How long a reservation may wait for free KV blocks before it is refused."
-    )
-    max_in_flight: int = Field(
-        256, ge=1, description="Sequences that one worker may hold in all its tiers, with LayerKV; the others pause."
-    )
-    overlap_steps: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Prepare the next decode step while one computes, and take its tokens in while the next one does;"
-        " `auto`: on a GPU.",
-    )
-    cuda_graphs: Literal["auto", "off"] = Field(
-        "auto",
-        description="Record the forward pass of decode steps at a worker's start, for a few numbers of sequences up to"
-        " `max_num_seqs`, and replay it; `auto`: on a GPU, without `tensor_parallel`.",
-    )
     tpot_target_ms: float = Field(
         100.0, gt=0, description="Time per output token that sequences are paced by: those ahead of it wait first."
     )
-
-    @model_validator(mode="after")
-    def _check_in_flight(self) -> Self:
-        if self.max_in_flight < self.max_num_seqs:
-            raise ValueError(
-                f"max_in_flight is {self.max_in_flight}, fewer than one step may hold (max_num_seqs is"
-                f" {self.max_num_seqs}); raise the first or lower the second"
-            )
-        return self
 
 
 class TransferSettings(Settings):
@@ -105,47 +98,18 @@ class TransferSettings(Settings):
         " both ends use, else like `auto`. `nccl` (GPUs) and `gloo` (CPUs): process groups of `torch.distributed`, or"
         " TCP where none can be made.",
     )
-    slab_bytes: SizeBytes = Field(8 * 2**20, description="Size of one slab: the most KV that is sent as one piece.")
-    num_slabs: int = Field(8, ge=2, description="Slabs of each link; two is the least that lets copying overlap.")
-    num_connections: int = Field(2, ge=1, le=16, description="TCP connections of one link, for large slabs.")
-    digest: Literal["auto", "xxh3_64", "row_sum_64"] = Field(
-        "auto",
-        description="How KV is verified; `auto`: by XXH3, but by a digest that GPUs compute where one end is on a GPU.",
-    )
-    lease_ttl_s: float = Field(10.0, gt=0, description="A reservation lapses when nothing is heard of it for so long.")
 
 
 class GatewaySettings(Settings):
     replicas: int = Field(1, ge=1, description="Gateway replicas.")
     num_cpus: float = Field(0.5, ge=0, description="CPUs that Ray sets aside for each gateway.")
     max_body_bytes: SizeBytes = Field(4 * 2**20, description="Largest request body; more is answered with 413.")
-    max_arriving_bytes: SizeBytes = Field(
-        64 * 2**20,
-        description="Of all bodies that have not arrived in full; beyond it the one that has been on its way longest is"
-        " answered with 503.",
-    )
-    body_timeout_s: float = Field(30.0, gt=0, description="A request body must have arrived within this time.")
     request_deadline_s: float = Field(600.0, gt=0, description="A request that takes longer ends with 504.")
     max_concurrent: int = Field(
         512,
         ge=1,
         description="Sequences (choices) in flight in one gateway; more are answered with 429, and so is a request for"
         " several that would take more than half of what is left by others.",
-    )
-    unread_timeout_s: float = Field(
-        30.0,
-        gt=0,
-        description="An answer of which the client takes nothing for so long is ended, and counted as `unread`.",
-    )
-    max_unread_bytes: SizeBytes = Field(
-        256 * 2**20,
-        description="Output that may wait in memory for clients to read it; beyond it the answer with most of it is"
-        " ended, and one with more than half of it at once.",
-    )
-    retries: int = Field(
-        3,
-        ge=0,
-        description="How often in a row a sequence is placed again after a failure without progress.",
     )
     share_prefixes: bool = Field(
         False,
@@ -163,15 +127,6 @@ class GatewaySettings(Settings):
         description="File that each request is appended to when it ends, for `python -m cluster whatif`; empty: none.",
     )
 
-    @model_validator(mode="after")
-    def _check_arriving(self) -> Self:
-        if self.max_arriving_bytes < self.max_body_bytes:
-            raise ValueError(
-                f"max_arriving_bytes is {self.max_arriving_bytes}, less than one body may have (max_body_bytes is"
-                f" {self.max_body_bytes}); raise the first or lower the second"
-            )
-        return self
-
 
 class NetworkSettings(Settings):
     host: str = Field(
@@ -187,9 +142,6 @@ class NetworkSettings(Settings):
 
 
 class SchedulerSettings(Settings):
-    num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray sets aside for the global scheduler.")
-    heartbeat_s: float = Field(0.5, gt=0, description="Workers report this often.")
-    stale_after_s: float = Field(3.0, gt=0, description="A worker silent for so long gets no new work.")
     local_prefill_below_tokens: int = Field(
         0, ge=0, description="Prompts shorter than this are prefilled by the decode worker itself; 0: none."
     )
@@ -208,15 +160,6 @@ class SchedulerSettings(Settings):
         False,
         description="Let a worker change its role where its pool can spare it and the other one lacks workers.",
     )
-
-    @model_validator(mode="after")
-    def _check_patience(self) -> Self:
-        if self.stale_after_s < 2 * self.heartbeat_s:
-            raise ValueError(
-                f"stale_after_s is {self.stale_after_s} with a heartbeat every {self.heartbeat_s} s; "
-                "make it at least twice heartbeat_s, or one late report takes a worker out"
-            )
-        return self
 
 
 class LegatoConfig(Settings):
@@ -244,6 +187,27 @@ class LegatoConfig(Settings):
         " NAME.1, in place of the one before, and another one begun.",
     )
     log_level: LogLevel = Field("INFO", description="Least severe messages that are logged.")
+
+    tuning: dict[str, dict[str, Any]] = Field(
+        {},
+        description="Other values for constants, in tests and experiments: fields of component configs by class, such"
+        " as `DecodeWorkerConfig: {reserve_wait_s: 240}`. No promise: each may go with any version.",
+    )
+
+    def tuned(self, component: T) -> T:
+        """A component's config with what `tuning` says of its class. Raises ValueError for a field that it lacks."""
+        name = type(component).__name__
+        changes = self.tuning.get(name, {})
+        known = {field.name for field in fields(component)}
+        if unknown := changes.keys() - known:
+            raise ValueError(f"tuning.{name} has {_listed(unknown)}, but the fields of {name} are {_listed(known)}")
+        return replace(component, **changes)
+
+    @model_validator(mode="after")
+    def _check_tuning(self) -> Self:
+        if unknown := self.tuning.keys() - TUNABLE:
+            raise ValueError(f"tuning names {_listed(unknown)}, but it changes {_listed(TUNABLE)}")
+        return self
 
     @property
     def slo_classes(self) -> SloConfig:
@@ -336,6 +300,10 @@ class LegatoConfig(Settings):
                 "prefill.replicas: 0"
             )
         return self
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _check_group_on_gpus(name: str, pool: PoolSettings, kv: KvPoolSettings) -> None:

@@ -71,6 +71,22 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """What clients that are slow, or gone without a word, can hold of a gateway.
+
+    A body must have arrived within `body_timeout_s`. Of all bodies that have not, `max_arriving_bytes` are held, and at
+    least the largest that one may have; beyond that the one that has been on its way longest gives way. Output that
+    waits to be read is bounded by `max_unread_bytes`; beyond it the answer with most of it is ended, as is one of which
+    the client takes nothing for `unread_timeout_s`.
+    """
+
+    body_timeout_s: float = 30.0
+    max_arriving_bytes: int = 64 * 2**20
+    unread_timeout_s: float = 30.0
+    max_unread_bytes: int = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     """Handed to every endpoint as an `ApiOf` parameter. `on_ended` is told of each request that was generated,
     for the request log."""
@@ -85,6 +101,7 @@ class Api:
     tenants: Tenants
     in_flight: InFlight
     unread: Unread
+    limits: HttpLimits = HttpLimits()
     turns: Turns = field(default_factory=Turns)
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None
     created: int = field(default_factory=lambda: int(time.time()))

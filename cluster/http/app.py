@@ -22,11 +22,11 @@ def create_app(api: Api) -> FastAPI:
         app.include_router(module.router)
     install_error_handlers(app)
     api.metrics.watch_unread(lambda: api.unread.num_bytes)
-    settings = api.settings
+    max_bytes = api.settings.max_body_bytes
     app.add_middleware(
         BodyLimit,
-        max_bytes=settings.max_body_bytes,
-        max_arriving_bytes=settings.max_arriving_bytes,
-        timeout_s=settings.body_timeout_s,
+        max_bytes=max_bytes,
+        max_arriving_bytes=max(api.limits.max_arriving_bytes, max_bytes),
+        timeout_s=api.limits.body_timeout_s,
     )
     return app

@@ -59,7 +59,7 @@ class GenerationResponse(Response):
 
     async def _unread(self, connection: Connection) -> None:
         """Until the client has taken nothing for too long, or too much waits that it does not take."""
-        timeout_s = self._api.settings.unread_timeout_s
+        timeout_s = self._api.limits.unread_timeout_s
         last_seen, since = None, 0.0
         while not self._given_up.is_set():
             now = time.monotonic()

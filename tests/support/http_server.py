@@ -15,7 +15,7 @@ import uvicorn
 from cluster.config.settings import GatewaySettings
 from cluster.gateway.orchestrator import Orchestrator
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.api import Api, InFlight
+from cluster.http.api import Api, HttpLimits, InFlight
 from cluster.http.app import create_app
 from cluster.http.terms import Tenants
 from cluster.http.unread import Unread
@@ -29,6 +29,7 @@ from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.waiting import HANGS_S
 
 MODEL = "smollm2-135m-instruct"
+LIMITS = HttpLimits()
 
 
 def scripted_api(
@@ -37,6 +38,7 @@ def scripted_api(
     settings: GatewaySettings | None = None,
     slo: SloConfig = NO_TARGETS,
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
+    limits: HttpLimits = LIMITS,
 ) -> Api:
     settings = settings or GatewaySettings()
     account = SloAccount(slo, model=MODEL)
@@ -56,7 +58,8 @@ def scripted_api(
             share_prefixes=settings.share_prefixes,
         ),
         in_flight=InFlight(settings.max_concurrent),
-        unread=Unread(settings.max_unread_bytes),
+        limits=limits,
+        unread=Unread(limits.max_unread_bytes),
         on_ended=on_ended,
     )
 
@@ -69,10 +72,11 @@ def running_server(
     slo: SloConfig = NO_TARGETS,
     send_buffer_bytes: int | None = None,
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
+    limits: HttpLimits = LIMITS,
 ) -> Iterator[Target]:
     """A server on a port of its own, and clients for it. The kernel holds `send_buffer_bytes` for each client, or as
     much as it likes."""
-    api = scripted_api(generator, tokenizer, settings, slo, on_ended)
+    api = scripted_api(generator, tokenizer, settings, slo, on_ended, limits)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # inherited by what it accepts
