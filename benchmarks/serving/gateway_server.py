@@ -7,6 +7,7 @@ Prints its port as a line of JSON; serves until its standard input ends.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -22,7 +23,6 @@ import uvloop
 from benchmarks.common.workload import MODEL
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
 from cluster.config.settings import GatewaySettings
-from cluster.deployment.heap import settle_heap
 from cluster.errors import NotFoundError
 from cluster.gateway.generator import ClusterView, Generator, ServingLimits, Tokens
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
@@ -113,7 +113,8 @@ async def _serve_http(generator: Generator, cluster: ClusterView) -> None:
         in_flight=InFlight(settings.max_concurrent),
         unread=Unread(HttpLimits().max_unread_bytes),
     )
-    settle_heap()
+    gc.collect()
+    gc.freeze()  # as a gateway does
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", lifespan="off", access_log=False))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

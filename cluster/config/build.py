@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from cluster.config.kv import KvPoolSettings
@@ -11,9 +12,11 @@ from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from engine.steps.memory_profile import StepSize
-from kv_transfer.messages import Role
+from kv_transfer.messages import Endpoint, Role
 from kv_transfer.tiers.config import DiskConfig, TiersConfig
+from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.worker.parts import WorkerRole
+from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
 from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorkerConfig
@@ -29,6 +32,17 @@ LEASE_TTL_S: Final = 10.0
 
 MAX_IN_FLIGHT: Final = 256
 """Sequences that one worker may hold in all its tiers, with LayerKV; as many as one step may hold, if that is more."""
+
+
+def worker_replica(
+    role: Role, config: LegatoConfig, site: ReplicaSite, locate_scheduler: Callable[[], Awaitable[Endpoint]]
+) -> WorkerReplica:
+    """What a worker's process makes of the configuration: a replica of the pool of this role, not started."""
+    if role == "prefill":
+        tiers = WorkerTiers(prefill_tiers(config), prefill_engine(config), site.secret)
+    else:
+        tiers = WorkerTiers(decode_tiers(config), decode_engine(config), site.secret)
+    return WorkerReplica(role, worker_roles(config), tiers, transfer_config(config), site, locate_scheduler)
 
 
 def prefill_engine(config: LegatoConfig) -> EngineConfig:

@@ -25,8 +25,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from cluster.slo.classes import RequestTerms
 from cluster.slo.report import Outcome
-from cluster.slo.terms import RequestTerms
 from kv_transfer.messages import Placement, RequestSpec
 
 TTFT_PARTS: Final = ("parse", "admit", "retry", "place", "reserve", "queue", "prefill", "send")

@@ -28,8 +28,7 @@ from fastapi import Request
 from cluster.errors import InvalidRequestError
 from cluster.http.connection import arrival
 from cluster.http.openai.schemas import GenerationBody
-from cluster.slo.classes import CLASS_HEADER, SloChoiceError, SloConfig
-from cluster.slo.terms import RequestTerms
+from cluster.slo.classes import CLASS_HEADER, RequestTerms, SloChoiceError, SloConfig
 
 TENANT_HEADER: Final = "x-tenant"
 MAX_TENANT: Final = 64

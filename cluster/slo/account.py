@@ -16,9 +16,8 @@ from typing import Final, Literal
 
 from cluster.errors import ApiError, GenerationError, OverloadedError, RequestTooLargeError, UnreadError
 from cluster.gateway.timeline import Attempt, RequestTimeline
-from cluster.slo.classes import NO_TARGETS, RequestSlo, SloConfig
+from cluster.slo.classes import NO_TARGETS, RequestSlo, RequestTerms, SloConfig
 from cluster.slo.report import Counts, Outcome, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
-from cluster.slo.terms import RequestTerms
 from cluster.slo.tracker import SeriesSnapshot, SloTracker
 
 PERIOD_S: Final = 1.0

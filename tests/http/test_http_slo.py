@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
-from cluster.gateway.request_recorder import logged_request
+from cluster.gateway.request_log import logged_request
 from cluster.gateway.timeline import TTFT_PARTS, RequestTimeline
 from cluster.http.app import create_app
 from cluster.slo.classes import SloClass, SloConfig

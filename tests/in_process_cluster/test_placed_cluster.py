@@ -15,7 +15,7 @@ from cluster.gateway.generator import one_by_one
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.scheduler.placement.worker_table import Row
 from cluster.scheduler.scheduler import GlobalScheduler
-from cluster.slo.terms import RequestTerms
+from cluster.slo.classes import RequestTerms
 from kv_transfer.messages import Placement, RequestSpec
 from tests.support.mini_cluster import MiniCluster, brake
 from tests.support.placed_clusters import PROMPT, cluster_of, run, terms

@@ -16,8 +16,7 @@ import pytest
 
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.gateway.line_log import LineLog
-from cluster.gateway.request_log import read_log
-from cluster.gateway.request_recorder import RequestRecorder
+from cluster.gateway.request_log import RequestRecorder, read_log
 from cluster.scheduler.scheduler import Answer, GlobalScheduler, SchedulerPolicy
 from cluster.simulation.whatif import what_if
 from cluster.slo.classes import INTERACTIVE, SloConfig

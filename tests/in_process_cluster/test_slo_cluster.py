@@ -11,9 +11,8 @@ import pytest
 
 from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.slo.account import SloAccount
-from cluster.slo.classes import NO_TARGETS, SloClass, SloConfig
+from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Counts, Metric, Outcome, SeriesKey
-from cluster.slo.terms import RequestTerms
 from cluster.slo.tracker import SeriesSnapshot
 from kv_transfer.messages import RequestSpec, SloUpdate
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster

@@ -8,8 +8,7 @@ from typing import Any
 
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.timeline import RequestTimeline
-from cluster.slo.classes import RequestSlo
-from cluster.slo.terms import RequestTerms
+from cluster.slo.classes import RequestSlo, RequestTerms
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import RequestSpec
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster

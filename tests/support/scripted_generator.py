@@ -13,7 +13,7 @@ from typing import Final
 from cluster.errors import GenerationError
 from cluster.gateway.generator import ServingLimits, Tokens
 from cluster.gateway.timeline import SequenceTimeline
-from cluster.slo.terms import RequestTerms
+from cluster.slo.classes import RequestTerms
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Placement, RequestSpec, Role, TokenEvent
 

@@ -19,9 +19,8 @@ from cluster.errors import (
 )
 from cluster.gateway.timeline import DECODE_PARTS, TTFT_PARTS, Attempt, RequestTimeline, SequenceTimeline
 from cluster.slo.account import SloAccount, outcome_of
-from cluster.slo.classes import SloConfig
+from cluster.slo.classes import RequestTerms, SloConfig
 from cluster.slo.report import Metric, Outcome, SeriesKey
-from cluster.slo.terms import RequestTerms
 
 CLASSES = SloConfig()
 ARRIVED = 1_000.0

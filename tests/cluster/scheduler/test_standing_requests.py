@@ -16,8 +16,7 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.recovery import StandingQuery, StandingRequests
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
-from cluster.slo.classes import RequestSlo
-from cluster.slo.terms import RequestTerms
+from cluster.slo.classes import RequestSlo, RequestTerms
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages import (
     Place,
