@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from cluster.config.kv import KvPoolSettings
-from cluster.config.settings import LegatoConfig, PoolSettings
+from cluster.config.settings import KvPoolSettings, LegatoConfig, PoolSettings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig

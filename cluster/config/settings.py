@@ -13,19 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cluster.config.autoscaling import AutoscalingSettings
-from cluster.config.fields import Settings, SizeBytes
-from cluster.config.kv import KvPoolSettings, KvSettings
-from cluster.config.model import ModelSettings
-from cluster.config.slo import SloSettings
-from cluster.slo.classes import NO_TARGETS, SloConfig
+from cluster.config.fields import BudgetField, KvMemory, Settings, SizeBytes
+from cluster.slo.classes import BATCH, INTERACTIVE, NO_TARGETS, SloClass, SloConfig
+from kv_transfer.tiers.config import Budget
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from engine.checkpoint.quantisation import Quantisation
 
 SCHEDULER_CPUS: Final = 0.1
 """That Ray sets aside for the global scheduler."""
@@ -46,6 +47,122 @@ TUNABLE: Final = {
 T = TypeVar("T", bound="DataclassInstance")
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+class ModelSettings(Settings):
+    ref: str = Field(
+        "smollm2-135m-instruct",
+        min_length=1,
+        description="Built-in model name, local Hugging Face folder, GGUF file, or hub id, which `@REVISION` pins:"
+        " `Qwen/Qwen3-0.6B@COMMIT`.",
+    )
+    served_name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name that clients use; empty: `ref` without revision, or the last part of it where it is a path.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights, activations and KV; `auto`: the checkpoint's own."
+    )
+    quantization: Literal["int8", "int4"] | None = Field(
+        None,
+        description="Round the weights of projections to 8 or 4 bits when they are loaded: less to read for each token;"
+        " empty: as the checkpoint has them.",
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="A sequence's logits are the same to the bit in any batch, in any chunking and after a recovery; on"
+        " a CPU with AVX-512 and bfloat16 they always are, and `yes` refuses other machines. Slower on GPUs.",
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="Longest prompt plus output in tokens; empty: what the model was made for and the KV memory holds.",
+    )
+
+    @property
+    def name(self) -> str:
+        """What clients write into `model`."""
+        if self.served_name is not None:
+            return self.served_name
+        is_path = self.ref.startswith((".", "/", "~"))
+        return PurePath(self.ref).name if is_path else self.ref.partition("@")[0]
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        from engine.checkpoint.quantisation import (
+            Quantisation,  # brings torch, for which reading a configuration need not wait
+        )
+
+        return Quantisation.of(self.quantization, None)
+
+
+class KvPoolSettings(Settings):
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    memory: KvMemory = Field(
+        KvMemory(num_bytes=2**30),
+        description="KV cache of one worker: bytes, a text such as 2GiB, a number of blocks such as 4096 blocks, or a"
+        " share such as 90%: what is left of that share of the device's memory, as measured at the start.",
+    )
+    host_memory: BudgetField = Field(
+        Budget(num_bytes=2**30),
+        description="Host memory of one worker's KV, on top: bytes, a size, or a share of the machine's memory such as"
+        " 20%; 0: no host tier.",
+    )
+    staging: SizeBytes = Field(
+        64 * 2**20,
+        description="Device memory, on top, through which layers that rest in host memory pass while they compute:"
+        " bounds what one step can fetch.",
+    )
+
+    @property
+    def has_host_memory(self) -> bool:
+        return self.host_memory.num_bytes != 0
+
+
+class DiskSettings(Settings):
+    path: str = Field(
+        min_length=1, description="Folder on each node; survives restarts. Each worker takes a subfolder."
+    )
+    budget: BudgetField = Field(
+        Budget(num_bytes=10 * 2**30), description="Most that one worker keeps there: a size, or a share of the disk."
+    )
+    sync: bool = Field(
+        False,
+        description="Wait for the disk to confirm each block; without, a crash of the machine may lose the newest.",
+    )
+
+    @field_validator("budget")
+    @classmethod
+    def _check_budget(cls, budget: Budget) -> Budget:
+        if budget.num_bytes == 0:
+            raise ValueError("a disk tier of 0 bytes keeps nothing; leave kv.disk out instead")
+        return budget
+
+
+class KvSettings(Settings):
+    layerkv: Literal["auto", "off"] = Field(
+        "auto",
+        description="`auto`: layers of a sequence may rest in host memory wherever a worker has some, so that requests"
+        " do not queue for device KV; `off`: a sequence is computed on the device only.",
+    )
+    disk: DiskSettings | None = Field(None, description="Keep the KV of prompts on disk as well; empty: no disk tier.")
+    prefix_cache: bool = Field(True, description="Reuse the KV of prompts that begin alike.")
+    prefill: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each prefill worker.")
+    decode: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each decode worker.")
+
+    @model_validator(mode="after")
+    def _check_disk(self) -> Self:
+        if self.disk is None:
+            return self
+        if not self.prefix_cache:
+            raise ValueError("kv.disk keeps prompts for the prefix cache; set kv.prefix_cache: true or leave it out")
+        if not (self.prefill.has_host_memory or self.decode.has_host_memory):
+            raise ValueError(
+                "kv.disk is filled from host memory, and no worker has any; give kv.prefill.host_memory or"
+                " kv.decode.host_memory a size"
+            )
+        return self
 
 
 class PoolSettings(Settings):
@@ -160,6 +277,65 @@ class SchedulerSettings(Settings):
         False,
         description="Let a worker change its role where its pool can spare it and the other one lacks workers.",
     )
+
+
+class SloClassSettings(Settings):
+    ttft_ms: float | None = Field(
+        None, gt=0, description="Most time from a request's arrival to the first byte of its answer; empty: no target."
+    )
+    tpot_ms: float | None = Field(
+        None, gt=0, description="Most time per output token, as a request's mean; empty: no target."
+    )
+    share: float = Field(0.99, gt=0, lt=1, description="Share of the requests that must meet both targets.")
+    service_tiers: tuple[str, ...] = Field(
+        (), strict=False, description="Values of OpenAI's `service_tier` that choose this class, besides its name."
+    )
+
+    @classmethod
+    def of(cls, slo_class: SloClass) -> Self:
+        return cls(
+            ttft_ms=None if slo_class.ttft_s is None else slo_class.ttft_s * 1e3,
+            tpot_ms=None if slo_class.tpot_s is None else slo_class.tpot_s * 1e3,
+            share=slo_class.share,
+            service_tiers=slo_class.service_tiers,
+        )
+
+    def named(self, name: str) -> SloClass:
+        return SloClass(
+            name=name,
+            ttft_s=None if self.ttft_ms is None else self.ttft_ms / 1e3,
+            tpot_s=None if self.tpot_ms is None else self.tpot_ms / 1e3,
+            share=self.share,
+            service_tiers=self.service_tiers,
+        )
+
+
+class SloSettings(Settings):
+    """Classes of service as an operator writes them, in milliseconds; `config()` gives what Legato computes with.
+
+    slo:
+      default: interactive
+      classes:
+        interactive: {ttft_ms: 2000, tpot_ms: 100, share: 0.99, service_tiers: [priority, scale]}
+        batch: {service_tiers: [flex]}
+    """
+
+    classes: dict[str, SloClassSettings] = Field(
+        {slo_class.name: SloClassSettings.of(slo_class) for slo_class in (INTERACTIVE, BATCH)},
+        description="Classes of service by name.",
+    )
+    default: str = Field(INTERACTIVE.name, description="Class of requests that ask for none.")
+
+    def config(self) -> SloConfig:
+        """In seconds. Raises ValueError where the classes do not fit together."""
+        return SloConfig(
+            classes=tuple(settings.named(name) for name, settings in self.classes.items()), default=self.default
+        )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.config()
+        return self
 
 
 class LegatoConfig(Settings):

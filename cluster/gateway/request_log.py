@@ -1,8 +1,8 @@
 """What a cluster served and on what, as lines of JSON: the first describes the cluster, each further one a request.
 
-A gateway's `RequestRecorder` writes a line for each choice of a request when it has been answered; `read_log` reads them
-for `python -m cluster whatif`. Each file begins with the workers' own costs; what ends before they are known waits until
-then. Blocks are named by keyed hashes, so that nobody can tell from a log whether a guessed text was sent.
+A gateway's `RequestRecorder` writes a line for each choice of a request when it has been answered; `read_log` reads
+them for `python -m cluster whatif`. Each file begins with the workers' own costs; what ends before they are known waits
+until then. Blocks are named by keyed hashes, so that nobody can tell from a log whether a guessed text was sent.
 """
 
 from __future__ import annotations
