@@ -15,7 +15,7 @@ from typing import Final, Protocol, Self
 
 from cluster.errors import FailedError
 from cluster.gateway.generator import Tokens, TokenStream
-from cluster.gateway.wakeup import Doorbell
+from cluster.gateway.wakeup import Wakeup
 from kv_transfer.messages import TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ CLOSE_TIMEOUT_S: Final = 5.0
 _STARTED_PER_TURN: Final = 16
 
 
-class Fanout(AbstractAsyncContextManager["Fanout"], Protocol):
+class MergedStreams(AbstractAsyncContextManager["MergedStreams"], Protocol):
     """Several streams as one."""
 
     async def next(self) -> list[tuple[int, TokenEvent]]:
@@ -39,7 +39,7 @@ class Fanout(AbstractAsyncContextManager["Fanout"], Protocol):
         ...
 
 
-def fanout(streams: Sequence[TokenStream]) -> Fanout:
+def merge_streams(streams: Sequence[TokenStream]) -> MergedStreams:
     """To be entered before it is read."""
     return _Single(streams[0]) if len(streams) == 1 else _Several(streams)
 
@@ -87,7 +87,7 @@ class _Several:
         self._arrived: list[tuple[int, TokenEvent]] = []
         self._finished: set[int] = set()
         self._failure: BaseException | None = None
-        self._bell = Doorbell()
+        self._wakeup = Wakeup()
 
     async def __aenter__(self) -> Self:
         try:
@@ -113,10 +113,10 @@ class _Several:
             logger.error("%d token streams did not close within %.0f s", len(pending), CLOSE_TIMEOUT_S)
 
     async def next(self) -> list[tuple[int, TokenEvent]]:
-        await self._bell.wait()
+        await self._wakeup.wait()
         arrived, self._arrived = self._arrived, []
         if arrived and self._failure is not None:
-            self._bell.ring()
+            self._wakeup.set()
         elif self._failure is not None:
             raise self._failure
         return arrived
@@ -128,7 +128,7 @@ class _Several:
         try:
             async for tokens in stream:
                 self._arrived += [(index, token) for token in tokens]
-                self._bell.ring()
+                self._wakeup.set()
                 if _ends(tokens):
                     self._finished.add(index)
         finally:
@@ -139,7 +139,7 @@ class _Several:
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
-            self._bell.ring()
+            self._wakeup.set()
 
 
 def _ends(tokens: Tokens) -> bool:

@@ -219,7 +219,7 @@ class Orchestrator:
         if run.state is RequestState.DECODING:
             limit = min(limit, time.monotonic() + self._config.stall_s)
         try:
-            await run.bell.wait(limit)
+            await run.wakeup.wait(limit)
         except TimeoutError:
             if time.monotonic() >= run.deadline:
                 raise DeadlineError(
@@ -275,7 +275,7 @@ class Orchestrator:
 
     def _forget(self, run: RequestRun) -> None:
         del self.runs[run.request_id]
-        run.bell.close()
+        run.wakeup.close()
         self._quarantine.ended(run)
         self.scheduler.ended(run.request_id, run.num_output_tokens)
         finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Final, Literal
 
 from cluster.gateway.timeline import SequenceEnd, SequenceTimeline
-from cluster.gateway.wakeup import Doorbell
+from cluster.gateway.wakeup import Wakeup
 from kv_transfer.messages import (
     FailureCause,
     FailureEvent,
@@ -111,7 +111,7 @@ class RequestRun:
         self.ended = False
         self.ready: list[TokenEvent] = []  # merged, and not yet given on
         self.inbox: deque[RunEvent] = deque()  # what else came
-        self.bell = Doorbell()  # rung when either grows
+        self.wakeup = Wakeup()  # set when either grows
         self.placement: Placement | None = None
         self.touched: set[str] = set()  # workers that may hold something for it
         self.decode_took_over = False  # decode has emitted in this attempt: prefill's fate matters no more
@@ -133,7 +133,7 @@ class RequestRun:
     def tell(self, event: RunEvent) -> None:
         """Anything but a token has come."""
         self.inbox.append(event)
-        self.bell.ring()
+        self.wakeup.set()
 
     def take(self, worker_id: str, event: TokenEvent, now: float) -> bool:
         """A token has come; whether it made any ready to go out."""
@@ -143,7 +143,7 @@ class RequestRun:
         for _ in ready:
             self.timeline.token(now)
         self.ready += ready
-        self.bell.ring()
+        self.wakeup.set()
         return True
 
     def take_ready(self) -> list[TokenEvent]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Final
 
@@ -19,15 +19,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, DeadlineError, FailedError
+from cluster.gateway.merged_streams import merge_streams
+from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.connection import Connection, connection_of
-from cluster.http.openai.choice import Delta
+from cluster.http.openai.choice import Choice, Delta
 from cluster.http.openai.sse import Shape, dumps, dumps_large
-from cluster.http.streaming import Generation
+from cluster.http.parse import Job
 from cluster.http.unread import PIECE_BYTES, Outbox
 from cluster.slo.account import outcome_of
 from cluster.slo.classes import CLASS_HEADER
 from cluster.slo.report import Outcome
+from kv_transfer.messages import TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,76 @@ LAST_WORD_S: Final = 1.0  # for telling a client that may not be reading that it
 _UNBUFFERED: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would hold it back
 _LOOKS_PER_TIMEOUT: Final = 8  # at whether a client takes anything
 _LARGE_BYTES: Final = 64 * 2**10  # of JSON, which take about a millisecond
+
+
+class Generation:
+    """Runs the sequences of a job."""
+
+    def __init__(self, job: Job, api: Api, timeline: RequestTimeline) -> None:
+        self._api = api
+        self.timeline = timeline
+        timeline.parsed(job.specs, job.num_prompt_tokens)
+        self.job = job
+        text_ends = [api.tokenizer.text_end(prompt.token_ids) for prompt in job.prompts]  # once for all its choices
+        self.choices = [
+            Choice(
+                api.tokenizer,
+                text_ends[index // job.num_choices],
+                spec.params,
+                job.stop,
+                return_token_ids=job.return_token_ids,
+            )
+            for index, spec in enumerate(job.specs)
+        ]
+
+    async def batches(self) -> AsyncGenerator[dict[int, Delta], None]:
+        """What has become certain, by choice; several tokens that arrived together are one delta.
+
+        Raises GenerationError. Closing it closes every sequence on every worker.
+        """
+        remaining = len(self.choices)
+        streams = [
+            self._api.generator.generate(spec, sequence)
+            for spec, sequence in zip(self.job.specs, self.timeline.sequences, strict=True)
+        ]
+        async with merge_streams(streams) as reader:
+            while remaining:
+                batch: dict[int, Delta] = {}
+                for index, event in await reader.next():
+                    choice = self.choices[index]
+                    if choice.finish_reason is not None:
+                        continue  # arrived together with, but after, the end of a stop string
+                    delta = self._delta(choice, event)
+                    if (earlier := batch.setdefault(index, delta)) is not delta:
+                        earlier.merge(delta)
+                    if delta.finish_reason is not None:
+                        remaining -= 1
+                        if event.finish_reason is None:
+                            reader.close(index)
+                yield batch
+
+    def _delta(self, choice: Choice, event: TokenEvent) -> Delta:
+        delta = choice.append(event)
+        return Delta(finish_reason="length") if self.job.discard_output else delta
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return 0 if self.job.discard_output else sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in a prefix cache; a prompt with several choices counts once."""
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.job.num_choices])
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's `usage`."""
+        num_prompt, num_generated = self.job.num_prompt_tokens, self.num_generated_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
 
 
 class GenerationResponse(Response):

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import BodyTooLargeError, OverloadedError
 from cluster.gateway.generator import Arrival, Arrivals
-from cluster.gateway.merged_streams import fanout
+from cluster.gateway.merged_streams import merge_streams
 from cluster.http.body import MAX_VALUES, _require_few_values
 from cluster.http.connection import accept_many
 from cluster.http.openai.schemas import CompletionBody
@@ -125,14 +125,14 @@ async def test_the_choices_of_a_request_start_a_few_in_each_turn_and_all_end_wit
         finally:
             ended += 1
 
-    async with fanout([stream(number) for number in range(128)]) as reader:
+    async with merge_streams([stream(number) for number in range(128)]) as reader:
         seen: set[int] = set()
         while len(seen) < 128:
             seen |= {index for index, _ in await reader.next()}
     assert max(started_in.values()) <= 16 and ended == 128
 
     async def enter() -> None:
-        async with fanout([stream(number) for number in range(128)]):
+        async with merge_streams([stream(number) for number in range(128)]):
             raise AssertionError("it is cancelled before")
 
     started_in.clear()

@@ -15,8 +15,7 @@ from cluster.http.openai.logprobs import chat_logprobs
 from cluster.http.openai.schemas import ChatBody
 from cluster.http.openai.sse import ChunkFrame, dumps, token_ids_member
 from cluster.http.parse import Job, prepare_chat
-from cluster.http.response import GenerationResponse
-from cluster.http.streaming import Generation
+from cluster.http.response import Generation, GenerationResponse
 from cluster.http.terms import answered_tier, terms_of
 
 router = APIRouter(route_class=JsonRoute)

@@ -15,8 +15,7 @@ from cluster.http.openai.logprobs import CompletionLogprobs
 from cluster.http.openai.schemas import CompletionBody
 from cluster.http.openai.sse import ChunkFrame, dumps, dumps_large, token_ids_member
 from cluster.http.parse import Job, TokenPrompt, prepare_completion
-from cluster.http.response import GenerationResponse
-from cluster.http.streaming import Generation
+from cluster.http.response import Generation, GenerationResponse
 from cluster.http.terms import answered_tier, terms_of
 
 router = APIRouter(route_class=JsonRoute)
