@@ -27,10 +27,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         r = self.registry
         self._requests = Counter("legato_requests", "Requests by how they ended", ["endpoint", "outcome"], registry=r)
-        self._running = Gauge("legato_requests_running", "Generation requests being answered", registry=r)
+        self._running = Gauge("legato_requests_running", "Requests being answered now", registry=r)
         self._prompt_tokens = Counter("legato_prompt_tokens", "Prompt tokens of answered requests", registry=r)
-        self._cached_tokens = Counter("legato_cached_prompt_tokens", "Of those, found in a prefix cache", registry=r)
-        self._generated_tokens = Counter("legato_generated_tokens", "Tokens generated", registry=r)
+        self._cached_tokens = Counter(
+            "legato_cached_prompt_tokens",
+            "Prompt tokens of answered requests that were found in a prefix cache",
+            registry=r,
+        )
+        self._generated_tokens = Counter("legato_generated_tokens", "Output tokens generated", registry=r)
         self._ttft = Histogram(
             "legato_time_to_first_token_seconds",
             "From a request's arrival until the first byte of its answer was sent",
