@@ -14,19 +14,16 @@ that are gone cost nothing. The clock is the caller's. Knows nothing of Promethe
 from __future__ import annotations
 
 import logging
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from cluster.slo.classes import SloConfig
 from cluster.slo.histogram import quantiles
 from cluster.slo.report import Counts, Metric, SeriesKey, SloReport, Tally
+from cluster.slo.sliding_window import SlidingWindow
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _SHARES: Final = (0.5, 0.95, 0.99)
 
@@ -83,58 +80,16 @@ class SeriesSnapshot:
     long: Burn
 
 
-class _Window(Generic[T]):
-    """The newest `num_parts` parts of `window_s / num_parts` seconds, the one that is being filled among them.
-
-    So it reaches back between `window_s * (1 - 1 / num_parts)` and `window_s`; `covered_s` says how far.
-    """
-
-    def __init__(self, *, window_s: float, num_parts: int, start_s: float, make: Callable[[], T]) -> None:
-        assert window_s > 0 and num_parts >= 2
-        self.window_s = window_s
-        self._num_parts = num_parts
-        self._part_s = window_s / num_parts
-        self._start_s = start_s
-        self._make = make
-        self._newest = self._index(start_s)
-        self._parts: deque[tuple[int, T]] = deque()  # only those that hold something, oldest first
-
-    def current(self, now_s: float) -> T:
-        """The part to fill now."""
-        self._advance(now_s)
-        if not self._parts or self._parts[-1][0] != self._newest:
-            self._parts.append((self._newest, self._make()))
-        return self._parts[-1][1]
-
-    def parts(self, now_s: float) -> list[T]:
-        """All that holds something and is not yet forgotten."""
-        self._advance(now_s)
-        return [part for _, part in self._parts]
-
-    def covered_s(self, now_s: float) -> float:
-        """Seconds that the parts speak of."""
-        oldest_s = (self._newest - self._num_parts + 1) * self._part_s
-        return max(0.0, now_s - max(oldest_s, self._start_s))
-
-    def _advance(self, now_s: float) -> None:
-        self._newest = max(self._newest, self._index(now_s))
-        while self._parts and self._parts[0][0] <= self._newest - self._num_parts:
-            self._parts.popleft()
-
-    def _index(self, now_s: float) -> int:
-        return math.floor(now_s / self._part_s)
-
-
 class SloTracker:
     """Absorbs reports and answers how things stand."""
 
     def __init__(self, config: SloConfig, *, now_s: float, windows: SloWindows | None = None) -> None:
         windows = windows or SloWindows()
         self._config = config
-        self._tallies = _Window[dict[SeriesKey, Tally]](
+        self._tallies = SlidingWindow[dict[SeriesKey, Tally]](
             window_s=windows.short_s, num_parts=windows.num_parts, start_s=now_s, make=dict
         )
-        self._counts = _Window[dict[SeriesKey, Counts]](
+        self._counts = SlidingWindow[dict[SeriesKey, Counts]](
             window_s=windows.long_s, num_parts=windows.num_parts, start_s=now_s, make=dict
         )
 
