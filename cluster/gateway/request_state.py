@@ -156,6 +156,11 @@ class RequestRun:
         return len(self.emitted) - self._num_before
 
     @property
+    def num_ahead(self) -> int:
+        """Tokens that have come before one that precedes them."""
+        return len(self._early)
+
+    @property
     def num_output_tokens(self) -> int | None:
         """Where it came to its own end."""
         return len(self.emitted) if self.state is RequestState.FINISHED else None

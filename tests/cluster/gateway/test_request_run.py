@@ -115,7 +115,7 @@ def test_repetitions_are_not_kept() -> None:
     run = _run()
     for index in (0, 1, 0, 1, 0):
         run.merge("decode", _event(index))
-    assert not run._early
+    assert run.num_ahead == 0
 
 
 @pytest.mark.parametrize("state", [s for s in RequestState if s in TERMINAL])
