@@ -1,6 +1,7 @@
-"""What every endpoint of one gateway may use: the generator, the tokenizer, the settings, the metrics.
+"""What every endpoint of one gateway may use: the generator, the view of the cluster, the tokenizer, the settings, the
+metrics. Routes ask for it as an `ApiOf` parameter.
 
-Knows nothing of HTTP's shapes; owns the counts of sequences in flight and of output that waits to be read.
+Owns the counts of sequences in flight and of output that waits to be read.
 """
 
 from __future__ import annotations
