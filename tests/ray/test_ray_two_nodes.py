@@ -29,13 +29,12 @@ CONFIG: dict[str, Any] = {
         "prefill": {"block_size": 32, "memory": "256 blocks", "host_memory": 0},
         # The device holds some 800 tokens of the 64 sequences; the ring computes the others from host memory.
         "decode": {"block_size": 16, "memory": "150 blocks", "host_memory": "256MiB", "staging": "96MiB"},
-        "layers_per_group": 10,
     },
     "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 128, "resources": {"prefill_node": 1}},
     "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 64, "resources": {"decode_node": 1}},
     # Small slabs over several connections: every way in which messages can overtake each other is used.
     "transfer": {"transport": "auto"},
-    "tuning": {"TransferConfig": {"slab_bytes": 2**16, "num_connections": 3}},
+    "tuning": {"EngineConfig": {"layers_per_group": 10}, "TransferConfig": {"slab_bytes": 2**16, "num_connections": 3}},
 }
 
 
