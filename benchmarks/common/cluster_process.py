@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.common.provenance import ROOT
 from benchmarks.common.summary import Json
-from cluster.deployment.free_ports import free_port
+from cluster.deployment.ray_environment import free_port
 
 QUICKSTART = ROOT / "ray_configs" / "quickstart.yaml"
 START_TIMEOUT_S = 120.0

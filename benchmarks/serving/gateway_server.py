@@ -7,6 +7,7 @@ Prints its port as a line of JSON; serves until its standard input ends.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import uvicorn
 import uvloop
@@ -21,18 +23,16 @@ import uvloop
 from benchmarks.common.workload import MODEL
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
 from cluster.config.settings import GatewaySettings
-from cluster.deployment.heap import settle_heap
 from cluster.errors import NotFoundError
-from cluster.gateway.generator import Arrival, Arrivals, Generator, ServingLimits
-from cluster.gateway.journey import Journey
+from cluster.gateway.generator import ClusterView, Generator, ServingLimits, Tokens
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.http.api import Api, InFlight
+from cluster.gateway.timeline import SequenceTimeline
+from cluster.http.api import Api, HttpLimits, InFlight
 from cluster.http.app import create_app
-from cluster.http.tenants import Tenants
+from cluster.http.terms import Tenants
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
-from cluster.slo.terms import RequestTerms
 from engine.checkpoint.store import resolve_model
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
@@ -48,16 +48,15 @@ class ServerOrder:
 
 
 class _FullSpeed:
-    """A `Generator` whose next token is there in the next turn of the event loop."""
+    """A `Generator` whose next token is there in the next turn of the event loop, and a `ClusterView` of nothing."""
+
+    pools: ClassVar[dict[Role, int]] = {}
 
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
         return []
 
-    def workers(self) -> list[dict[str, object]]:
+    def describe_workers(self) -> list[dict[str, object]]:
         return []
-
-    def pools(self) -> dict[Role, int]:
-        return {}
 
     def limits(self) -> ServingLimits:
         return ServingLimits(max_model_len=8_192, ready=True)
@@ -66,8 +65,9 @@ class _FullSpeed:
         raise NotFoundError("There are no workers here.")
 
     async def generate(
-        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> AsyncGenerator[Arrivals, None]:
+        self, request: RequestSpec, timeline: SequenceTimeline | None = None
+    ) -> AsyncGenerator[Tokens, None]:
+        timeline = timeline or SequenceTimeline()
         for index in range(request.params.max_tokens):
             await asyncio.sleep(0)
             token = TokenEvent(
@@ -77,12 +77,14 @@ class _FullSpeed:
                 token_id=1_000 + index * 31 % 997,
                 finish_reason="length" if index + 1 == request.params.max_tokens else None,
             )
-            yield [Arrival(time.monotonic(), token)]
+            timeline.token(time.monotonic())
+            yield [token]
 
 
 async def _serve(order: ServerOrder) -> None:
     if order.scheduler_port is None:
-        await _serve_http(_FullSpeed())
+        full_speed = _FullSpeed()
+        await _serve_http(full_speed, full_speed)
         return
     endpoint = Endpoint(host="127.0.0.1", port=order.scheduler_port, node_id=NODE_ID)
 
@@ -93,14 +95,15 @@ async def _serve(order: ServerOrder) -> None:
     identity = Identity(worker_id="gateway", node_id=NODE_ID, secret=secret, compatibility={})
     orchestrator = Orchestrator(identity, OrchestratorConfig(), locate_scheduler)
     orchestrator.start()
-    await _serve_http(orchestrator)
+    await _serve_http(orchestrator, orchestrator.scheduler)
     await orchestrator.stop()
 
 
-async def _serve_http(generator: Generator) -> None:
+async def _serve_http(generator: Generator, cluster: ClusterView) -> None:
     settings = GatewaySettings(max_concurrent=2_048)
     api = Api(
         generator=generator,
+        cluster=cluster,
         tokenizer=Tokenizer(resolve_model(MODEL)),
         model_name=MODEL,
         settings=settings,
@@ -108,9 +111,10 @@ async def _serve_http(generator: Generator) -> None:
         slo=SloAccount(model=MODEL),
         tenants=Tenants(b""),
         in_flight=InFlight(settings.max_concurrent),
-        unread=Unread(settings.max_unread_bytes),
+        unread=Unread(HttpLimits().max_unread_bytes),
     )
-    settle_heap()
+    gc.collect()
+    gc.freeze()  # as a gateway does
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", lifespan="off", access_log=False))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -87,7 +87,8 @@ def _settings(layerkv: str) -> Json:
     pool = {"memory": tokens * KV_BYTES_PER_TOKEN, "host_memory": "512MiB", "staging": "64MiB"}
     return {
         "kv": {"layerkv": layerkv, "prefix_cache": False, "prefill": {"memory": "256MiB"}, "decode": pool},
-        "decode": {"threads": 1, "max_num_seqs": 32, "reserve_wait_s": DEADLINE_S, "tpot_target_ms": TPOT_TARGET_MS},
+        "decode": {"threads": 1, "max_num_seqs": 32, "tpot_target_ms": TPOT_TARGET_MS},
+        "tuning": {"DecodeWorkerConfig": {"reserve_wait_s": DEADLINE_S}},
     }
 
 

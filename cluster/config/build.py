@@ -1,20 +1,47 @@
-"""From the configuration tree to what each part takes. No decisions, no defaults of its own."""
+"""From the configuration tree to what each part takes, with the constants that are no settings."""
 
 from __future__ import annotations
 
-from cluster.config.kv import KvPoolSettings
-from cluster.config.settings import LegatoConfig, PoolSettings
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from cluster.config.settings import KvPoolSettings, LegatoConfig, PoolSettings
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.role import DecodeRole
 from decode_workers.worker import DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from engine.steps.memory_profile import StepSize
-from kv_transfer.messages import Role
+from kv_transfer.messages import Endpoint, Role
 from kv_transfer.tiers.config import DiskConfig, TiersConfig
+from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.worker.parts import WorkerRole
+from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
 from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.role import PrefillRole
 from prefill_workers.worker import PrefillWorkerConfig
+
+CALIBRATION_S: Final = 2.0
+"""How long a worker tries steps out at its start, so that its first requests are predicted well."""
+
+RESERVE_WAIT_S: Final = 60.0
+"""How long a reservation may wait for free KV blocks before it is refused."""
+
+LEASE_TTL_S: Final = 10.0
+"""A reservation lapses when nothing is heard of it for so long."""
+
+MAX_IN_FLIGHT: Final = 256
+"""Sequences that one worker may hold in all its tiers, with LayerKV; as many as one step may hold, if that is more."""
+
+
+def worker_replica(
+    role: Role, config: LegatoConfig, site: ReplicaSite, locate_scheduler: Callable[[], Awaitable[Endpoint]]
+) -> WorkerReplica:
+    """What a worker's process makes of the configuration: a replica of the pool of this role, not started."""
+    if role == "prefill":
+        tiers = WorkerTiers(prefill_tiers(config), prefill_engine(config), site.secret)
+    else:
+        tiers = WorkerTiers(decode_tiers(config), decode_engine(config), site.secret)
+    return WorkerReplica(role, worker_roles(config), tiers, transfer_config(config), site, locate_scheduler)
 
 
 def prefill_engine(config: LegatoConfig) -> EngineConfig:
@@ -26,26 +53,25 @@ def decode_engine(config: LegatoConfig) -> EngineConfig:
 
 
 def prefill_worker(config: LegatoConfig) -> PrefillWorkerConfig:
-    return PrefillWorkerConfig(
-        chunk_tokens=config.prefill.chunk_tokens,
-        max_waiting=config.prefill.max_waiting,
-        max_slab_bytes=config.transfer.slab_bytes,
-        heartbeat_s=config.scheduler.heartbeat_s,
-        calibration_s=config.prefill.calibration_s,
+    return config.tuned(
+        PrefillWorkerConfig(
+            chunk_tokens=config.prefill.chunk_tokens,
+            max_slab_bytes=transfer_config(config).slab_bytes,
+            calibration_s=CALIBRATION_S,
+        )
     )
 
 
 def decode_worker(config: LegatoConfig) -> DecodeWorkerConfig:
-    return DecodeWorkerConfig(
-        max_num_seqs=config.decode.max_num_seqs,
-        token_budget=config.decode.chunk_tokens + config.decode.max_num_seqs,
-        max_waiting=config.decode.max_waiting,
-        reserve_wait_s=config.decode.reserve_wait_s,
-        lease_ttl_s=config.transfer.lease_ttl_s,
-        heartbeat_s=config.scheduler.heartbeat_s,
-        calibration_s=config.decode.calibration_s,
-        layerkv=_layerkv(config),
-        overlap_steps={"auto": None, "on": True, "off": False}[config.decode.overlap_steps],
+    return config.tuned(
+        DecodeWorkerConfig(
+            max_num_seqs=config.decode.max_num_seqs,
+            token_budget=config.decode.chunk_tokens + config.decode.max_num_seqs,
+            reserve_wait_s=RESERVE_WAIT_S,
+            lease_ttl_s=LEASE_TTL_S,
+            calibration_s=CALIBRATION_S,
+            layerkv=_layerkv(config),
+        )
     )
 
 
@@ -63,39 +89,37 @@ def decode_tiers(config: LegatoConfig) -> TiersConfig:
 
 
 def transfer_config(config: LegatoConfig) -> TransferConfig:
-    return TransferConfig(
-        transport=config.transfer.transport,
-        slab_bytes=config.transfer.slab_bytes,
-        num_slabs=config.transfer.num_slabs,
-        num_connections=config.transfer.num_connections,
-        digest=config.transfer.digest,
-    )
+    if config.prefill.num_gpus or config.decode.num_gpus:
+        made = TransferConfig(
+            transport=config.transfer.transport, slab_bytes=32 * 2**20, num_slabs=16, num_connections=4
+        )
+    else:
+        made = TransferConfig(transport=config.transfer.transport)
+    return config.tuned(made)
 
 
 def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings, *, may_decode: bool) -> EngineConfig:
-    return EngineConfig(
+    made = EngineConfig(
         model_ref=config.model.ref,
         model_name=config.model.name,
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
         block_size=kv.block_size,
-        layers_per_group=config.kv.layers_per_group,
         kv_bytes=kv.memory.num_bytes,
         kv_blocks=kv.memory.num_blocks,
         kv_share=kv.memory.share,
         largest_step=_largest_step(config),
         staging_bytes=kv.staging if config.kv.layerkv == "auto" and kv.has_host_memory else 0,
-        ring_groups=config.kv.ring_groups,
         num_threads=pool.threads,
         tensor_parallel=pool.tensor_parallel,
         prefix_caching=config.kv.prefix_cache,
         batch_invariant=config.model.batch_invariant,
         quantisation=config.model.quantisation,
-        share_weights=config.model.share_weights,
-        activation_bits=config.model.quantized_activations,
-        decode_graphs=may_decode and config.decode.cuda_graphs == "auto",
+        share_weights="auto",
+        decode_graphs=may_decode,
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
     )
+    return config.tuned(made)
 
 
 def _largest_step(config: LegatoConfig) -> StepSize:
@@ -110,13 +134,19 @@ def _largest_step(config: LegatoConfig) -> StepSize:
 def _layerkv(config: LegatoConfig) -> LayerKvConfig | None:
     if config.kv.layerkv == "off":
         return None
-    return LayerKvConfig(tpot_target_s=config.decode.tpot_target_ms / 1000, max_in_flight=config.decode.max_in_flight)
+    return config.tuned(
+        LayerKvConfig(
+            tpot_target_s=config.decode.tpot_target_ms / 1000,
+            max_in_flight=max(MAX_IN_FLIGHT, config.decode.max_num_seqs),
+        )
+    )
 
 
 def _tiers(config: LegatoConfig, kv: KvPoolSettings) -> TiersConfig:
     disk = config.kv.disk
-    return TiersConfig(
-        host=kv.host_memory,
-        host_folder=config.kv.host_folder,
-        disk=None if disk is None else DiskConfig(folder=disk.path, budget=disk.budget, sync=disk.sync),
+    return config.tuned(
+        TiersConfig(
+            host=kv.host_memory,
+            disk=None if disk is None else DiskConfig(folder=disk.path, budget=disk.budget, sync=disk.sync),
+        )
     )

@@ -16,6 +16,9 @@ from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
 from kv_transfer.transports.base import Identity
 
+STALE_AFTER_S: Final = 3.0
+"""A worker that is silent for so long, six heartbeats, gets no new work."""
+
 _MANY: Final = 1_000_000  # as many as flips bring about
 
 
@@ -32,11 +35,13 @@ def scheduler_server(config: LegatoConfig, identity: Identity) -> SchedulerServe
 
 def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
     settings = config.scheduler
-    return SchedulerPolicy(
-        max_queued_tokens=settings.max_queued_tokens,
-        local_prefill_below=settings.local_prefill_below_tokens,
-        stale_after_s=settings.stale_after_s,
-        admission=AdmissionPolicy(max_wait_s=settings.max_wait_s),
+    return config.tuned(
+        SchedulerPolicy(
+            max_queued_tokens=settings.max_queued_tokens,
+            local_prefill_below=settings.local_prefill_below_tokens,
+            stale_after_s=STALE_AFTER_S,
+            admission=AdmissionPolicy(max_wait_s=settings.max_wait_s),
+        )
     )
 
 

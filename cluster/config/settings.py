@@ -4,23 +4,165 @@ The tree is what `args` of the application in a Serve config file holds (see `ra
 loads it. Knows what is plausible in itself; what depends on the model or the machine (does the context fit the KV
 memory?) is checked when a worker starts. `docs/operations.md` has a table of every setting, which a test compares with
 this file.
+
+What no operator has a reason to turn is a constant: a default of the component configs, or a named value in
+`cluster.config.build`. `tuning` changes these for a test of a whole cluster, or for an experiment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cluster.config.autoscaling import AutoscalingSettings
-from cluster.config.fields import Settings, SizeBytes
-from cluster.config.kv import KvPoolSettings, KvSettings
-from cluster.config.model import ModelSettings
-from cluster.config.slo import SloSettings
-from cluster.slo.classes import NO_TARGETS, SloConfig
+from cluster.config.fields import BudgetField, KvMemory, Settings, SizeBytes
+from cluster.slo.classes import BATCH, INTERACTIVE, NO_TARGETS, SloClass, SloConfig
+from kv_transfer.tiers.config import Budget
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from engine.checkpoint.quantisation import Quantisation
+
+SCHEDULER_CPUS: Final = 0.1
+"""That Ray sets aside for the global scheduler."""
+
+TUNABLE: Final = {
+    "DecodeWorkerConfig",
+    "EngineConfig",
+    "HttpLimits",
+    "LayerKvConfig",
+    "OrchestratorConfig",
+    "PrefillWorkerConfig",
+    "SchedulerPolicy",
+    "TiersConfig",
+    "TransferConfig",
+}
+"""Component configs that `tuning` can change."""
+
+T = TypeVar("T", bound="DataclassInstance")
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+class ModelSettings(Settings):
+    ref: str = Field(
+        "smollm2-135m-instruct",
+        min_length=1,
+        description="Built-in model name, local Hugging Face folder, GGUF file, or hub id, which `@REVISION` pins:"
+        " `Qwen/Qwen3-0.6B@COMMIT`.",
+    )
+    served_name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name that clients use; empty: `ref` without revision, or the last part of it where it is a path.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights, activations and KV; `auto`: the checkpoint's own."
+    )
+    quantization: Literal["int8", "int4"] | None = Field(
+        None,
+        description="Round the weights of projections to 8 or 4 bits when they are loaded: less to read for each token;"
+        " empty: as the checkpoint has them.",
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="A sequence's logits are the same to the bit in any batch, in any chunking and after a recovery; on"
+        " a CPU with AVX-512 and bfloat16 they always are, and `yes` refuses other machines. Slower on GPUs.",
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="Longest prompt plus output in tokens; empty: what the model was made for and the KV memory holds.",
+    )
+
+    @property
+    def name(self) -> str:
+        """What clients write into `model`."""
+        if self.served_name is not None:
+            return self.served_name
+        is_path = self.ref.startswith((".", "/", "~"))
+        return PurePath(self.ref).name if is_path else self.ref.partition("@")[0]
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        from engine.checkpoint.quantisation import (
+            Quantisation,  # brings torch, for which reading a configuration need not wait
+        )
+
+        return Quantisation.of(self.quantization, None)
+
+
+class KvPoolSettings(Settings):
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    memory: KvMemory = Field(
+        KvMemory(num_bytes=2**30),
+        description="KV cache of one worker: bytes, a text such as 2GiB, a number of blocks such as 4096 blocks, or a"
+        " share such as 90%: what is left of that share of the device's memory, as measured at the start.",
+    )
+    host_memory: BudgetField = Field(
+        Budget(num_bytes=2**30),
+        description="Host memory of one worker's KV, on top: bytes, a size, or a share of the machine's memory such as"
+        " 20%; 0: no host tier.",
+    )
+    staging: SizeBytes = Field(
+        64 * 2**20,
+        description="Device memory, on top, through which layers that rest in host memory pass while they compute:"
+        " bounds what one step can fetch.",
+    )
+
+    @property
+    def has_host_memory(self) -> bool:
+        return self.host_memory.num_bytes != 0
+
+
+class DiskSettings(Settings):
+    path: str = Field(
+        min_length=1, description="Folder on each node; survives restarts. Each worker takes a subfolder."
+    )
+    budget: BudgetField = Field(
+        Budget(num_bytes=10 * 2**30), description="Most that one worker keeps there: a size, or a share of the disk."
+    )
+    sync: bool = Field(
+        False,
+        description="Wait for the disk to confirm each block; without, a crash of the machine may lose the newest.",
+    )
+
+    @field_validator("budget")
+    @classmethod
+    def _check_budget(cls, budget: Budget) -> Budget:
+        if budget.num_bytes == 0:
+            raise ValueError("a disk tier of 0 bytes keeps nothing; leave kv.disk out instead")
+        return budget
+
+
+class KvSettings(Settings):
+    layerkv: Literal["auto", "off"] = Field(
+        "auto",
+        description="`auto`: layers of a sequence may rest in host memory wherever a worker has some, so that requests"
+        " do not queue for device KV; `off`: a sequence is computed on the device only.",
+    )
+    disk: DiskSettings | None = Field(None, description="Keep the KV of prompts on disk as well; empty: no disk tier.")
+    prefix_cache: bool = Field(True, description="Reuse the KV of prompts that begin alike.")
+    prefill: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each prefill worker.")
+    decode: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each decode worker.")
+
+    @model_validator(mode="after")
+    def _check_disk(self) -> Self:
+        if self.disk is None:
+            return self
+        if not self.prefix_cache:
+            raise ValueError("kv.disk keeps prompts for the prefix cache; set kv.prefix_cache: true or leave it out")
+        if not (self.prefill.has_host_memory or self.decode.has_host_memory):
+            raise ValueError(
+                "kv.disk is filled from host memory, and no worker has any; give kv.prefill.host_memory or"
+                " kv.decode.host_memory a size"
+            )
+        return self
 
 
 class PoolSettings(Settings):
@@ -47,13 +189,6 @@ class PoolSettings(Settings):
         description="Processes among which each worker's model is divided; its heads must divide. Pools may differ. On"
         " GPUs each process has one: `num_gpus` is as many.",
     )
-    max_waiting: int = Field(256, ge=1, description="Sequences that may wait in one worker; it refuses more.")
-    calibration_s: float = Field(
-        2.0,
-        ge=0,
-        description="How long a worker tries steps out at its start, so that its first requests are predicted well;"
-        " 0: it learns from them.",
-    )
     autoscaling: AutoscalingSettings | None = Field(
         None, description="Let the number of workers follow the load; `replicas` is then the number at start."
     )
@@ -68,34 +203,9 @@ class DecodeSettings(PoolSettings):
     replicas: int = Field(1, ge=1, description="Decode workers.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that one decode step may hold.")
     chunk_tokens: int = Field(256, ge=1, description="Prompt tokens a decode worker computes itself in one step.")
-    reserve_wait_s: float = Field(
-        60.0, ge=0, description="How long a reservation may wait for free KV blocks before it is refused."
-    )
-    max_in_flight: int = Field(
-        256, ge=1, description="Sequences that one worker may hold in all its tiers, with LayerKV; the others pause."
-    )
-    overlap_steps: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Prepare the next decode step while one computes, and take its tokens in while the next one does;"
-        " `auto`: on a GPU.",
-    )
-    cuda_graphs: Literal["auto", "off"] = Field(
-        "auto",
-        description="Record the forward pass of decode steps at a worker's start, for a few numbers of sequences up to"
-        " `max_num_seqs`, and replay it; `auto`: on a GPU, without `tensor_parallel`.",
-    )
     tpot_target_ms: float = Field(
         100.0, gt=0, description="Time per output token that sequences are paced by: those ahead of it wait first."
     )
-
-    @model_validator(mode="after")
-    def _check_in_flight(self) -> Self:
-        if self.max_in_flight < self.max_num_seqs:
-            raise ValueError(
-                f"max_in_flight is {self.max_in_flight}, fewer than one step may hold (max_num_seqs is"
-                f" {self.max_num_seqs}); raise the first or lower the second"
-            )
-        return self
 
 
 class TransferSettings(Settings):
@@ -105,47 +215,18 @@ class TransferSettings(Settings):
         " both ends use, else like `auto`. `nccl` (GPUs) and `gloo` (CPUs): process groups of `torch.distributed`, or"
         " TCP where none can be made.",
     )
-    slab_bytes: SizeBytes = Field(8 * 2**20, description="Size of one slab: the most KV that is sent as one piece.")
-    num_slabs: int = Field(8, ge=2, description="Slabs of each link; two is the least that lets copying overlap.")
-    num_connections: int = Field(2, ge=1, le=16, description="TCP connections of one link, for large slabs.")
-    digest: Literal["auto", "xxh3_64", "row_sum_64"] = Field(
-        "auto",
-        description="How KV is verified; `auto`: by XXH3, but by a digest that GPUs compute where one end is on a GPU.",
-    )
-    lease_ttl_s: float = Field(10.0, gt=0, description="A reservation lapses when nothing is heard of it for so long.")
 
 
 class GatewaySettings(Settings):
     replicas: int = Field(1, ge=1, description="Gateway replicas.")
     num_cpus: float = Field(0.5, ge=0, description="CPUs that Ray sets aside for each gateway.")
     max_body_bytes: SizeBytes = Field(4 * 2**20, description="Largest request body; more is answered with 413.")
-    max_arriving_bytes: SizeBytes = Field(
-        64 * 2**20,
-        description="Of all bodies that have not arrived in full; beyond it the one that has been on its way longest is"
-        " answered with 503.",
-    )
-    body_timeout_s: float = Field(30.0, gt=0, description="A request body must have arrived within this time.")
     request_deadline_s: float = Field(600.0, gt=0, description="A request that takes longer ends with 504.")
     max_concurrent: int = Field(
         512,
         ge=1,
         description="Sequences (choices) in flight in one gateway; more are answered with 429, and so is a request for"
         " several that would take more than half of what is left by others.",
-    )
-    unread_timeout_s: float = Field(
-        30.0,
-        gt=0,
-        description="An answer of which the client takes nothing for so long is ended, and counted as `unread`.",
-    )
-    max_unread_bytes: SizeBytes = Field(
-        256 * 2**20,
-        description="Output that may wait in memory for clients to read it; beyond it the answer with most of it is"
-        " ended, and one with more than half of it at once.",
-    )
-    retries: int = Field(
-        3,
-        ge=0,
-        description="How often in a row a sequence is placed again after a failure without progress.",
     )
     share_prefixes: bool = Field(
         False,
@@ -163,15 +244,6 @@ class GatewaySettings(Settings):
         description="File that each request is appended to when it ends, for `python -m cluster whatif`; empty: none.",
     )
 
-    @model_validator(mode="after")
-    def _check_arriving(self) -> Self:
-        if self.max_arriving_bytes < self.max_body_bytes:
-            raise ValueError(
-                f"max_arriving_bytes is {self.max_arriving_bytes}, less than one body may have (max_body_bytes is"
-                f" {self.max_body_bytes}); raise the first or lower the second"
-            )
-        return self
-
 
 class NetworkSettings(Settings):
     host: str = Field(
@@ -187,9 +259,6 @@ class NetworkSettings(Settings):
 
 
 class SchedulerSettings(Settings):
-    num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray sets aside for the global scheduler.")
-    heartbeat_s: float = Field(0.5, gt=0, description="Workers report this often.")
-    stale_after_s: float = Field(3.0, gt=0, description="A worker silent for so long gets no new work.")
     local_prefill_below_tokens: int = Field(
         0, ge=0, description="Prompts shorter than this are prefilled by the decode worker itself; 0: none."
     )
@@ -209,13 +278,63 @@ class SchedulerSettings(Settings):
         description="Let a worker change its role where its pool can spare it and the other one lacks workers.",
     )
 
+
+class SloClassSettings(Settings):
+    ttft_ms: float | None = Field(
+        None, gt=0, description="Most time from a request's arrival to the first byte of its answer; empty: no target."
+    )
+    tpot_ms: float | None = Field(
+        None, gt=0, description="Most time per output token, as a request's mean; empty: no target."
+    )
+    share: float = Field(0.99, gt=0, lt=1, description="Share of the requests that must meet both targets.")
+    service_tiers: tuple[str, ...] = Field(
+        (), strict=False, description="Values of OpenAI's `service_tier` that choose this class, besides its name."
+    )
+
+    @classmethod
+    def of(cls, slo_class: SloClass) -> Self:
+        return cls(
+            ttft_ms=None if slo_class.ttft_s is None else slo_class.ttft_s * 1e3,
+            tpot_ms=None if slo_class.tpot_s is None else slo_class.tpot_s * 1e3,
+            share=slo_class.share,
+            service_tiers=slo_class.service_tiers,
+        )
+
+    def named(self, name: str) -> SloClass:
+        return SloClass(
+            name=name,
+            ttft_s=None if self.ttft_ms is None else self.ttft_ms / 1e3,
+            tpot_s=None if self.tpot_ms is None else self.tpot_ms / 1e3,
+            share=self.share,
+            service_tiers=self.service_tiers,
+        )
+
+
+class SloSettings(Settings):
+    """Classes of service as an operator writes them, in milliseconds; `config()` gives what Legato computes with.
+
+    slo:
+      default: interactive
+      classes:
+        interactive: {ttft_ms: 2000, tpot_ms: 100, share: 0.99, service_tiers: [priority, scale]}
+        batch: {service_tiers: [flex]}
+    """
+
+    classes: dict[str, SloClassSettings] = Field(
+        {slo_class.name: SloClassSettings.of(slo_class) for slo_class in (INTERACTIVE, BATCH)},
+        description="Classes of service by name.",
+    )
+    default: str = Field(INTERACTIVE.name, description="Class of requests that ask for none.")
+
+    def config(self) -> SloConfig:
+        """In seconds. Raises ValueError where the classes do not fit together."""
+        return SloConfig(
+            classes=tuple(settings.named(name) for name, settings in self.classes.items()), default=self.default
+        )
+
     @model_validator(mode="after")
-    def _check_patience(self) -> Self:
-        if self.stale_after_s < 2 * self.heartbeat_s:
-            raise ValueError(
-                f"stale_after_s is {self.stale_after_s} with a heartbeat every {self.heartbeat_s} s; "
-                "make it at least twice heartbeat_s, or one late report takes a worker out"
-            )
+    def _check(self) -> Self:
+        self.config()
         return self
 
 
@@ -244,6 +363,27 @@ class LegatoConfig(Settings):
         " NAME.1, in place of the one before, and another one begun.",
     )
     log_level: LogLevel = Field("INFO", description="Least severe messages that are logged.")
+
+    tuning: dict[str, dict[str, Any]] = Field(
+        {},
+        description="Other values for constants, in tests and experiments: fields of component configs by class, such"
+        " as `DecodeWorkerConfig: {reserve_wait_s: 240}`. No promise: each may go with any version.",
+    )
+
+    def tuned(self, component: T) -> T:
+        """A component's config with what `tuning` says of its class. Raises ValueError for a field that it lacks."""
+        name = type(component).__name__
+        changes = self.tuning.get(name, {})
+        known = {field.name for field in fields(component)}
+        if unknown := changes.keys() - known:
+            raise ValueError(f"tuning.{name} has {_listed(unknown)}, but the fields of {name} are {_listed(known)}")
+        return replace(component, **changes)
+
+    @model_validator(mode="after")
+    def _check_tuning(self) -> Self:
+        if unknown := self.tuning.keys() - TUNABLE:
+            raise ValueError(f"tuning names {_listed(unknown)}, but it changes {_listed(TUNABLE)}")
+        return self
 
     @property
     def slo_classes(self) -> SloConfig:
@@ -336,6 +476,10 @@ class LegatoConfig(Settings):
                 "prefill.replicas: 0"
             )
         return self
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _check_group_on_gpus(name: str, pool: PoolSettings, kv: KvPoolSettings) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.config.load import ConfigError
-from cluster.config.settings import LegatoConfig
+from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig
 
 Resources = Mapping[str, float]
 
@@ -37,7 +37,7 @@ def needs(config: LegatoConfig) -> list[Need]:
             each = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
             found.append(Need(f"{name} worker", name, pool.replicas, each))
     found.append(Need("gateway", "gateway", config.gateway.replicas, {"CPU": config.gateway.num_cpus}))
-    found.append(Need("scheduler", "scheduler", 1, {"CPU": config.scheduler.num_cpus}))
+    found.append(Need("scheduler", "scheduler", 1, {"CPU": SCHEDULER_CPUS}))
     return found
 
 

@@ -35,7 +35,7 @@ class WorkerDeployment:
         # default it is 3 ms, in which those that send a step's tokens wait for its core.
         os.environ.setdefault("GOMP_SPINCOUNT", "8000")
         # With these comes torch, which gateways and whoever starts the application do without.
-        from cluster.deployment.worker_setup import worker_replica
+        from cluster.config.build import worker_replica
         from kv_transfer.worker.replica import ReplicaSite
 
         async def locate_scheduler() -> Endpoint:

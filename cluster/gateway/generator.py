@@ -1,7 +1,8 @@
-"""What the HTTP side needs of the cluster: one object that turns a request into tokens.
+"""What the HTTP side needs of the cluster: a `Generator` that turns a request into tokens, and for operators a
+`ClusterView`.
 
-The orchestrator implements `Generator`; tests of the HTTP side implement it with scripted tokens. Knows nothing of
-HTTP, placement or workers.
+The orchestrator implements the one, its scheduler client the other; tests of the HTTP side implement both with scripted
+tokens.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from cluster.gateway.journey import Journey
-from cluster.slo.terms import RequestTerms
+from cluster.gateway.timeline import SequenceTimeline
 from kv_transfer.messages import RequestSpec, Role, TokenEvent
 
 
@@ -25,23 +25,16 @@ class ServingLimits:
     reason: str = ""  # a sentence, where not ready
 
 
-class Arrival(NamedTuple):
-    """A token, and when it reached this process: seconds of the monotonic clock."""
-
-    at: float
-    token: TokenEvent
-
-
-Arrivals = list[Arrival]
+Tokens = list[TokenEvent]
 """What has come since the last time, in order: at least one."""
 
 
 class TokenStream(Protocol):
-    """The tokens of one sequence, as many at a time as are there. Any async generator of Arrivals is one."""
+    """The tokens of one sequence, as many at a time as are there. Any async generator of Tokens is one."""
 
-    def __aiter__(self) -> AsyncIterator[Arrivals]: ...
+    def __aiter__(self) -> AsyncIterator[Tokens]: ...
 
-    def __anext__(self) -> Coroutine[Any, Any, Arrivals]: ...
+    def __anext__(self) -> Coroutine[Any, Any, Tokens]: ...
 
     def aclose(self) -> Coroutine[Any, Any, None]:
         """Cancel the sequence on every worker and free what it holds. Idempotent; nothing to do after the end."""
@@ -51,15 +44,31 @@ class TokenStream(Protocol):
 class Generator(Protocol):
     """Generates sequences somewhere in the cluster, surviving the deaths of workers."""
 
-    def generate(
-        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> TokenStream:
+    def generate(self, request: RequestSpec, timeline: SequenceTimeline | None = None) -> TokenStream:
         """The tokens of one sequence: each index once, in order, ending after the event with a `finish_reason`.
 
-        No `terms`: without targets. `journey` is kept up to date with where the sequence is.
+        `timeline` says on what terms, and is told what happens when: where the sequence is and when each token came.
+        None: without targets.
 
         Iterating raises a subclass of `cluster.errors.GenerationError` when the sequence cannot be finished.
         """
+        ...
+
+    def limits(self) -> ServingLimits | None:
+        """None while no worker has registered yet, so that nothing is known."""
+        ...
+
+
+class ClusterView(Protocol):
+    """What operators see of the cluster and may do to it. `SchedulerClient` implements it for the routes."""
+
+    def describe_workers(self) -> list[dict[str, object]]:
+        """What is known of each live worker, as JSON values, for people and dashboards."""
+        ...
+
+    @property
+    def pools(self) -> dict[Role, int]:
+        """Workers that each pool should have by the scheduler's advice; empty while there is none."""
         ...
 
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
@@ -67,14 +76,6 @@ class Generator(Protocol):
 
         Raises `cluster.errors.UnavailableError` while nobody can be asked.
         """
-        ...
-
-    def workers(self) -> list[dict[str, object]]:
-        """What is known of each live worker, as JSON values, for people and dashboards."""
-        ...
-
-    def pools(self) -> dict[Role, int]:
-        """Workers that each pool should have by the scheduler's advice; empty while there is none."""
         ...
 
     async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
@@ -85,14 +86,10 @@ class Generator(Protocol):
         """
         ...
 
-    def limits(self) -> ServingLimits | None:
-        """None while no worker has registered yet, so that nothing is known."""
-        ...
-
 
 async def one_by_one(stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
     """The tokens of a stream; closes it."""
     async with aclosing(stream):
-        async for arrivals in stream:
-            for arrival in arrivals:
-                yield arrival.token
+        async for tokens in stream:
+            for token in tokens:
+                yield token

@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 from cluster.errors import FailedError
-from cluster.gateway.generator import Arrival, Arrivals, TokenStream
-from cluster.gateway.wakeup import Doorbell
+from cluster.gateway.generator import Tokens, TokenStream
+from cluster.gateway.wakeup import Wakeup
+from kv_transfer.messages import TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,11 @@ CLOSE_TIMEOUT_S: Final = 5.0
 _STARTED_PER_TURN: Final = 16
 
 
-class Fanout(AbstractAsyncContextManager["Fanout"], Protocol):
+class MergedStreams(AbstractAsyncContextManager["MergedStreams"], Protocol):
     """Several streams as one."""
 
-    async def next(self) -> list[tuple[int, Arrival]]:
-        """Everything that has arrived, waiting for something to arrive: (index of the stream, arrival), in order.
+    async def next(self) -> list[tuple[int, TokenEvent]]:
+        """Everything that has arrived, waiting for something to arrive: (index of the stream, token), in order.
 
         Raises what the first failing stream raised, after the tokens that came before.
         """
@@ -38,7 +39,7 @@ class Fanout(AbstractAsyncContextManager["Fanout"], Protocol):
         ...
 
 
-def fanout(streams: Sequence[TokenStream]) -> Fanout:
+def merge_streams(streams: Sequence[TokenStream]) -> MergedStreams:
     """To be entered before it is read."""
     return _Single(streams[0]) if len(streams) == 1 else _Several(streams)
 
@@ -64,13 +65,13 @@ class _Single:
         except TimeoutError:
             logger.error("a token stream did not close within %.0f s", CLOSE_TIMEOUT_S)
 
-    async def next(self) -> list[tuple[int, Arrival]]:
+    async def next(self) -> list[tuple[int, TokenEvent]]:
         try:
-            arrivals = await anext(self._stream)
+            tokens = await anext(self._stream)
         except StopAsyncIteration:
             raise _unfinished() from None
-        self._finished = _is_last(arrivals)
-        return [(0, arrival) for arrival in arrivals]
+        self._finished = _ends(tokens)
+        return [(0, token) for token in tokens]
 
     def close(self, index: int) -> None:
         pass  # leaving the block does it, and that is what follows
@@ -83,10 +84,10 @@ class _Several:
     def __init__(self, streams: Sequence[TokenStream]) -> None:
         self._streams = streams
         self._tasks: list[asyncio.Task[None]] = []
-        self._arrived: list[tuple[int, Arrival]] = []
+        self._arrived: list[tuple[int, TokenEvent]] = []
         self._finished: set[int] = set()
         self._failure: BaseException | None = None
-        self._bell = Doorbell()
+        self._wakeup = Wakeup()
 
     async def __aenter__(self) -> Self:
         try:
@@ -111,11 +112,11 @@ class _Several:
         if pending:
             logger.error("%d token streams did not close within %.0f s", len(pending), CLOSE_TIMEOUT_S)
 
-    async def next(self) -> list[tuple[int, Arrival]]:
-        await self._bell.wait()
+    async def next(self) -> list[tuple[int, TokenEvent]]:
+        await self._wakeup.wait()
         arrived, self._arrived = self._arrived, []
         if arrived and self._failure is not None:
-            self._bell.ring()
+            self._wakeup.set()
         elif self._failure is not None:
             raise self._failure
         return arrived
@@ -125,10 +126,10 @@ class _Several:
 
     async def _read(self, index: int, stream: TokenStream) -> None:
         try:
-            async for arrivals in stream:
-                self._arrived += [(index, arrival) for arrival in arrivals]
-                self._bell.ring()
-                if _is_last(arrivals):
+            async for tokens in stream:
+                self._arrived += [(index, token) for token in tokens]
+                self._wakeup.set()
+                if _ends(tokens):
                     self._finished.add(index)
         finally:
             await stream.aclose()
@@ -138,11 +139,11 @@ class _Several:
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
-            self._bell.ring()
+            self._wakeup.set()
 
 
-def _is_last(arrivals: Arrivals) -> bool:
-    return arrivals[-1].token.finish_reason is not None
+def _ends(tokens: Tokens) -> bool:
+    return tokens[-1].finish_reason is not None
 
 
 def _unfinished() -> FailedError:

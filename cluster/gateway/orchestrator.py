@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 from cluster.errors import (
@@ -24,8 +24,7 @@ from cluster.errors import (
     PoisonRequestError,
     RequestTooLargeError,
 )
-from cluster.gateway.generator import Arrivals, ServingLimits
-from cluster.gateway.journey import Journey
+from cluster.gateway.generator import ServingLimits, Tokens
 from cluster.gateway.placing import Placer, sleep_within
 from cluster.gateway.quarantine import Quarantine
 from cluster.gateway.request_state import (
@@ -39,22 +38,18 @@ from cluster.gateway.request_state import (
     WorkerSuspected,
 )
 from cluster.gateway.scheduler_client import SchedulerClient
+from cluster.gateway.timeline import SequenceTimeline
 from cluster.gateway.worker_connections import WorkerLinks
-from cluster.slo.report import SloReport
-from cluster.slo.terms import RequestTerms
 from kv_transfer.messages import (
     Cancel,
     Computing,
     Endpoint,
     FailureEvent,
-    KnownWorker,
     Message,
     Refused,
     RequestSpec,
     Reserve,
     Reserved,
-    Role,
-    SloUpdate,
     StandingRequest,
     Start,
     StepFrame,
@@ -96,90 +91,57 @@ class Orchestrator:
         config: OrchestratorConfig,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         on_slo: Callable[[bytes], None] = lambda report: None,
-        on_ended: Callable[[RequestRun], None] = lambda run: None,
     ) -> None:
-        """`on_slo` is told how requests fared at other gateways, as `publish_slo` tells those of this one's;
-        `on_ended` of each request that leaves."""
+        """`on_slo` is told how requests fared at other gateways. `scheduler`, `links` and `runs` (by request id) are
+        for others to look at."""
         self._config = config
-        self._on_ended = on_ended
-        self._runs: dict[str, RequestRun] = {}
+        self.runs: dict[str, RequestRun] = {}
         self._quarantine = Quarantine()
         self._alone_on: dict[str, set[str]] = {}  # worker: the only requests of ours that may be in its step
-        self._links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
-        self._scheduler = SchedulerClient(identity, locate_scheduler, self._on_replicas, on_slo, self._standing)
+        self.links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
+        self.scheduler = SchedulerClient(
+            identity, locate_scheduler, self.links, self._on_replicas, on_slo, self._standing
+        )
         self._placer = Placer(
-            self._scheduler, self._links, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
+            self.scheduler, self.links, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
         )
 
     def start(self) -> None:
-        self._scheduler.start()
+        self.scheduler.start()
         self._watching = asyncio.create_task(self._watch_workers(), name="watch-workers")
 
     async def stop(self) -> None:
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
-        await self._scheduler.stop()
-        await self._links.stop()
+        await self.scheduler.stop()
+        await self.links.stop()
 
     @property
     def num_running(self) -> int:
-        return len(self._runs)
+        return len(self.runs)
 
     def limits(self) -> ServingLimits | None:
         """What the connected decode workers hold; None before any worker was heard of."""
-        decodes = [info for info, _ in self._scheduler.workers.values() if info.role == "decode"]
+        decodes = [info for info, _ in self.scheduler.workers.values() if info.role == "decode"]
         if not decodes:
             return None
-        ready = any(self._links.is_up(info.worker_id) for info in decodes)
+        ready = any(self.links.is_up(info.worker_id) for info in decodes)
         reason = "" if ready else "no decode worker can be reached"
         return ServingLimits(max_model_len=max(i.max_model_len for i in decodes), ready=ready, reason=reason)
 
-    def workers(self) -> list[dict[str, object]]:
-        """Each live worker by its registration, its newest snapshot, and what the scheduler's block index knows."""
-        suspects = self._links.suspects()
-        return [
-            {
-                **asdict(info),
-                **asdict(snapshot),
-                "connected": self._links.is_up(info.worker_id),
-                "suspect": info.worker_id in suspects,
-                "index": self._scheduler.index_of(info.worker_id),
-            }
-            for info, snapshot in self._scheduler.workers.values()
-        ]
-
-    def reports(self) -> list[KnownWorker]:
-        return list(self._scheduler.workers.values())
-
-    def pools(self) -> dict[Role, int]:
-        """See `Generator`."""
-        return self._scheduler.pools
-
-    def publish_slo(self, report: SloReport) -> None:
-        """To the scheduler, which adds up what all gateways saw."""
-        self._scheduler.tell(SloUpdate(report=report.to_bytes()))
-
-    async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
-        """See `Generator`."""
-        return await self._scheduler.decisions(limit, as_text=as_text)
-
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
-        """See `Generator`."""
-        await self._scheduler.change_role(worker_id, role, drain_s)
-
     async def generate(
-        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> AsyncGenerator[Arrivals, None]:
+        self, request: RequestSpec, timeline: SequenceTimeline | None = None
+    ) -> AsyncGenerator[Tokens, None]:
         """The tokens of one sequence, each index once and in order; see `Generator`."""
-        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, terms, journey)
-        assert run.request_id not in self._runs, f"request id {run.request_id} is in use"
-        self._runs[run.request_id] = run
+        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, timeline)
+        assert run.request_id not in self.runs, f"request id {run.request_id} is in use"
+        self.runs[run.request_id] = run
         try:
             while not run.ended:
                 try:
                     async with contextlib.aclosing(self._attempt(run)) as arriving:
-                        async for arrivals in arriving:
-                            yield arrivals
+                        async for tokens in arriving:
+                            yield tokens
                 except AttemptFailedError as failure:
                     if ready := run.take_ready():  # the next attempt goes on behind them
                         yield ready
@@ -193,7 +155,7 @@ class Orchestrator:
 
     # --- one attempt ---
 
-    async def _attempt(self, run: RequestRun) -> AsyncGenerator[Arrivals, None]:
+    async def _attempt(self, run: RequestRun) -> AsyncGenerator[Tokens, None]:
         await self._quarantine.admit(run)
         placement = await self._placer.place(run)
         if not self._quarantine.allows(run):
@@ -205,13 +167,14 @@ class Orchestrator:
             run.state = RequestState.RESERVING
             await self._post(run, placement.decode, Reserve(request=spec))
             reserved = await self._await_reservation(run)
+            run.timeline.reserved()
             await self._post(run, placement.prefill, Start(request=spec, ticket=reserved.ticket))
         run.state = RequestState.PREFILLING
-        run.journey.started()
+        run.timeline.started()
         while True:
             while ready := run.take_ready():
                 yield ready
-                if ready[-1].token.finish_reason is not None:
+                if ready[-1].finish_reason is not None:
                     return
             while run.inbox:
                 self._read_news(run)
@@ -233,7 +196,7 @@ class Orchestrator:
                 case WorkerLost(worker_id, in_order) if run.concerns(worker_id):
                     raise AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault")
                 case WorkerSuspected(worker_id) if self._may_leave(run, worker_id):
-                    if self._links.is_silent(worker_id):
+                    if self.links.is_silent(worker_id):
                         raise AttemptFailedError("the worker is silent", worker_id, "silent")
                     raise AttemptFailedError("the worker's step does not end", worker_id, "hung")
                 case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
@@ -256,7 +219,7 @@ class Orchestrator:
         if run.state is RequestState.DECODING:
             limit = min(limit, time.monotonic() + self._config.stall_s)
         try:
-            await run.bell.wait(limit)
+            await run.wakeup.wait(limit)
         except TimeoutError:
             if time.monotonic() >= run.deadline:
                 raise DeadlineError(
@@ -288,7 +251,7 @@ class Orchestrator:
         # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
         for touched in list(run.touched):
             if not self._placer.is_decode(touched) or touched == worker_id:
-                self._links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
+                self.links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
                 run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         run.next_attempt(worker_id, failure.cause)
         if run.num_faults >= self._config.max_attempts:
@@ -300,45 +263,47 @@ class Orchestrator:
     async def _post(self, run: RequestRun, worker_id: str, message: Reserve | Start) -> None:
         """A long prompt waits for the link to take those before it: 128 choices of one would be taken for a backlog."""
         if message.request.num_tokens <= _LONG_PROMPT_TOKENS:
-            posted = self._links.post(worker_id, message)
+            posted = self.links.post(worker_id, message)
         else:
             try:
                 async with asyncio.timeout(run.deadline - time.monotonic()):
-                    posted = await self._links.post_large(worker_id, message)
+                    posted = await self.links.post_large(worker_id, message)
             except TimeoutError:
                 raise DeadlineError("The request's worker did not take it before its deadline.") from None
         if not posted:
             raise AttemptFailedError("the worker is gone", worker_id)
 
     def _forget(self, run: RequestRun) -> None:
-        del self._runs[run.request_id]
-        run.bell.close()
+        del self.runs[run.request_id]
+        run.wakeup.close()
         self._quarantine.ended(run)
-        self._scheduler.ended(run.request_id, run.num_output_tokens)
-        self._on_ended(run)
+        self.scheduler.ended(run.request_id, run.num_output_tokens)
         finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
         if finished_by_decode and run.attempt == run.request.attempt:
             return  # every worker let go of it by itself
         for worker_id in run.touched:
-            self._links.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
+            self.links.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
 
     def _standing(self) -> list[StandingRequest]:
-        return [standing for run in self._runs.values() if (standing := run.standing()) is not None]
+        return [standing for run in self.runs.values() if (standing := run.standing()) is not None]
 
     # --- what comes in ---
 
     def _on_replicas(self, workers: list[WorkerInfo]) -> None:
-        self._links.update(workers)
+        self.links.update(workers)
         self._placer.replicas_changed()
 
     def _on_message(self, worker_id: str, message: Message) -> None:
         match message:
-            case StepFrame(tokens=tokens, failures=failures):
+            case StepFrame(tokens=tokens, failures=failures, handoffs=handoffs):
                 now = time.monotonic()
                 for token in tokens:
                     self._deliver_token(worker_id, token, now)
                 if tokens:
                     self._quarantine.heard(worker_id)
+                for handoff in handoffs:
+                    if (run := self.runs.get(handoff.request_id)) is not None:
+                        run.timeline.handed_off(handoff.attempt, handoff.exposed_s)
                 self._look_who_failed(worker_id, failures)
                 for failure in failures:
                     self._deliver(failure.request_id, FromWorker(worker_id, failure))
@@ -349,7 +314,7 @@ class Orchestrator:
             case Refused(request_id=request_id):
                 self._deliver(request_id, FromWorker(worker_id, message))
             case StepOverdue(is_overdue=is_overdue):
-                self._links.step_overdue(worker_id, is_overdue)
+                self.links.step_overdue(worker_id, is_overdue)
                 if is_overdue and self._quarantine.had(worker_id):
                     self._lost_in_a_step(worker_id)
                 self._tell_of_suspects()
@@ -357,17 +322,17 @@ class Orchestrator:
                 logger.warning("worker %s sent %s to a gateway", worker_id, type(message).__name__)
 
     def _deliver_token(self, worker_id: str, token: TokenEvent, now: float) -> None:
-        run = self._runs.get(token.request_id)
+        run = self.runs.get(token.request_id)
         if run is None:
             return
         was_prefilling = run.state is RequestState.PREFILLING
         if run.take(worker_id, token, now) and was_prefilling:
-            self._scheduler.first_token(run.request_id)
+            self.scheduler.first_token(run.request_id)
         if run.alone:
             self._quarantine.came(run)
 
     def _deliver(self, request_id: str, event: FromWorker) -> None:
-        run = self._runs.get(request_id)
+        run = self.runs.get(request_id)
         if run is not None:
             run.tell(event)
 
@@ -377,9 +342,9 @@ class Orchestrator:
             self._tell_of_suspects()
 
     def _tell_of_suspects(self) -> None:
-        for worker_id in self._links.suspects():
+        for worker_id in self.links.suspects():
             told = WorkerSuspected(worker_id)
-            for run in self._runs.values():
+            for run in self.runs.values():
                 if run.concerns(worker_id) and told not in run.inbox:
                     run.tell(told)
 
@@ -389,25 +354,25 @@ class Orchestrator:
 
     def _has_another(self, run: RequestRun, worker_id: str) -> bool:
         """Whether a decode worker could take the request, the prompt included: if not, waiting is better."""
-        suspects = self._links.suspects()
+        suspects = self.links.suspects()
         if worker_id not in suspects:
             return False
         length = len(run.request.prompt_token_ids) + run.request.params.max_tokens
         return any(
             info.role == "decode"
             and info.worker_id not in suspects
-            and self._links.is_up(info.worker_id)
+            and self.links.is_up(info.worker_id)
             and not snapshot.draining
             and info.max_model_len >= length
-            for info, snapshot in self._scheduler.workers.values()
+            for info, snapshot in self.scheduler.workers.values()
         )
 
     def _on_worker_lost(self, worker_id: str, in_order: bool) -> None:
-        self._scheduler.worker_lost(worker_id)
+        self.scheduler.worker_lost(worker_id)
         if not in_order:
             self._lost_in_a_step(worker_id)
         self._alone_on.pop(worker_id, None)
-        for run in self._runs.values():
+        for run in self.runs.values():
             if run.concerns(worker_id):
                 run.tell(WorkerLost(worker_id, in_order))
 
@@ -415,7 +380,7 @@ class Orchestrator:
 
     def _note_computing(self, worker_id: str, sequences: list[tuple[str, int]], alone: bool) -> None:
         for request_id, attempt in sequences:
-            run = self._runs.get(request_id)
+            run = self.runs.get(request_id)
             if run is not None and run.attempt == attempt:
                 run.computing_on.add(worker_id)
         if alone:
@@ -430,13 +395,13 @@ class Orchestrator:
 
     def _lost_in_a_step(self, worker_id: str) -> None:
         """It died, or hangs: whoever was in its step may be the reason."""
-        runs = [run for run in self._runs.values() if run.concerns(worker_id) and self._is_in_step(run, worker_id)]
+        runs = [run for run in self.runs.values() if run.concerns(worker_id) and self._is_in_step(run, worker_id)]
         if self._quarantine.lost(worker_id, runs):
             self._end_guilty()
         self._recall_copies()
 
     def _recall_copies(self) -> None:
-        for run in self._runs.values():
+        for run in self.runs.values():
             if self._quarantine.recall(run, run.computing_on):
                 run.tell(Recalled(run.attempt))
 
@@ -444,7 +409,7 @@ class Orchestrator:
         broke: list[RequestRun] = []
         found = False
         for failure in failures:
-            run = self._runs.get(failure.request_id)
+            run = self.runs.get(failure.request_id)
             if run is None or run.attempt != failure.attempt or not run.concerns(worker_id):
                 continue
             if failure.cause == "broke":
@@ -461,7 +426,7 @@ class Orchestrator:
 
     def _end_guilty(self) -> None:
         """Also the copies that have done nothing yet."""
-        for run in self._runs.values():
+        for run in self.runs.values():
             if self._quarantine.is_guilty(run):
                 run.tell(FoundGuilty())
 

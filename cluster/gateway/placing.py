@@ -1,19 +1,23 @@
 """From a request to workers that can be reached: asks the scheduler, again where a request may not be turned away.
 
-Knows nothing of what the workers are told then.
+Names the blocks of its prompt first, as workers name theirs, so that the scheduler can tell who holds its beginning.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
+from typing import Final
 
 from cluster.errors import DeadlineError, OverloadedError, UnavailableError
-from cluster.gateway.prompt_hashes import name_prompt, naming_block_size
 from cluster.gateway.request_state import AttemptFailedError, RequestRun
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerLinks
-from kv_transfer.messages import Placement
+from engine.kv.prefix import block_hashes
+from kv_transfer.messages import MAX_HASHES, Placement, RequestSpec, WorkerInfo
+
+_AT_ONCE: Final = 8192  # tokens, of which the names take about half a millisecond; more are named in a thread
 
 
 class Placer:
@@ -37,9 +41,10 @@ class Placer:
 
     async def place(self, run: RequestRun) -> Placement:
         """Ask until there is an answer; only a request that has not started yet is turned away."""
+        run.timeline.asked(run.attempt)
         if run.attempt == run.request.attempt:
             block_size = naming_block_size(info for info, _ in self._scheduler.workers.values())
-            run.prefix_hashes = b"" if block_size is None else await name_prompt(run.request, block_size)
+            run.timeline.prefix_hashes = b"" if block_size is None else await name_prompt(run.request, block_size)
         placement = await self._ask(run)
         run.placed(placement)
         needed = {placement.decode} | ({placement.prefill} if placement.prefill else set())
@@ -76,3 +81,18 @@ async def sleep_within(run: RequestRun, seconds: float, early: asyncio.Event | N
         await asyncio.wait_for(early.wait(), seconds)
     except TimeoutError:
         return
+
+
+def naming_block_size(workers: Iterable[WorkerInfo]) -> int | None:
+    """Of those who compute prompts; None without any worker. Where they differ, of the largest group."""
+    sizes = [(info.role == "prefill", info.block_size) for info in workers]
+    return max(set(sizes), key=lambda size: (size[0], sizes.count(size), size[1]))[1] if sizes else None
+
+
+async def name_prompt(request: RequestSpec, block_size: int) -> bytes:
+    """The names of the prompt's full blocks, joined, up to the last one that may be found cached: of a prompt that is
+    cached whole, the last token is computed all the same."""
+    tokens = request.prompt_token_ids[: len(request.prompt_token_ids) - 1][: MAX_HASHES * block_size]
+    if len(tokens) <= _AT_ONCE:
+        return b"".join(block_hashes(tokens, block_size, request.cache_salt))
+    return b"".join(await asyncio.to_thread(block_hashes, tokens, block_size, request.cache_salt))

@@ -63,6 +63,10 @@ class Quarantine:
         self._records: OrderedDict[bytes, _Record] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()  # workers, and silent ones until they are heard
 
+    def __len__(self) -> int:
+        """How many requests, with their copies, something is held against."""
+        return len(self._records)
+
     async def admit(self, run: RequestRun) -> None:
         """Before each attempt: waits while a copy is tried. Raises PoisonRequestError, or DeadlineError."""
         while (record := self._record_of(run)) is not None:
@@ -122,7 +126,7 @@ class Quarantine:
             fingerprint: [] for fingerprint, record in self._records.items() if worker_id in record.was_on
         }
         for run in runs:
-            copies.setdefault(self._fingerprint(run), []).append(run)
+            copies.setdefault(self.fingerprint(run), []).append(run)
         for fingerprint, suspects in copies.items():
             record = self._open(fingerprint)
             record.num_losses += 1
@@ -140,11 +144,11 @@ class Quarantine:
 
     def suspect(self, run: RequestRun) -> None:
         """A step of it and others failed."""
-        self._open(self._fingerprint(run)).suspects.add(run.request_id)
+        self._open(self.fingerprint(run)).suspects.add(run.request_id)
 
     def raised(self, worker_id: str, run: RequestRun) -> bool:
         """Its steps fail there, and not others'. Whether it is guilty now."""
-        record = self._open(self._fingerprint(run))
+        record = self._open(self.fingerprint(run))
         record.suspects.add(run.request_id)
         record.on_trial = record.on_trial or run.request_id
         record.raised_on.add(worker_id)
@@ -172,7 +176,7 @@ class Quarantine:
             record.on_trial = None
         record.one_is_cleared |= is_cleared
         if is_cleared and not (record.suspects or record.is_guilty):
-            del self._records[self._fingerprint(run)]
+            del self._records[self.fingerprint(run)]
         record.note_change()
 
     @staticmethod
@@ -195,13 +199,14 @@ class Quarantine:
     def _record_of(self, run: RequestRun) -> _Record | None:
         if not self._records:
             return None  # as always: nobody's prompt need be hashed
-        record = self._records.get(self._fingerprint(run))
+        record = self._records.get(self.fingerprint(run))
         if record is not None and record.expires_at < time.monotonic() and not record.suspects:
-            del self._records[self._fingerprint(run)]
+            del self._records[self.fingerprint(run)]
             return None
         return record
 
-    def _fingerprint(self, run: RequestRun) -> bytes:
+    def fingerprint(self, run: RequestRun) -> bytes:
+        """The same for all copies of a request, and unknown to whoever lacks this gateway's key."""
         if run.fingerprint is None:
             request = run.request
             wishes = repr((request.cache_salt, replace(request.params, seed=0))).encode()

@@ -1,21 +1,35 @@
 """What a cluster served and on what, as lines of JSON: the first describes the cluster, each further one a request.
 
-Written in order of arrival. Knows the format alone; not who writes it when, nor what is made of it.
+A gateway's `RequestRecorder` writes a line for each choice of a request when it has been answered; `read_log` reads
+them for `python -m cluster whatif`. Each file begins with the workers' own costs; what ends before they are known waits
+until then. Blocks are named by keyed hashes, so that nobody can tell from a log whether a guessed text was sent.
 """
 
 from __future__ import annotations
 
+import hashlib
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from cluster.gateway.line_log import MAX_BYTES, LineLog
+from cluster.gateway.placing import naming_block_size
+from cluster.gateway.timeline import RequestTimeline, SequenceTimeline
 from cluster.slo.classes import SloConfig
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost
+from engine.kv.prefix import HASH_BYTES
+from kv_transfer.messages import KnownWorker, Role
+from kv_transfer.worker.cost_report import reported_cost, reported_noise
 
 T = TypeVar("T")
+
+_ANY_NUMBER: Final = 100_000  # of sequences, where a worker does not bound it
+_NAME_BYTES: Final = 8  # of a block's hash: enough to tell the blocks of a log apart
 
 
 class RequestLogError(ValueError):
@@ -102,3 +116,88 @@ def _parsed(adapter: TypeAdapter[T], path: Path, number: int, line: str) -> T:
         where = ".".join(map(str, first["loc"])) or "the line"
         what = "the cluster" if number == 1 else "a request"
         raise RequestLogError(f"{path}, line {number} does not describe {what}: {where}: {first['msg']}") from error
+
+
+class RequestRecorder:
+    """`workers()` gives the live ones. Several gateways of one machine and one `secret` may share a file."""
+
+    def __init__(
+        self,
+        path: Path,
+        slo: SloConfig,
+        workers: Callable[[], Iterable[KnownWorker]],
+        *,
+        secret: bytes,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._file = LineLog(path, max_bytes, self._head)
+        self._slo = slo
+        self._workers = workers
+        self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        """Called when the request has been answered: a line for each of its choices."""
+        offset_s = time.time() - time.monotonic()
+        logged = (logged_request(sequence, offset_s, self._key) for sequence in timeline.sequences)
+        self._file.append([request_line(line) for line in logged if line is not None])
+
+    def _head(self) -> str | None:
+        cluster = logged_cluster(self._workers(), self._slo)
+        return None if cluster is None else cluster_line(cluster)
+
+
+def logged_request(sequence: SequenceTimeline, clock_offset_s: float, key: bytes) -> LoggedRequest | None:
+    """None for one whose client left before it was sent anything. A request that was cut short counts with the
+    tokens that it had. `key`: of the hashes that name its blocks."""
+    if sequence.ttft_s is None and sequence.end != "failed":
+        return None
+    hashes = sequence.prefix_hashes
+    return LoggedRequest(
+        request_id=sequence.request_id,
+        arrival_s=sequence.terms.arrived_at + clock_offset_s,
+        prompt_tokens=sequence.num_prompt_tokens,
+        output_tokens=0 if sequence.ttft_s is None else len(sequence.token_times),
+        hashes=tuple(_name(hashes[at : at + HASH_BYTES], key) for at in range(0, len(hashes), HASH_BYTES)),
+        slo_class=sequence.terms.slo.slo_class,
+        ttft_s=sequence.ttft_s,
+        tpot_s=sequence.tpot_s,
+    )
+
+
+def _name(block_hash: bytes, key: bytes) -> str:
+    return hashlib.blake2b(block_hash, key=key, digest_size=_NAME_BYTES).hexdigest()
+
+
+def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig) -> LoggedCluster | None:
+    """None as long as a pool's workers have not reported what their steps cost."""
+    workers = list(workers)
+    pools: dict[Role, list[KnownWorker]] = {
+        role: [w for w in workers if w[0].role == role] for role in ("prefill", "decode")
+    }
+    prefill, decode = (_logged_worker(pools[role]) for role in ("prefill", "decode"))
+    block_size = naming_block_size(info for info, _ in workers)
+    if decode is None or block_size is None or (prefill is None and pools["prefill"]):
+        return None
+    return LoggedCluster(
+        num_prefill=len(pools["prefill"]),
+        num_decode=len(pools["decode"]),
+        prefill=prefill,
+        decode=decode,
+        block_size=block_size,
+        slo=slo,
+    )
+
+
+def _logged_worker(pool: list[KnownWorker]) -> LoggedWorker | None:
+    """The first that reports its costs stands for its pool."""
+    for info, snapshot in pool:
+        cost = reported_cost(info.role, snapshot.step_cost)
+        if cost is not None:
+            return LoggedWorker(
+                cost=cost,
+                kv_tokens=info.num_blocks // info.layer_groups * info.block_size,
+                token_budget=info.chunk_tokens or info.max_model_len,
+                max_num_seqs=info.max_num_seqs or _ANY_NUMBER,
+                noise=reported_noise(info.role, snapshot.step_cost),
+            )
+    return None

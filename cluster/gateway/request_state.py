@@ -11,12 +11,10 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
+from typing import Final, Literal
 
-from cluster.gateway.generator import Arrival, Arrivals
-from cluster.gateway.journey import Journey
-from cluster.gateway.wakeup import Doorbell
-from cluster.slo.terms import RequestTerms
+from cluster.gateway.timeline import SequenceEnd, SequenceTimeline
+from cluster.gateway.wakeup import Wakeup
 from kv_transfer.messages import (
     FailureCause,
     FailureEvent,
@@ -40,7 +38,11 @@ class RequestState(Enum):
     CANCELLED = "the client is gone (terminal)"
 
 
-TERMINAL = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
+TERMINAL: Final[dict[RequestState, SequenceEnd]] = {
+    RequestState.FINISHED: "finished",
+    RequestState.FAILED: "failed",
+    RequestState.CANCELLED: "cancelled",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +100,18 @@ class AttemptFailedError(Exception):
 class RequestRun:
     """One request from arrival to its terminal state."""
 
-    def __init__(
-        self,
-        request: RequestSpec,
-        deadline: float,
-        terms: RequestTerms | None = None,
-        journey: Journey | None = None,
-    ) -> None:
+    def __init__(self, request: RequestSpec, deadline: float, timeline: SequenceTimeline | None = None) -> None:
         self.request = request
         self.deadline = deadline
-        self.terms = terms or RequestTerms()
-        self.journey = journey or Journey()
+        self.timeline = timeline or SequenceTimeline(request=request)
+        self.terms = self.timeline.terms
         self.state = RequestState.PLACING
         self.attempt = request.attempt
         self.emitted: list[int] = list(request.output_token_ids)
         self.ended = False
-        self.ready: Arrivals = []  # merged, and not yet given on
+        self.ready: list[TokenEvent] = []  # merged, and not yet given on
         self.inbox: deque[RunEvent] = deque()  # what else came
-        self.bell = Doorbell()  # rung when either grows
+        self.wakeup = Wakeup()  # set when either grows
         self.placement: Placement | None = None
         self.touched: set[str] = set()  # workers that may hold something for it
         self.decode_took_over = False  # decode has emitted in this attempt: prefill's fate matters no more
@@ -127,11 +123,7 @@ class RequestRun:
         self.alone = False
         self.num_raised = 0  # attempts that failed by its own doing
         self.fingerprint: bytes | None = None
-        self.prefix_hashes = b""  # of the prompt's blocks, as the workers name them
-        self.first_token_at: float | None = None
-        self.last_token_at = 0.0
         self._num_before = len(self.emitted)  # tokens, of earlier attempts
-        self._decoding_since: float | None = None  # in this attempt
         self._early: dict[int, TokenEvent] = {}  # of this attempt, ahead of the next index
 
     @property
@@ -141,32 +133,32 @@ class RequestRun:
     def tell(self, event: RunEvent) -> None:
         """Anything but a token has come."""
         self.inbox.append(event)
-        self.bell.ring()
+        self.wakeup.set()
 
     def take(self, worker_id: str, event: TokenEvent, now: float) -> bool:
         """A token has come; whether it made any ready to go out."""
         ready = self.merge(worker_id, event)
         if not ready:
             return False
-        self.came(now)
-        self.ready.extend(Arrival(now, token) for token in ready)
-        self.bell.ring()
+        for _ in ready:
+            self.timeline.token(now)
+        self.ready += ready
+        self.wakeup.set()
         return True
 
-    def take_ready(self) -> Arrivals:
+    def take_ready(self) -> list[TokenEvent]:
         ready, self.ready = self.ready, []
         return ready
-
-    def came(self, now: float) -> None:
-        """Tokens were ready to go out."""
-        self.first_token_at = self.first_token_at or now
-        self._decoding_since = self._decoding_since or now
-        self.last_token_at = now
 
     @property
     def num_of_attempt(self) -> int:
         """Tokens that this attempt has brought."""
         return len(self.emitted) - self._num_before
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that have come before one that precedes them."""
+        return len(self._early)
 
     @property
     def num_output_tokens(self) -> int | None:
@@ -178,6 +170,7 @@ class RequestRun:
         assert state in TERMINAL
         if not self.ended:
             self.state, self.ended = state, True
+            self.timeline.ended(TERMINAL[state])
 
     def spec(self) -> RequestSpec:
         """The request as this attempt should run it: going on from what was emitted."""
@@ -197,7 +190,7 @@ class RequestRun:
             ttft_s=self.terms.slo.ttft_s,
             tpot_s=self.terms.slo.tpot_s,
             waited_s=max(0.0, time.monotonic() - self.terms.arrived_at),
-            prefix_hashes=self.prefix_hashes,
+            prefix_hashes=self.timeline.prefix_hashes,
         )
 
     def standing(self) -> StandingRequest | None:
@@ -205,7 +198,7 @@ class RequestRun:
         if self.placement is None or self.ended:
             return None
         now = time.monotonic()
-        first_after_s = (self.first_token_at or now) - self.terms.arrived_at
+        first_after_s = (self.timeline.first_token_at or now) - self.terms.arrived_at
         num_emitted = self.num_of_attempt
         asked = self.place_query(prefer_decode=None)
         return StandingRequest(
@@ -219,13 +212,13 @@ class RequestRun:
             prefill=self.placement.prefill,
             decode=self.placement.decode,
             num_emitted=num_emitted,
-            since_first_s=now - (self._decoding_since or now),
+            since_first_s=now - (self.timeline.decoding_since or now),
             late=self.terms.slo.ttft_s is not None and first_after_s > self.terms.slo.ttft_s,
         )
 
     def placed(self, placement: Placement) -> None:
         self.placement = placement
-        self.journey.placed(placement)
+        self.timeline.placed(placement)
         self.touched.add(placement.decode)
         if placement.prefill is not None:
             self.touched.add(placement.prefill)
@@ -250,7 +243,8 @@ class RequestRun:
         self.placement = None
         self.decode_took_over = False
         self.computing_on.clear()
-        self._num_before, self._decoding_since = len(self.emitted), None
+        self._num_before = len(self.emitted)
+        self.timeline.attempt_failed(cause)
         self._early.clear()
 
     def _suspects(self, failed_worker: str | None, cause: AttemptEnd) -> set[str]:
@@ -278,7 +272,7 @@ class RequestRun:
             self.state = RequestState.DECODING
             self.emitted.append(head.token_id)
             if head.waited_s is not None:
-                self.journey.worker_wait_s = head.waited_s
+                self.timeline.waited(head.waited_s)
             ready.append(head)
             if head.finish_reason is not None:
                 self.end(RequestState.FINISHED)

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
-from cluster.gateway.worker_connections import SILENCE_S
+from cluster.gateway.worker_connections import SILENCE_S, WorkerLinks
 from cluster.scheduler.role_changes import require_ordered
+from cluster.slo.report import SloReport
 from kv_transfer.connections.connection import Connection, connect
 from kv_transfer.messages import (
     AskDecisions,
@@ -63,20 +64,25 @@ class _Question:
 
 
 class SchedulerClient:
-    """Places requests and keeps the newest list of workers. `on_replicas` is called with each new list, `on_slo` with
-    how requests fared at other gateways. A scheduler that is new to it is told which requests are `standing`: on their
-    workers, whoever placed them."""
+    """Places requests, keeps the newest list of workers, and is the `ClusterView` of the routes for operators.
+
+    `on_replicas` is called with each new list, `on_slo` with how requests fared at other gateways. A scheduler that is
+    new to it is told which requests are `standing`: on their workers, whoever placed them. `links` tell which workers
+    can be reached.
+    """
 
     def __init__(
         self,
         identity: Identity,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        links: WorkerLinks,
         on_replicas: Callable[[list[WorkerInfo]], None],
         on_slo: Callable[[bytes], None] = lambda report: None,
         standing: Callable[[], list[StandingRequest]] = list,
     ) -> None:
         self._identity = identity
         self._locate_scheduler = locate_scheduler
+        self._links = links
         self._on_replicas = on_replicas
         self._on_slo = on_slo
         self._standing = standing
@@ -133,7 +139,39 @@ class SchedulerClient:
         assert isinstance(answer, RoleAnswer)
         require_ordered(answer)
 
-    def index_of(self, worker_id: str) -> dict[str, object] | None:
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing has come from the scheduler; 0 while there is no connection."""
+        return 0.0 if self._connection is None else self._connection.silent_s
+
+    def reports(self) -> list[KnownWorker]:
+        """Each live worker's registration and newest snapshot."""
+        return list(self.workers.values())
+
+    def describe_workers(self) -> list[dict[str, object]]:
+        """Each live worker by its registration, its newest snapshot, the gateway's connection to it, and what the
+        scheduler's block index knows."""
+        suspects = self._links.suspects()
+        return [
+            {
+                **asdict(info),
+                **asdict(snapshot),
+                "connected": self._links.is_up(info.worker_id),
+                "suspect": info.worker_id in suspects,
+                "index": self._index_of(info.worker_id),
+            }
+            for info, snapshot in self.workers.values()
+        ]
+
+    def publish_slo(self, report: SloReport) -> None:
+        """To the scheduler, which adds up what all gateways saw."""
+        self.tell(SloUpdate(report=report.to_bytes()))
+
+    def _index_of(self, worker_id: str) -> dict[str, object] | None:
         """What the scheduler knows of a worker's blocks; None where it has not told."""
         report = self.indexes.get(worker_id)
         if report is None:

@@ -9,25 +9,25 @@ import asyncio
 import math
 
 
-class Doorbell:
+class Wakeup:
     """Belongs to one event loop and one waiting task. Deadlines are on `time.monotonic`'s clock, as the loop's are."""
 
     def __init__(self) -> None:
-        self._rung = False
+        self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
         self._deadline = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """End the wait, or the next one."""
-        self._rung = True
+        self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self, deadline: float = math.inf) -> None:
-        """Until it has rung since the last wait ended. Raises TimeoutError."""
-        if not self._rung:
+        """Until it has been set since the last wait ended. Raises TimeoutError."""
+        if not self._is_set:
             loop = asyncio.get_running_loop()
             self._deadline = deadline
             if deadline < self._timer_at:
@@ -37,7 +37,11 @@ class Doorbell:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._rung = False
+        self._is_set = False
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._waiter is not None
 
     def close(self) -> None:
         """Nobody waits any more."""

@@ -1,6 +1,7 @@
-"""What every endpoint of one gateway may use: the generator, the tokenizer, the settings, the metrics.
+"""What every endpoint of one gateway may use: the generator, the view of the cluster, the tokenizer, the settings, the
+metrics. Routes ask for it as an `ApiOf` parameter.
 
-Knows nothing of HTTP's shapes; owns the counts of sequences in flight and of output that waits to be read.
+Owns the counts of sequences in flight and of output that waits to be read.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
 
 from cluster.config.settings import GatewaySettings
 from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
-from cluster.gateway.generator import Generator, ServingLimits
-from cluster.http.tenants import Tenants
+from cluster.gateway.generator import ClusterView, Generator, ServingLimits
+from cluster.gateway.timeline import RequestTimeline
+from cluster.http.terms import Tenants
 from cluster.http.turns import Turns
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
@@ -67,10 +72,28 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """What clients that are slow, or gone without a word, can hold of a gateway.
+
+    A body must have arrived within `body_timeout_s`. Of all bodies that have not, `max_arriving_bytes` are held, and at
+    least the largest that one may have; beyond that the one that has been on its way longest gives way. Output that
+    waits to be read is bounded by `max_unread_bytes`; beyond it the answer with most of it is ended, as is one of which
+    the client takes nothing for `unread_timeout_s`.
+    """
+
+    body_timeout_s: float = 30.0
+    max_arriving_bytes: int = 64 * 2**20
+    unread_timeout_s: float = 30.0
+    max_unread_bytes: int = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """Handed to every endpoint through `request.app.state.api`."""
+    """Handed to every endpoint as an `ApiOf` parameter. `on_ended` is told of each request that was generated,
+    for the request log."""
 
     generator: Generator
+    cluster: ClusterView
     tokenizer: Tokenizer
     model_name: str
     settings: GatewaySettings
@@ -79,8 +102,23 @@ class Api:
     tenants: Tenants
     in_flight: InFlight
     unread: Unread
+    limits: HttpLimits = HttpLimits()
     turns: Turns = field(default_factory=Turns)
+    on_ended: Callable[[RequestTimeline], None] = lambda timeline: None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @contextmanager
+    def following(self, timeline: RequestTimeline) -> Iterator[None]:
+        """Around the generation of a request: however it ends, its one timeline goes to all who tell of it."""
+        self.slo.follow(timeline)
+        with self.metrics.running():
+            try:
+                yield
+            finally:
+                timeline.ended()
+                self.metrics.record(timeline)
+                self.slo.ended(timeline)
+                self.on_ended(timeline)
 
     def require_model(self, name: str) -> None:
         """Raises NotFoundError unless `name` is the model served here."""
@@ -99,3 +137,12 @@ class Api:
                 "No worker has reported yet, so nothing can be generated. Try again shortly.", retry_after_s=2.0
             )
         return limits
+
+
+async def _api(request: Request) -> Api:
+    api: Api = request.app.state.api
+    return api
+
+
+ApiOf = Annotated[Api, Depends(_api)]
+"""A route's parameter: what its gateway gives every endpoint."""

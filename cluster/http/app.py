@@ -9,11 +9,7 @@ from fastapi import FastAPI
 
 from cluster.http.api import Api
 from cluster.http.body import BodyLimit
-from cluster.http.endpoints import chat as http_chat
-from cluster.http.endpoints import completions as http_completions
-from cluster.http.endpoints import decisions as http_decisions
-from cluster.http.endpoints import service as http_service
-from cluster.http.endpoints import slo as http_slo
+from cluster.http.endpoints import chat, completions, operators, service
 from cluster.http.error_responses import install_error_handlers
 
 
@@ -22,15 +18,15 @@ def create_app(api: Api) -> FastAPI:
     # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere.
     app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False)
     app.state.api = api
-    for module in (http_chat, http_completions, http_decisions, http_service, http_slo):
+    for module in (chat, completions, operators, service):
         app.include_router(module.router)
     install_error_handlers(app)
     api.metrics.watch_unread(lambda: api.unread.num_bytes)
-    settings = api.settings
+    max_bytes = api.settings.max_body_bytes
     app.add_middleware(
         BodyLimit,
-        max_bytes=settings.max_body_bytes,
-        max_arriving_bytes=settings.max_arriving_bytes,
-        timeout_s=settings.body_timeout_s,
+        max_bytes=max_bytes,
+        max_arriving_bytes=max(api.limits.max_arriving_bytes, max_bytes),
+        timeout_s=api.limits.body_timeout_s,
     )
     return app

@@ -22,9 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError, InvalidRequestError, UnavailableError
 from cluster.http.api import Api
-from cluster.http.connection import note_connection
+from cluster.http.connection import note_arrival, note_connection
 from cluster.http.error_responses import error_response, from_validation
-from cluster.http.terms import note_arrival
 from cluster.http.turns import Turns
 
 MAX_VALUES: Final = 2**18  # in a body: the parser holds the interpreter's lock for up to 60 ms for as many

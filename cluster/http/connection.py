@@ -15,13 +15,16 @@ import fcntl
 import socket
 import struct
 import termios
+import time
 from contextlib import suppress
 from typing import Any, Final
 
+from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 _CONNECTION: Final = "legato.connection"
 ACCEPTED_PER_TURN: Final = 16  # a turn that accepts any tries them all: a few microseconds each
+_ARRIVED_AT: Final = "legato.arrived_at"
 
 
 class Connection:
@@ -79,3 +82,14 @@ def accept_many() -> None:
 
     server_class: Any = uvicorn.Server
     server_class.serve = serve_many
+
+
+def note_arrival(scope: Scope) -> None:
+    """The request has just come in; its body has not been read."""
+    scope[_ARRIVED_AT] = time.monotonic()
+
+
+def arrival(request: Request) -> float:
+    """When that was, by `time.monotonic()`."""
+    arrived_at: float = request.scope[_ARRIVED_AT]
+    return arrived_at

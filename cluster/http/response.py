@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Final
 
@@ -19,16 +19,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, DeadlineError, FailedError
+from cluster.gateway.merged_streams import merge_streams
+from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.connection import Connection, connection_of
-from cluster.http.openai.choice import Delta
+from cluster.http.openai.choice import Choice, Delta
 from cluster.http.openai.sse import Shape, dumps, dumps_large
-from cluster.http.streaming import Generation
+from cluster.http.parse import Job
 from cluster.http.unread import PIECE_BYTES, Outbox
-from cluster.metrics.requests import RequestTimeline
+from cluster.slo.account import outcome_of
 from cluster.slo.classes import CLASS_HEADER
 from cluster.slo.report import Outcome
-from cluster.slo.request_watch import outcome_of
+from kv_transfer.messages import TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -38,36 +40,99 @@ _LOOKS_PER_TIMEOUT: Final = 8  # at whether a client takes anything
 _LARGE_BYTES: Final = 64 * 2**10  # of JSON, which take about a millisecond
 
 
+class Generation:
+    """Runs the sequences of a job."""
+
+    def __init__(self, job: Job, api: Api, timeline: RequestTimeline) -> None:
+        self._api = api
+        self.timeline = timeline
+        timeline.parsed(job.specs, job.num_prompt_tokens)
+        self.job = job
+        text_ends = [api.tokenizer.text_end(prompt.token_ids) for prompt in job.prompts]  # once for all its choices
+        self.choices = [
+            Choice(
+                api.tokenizer,
+                text_ends[index // job.num_choices],
+                spec.params,
+                job.stop,
+                return_token_ids=job.return_token_ids,
+            )
+            for index, spec in enumerate(job.specs)
+        ]
+
+    async def batches(self) -> AsyncGenerator[dict[int, Delta], None]:
+        """What has become certain, by choice; several tokens that arrived together are one delta.
+
+        Raises GenerationError. Closing it closes every sequence on every worker.
+        """
+        remaining = len(self.choices)
+        streams = [
+            self._api.generator.generate(spec, sequence)
+            for spec, sequence in zip(self.job.specs, self.timeline.sequences, strict=True)
+        ]
+        async with merge_streams(streams) as reader:
+            while remaining:
+                batch: dict[int, Delta] = {}
+                for index, event in await reader.next():
+                    choice = self.choices[index]
+                    if choice.finish_reason is not None:
+                        continue  # arrived together with, but after, the end of a stop string
+                    delta = self._delta(choice, event)
+                    if (earlier := batch.setdefault(index, delta)) is not delta:
+                        earlier.merge(delta)
+                    if delta.finish_reason is not None:
+                        remaining -= 1
+                        if event.finish_reason is None:
+                            reader.close(index)
+                yield batch
+
+    def _delta(self, choice: Choice, event: TokenEvent) -> Delta:
+        delta = choice.append(event)
+        return Delta(finish_reason="length") if self.job.discard_output else delta
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return 0 if self.job.discard_output else sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in a prefix cache; a prompt with several choices counts once."""
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.job.num_choices])
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's `usage`."""
+        num_prompt, num_generated = self.job.num_prompt_tokens, self.num_generated_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
 class GenerationResponse(Response):
     """Generates while it is being sent."""
 
-    def __init__(self, api: Api, generation: Generation, shape: Shape, timeline: RequestTimeline) -> None:
+    def __init__(self, api: Api, generation: Generation, shape: Shape) -> None:
         super().__init__()
         self._api = api
         self._generation = generation
         self._shape = shape
-        self._timeline = timeline
-        self._watch = generation.watch
-        self._outcome: Outcome | None = Outcome.CANCELLED  # unless something else is known at the end
+        self._timeline = generation.timeline
         self._started = self._complete = False  # what has been handed to the connection
         self._sending_since: float | None = None  # a `send` has not returned since then
         self._given_up = asyncio.Event()  # during such a `send`: too much waits behind it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._timeline.num_prompt_tokens = self._generation.job.num_prompt_tokens
         connection = connection_of(scope)
-        with self._api.metrics.running(self._timeline):
-            try:
-                await first_of(self._answer_or_fail(send), _disconnected(receive), self._unread(connection))
-                if not self._complete:
-                    connection.abort()
-            finally:  # Serve cancels a request whose client has left
-                if self._outcome is not None:
-                    self._watch.ended(self._outcome, self._generation.num_generated_tokens)
+        with self._api.following(self._timeline):  # also where Serve cancels a request whose client has left
+            await first_of(self._answer_or_fail(send), _disconnected(receive), self._unread(connection))
+            if not self._complete:
+                connection.abort()
 
     async def _unread(self, connection: Connection) -> None:
         """Until the client has taken nothing for too long, or too much waits that it does not take."""
-        timeout_s = self._api.settings.unread_timeout_s
+        timeout_s = self._api.limits.unread_timeout_s
         last_seen, since = None, 0.0
         while not self._given_up.is_set():
             now = time.monotonic()
@@ -98,7 +163,7 @@ class GenerationResponse(Response):
         try:
             async with asyncio.timeout(deadline_s):
                 await (self._stream if self._generation.job.stream else self._whole)(send, outbox)
-                self._timeline.outcome, self._outcome = "finished", Outcome.FINISHED
+                self._timeline.outcome, self._timeline.promise = "finished", Outcome.FINISHED
         except TimeoutError as error:
             raise DeadlineError(
                 f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
@@ -109,8 +174,6 @@ class GenerationResponse(Response):
             await asyncio.wait({generating})
             self._timeline.num_cached_tokens = self._generation.num_cached_tokens
             self._timeline.num_generated_tokens = self._generation.num_generated_tokens
-            self._timeline.num_steps = self._generation.num_steps
-            self._timeline.predicted_ttft_s = self._watch.predicted_ttft_s
 
     async def _generate(self, outbox: Outbox) -> None:
         """Into the outbox, as fast as the workers are. Each sequence holds its place only while it runs."""
@@ -138,7 +201,7 @@ class GenerationResponse(Response):
                 await self._start(send, 200, "text/event-stream", _UNBUFFERED)
             if events:
                 await self._write(send, events)
-                self._watch.first_byte()
+                self._timeline.sent([index for index, _ in waiting])
             outbox.shrink(sum(delta.num_bytes for _, delta in waiting))
         usage = self._generation.usage() if self._generation.job.include_usage else None
         await self._write(send, self._shape.closing(usage), last=True)
@@ -166,7 +229,7 @@ class GenerationResponse(Response):
     async def _whole(self, send: Send, outbox: Outbox) -> None:
         wholes = [_Whole() for _ in self._generation.choices]
         while waiting := await outbox.take():
-            self._watch.first_byte()
+            self._timeline.sent([index for index, _ in waiting])
             for index, delta in waiting:
                 wholes[index].add(delta)
         deltas = [whole.delta() for whole in wholes]
@@ -181,7 +244,7 @@ class GenerationResponse(Response):
         return dumps_large(self._shape.whole(deltas, self._generation.usage()))
 
     async def _fail(self, send: Send, error: ApiError) -> None:
-        self._timeline.outcome, self._outcome = error.code or "failed", outcome_of(error)
+        self._timeline.outcome, self._timeline.promise = error.code or "failed", outcome_of(error)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if self._started:
@@ -209,7 +272,7 @@ class GenerationResponse(Response):
 
     async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
         self._started = True
-        slo_class = self._generation.terms.slo.slo_class
+        slo_class = self._timeline.terms.slo.slo_class
         named = {
             "content-type": content_type,
             "x-request-id": self._generation.job.id,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from cluster.errors import UnreadError
-from cluster.gateway.wakeup import Doorbell
+from cluster.gateway.wakeup import Wakeup
 from cluster.http.openai.choice import Delta
 
 PIECE_BYTES: Final = 64 * 2**10  # by which an answer is sent, roughly
@@ -56,7 +56,7 @@ class Outbox:
         self._on_too_much = on_too_much
         self._waiting: deque[tuple[int, Delta]] = deque()
         self._newest: dict[int, Delta] = {}  # of those that wait, by choice
-        self._bell = Doorbell()
+        self._wakeup = Wakeup()
         self._error: Exception | None = None
         self._ended = self._closed = False
         self.num_bytes = 0
@@ -73,12 +73,12 @@ class Outbox:
             self._waiting.append((index, delta))
             self._newest[index] = delta
             self.grow(delta.num_bytes)
-        self._bell.ring()
+        self._wakeup.set()
 
     def end(self, error: Exception | None = None) -> None:
         """Nothing more comes; `take` raises the error after what came before it."""
         self._ended, self._error = True, self._error or error
-        self._bell.ring()
+        self._wakeup.set()
 
     async def take(self) -> list[tuple[int, Delta]]:
         """What waits, in order and about `PIECE_BYTES` of it, waiting for something to come; empty after the end.
@@ -86,7 +86,7 @@ class Outbox:
         Still counts as waiting until `shrink`. Raises what `end` was given, or UnreadError.
         """
         while not self._waiting and not self._ended:
-            await self._bell.wait()
+            await self._wakeup.wait()
         taken: list[tuple[int, Delta]] = []
         num_bytes = 0
         while self._waiting and num_bytes < PIECE_BYTES:
@@ -123,7 +123,7 @@ class Outbox:
         )
         self._ended = True
         self.close()
-        self._bell.ring()
+        self._wakeup.set()
         self._on_too_much()
 
     def close(self) -> None:

@@ -5,40 +5,19 @@ Everything is updated once per request: a token costs no metric. `registry` is o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from cluster.gateway.timeline import RequestTimeline
+
 _TTFT_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 60)
 _TPOT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
+_HANDOFF_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 5)
 _ERROR: Final = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 1, 2, 5)
 _E2E_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestTimeline:
-    """When things happened to one request, in seconds of the monotonic clock."""
-
-    endpoint: str
-    arrived_s: float
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    outcome: str = "cancelled"  # unless something else is known at the end
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_steps: int = 0  # tokens of the longest choice
-    predicted_ttft_s: float | None = None  # by who placed it
-
-    def token(self) -> None:
-        """Tokens have just arrived."""
-        self.last_token_s = time.monotonic()
-        if self.first_token_s is None:
-            self.first_token_s = self.last_token_s
 
 
 class Metrics:
@@ -48,12 +27,19 @@ class Metrics:
         self.registry = CollectorRegistry()
         r = self.registry
         self._requests = Counter("legato_requests", "Requests by how they ended", ["endpoint", "outcome"], registry=r)
-        self._running = Gauge("legato_requests_running", "Generation requests being answered", registry=r)
+        self._running = Gauge("legato_requests_running", "Requests being answered now", registry=r)
         self._prompt_tokens = Counter("legato_prompt_tokens", "Prompt tokens of answered requests", registry=r)
-        self._cached_tokens = Counter("legato_cached_prompt_tokens", "Of those, found in a prefix cache", registry=r)
-        self._generated_tokens = Counter("legato_generated_tokens", "Tokens generated", registry=r)
+        self._cached_tokens = Counter(
+            "legato_cached_prompt_tokens",
+            "Prompt tokens of answered requests that were found in a prefix cache",
+            registry=r,
+        )
+        self._generated_tokens = Counter("legato_generated_tokens", "Output tokens generated", registry=r)
         self._ttft = Histogram(
-            "legato_time_to_first_token_seconds", "From arrival to first token", buckets=_TTFT_S, registry=r
+            "legato_time_to_first_token_seconds",
+            "From a request's arrival until the first byte of its answer was sent",
+            buckets=_TTFT_S,
+            registry=r,
         )
         self._ttft_error = Histogram(
             "legato_ttft_prediction_error",
@@ -63,8 +49,14 @@ class Metrics:
         )
         self._tpot = Histogram(
             "legato_time_per_output_token_seconds",
-            "Mean time between the tokens of a request",
+            "Mean time between the tokens of a request; of its slowest choice",
             buckets=_TPOT_S,
+            registry=r,
+        )
+        self._handoff = Histogram(
+            "legato_handoff_exposed_seconds",
+            "Time by which moving a prompt's KV cache delayed its second token: what prefill did not hide",
+            buckets=_HANDOFF_S,
             registry=r,
         )
         self._e2e = Histogram(
@@ -83,26 +75,28 @@ class Metrics:
         self._requests.labels(endpoint, outcome).inc()
 
     @contextmanager
-    def running(self, timeline: RequestTimeline) -> Iterator[None]:
-        """Around the generation of a request; records its timeline at the end, however it ends."""
+    def running(self) -> Iterator[None]:
+        """Around the generation of a request."""
         self._running.inc()
         try:
             yield
         finally:
             self._running.dec()
-            self._record(timeline)
 
-    def _record(self, timeline: RequestTimeline) -> None:
+    def record(self, timeline: RequestTimeline) -> None:
+        """A request was generated, and has ended."""
         self.count(timeline.endpoint, timeline.outcome)
-        if timeline.first_token_s is None or timeline.last_token_s is None:
+        ttft_s = timeline.ttft_s
+        if ttft_s is None:
             return  # never answered: its times and tokens would only blur those of requests that were
         self._prompt_tokens.inc(timeline.num_prompt_tokens)
         self._cached_tokens.inc(timeline.num_cached_tokens)
         self._generated_tokens.inc(timeline.num_generated_tokens)
-        self._e2e.observe(time.monotonic() - timeline.arrived_s)
-        ttft_s = timeline.first_token_s - timeline.arrived_s
+        self._e2e.observe(timeline.total_s)
         self._ttft.observe(ttft_s)
         if timeline.predicted_ttft_s is not None:
             self._ttft_error.observe(abs(timeline.predicted_ttft_s / ttft_s - 1))
-        if timeline.num_steps > 1:
-            self._tpot.observe((timeline.last_token_s - timeline.first_token_s) / (timeline.num_steps - 1))
+        if timeline.tpot_s is not None:
+            self._tpot.observe(timeline.tpot_s)
+        for handoff_s in timeline.handoffs_s:
+            self._handoff.observe(handoff_s)

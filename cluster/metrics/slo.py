@@ -40,8 +40,14 @@ class SloMetrics(Collector):
 
 
 def _targets(classes: SloConfig) -> Iterator[Family]:
-    seconds = GaugeMetricFamily("legato_slo_target_seconds", "What a class promises", labels=("slo_class", "metric"))
-    share = GaugeMetricFamily("legato_slo_target_share", "Requests that must be in time", labels=("slo_class",))
+    seconds = GaugeMetricFamily(
+        "legato_slo_target_seconds",
+        "Target of a class of service: most seconds to the first byte (ttft), or for each token (tpot)",
+        labels=("slo_class", "metric"),
+    )
+    share = GaugeMetricFamily(
+        "legato_slo_target_share", "Share of a class's requests that should meet its targets", labels=("slo_class",)
+    )
     for slo_class in classes.classes:
         share.add_metric([slo_class.name], slo_class.share)
         for metric, target_s in ((Metric.TTFT, slo_class.ttft_s), (Metric.TPOT, slo_class.tpot_s)):
@@ -53,7 +59,9 @@ def _targets(classes: SloConfig) -> Iterator[Family]:
 
 def _latencies(totals: list[SeriesSnapshot]) -> Family:
     family = GaugeMetricFamily(
-        "legato_slo_latency_seconds", "Quantiles of the short window", labels=(*_CLASS, "metric", "quantile")
+        "legato_slo_latency_seconds",
+        "Latencies of the last minute, of the whole cluster",
+        labels=(*_CLASS, "metric", "quantile"),
     )
     for snapshot in totals:
         _add_quantiles(family, snapshot, snapshot.key[:2])
@@ -68,10 +76,18 @@ def _add_quantiles(family: GaugeMetricFamily, snapshot: SeriesSnapshot, labels: 
 
 def _rates(totals: list[SeriesSnapshot]) -> Iterator[Family]:
     requests = GaugeMetricFamily(
-        "legato_slo_goodput_requests_per_second", "Requests that kept their promise", labels=_CLASS
+        "legato_slo_goodput_requests_per_second",
+        "Requests per second that met their targets, in the last minute",
+        labels=_CLASS,
     )
-    good = GaugeMetricFamily("legato_slo_goodput_tokens_per_second", "Tokens of such requests", labels=_CLASS)
-    tokens = GaugeMetricFamily("legato_slo_tokens_per_second", "Tokens of all requests that ended", labels=_CLASS)
+    good = GaugeMetricFamily(
+        "legato_slo_goodput_tokens_per_second",
+        "Output tokens per second of requests that met their targets",
+        labels=_CLASS,
+    )
+    tokens = GaugeMetricFamily(
+        "legato_slo_tokens_per_second", "Output tokens per second of all requests that ended", labels=_CLASS
+    )
     for snapshot in totals:
         requests.add_metric(snapshot.key[:2], snapshot.goodput_rps)
         good.add_metric(snapshot.key[:2], snapshot.goodput_tokens_s)
@@ -83,10 +99,14 @@ def _rates(totals: list[SeriesSnapshot]) -> Iterator[Family]:
 
 def _budgets(totals: list[SeriesSnapshot]) -> Iterator[Family]:
     attainment = GaugeMetricFamily(
-        "legato_slo_attainment", "Share of requests that kept their promise", labels=(*_CLASS, "window")
+        "legato_slo_attainment",
+        "Share of requests that met their targets, in the short (1 min) and long (10 min) window",
+        labels=(*_CLASS, "window"),
     )
     burn = GaugeMetricFamily(
-        "legato_slo_burn_rate", "Use of the error budget; 1 uses it up exactly", labels=(*_CLASS, "window")
+        "legato_slo_burn_rate",
+        "How fast the error budget is used up: 1 uses it up exactly, 10 ten times as fast",
+        labels=(*_CLASS, "window"),
     )
     for snapshot in totals:
         for window, figures in (("short", snapshot.short), ("long", snapshot.long)):
@@ -99,11 +119,19 @@ def _budgets(totals: list[SeriesSnapshot]) -> Iterator[Family]:
 
 def _counters(counts: Mapping[SeriesKey, Counts], gateway: str) -> Iterator[Family]:
     own = (*_CLASS, "gateway")
-    promises = CounterMetricFamily("legato_slo_promises", "Promises by what became of them", labels=(*own, "result"))
-    late = CounterMetricFamily("legato_slo_late", "Requests by what came too late", labels=(*own, "what"))
-    ended = CounterMetricFamily("legato_slo_unfinished", "Requests that were not finished", labels=(*own, "outcome"))
-    tokens = CounterMetricFamily("legato_slo_tokens", "Tokens of requests that ended", labels=own)
-    good = CounterMetricFamily("legato_slo_good_tokens", "Of those, of requests that kept their promise", labels=own)
+    promises = CounterMetricFamily(
+        "legato_slo_promises", "Requests with targets, by whether they met them", labels=(*own, "result")
+    )
+    late = CounterMetricFamily(
+        "legato_slo_late",
+        "Requests that missed a target, by which: the first byte or the tokens after it",
+        labels=(*own, "what"),
+    )
+    ended = CounterMetricFamily(
+        "legato_slo_unfinished", "Requests that failed, were rejected, or whose client left", labels=(*own, "outcome")
+    )
+    tokens = CounterMetricFamily("legato_slo_tokens", "Output tokens of requests that ended", labels=own)
+    good = CounterMetricFamily("legato_slo_good_tokens", "Output tokens of requests that met their targets", labels=own)
     for (slo_class, model, _), counted in counts.items():
         labels = [slo_class, model, gateway]
         promises.add_metric([*labels, "met"], counted.met)
@@ -121,11 +149,13 @@ def _workers(replicas: list[SeriesSnapshot]) -> Iterator[Family]:
     labels = (*_CLASS, "worker")
     latency = GaugeMetricFamily(
         "legato_slo_worker_latency_seconds",
-        "Quantiles of the short window, of requests that this worker had a part in",
+        "Latencies of the last minute, of requests that this worker had a part in",
         labels=(*labels, "metric", "quantile"),
     )
     burn = GaugeMetricFamily(
-        "legato_slo_worker_burn_rate", "Use of the error budget by this worker's requests", labels=(*labels, "window")
+        "legato_slo_worker_burn_rate",
+        "How fast requests of this worker use up the error budget",
+        labels=(*labels, "window"),
     )
     for snapshot in replicas:
         _add_quantiles(latency, snapshot, snapshot.key)

@@ -50,7 +50,7 @@ class WorkerMetrics(Collector):
         workers = list(self._workers())
         yield from (family.collect(workers) for family in _FAMILIES)
         wanted = GaugeMetricFamily(
-            "legato_pool_wanted_workers", "Workers that the pool should have by predicted demand.", labels=("pool",)
+            "legato_pool_wanted_workers", "Workers that the pool should have, by the predicted demand", labels=("pool",)
         )
         for pool, number in self._pools().items():
             wanted.add_metric([pool], number)
@@ -121,91 +121,91 @@ _FAMILIES: Final = (
     _Family(
         GaugeMetricFamily,
         "legato_worker_kv_blocks",
-        "KV blocks of a tier (on disk: columns) by state; their sum is the tier's size",
+        "Blocks of a worker's KV cache that are free, cached or in use (held), by tier: device, host memory, disk",
         ("tier", "state"),
         _blocks,
     ),
     _Family(
         GaugeMetricFamily,
         "legato_worker_host_sequences",
-        "Sequences of which some layers rest in host memory",
+        "Running sequences that have some layers of their KV cache in host memory",
         (),
         _one(lambda snapshot: snapshot.tiers.num_in_host),
     ),
     _Family(
         GaugeMetricFamily,
         "legato_worker_host_copy_bytes_per_second",
-        "Measured rate of copies between device and host memory",
+        "Bandwidth of KV copies between device and host memory, as measured",
         (),
         _one(lambda snapshot: snapshot.tiers.host_bytes_per_s),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_host_landings",
-        "Sequences that got some of their first blocks in host memory",
+        "Sequences whose KV was received into host memory at first, as the device had no room",
         (),
         _one(lambda snapshot: snapshot.tiers.num_host_landings),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_offloads",
-        "Moves of a running sequence's layers to host memory",
+        "Times that layers of a running sequence were moved to host memory to make room",
         (),
         _one(lambda snapshot: snapshot.tiers.num_offloads),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_restores",
-        "Moves of a running sequence's layers back to the device",
+        "Times that layers of a running sequence were moved back to the device",
         (),
         _one(lambda snapshot: snapshot.tiers.num_restores),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_preemptions",
-        "Sequences whose KV was given up, to be computed again",
+        "Times that a sequence lost its KV cache for lack of memory and is computed again",
         (),
         _one(lambda snapshot: snapshot.tiers.num_preemptions),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_prefix_hit_tokens",
-        "Prompt tokens that were not computed, by where their KV was",
+        "Prompt tokens found in the prefix cache, by where: device, host memory, a neighbour or disk",
         ("source",),
         lambda snapshot: _by_source(snapshot.tiers.hit_tokens),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_prefix_missed_tokens",
-        "Prompt tokens that were computed",
+        "Prompt tokens not found in the prefix cache, which were computed",
         (),
         _one(lambda snapshot: snapshot.tiers.missed_tokens),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_kv_loaded_columns",
-        "Columns brought into the worker's host memory, by where they were",
+        "Cached prefix blocks loaded into host memory, by where they were",
         ("source",),
         lambda snapshot: _by_source(snapshot.tiers.loaded_columns),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_kv_load_failed_columns",
-        "Columns that a load did not bring: gone, damaged, or unreadable",
+        "Cached prefix blocks that could not be loaded: gone, damaged or unreadable",
         ("source",),
         lambda snapshot: _by_source(snapshot.tiers.failed_columns),
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_kv_stored_columns",
-        "Columns copied down into a tier",
+        "Prefix blocks written to a lower tier",
         ("tier",),
         _stored,
     ),
     _Family(
         CounterMetricFamily,
         "legato_worker_kv_dropped_columns",
-        "Columns not copied down into a tier, and why",
+        "Prefix blocks not written to a lower tier, and why",
         ("tier", "reason"),
         _dropped,
     ),
@@ -219,21 +219,21 @@ _FAMILIES: Final = (
     _Family(
         CounterMetricFamily,
         "legato_worker_kv_disk_failures",
-        "Files of the disk tier that were damaged or unreadable (read), and writes that failed",
+        "Damaged or unreadable files of the disk tier (read), and failed writes (write)",
         ("direction",),
         _disk(lambda disk: {"read": disk.lost, "write": disk.write_errors}),
     ),
     _Family(
         GaugeMetricFamily,
         "legato_worker_step_cost_error",
-        "Median of |measured / predicted - 1| over the durations of the worker's latest steps of a kind",
+        "How far off the prediction of a step's duration is: median of |measured / predicted - 1| of the latest steps",
         ("kind",),
         _cost_errors,
     ),
     _Family(
         GaugeMetricFamily,
         "legato_worker_step_cost_seconds",
-        "What a step takes by the worker's own model, for each unit of its work",
+        "Duration of a step by the worker's own prediction, for each unit of its work",
         ("unit",),
         _cost_coefficients,
     ),

@@ -1,27 +1,36 @@
-"""One gateway's account of promises: collects what happens to its requests and knows how things stand.
+"""One gateway's account of promises: reads the timelines of its requests and knows how things stand.
 
 Every `PERIOD_S`, and whenever somebody asks, what is new goes into the gateway's own tracker, and out to the others.
 What they tell in turn goes, with its own, into a tracker of the whole cluster; without a scheduler to pass such news on
-the cluster is this gateway alone. Knows no HTTP and no Prometheus.
+the cluster is this gateway alone. The HTTP side says which requests to follow; `/slo` and Prometheus read the figures.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Literal
 
-from cluster.errors import ApiError
-from cluster.slo.classes import NO_TARGETS, SloConfig
-from cluster.slo.report import Counts, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
-from cluster.slo.request_watch import RequestWatch, outcome_of
-from cluster.slo.terms import RequestTerms
+from cluster.errors import ApiError, GenerationError, OverloadedError, RequestTooLargeError, UnreadError
+from cluster.gateway.timeline import Attempt, RequestTimeline
+from cluster.slo.classes import NO_TARGETS, RequestSlo, RequestTerms, SloConfig
+from cluster.slo.report import Counts, Outcome, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
 from cluster.slo.tracker import SeriesSnapshot, SloTracker
 
 PERIOD_S: Final = 1.0
 Scope = Literal["gateway", "cluster"]
+
+
+@dataclass(slots=True)
+class _Reader:
+    """How much of one request's timeline has been counted: tokens of each sequence, and whether its first byte."""
+
+    timeline: RequestTimeline
+    num_tokens: list[int]
+    has_first: bool = False
 
 
 class SloAccount:
@@ -32,6 +41,7 @@ class SloAccount:
         self.classes = classes
         self._model = model
         self._recorder = SloRecorder()
+        self._readers: dict[int, _Reader] = {}  # of the requests that are being answered
         self._trackers: dict[Scope, SloTracker] = {
             "gateway": SloTracker(classes, now_s=now),
             "cluster": SloTracker(classes, now_s=now),
@@ -50,8 +60,25 @@ class SloAccount:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def watch(self, terms: RequestTerms, num_sequences: int) -> RequestWatch:
-        return RequestWatch(self._recorder, terms, self._model, num_sequences)
+    def follow(self, timeline: RequestTimeline) -> None:
+        """Count what happens to this request from now on, until it has `ended`."""
+        self._readers[id(timeline)] = _Reader(timeline, [0] * len(timeline.sequences))
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        """The request is over, in whatever way. Call once."""
+        reader = self._readers.pop(id(timeline))
+        if timeline.promise is None:
+            return
+        self._count_news([reader])
+        slowest, attempt = timeline.slowest, timeline.slowest.attempt
+        end = RequestEnd(
+            outcome=timeline.promise,
+            e2e_s=timeline.total_s,
+            ttft_s=timeline.ttft_s,
+            tpot_s=slowest.tpot_s,
+            num_tokens=timeline.num_generated_tokens,
+        )
+        self._recorder.ended(self._served(timeline.terms, attempt), end)
 
     @contextmanager
     def admitting(self, terms: RequestTerms) -> Iterator[None]:
@@ -71,6 +98,7 @@ class SloAccount:
 
     def settle(self) -> None:
         """Absorb and publish what is new."""
+        self._count_news(self._readers.values())
         report = self._recorder.take()
         if not report.tallies:
             return
@@ -97,7 +125,41 @@ class SloAccount:
         self.settle()
         return self._trackers[scope].replicas(time.monotonic())
 
+    def _count_news(self, readers: Iterable[_Reader]) -> None:
+        """Tell the recorder what came since the last time; the gaps of one worker all at once, which is quickest."""
+        gaps: dict[tuple[RequestSlo, str | None], list[float]] = {}
+        for reader in readers:
+            timeline = reader.timeline
+            if not reader.has_first and (first := timeline.first) is not None and first.ttft_s is not None:
+                reader.has_first = True
+                served = self._served(timeline.terms, first.first_attempt)
+                self._recorder.first_byte(served, ttft_s=first.ttft_s, queue_s=first.queue_s)
+            for index, sequence in enumerate(timeline.sequences):
+                start = reader.num_tokens[index]
+                if len(sequence.token_times) > start:
+                    reader.num_tokens[index] = len(sequence.token_times)
+                    for decode, some in sequence.gaps(start):
+                        gaps.setdefault((timeline.terms.slo, decode), []).extend(some)
+        for (slo, decode), all_gaps in gaps.items():
+            self._recorder.gaps(Served(slo=slo, model=self._model, decode=decode), all_gaps)
+
+    def _served(self, terms: RequestTerms, attempt: Attempt | None) -> Served:
+        if attempt is None:
+            return Served(slo=terms.slo, model=self._model)
+        return Served(slo=terms.slo, model=self._model, prefill=attempt.prefill, decode=attempt.decode)
+
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
             self.settle()
+
+
+def outcome_of(error: ApiError) -> Outcome | None:
+    """What an error means for the promise; None: nothing, because what was asked for cannot be done."""
+    if isinstance(error, UnreadError):
+        return Outcome.CANCELLED
+    if isinstance(error, OverloadedError):
+        return Outcome.REJECTED
+    if isinstance(error, GenerationError) and not isinstance(error, RequestTooLargeError):
+        return Outcome.FAILED
+    return None

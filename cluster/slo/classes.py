@@ -13,8 +13,9 @@ placement or how targets are met.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 CLASS_HEADER: Final = "x-slo-class"
@@ -67,10 +68,10 @@ class SloClass:
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= _MAX_NAME:
             raise ValueError(f"the name of an SLO class has 1 to {_MAX_NAME} characters, unlike {self.name[:80]!r}")
-        for field, seconds in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s)):
+        for target, seconds in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s)):
             if seconds is not None and not 0 < seconds <= _MAX_TARGET_S:
                 raise ValueError(
-                    f"the {field} target of SLO class {self.name!r} is {seconds} s; give it more than 0 and at most a"
+                    f"the {target} target of SLO class {self.name!r} is {seconds} s; give it more than 0 and at most a"
                     " day, or leave it out for none"
                 )
         if not 0 < self.share < 1:
@@ -147,6 +148,21 @@ class SloConfig:
 
 
 NO_TARGETS: Final = SloConfig(classes=(SloClass(name="default"),), default="default")  # where nothing was configured
+
+
+_NO_PROMISE: Final = SloClass(name="default").promise()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTerms:
+    """On what terms a request is served. Goes from the HTTP side to the orchestrator, in the request's timeline.
+
+    `tenant`: who shares with others under overload; "" is one tenant, too. `arrived_at`: when the request reached
+    its gateway, in seconds of that process's `time.monotonic()`."""
+
+    slo: RequestSlo = _NO_PROMISE
+    tenant: str = ""
+    arrived_at: float = field(default_factory=time.monotonic)
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from cluster.slo.classes import RequestSlo
-from cluster.slo.latency_sketch import Bins, Packed, bins_of, check, merge, pack
+from cluster.slo.histogram import Bins, Packed, bins_of, check, merge, pack
 
 _VERSION: Final = 1
 _MAX_TEXT: Final = 1024
@@ -129,20 +129,20 @@ class RequestEnd:
 
 
 _NO_COUNTS: Final = Counts()
-_NO_SKETCHES: Final[tuple[Packed, ...]] = (b"",) * len(Metric)
+_NO_HISTOGRAMS: Final[tuple[Packed, ...]] = (b"",) * len(Metric)
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What happened in one series. `sketches` has one for each metric."""
+    """What happened in one series. `histograms` has one for each metric."""
 
     counts: Counts = _NO_COUNTS
-    sketches: tuple[Packed, ...] = _NO_SKETCHES
+    histograms: tuple[Packed, ...] = _NO_HISTOGRAMS
 
     @classmethod
     def total(cls, tallies: Sequence[Tally]) -> Tally:
-        sketches = zip(*(tally.sketches for tally in tallies), strict=True)
-        return cls(Counts.total(tally.counts for tally in tallies), tuple(map(merge, sketches)))
+        histograms = zip(*(tally.histograms for tally in tallies), strict=True)
+        return cls(Counts.total(tally.counts for tally in tallies), tuple(map(merge, histograms)))
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class SloReport:
     tallies: dict[SeriesKey, Tally]
 
     def to_bytes(self) -> bytes:
-        rows = [[*key, list(tally.counts), list(tally.sketches)] for key, tally in self.tallies.items()]
+        rows = [[*key, list(tally.counts), list(tally.histograms)] for key, tally in self.tallies.items()]
         packed: bytes = msgpack.packb([_VERSION, rows])
         return packed
 
@@ -173,7 +173,7 @@ class SloReport:
             if version != _VERSION:
                 raise ValueError(f"it is of version {version!r}, and this side reads version {_VERSION}")
             tallies = dict(map(_series_of, rows))
-            check(sketch for tally in tallies.values() for sketch in tally.sketches)
+            check(histogram for tally in tallies.values() for histogram in tally.histograms)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise ValueError(f"This is no report on SLOs: {error}") from error
         if len(tallies) != len(rows):
@@ -182,15 +182,15 @@ class SloReport:
 
 
 def _series_of(row: Any) -> tuple[SeriesKey, Tally]:
-    slo_class, model, replica, counts, sketches = row
+    slo_class, model, replica, counts, histograms = row
     key = SeriesKey(slo_class, model, replica)
     if not all(isinstance(text, str) and len(text) <= _MAX_TEXT for text in key):
         raise ValueError(f"a series is three texts of at most {_MAX_TEXT} characters")
     if len(counts) != len(_NO_COUNTS) or not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError(f"a series has {len(_NO_COUNTS)} counts from 0 up")
-    if len(sketches) != len(Metric) or not all(isinstance(sketch, bytes) for sketch in sketches):
-        raise ValueError(f"a series has {len(Metric)} sketches")
-    return SeriesKey(*map(sys.intern, key)), Tally(Counts(*counts), tuple(sketches))
+    if len(histograms) != len(Metric) or not all(isinstance(histogram, bytes) for histogram in histograms):
+        raise ValueError(f"a series has {len(Metric)} histograms")
+    return SeriesKey(*map(sys.intern, key)), Tally(Counts(*counts), tuple(histograms))
 
 
 class SloRecorder:

@@ -1,6 +1,6 @@
 """How well promises are kept: for each class, model and worker, over sliding windows.
 
-    Latencies     P50, P95, P99 of the short window, each within 1 % (`cluster.slo.latency_sketch`)
+    Latencies     P50, P95, P99 of the short window, each within 1 % (`cluster.slo.histogram`)
     Goodput       requests, and their tokens, per second that met their promise
     Attainment    share of the requests that met it, of those that had something to meet or met it by finishing
     Burn rate     (1 - attainment) / (1 - share promised), over the short and the long window: 1 uses the error budget
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.slo.classes import SloConfig
-from cluster.slo.latency_sketch import quantiles
+from cluster.slo.histogram import quantiles
 from cluster.slo.report import Counts, Metric, SeriesKey, SloReport, Tally
 from cluster.slo.sliding_window import SlidingWindow
 
@@ -155,9 +155,9 @@ class SloTracker:
 def _latencies(tallies: list[Tally]) -> dict[Metric, Quantiles]:
     found = {}
     for metric in Metric:
-        sketches = [tally.sketches[metric] for tally in tallies if tally.sketches[metric]]
-        if sketches:
-            count, (p50_s, p95_s, p99_s) = quantiles(sketches, _SHARES)
+        histograms = [tally.histograms[metric] for tally in tallies if tally.histograms[metric]]
+        if histograms:
+            count, (p50_s, p95_s, p99_s) = quantiles(histograms, _SHARES)
             found[metric] = Quantiles(count=count, p50_s=p50_s, p95_s=p95_s, p99_s=p99_s)
     return found
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import http.client
 import json
 import multiprocessing
@@ -204,7 +205,6 @@ class Heart:
 def _serve(folder: Path) -> None:
     import uvicorn
 
-    from cluster.deployment.heap import settle_heap
     from cluster.gateway.generator import ServingLimits
     from cluster.http.app import create_app
     from cluster.http.connection import accept_many
@@ -233,7 +233,8 @@ def _serve(folder: Path) -> None:
         await server.serve(sockets=[listener])
         beating.cancel()
 
-    settle_heap()
+    gc.collect()
+    gc.freeze()  # as a gateway does
     accept_many()
     with asyncio.Runner(loop_factory=uvicorn.Config(app, loop="uvloop").get_loop_factory()) as runner:
         runner.run(run())

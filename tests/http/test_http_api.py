@@ -17,7 +17,7 @@ import pytest
 from cluster.config.settings import GatewaySettings
 from cluster.errors import FailedError, OverloadedError, PoisonRequestError, RequestTooLargeError, UnavailableError
 from cluster.gateway.generator import ServingLimits
-from cluster.http.api import InFlight
+from cluster.http.api import HttpLimits, InFlight
 from cluster.http.parse import derived_seed
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
@@ -426,7 +426,7 @@ def test_a_body_that_is_too_large_is_not_read(tokenizer: Tokenizer) -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer) -> None:
-    with running_server(ScriptedGenerator(tokenizer), tokenizer, GatewaySettings(body_timeout_s=0.3)) as target:
+    with running_server(ScriptedGenerator(tokenizer), tokenizer, limits=HttpLimits(body_timeout_s=0.3)) as target:
         url = target.http.base_url
         with socket.create_connection((url.host, url.port or 0), timeout=HANGS_S) as sock:
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
@@ -434,9 +434,13 @@ def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer) -> No
 
 
 def test_slow_uploads_together_hold_little_and_keep_nobody_out(tokenizer: Tokenizer) -> None:
-    settings = GatewaySettings(max_body_bytes=64_000, max_arriving_bytes=256_000, body_timeout_s=100 * HANGS_S)
+    settings = GatewaySettings(max_body_bytes=64_000)
+    limits = HttpLimits(max_arriving_bytes=256_000, body_timeout_s=100 * HANGS_S)
     body = json.dumps(SHORT).encode().ljust(60_000)
-    with running_server(ScriptedGenerator(tokenizer), tokenizer, settings) as target, ExitStack() as uploads:
+    with (
+        running_server(ScriptedGenerator(tokenizer), tokenizer, settings, limits=limits) as target,
+        ExitStack() as uploads,
+    ):
         url = target.http.base_url
         socks = []
         for _ in range(20):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.gateway.request_log import logged_request
+from cluster.gateway.timeline import TTFT_PARTS, RequestTimeline
 from cluster.http.app import create_app
 from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.report import Counts, SeriesKey
@@ -204,6 +207,44 @@ async def test_serve_cancels_a_request_whose_client_has_left(
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         metrics = (await client.get("/metrics")).text
     assert 'legato_requests_total{endpoint="/v1/completions",outcome="cancelled"} 1.0' in metrics
+
+
+# One record of a request.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_log_prometheus_and_slo_tell_one_time_to_the_first_token(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, stream: bool
+) -> None:
+    """And its parts, with those of the rest, are what the client saw, to the microsecond."""
+    ended: list[RequestTimeline] = []
+    api = scripted_api(generator, tokenizer, slo=CLASSES, on_ended=ended.append)
+    generator.script = Script(delay_s=0.02, waited_s=0.005, handoff_s=0.01)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://test") as client:
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "stream": stream}
+        before = time.monotonic()
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        client_s = time.monotonic() - before
+        page = (await client.get("/metrics")).text
+        classes = (await client.get("/slo")).json()["classes"]
+    (timeline,) = ended
+    samples = {
+        sample.name: sample.value for family in text_string_to_metric_families(page) for sample in family.samples
+    }
+    ttft_s = samples["legato_time_to_first_token_seconds_sum"]
+    assert timeline.ttft_s == ttft_s
+    logged = logged_request(timeline.sequences[0], 0.0, b"key")
+    assert logged is not None and logged.ttft_s == ttft_s
+    assert logged.tpot_s == samples["legato_time_per_output_token_seconds_sum"]
+    (chat,) = [row for row in classes if row["slo_class"] == "chat"]
+    assert chat["latency_ms"]["ttft"]["p50"] == pytest.approx(1e3 * ttft_s, rel=0.0101), "bins are 2 % wide"
+    assert chat["latency_ms"]["e2e"]["p50"] == pytest.approx(1e3 * timeline.total_s, rel=0.0101)
+    assert samples["legato_handoff_exposed_seconds_sum"] == 0.01
+    parts = timeline.parts()
+    assert abs(sum(parts[name] for name in TTFT_PARTS if name in parts) - ttft_s) < 1e-6
+    assert abs(sum(parts.values()) - samples["legato_request_duration_seconds_sum"]) < 1e-6
+    assert ttft_s < timeline.total_s < client_s
+    assert parts["queue"] == pytest.approx(0.005) and parts["decode"] > 0.03
 
 
 # What operators see.

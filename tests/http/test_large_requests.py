@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import BodyTooLargeError, OverloadedError
-from cluster.gateway.generator import Arrival, Arrivals
-from cluster.gateway.merged_streams import fanout
+from cluster.gateway.generator import Tokens
+from cluster.gateway.merged_streams import merge_streams
 from cluster.http.body import MAX_VALUES, _require_few_values
 from cluster.http.connection import accept_many
 from cluster.http.openai.schemas import CompletionBody
@@ -113,26 +112,26 @@ async def test_the_choices_of_a_request_start_a_few_in_each_turn_and_all_end_wit
     begun = asyncio.Event()
     ended = 0
 
-    async def stream(number: int) -> AsyncGenerator[Arrivals, None]:
+    async def stream(number: int) -> AsyncGenerator[Tokens, None]:
         nonlocal ended
         started_in[turns.number] += 1
         begun.set()
         try:
             while True:
                 token = TokenEvent(request_id=f"r-{number}", attempt=0, index=0, token_id=1)
-                yield [Arrival(time.monotonic(), token)]
+                yield [token]
                 await asyncio.get_running_loop().create_future()
         finally:
             ended += 1
 
-    async with fanout([stream(number) for number in range(128)]) as reader:
+    async with merge_streams([stream(number) for number in range(128)]) as reader:
         seen: set[int] = set()
         while len(seen) < 128:
             seen |= {index for index, _ in await reader.next()}
     assert max(started_in.values()) <= 16 and ended == 128
 
     async def enter() -> None:
-        async with fanout([stream(number) for number in range(128)]):
+        async with merge_streams([stream(number) for number in range(128)]):
             raise AssertionError("it is cancelled before")
 
     started_in.clear()

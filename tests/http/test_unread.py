@@ -19,6 +19,7 @@ from starlette.types import Message
 
 from cluster.config.settings import GatewaySettings
 from cluster.errors import UnreadError
+from cluster.http.api import HttpLimits
 from cluster.http.app import create_app
 from cluster.http.connection import Connection
 from cluster.http.openai.choice import Delta, TokenEntry
@@ -78,8 +79,8 @@ def read_all(sock: socket.socket) -> bytes:
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_is_done_makes_room_although_nobody_has_read_it(tokenizer: Tokenizer, stream: bool) -> None:
     generator = ScriptedGenerator(tokenizer)
-    settings = GatewaySettings(max_concurrent=4, unread_timeout_s=NEVER_S)
-    with running_server(generator, tokenizer, settings, send_buffer_bytes=SMALL_BUFFER) as target:
+    settings, limits = GatewaySettings(max_concurrent=4), HttpLimits(unread_timeout_s=NEVER_S)
+    with running_server(generator, tokenizer, settings, send_buffer_bytes=SMALL_BUFFER, limits=limits) as target:
         generator.script = Script(burst=50)
         with unread_request(target, {**LONG, "stream": stream}) as sock:
             wait_until(lambda: generator.num_finished == 4)
@@ -114,8 +115,8 @@ def test_an_answer_that_nobody_reads_is_ended_counted_and_its_connection_closed(
     tokenizer: Tokenizer, stream: bool
 ) -> None:
     generator = ScriptedGenerator(tokenizer)
-    settings = GatewaySettings(unread_timeout_s=0.5, request_deadline_s=NEVER_S)
-    with running_server(generator, tokenizer, settings, send_buffer_bytes=SMALL_BUFFER) as target:
+    settings, limits = GatewaySettings(request_deadline_s=NEVER_S), HttpLimits(unread_timeout_s=0.5)
+    with running_server(generator, tokenizer, settings, send_buffer_bytes=SMALL_BUFFER, limits=limits) as target:
         assert target.http.get("/health").status_code == 200
         generator.script = Script(burst=50, hang_after=1_000 if stream else None)
         files = num_open_files()
@@ -137,8 +138,8 @@ def test_an_answer_that_nobody_reads_is_ended_counted_and_its_connection_closed(
 @pytest.mark.model
 def test_too_much_that_waits_ends_the_answer_with_most_of_it(tokenizer: Tokenizer) -> None:
     generator = ScriptedGenerator(tokenizer)
-    settings = GatewaySettings(max_unread_bytes=8 * 2**20, unread_timeout_s=NEVER_S)  # for a quarter of what LONG asks
-    with running_server(generator, tokenizer, settings, send_buffer_bytes=SMALL_BUFFER) as target:
+    limits = HttpLimits(max_unread_bytes=8 * 2**20, unread_timeout_s=NEVER_S)  # for a quarter of what LONG asks
+    with running_server(generator, tokenizer, send_buffer_bytes=SMALL_BUFFER, limits=limits) as target:
         generator.script = Script(burst=50)
         with unread_request(target, {**LONG, "n": 1, "max_tokens": 500, "stream": True}) as patient:
             wait_until(lambda: generator.num_finished == 1)
@@ -193,7 +194,8 @@ class _SlowClient:
 @pytest.mark.model
 def test_a_client_that_takes_ever_so_little_is_not_ended(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        app = create_app(scripted_api(ScriptedGenerator(tokenizer), tokenizer, GatewaySettings(unread_timeout_s=0.04)))
+        limits = HttpLimits(unread_timeout_s=0.04)
+        app = create_app(scripted_api(ScriptedGenerator(tokenizer), tokenizer, limits=limits))
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "stream": True}
         client = _SlowClient(body, num_looks=40)  # five times the timeout
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}

@@ -91,7 +91,7 @@ class FailingWorker:
 
 
 def links_are_up(cluster: MiniCluster) -> bool:
-    return all(cluster.orchestrator._links.is_up(worker.info.worker_id) for worker in cluster.workers)
+    return all(cluster.orchestrator.links.is_up(worker.info.worker_id) for worker in cluster.workers)
 
 
 def app_of(cluster: MiniCluster, tokenizer: Tokenizer) -> FastAPI:

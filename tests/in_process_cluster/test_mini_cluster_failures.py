@@ -71,7 +71,7 @@ async def test_requests_are_placed_without_a_scheduler_and_by_its_successor(llam
     async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
         found = await interrupted(cluster, greedy(), 4, cluster.scheduler.stop)
         assert found == expected
-        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        await eventually(lambda: not cluster.orchestrator.scheduler.is_connected)
         alone = await asyncio.gather(*(tokens(cluster, f"alone{n}", PROMPT, greedy()) for n in range(8)))
         assert alone == [expected] * 8
         await cluster.start_scheduler()
@@ -86,7 +86,7 @@ async def test_without_a_scheduler_dead_workers_are_not_waited_for(llama: SmallM
     patient = OrchestratorConfig(link_timeout_s=2 * HANGS_S)
     async with cluster_of(llama, num_prefill=2, num_decode=2, orchestrator=patient) as cluster:
         await cluster.scheduler.stop()
-        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        await eventually(lambda: not cluster.orchestrator.scheduler.is_connected)
         assert await interrupted(cluster, greedy(), 4, lambda: cluster.remove(busy(cluster))) == expected
         await cluster.remove(cluster.prefills[0])
         for n in range(8):
@@ -130,7 +130,7 @@ async def test_a_reservation_whose_prefill_falls_silent_lapses_and_the_request_g
             silent = next(w for w, one in zip(cluster.prefills, held, strict=True) if one.holding.is_set())
             silent._sender.stop()  # its keep-alives
             next(one for one in held if not one.holding.is_set()).release()
-            await eventually(lambda: request.done() or cluster.orchestrator._runs["r"].attempt > 0)
+            await eventually(lambda: request.done() or cluster.orchestrator.runs["r"].attempt > 0)
             for one in held:  # the next attempt may be the silent one's again
                 one.release()
             found = await asyncio.wait_for(request, HANGS_S)

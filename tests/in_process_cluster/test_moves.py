@@ -122,7 +122,7 @@ async def test_deaths_with_progress_between_them_do_not_add_up(llama: SmallModel
         found = []
         async for event in events:
             found.append(event)
-            if len(found) % 10 == 0 and len(found) < 80 and cluster.orchestrator._runs["r"].num_faults < 2:
+            if len(found) % 10 == 0 and len(found) < 80 and cluster.orchestrator.runs["r"].num_faults < 2:
                 await cluster.remove(busy(cluster))
                 await cluster.add_decode()
         assert len({event.attempt for event in found}) > 4
@@ -136,7 +136,7 @@ async def test_only_a_death_counts_and_not_a_stop(llama: SmallModel) -> None:
         async with aclosing(cluster.stream("r", PROMPT, greedy(60))) as events:
             async for event in events:
                 found.append(event)
-                run = cluster.orchestrator._runs["r"]
+                run = cluster.orchestrator.runs["r"]
                 if event.attempt == len(counts):
                     counts.append((run.num_faults, run.num_stumbles))
                 if len(found) in (5, 30):
@@ -153,7 +153,7 @@ async def test_a_prefill_worker_may_stop_in_the_middle_of_a_prompt(llama: SmallM
             await eventually(lambda: any(one.holding.is_set() for one in held))
             stopping = next(w for w, one in zip(cluster.prefills, held, strict=True) if one.holding.is_set())
             stop = asyncio.create_task((cluster.retire if in_order else cluster.remove)(stopping))
-            run = cluster.orchestrator._runs["r"]
+            run = cluster.orchestrator.runs["r"]
             await eventually(lambda: run.attempt == 1)
             assert (run.num_faults, run.num_stumbles) == (not in_order, 1)
             for one in held:
@@ -181,6 +181,6 @@ async def test_who_moves_again_and_again_does_so_without_haste(llama: SmallModel
             async for event in events:
                 found.append(event)
                 if len(found) == 5:
-                    watching = asyncio.create_task(watch(cluster.orchestrator._runs["r"]))
+                    watching = asyncio.create_task(watch(cluster.orchestrator.runs["r"]))
         await watching
         assert tokens_of(found) == llama.local(PROMPT, greedy(60)).tokens

@@ -12,9 +12,10 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 
 from cluster.errors import OverloadedError
 from cluster.gateway.generator import one_by_one
+from cluster.gateway.timeline import SequenceTimeline
 from cluster.scheduler.placement.worker_table import Row
 from cluster.scheduler.scheduler import GlobalScheduler
-from cluster.slo.terms import RequestTerms
+from cluster.slo.classes import RequestTerms
 from kv_transfer.messages import Placement, RequestSpec
 from tests.support.mini_cluster import MiniCluster, brake
 from tests.support.placed_clusters import PROMPT, cluster_of, run, terms
@@ -59,7 +60,7 @@ async def crowd(cluster: MiniCluster) -> AsyncIterator[Callable[[], Awaitable[No
         streams = []
         for number in range(3):
             request = RequestSpec(request_id=f"close-{number}", attempt=0, prompt_token_ids=PROMPT, params=greedy(16))
-            events = one_by_one(cluster.orchestrator.generate(request, close_terms()))
+            events = one_by_one(cluster.orchestrator.generate(request, SequenceTimeline(close_terms())))
             streams.append(await stack.enter_async_context(aclosing(events)))
             await anext(events)
 
@@ -94,7 +95,7 @@ async def test_who_waits_when_the_scheduler_dies_is_placed_by_its_gateway(llama:
     async with cluster_of(llama) as cluster, crowd(cluster) as finish:
         request = await waiter(cluster)
         await cluster.scheduler.stop()
-        await eventually(lambda: cluster.orchestrator._runs["waiter"].placement is not None)
+        await eventually(lambda: cluster.orchestrator.runs["waiter"].placement is not None)
         await cluster.start_scheduler()
         await finish()
         assert await request == llama.local(PROMPT, greedy(16)).tokens
@@ -124,7 +125,7 @@ async def restarted(cluster: MiniCluster, num_running: int) -> GlobalScheduler:
 
 async def placed(cluster: MiniCluster, name: str) -> Placement:
     """Where that request is, as soon as it is anywhere."""
-    runs = cluster.orchestrator._runs
+    runs = cluster.orchestrator.runs
     await eventually(lambda: name in runs and runs[name].placement is not None)
     placement = runs[name].placement
     assert placement is not None
@@ -135,7 +136,7 @@ async def test_a_new_scheduler_knows_what_runs(llama: SmallModel) -> None:
     """Who decodes, whose prompt is computed, and who was placed while there was no scheduler."""
     loose = terms(ttft_s=1000.0, tpot_s=100.0)
     async with cluster_of(llama) as cluster, AsyncExitStack() as stack:
-        runs = cluster.orchestrator._runs
+        runs = cluster.orchestrator.runs
         decode = stack.enter_context(brake(cluster.decodes[0]._model.runner))
         requests = [asyncio.create_task(run(cluster, f"decodes-{number}", loose)) for number in range(3)]
         await eventually(lambda: sum(bool(one.emitted) for one in runs.values()) == 3)
@@ -143,7 +144,7 @@ async def test_a_new_scheduler_knows_what_runs(llama: SmallModel) -> None:
         requests.append(asyncio.create_task(run(cluster, "computes", loose)))
         await placed(cluster, "computes")
         await cluster.scheduler.stop()
-        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        await eventually(lambda: not cluster.orchestrator.scheduler.is_connected)
         requests.append(asyncio.create_task(run(cluster, "alone", loose)))
         await placed(cluster, "alone")
 

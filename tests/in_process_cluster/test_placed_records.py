@@ -9,14 +9,14 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.gateway.line_log import LineLog
-from cluster.gateway.request_log import read_log
-from cluster.gateway.request_recorder import RequestRecorder
+from cluster.gateway.request_log import RequestRecorder, read_log
 from cluster.scheduler.scheduler import Answer, GlobalScheduler, SchedulerPolicy
 from cluster.simulation.whatif import what_if
 from cluster.slo.classes import INTERACTIVE, SloConfig
@@ -49,16 +49,16 @@ from tests.support.waiting import HANGS_S, eventually, wait_until
 async def test_decisions_can_be_read_at_a_gateway(llama: SmallModel) -> None:
     async with cluster_of(llama) as cluster:
         await run(cluster, "r", terms(ttft_s=100.0))
-        [line] = await cluster.orchestrator.decisions(5, as_text=False)
+        [line] = await cluster.orchestrator.scheduler.decisions(5, as_text=False)
         told = json.loads(line)
         assert (told["request_id"], told["outcome"], told["ttft_s"]) == ("r", "placed", 100.0)
         assert abs(told["time"] - time.time()) < HANGS_S
-        [table] = await cluster.orchestrator.decisions(5, as_text=True)
+        [table] = await cluster.orchestrator.scheduler.decisions(5, as_text=True)
         assert cluster.prefills[0].info.worker_id[:10] in table
         await cluster.scheduler.stop()
-        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        await eventually(lambda: not cluster.orchestrator.scheduler.is_connected)
         with pytest.raises(UnavailableError):
-            await cluster.orchestrator.decisions(5, as_text=False)
+            await cluster.orchestrator.scheduler.decisions(5, as_text=False)
 
 
 # --- the same again ---
@@ -172,12 +172,12 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
     slo = SloConfig(classes=(INTERACTIVE,), default="interactive")
     log = tmp_path / "logs" / "requests.jsonl"
     async with cluster_of(llama) as cluster:
-        recorder = RequestRecorder(log, slo, cluster.orchestrator.reports, secret=b"a secret")
-        cluster.orchestrator._on_ended = recorder.ended
-        await asyncio.gather(*(run(cluster, f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
+        recorder = RequestRecorder(log, slo, cluster.orchestrator.scheduler.reports, secret=b"a secret")
+        serve = partial(run, cluster, on_ended=recorder.ended)
+        await asyncio.gather(*(serve(f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
         with brake(cluster.prefills[0]._model.runner), pytest.raises(OverloadedError):
-            await asyncio.gather(*(run(cluster, f"late{number}", terms(20.0)) for number in range(6)))
-        left = asyncio.create_task(run(cluster, "left", terms(1000.0)))
+            await asyncio.gather(*(serve(f"late{number}", terms(20.0)) for number in range(6)))
+        left = asyncio.create_task(serve("left", terms(1000.0)))
         await asyncio.sleep(0)
         left.cancel()
         with suppress(asyncio.CancelledError):

@@ -117,7 +117,7 @@ async def innocents_beside_poison(
             asyncio.create_task(cluster.generate(f"innocent{n}", prompt, greedy(NUM_TOKENS)))
             for n, prompt in enumerate(INNOCENTS)
         ]
-        runs = cluster.orchestrator._runs
+        runs = cluster.orchestrator.runs
         await eventually(lambda: len(runs) == len(innocents) and all(len(run.emitted) > 2 for run in runs.values()))
         if at_once:
             await asyncio.gather(*(poisoned(cluster, f"poison{n}") for n in range(NUM_POISONS)))

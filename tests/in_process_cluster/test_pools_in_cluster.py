@@ -49,7 +49,7 @@ async def test_replicas_hear_what_size_their_pool_should_have(llama: SmallModel)
         await cluster.add_prefill()
         await eventually(lambda: asking.done() or cluster.replicas[-1].pool_target() == 2)
         over.set()
-        assert cluster.orchestrator.pools()["prefill"] == 2, "people and dashboards are told, too"
+        assert cluster.orchestrator.scheduler.pools["prefill"] == 2, "people and dashboards are told, too"
         assert await asking > 0
         await eventually(lambda: [replica.pool_target() for replica in cluster.replicas] == [1, 1, 1, 1])
 
@@ -77,11 +77,11 @@ async def test_a_decode_worker_becomes_one_for_prefill_where_prompts_are_what_is
         over = asyncio.Event()
         asking = asyncio.create_task(ask_until(cluster, llama, over))
         await eventually(lambda: asking.done() or roles(cluster) == ["decode", "decode", "prefill", "prefill"])
-        await eventually(lambda: asking.done() or len(cluster.orchestrator.workers()) == 4)
+        await eventually(lambda: asking.done() or len(cluster.orchestrator.scheduler.describe_workers()) == 4)
         over.set()
         assert await asking > 0
         assert roles(cluster) == ["decode", "decode", "prefill", "prefill"]
-        homes = sorted(str(worker["home"]) for worker in cluster.orchestrator.workers())
+        homes = sorted(str(worker["home"]) for worker in cluster.orchestrator.scheduler.describe_workers())
         assert homes == ["decode", "decode", "decode", "prefill"]
 
 

@@ -14,7 +14,7 @@ import uvicorn
 
 from cluster.config.settings import GatewaySettings
 from cluster.http.app import create_app
-from cluster.http.tenants import Tenants
+from cluster.http.terms import Tenants
 from engine.kv.prefix import block_hashes
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig

@@ -165,7 +165,7 @@ async def test_what_is_cached_is_found_by_the_next_worker(llama: SmallModel) -> 
         assert worker is not None
         index = cluster.scheduler.block_index
         await eventually(lambda: any(r.worker_id == worker.info.worker_id and r.columns for r in index.report()))
-        await eventually(lambda: len(cluster.orchestrator.workers()) == 1)
+        await eventually(lambda: len(cluster.orchestrator.scheduler.describe_workers()) == 1)
         events = await cluster.generate("second", PROMPT, greedy())
         assert events[0].num_cached_tokens == 144
         assert tokens_of(events) == llama.local(PROMPT, greedy()).tokens
@@ -181,14 +181,16 @@ async def test_an_operator_may_order_it(llama: SmallModel) -> None:
             await eventually(lambda: holds(first, "before") or holds(second, "before"))
             replica, other = (first, second) if holds(first, "before") else (second, first)
             old, stays = worker_id_of(replica), worker_id_of(other)
-            await gateway.change_role(old, "prefill", 60.0)
+            await gateway.scheduler.change_role(old, "prefill", 60.0)
             with pytest.raises(ConflictError, match=f"{old} is changing its role already"):
-                await gateway.change_role(old, "prefill", 60.0)
+                await gateway.scheduler.change_role(old, "prefill", 60.0)
             with pytest.raises(ConflictError, match=f"{stays} is the only decode worker that takes requests"):
-                await gateway.change_role(stays, "prefill", 60.0)
+                await gateway.scheduler.change_role(stays, "prefill", 60.0)
             with pytest.raises(NotFoundError, match="no worker is called nobody"):
-                await gateway.change_role("nobody", "prefill", 60.0)
-            assert [worker["worker_id"] for worker in gateway.workers() if worker["draining"]] == [old]
+                await gateway.scheduler.change_role("nobody", "prefill", 60.0)
+            assert [worker["worker_id"] for worker in gateway.scheduler.describe_workers() if worker["draining"]] == [
+                old
+            ]
         assert tokens_of(await asking) == expected
         await eventually(lambda: replica.role == "prefill")
         await cluster.changed(replica)
@@ -197,9 +199,9 @@ async def test_an_operator_may_order_it(llama: SmallModel) -> None:
         assert worker_id_of(replica) != old
         await eventually(lambda: old not in cluster.scheduler._workers)
         with pytest.raises(NotFoundError, match=f"no worker is called {old}"):
-            await gateway.change_role(old, "decode", 60.0)
+            await gateway.scheduler.change_role(old, "decode", 60.0)
         assert await tokens(cluster, "after", PROMPT, greedy()) == expected
-        await gateway.change_role(worker_id_of(replica), "decode", 60.0)
+        await gateway.scheduler.change_role(worker_id_of(replica), "decode", 60.0)
         await eventually(lambda: replica.role == "decode")
         await cluster.changed(replica)
 
@@ -225,7 +227,7 @@ async def test_without_a_scheduler_nobody_changes_roles(llama: SmallModel) -> No
     async with replica_cluster(llama) as cluster:
         await cluster.scheduler.stop()
         with pytest.raises(UnavailableError, match="scheduler cannot be asked"):
-            await cluster.orchestrator.change_role(worker_id_of(cluster.replicas[0]), "decode", 60.0)
+            await cluster.orchestrator.scheduler.change_role(worker_id_of(cluster.replicas[0]), "decode", 60.0)
 
 
 def worker_id_of(replica: WorkerReplica) -> str:

@@ -65,7 +65,7 @@ async def test_whoever_has_nowhere_else_to_go_waits_for_a_late_step(llama: Small
         await eventually(lambda: decode._gateway_of and decode._scheduler.num_running)
         with brake(decode._model.runner) as held:
             await held.reached()
-            links = cluster.orchestrator._links
+            links = cluster.orchestrator.links
             await eventually(lambda: decode.info.worker_id in links.suspects())
             await asyncio.sleep(2 * _LOOK_S)
         found = await request
@@ -87,7 +87,7 @@ async def test_a_gateway_that_comes_later_hears_of_a_late_step_too(llama: SmallM
             assert tokens_of(await asyncio.wait_for(request, HANGS_S)) == expected
             other = cluster.new_orchestrator()
             other.start()
-            await eventually(lambda: other._links.suspects() == {hung.info.worker_id})
+            await eventually(lambda: other.links.suspects() == {hung.info.worker_id})
             await other.stop()
 
 
@@ -163,9 +163,8 @@ async def test_a_silent_scheduler_is_not_asked(llama: SmallModel, monkeypatch: p
         try:
             await eventually(lambda: (limits := gateway.limits()) is not None and limits.ready)
             cable.cut()
-            line = gateway._scheduler._connection
-            assert line is not None
-            await eventually(lambda: line.silent_s >= SILENCE_S)
+            await eventually(lambda: gateway.scheduler.silent_s >= SILENCE_S)
+            assert gateway.scheduler.is_connected
             request = RequestSpec(request_id="r", attempt=0, prompt_token_ids=PROMPT, params=greedy())
 
             async def answer() -> list[TokenEvent]:
@@ -193,7 +192,7 @@ async def processes(model: SmallModel, *roles: Role) -> AsyncIterator[tuple[Mini
             started = [stack.enter_context(start(role)) for role in roles]
             for process in started:
                 workers[await asyncio.to_thread(name_of, process)] = process
-            assert await cluster.orchestrator._links.wait_up(set(workers), HANGS_S)
+            assert await cluster.orchestrator.links.wait_up(set(workers), HANGS_S)
             yield cluster, workers
         finally:
             await cluster.stop()
@@ -205,7 +204,8 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 
 def is_back(cluster: MiniCluster, worker_id: str) -> bool:
-    (told,) = (worker for worker in cluster.orchestrator.workers() if worker["worker_id"] == worker_id)
+    workers = cluster.orchestrator.scheduler.describe_workers()
+    (told,) = (worker for worker in workers if worker["worker_id"] == worker_id)
     return not (told["suspect"] or told["num_running"] or told["num_leases"]) and bool(told["connected"])
 
 
@@ -220,7 +220,7 @@ async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) ->
                 found.append(await asyncio.wait_for(anext(events), NOT_BY_DEATH_S))
                 gap_s, last_at = max(gap_s, time.monotonic() - last_at), time.monotonic()
                 if len(found) == 100:
-                    placement = cluster.orchestrator._runs["r"].placement
+                    placement = cluster.orchestrator.runs["r"].placement
                     assert placement is not None
                     stopped = placement.decode
                     workers[stopped].send_signal(signal.SIGSTOP)
@@ -229,7 +229,7 @@ async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) ->
         workers[stopped].send_signal(signal.SIGCONT)
         await eventually(lambda: is_back(cluster, stopped), what="it did not let go of what had gone elsewhere")
         await cluster.scheduler.stop()  # without it every prompt is for a prefill worker, if there is one
-        await eventually(lambda: cluster.orchestrator._scheduler._connection is None)
+        await eventually(lambda: not cluster.orchestrator.scheduler.is_connected)
         next(p for name, p in workers.items() if name.startswith("prefill")).send_signal(signal.SIGSTOP)
         began = time.monotonic()
         again = await asyncio.wait_for(cluster.generate("again", PROMPT, greedy(10)), NOT_BY_DEATH_S)

@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.gateway.journey import Journey
+from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.slo.account import SloAccount
-from cluster.slo.classes import NO_TARGETS, SloClass, SloConfig
+from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Counts, Metric, Outcome, SeriesKey
-from cluster.slo.terms import RequestTerms
 from cluster.slo.tracker import SeriesSnapshot
 from kv_transfer.messages import RequestSpec, SloUpdate
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
@@ -31,20 +30,24 @@ class Gateway:
         self.account = SloAccount(classes, model="model")
         self.orchestrator = cluster.new_orchestrator(self.account.hear)
 
-    async def serve(self, request_id: str, num_tokens: int) -> Journey:
+    async def serve(self, request_id: str, num_tokens: int) -> Attempt:
         """One request from its arrival to its last token; where it was served."""
-        terms = RequestTerms(slo=self.account.classes.choose(None, {}))
-        watch = self.account.watch(terms, 1)
-        (sequence,) = watch.sequences
+        timeline = RequestTimeline(
+            endpoint="", terms=RequestTerms(slo=self.account.classes.choose(None, {})), promise=Outcome.FINISHED
+        )
         request = RequestSpec(
             request_id=request_id, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens), cache_salt=request_id
         )
-        async for arrivals in self.orchestrator.generate(request, terms, sequence.journey):
-            for arrival in arrivals:
-                sequence.token(arrival.at)
-            watch.first_byte()
-        watch.ended(Outcome.FINISHED, num_tokens)
-        return sequence.journey
+        timeline.parsed([request], len(PROMPT))
+        (sequence,) = timeline.sequences
+        self.account.follow(timeline)
+        async for tokens in self.orchestrator.generate(request, sequence):
+            timeline.num_generated_tokens += len(tokens)
+            timeline.sent([0])
+        timeline.ended()
+        self.account.ended(timeline)
+        (attempt,) = sequence.attempts
+        return attempt
 
     def counts(self) -> dict[str, Counts]:
         """What it knows of the whole cluster."""
@@ -55,10 +58,10 @@ class Gateway:
 async def gateway(cluster: MiniCluster, classes: SloConfig = NO_TARGETS) -> AsyncIterator[Gateway]:
     started = Gateway(cluster, classes)
     started.orchestrator.start()
-    started.account.start(started.orchestrator.publish_slo)
+    started.account.start(started.orchestrator.scheduler.publish_slo)
     try:
         wanted = {worker.info.worker_id for worker in cluster.workers}
-        assert await started.orchestrator._links.wait_up(wanted, HANGS_S)
+        assert await started.orchestrator.links.wait_up(wanted, HANGS_S)
         yield started
     finally:
         await started.account.stop()
@@ -75,8 +78,8 @@ async def test_the_scheduler_and_every_gateway_know_what_all_gateways_saw(llama:
     async with mini_cluster(config) as cluster, gateway(cluster) as one, gateway(cluster) as other:
         prefill, decode = cluster.prefills[0].info.worker_id, cluster.decodes[0].info.worker_id
         for number, each in enumerate((one, other)):
-            journey = await each.serve(f"r{number}", 10 + number)
-            assert (journey.prefill, journey.decode) == (prefill, decode)
+            attempt = await each.serve(f"r{number}", 10 + number)
+            assert (attempt.prefill, attempt.decode) == (prefill, decode)
         both = Counts(met=2, tokens=21, met_tokens=21)
         await eventually(lambda: known(cluster).counts == both)
         await eventually(lambda: one.counts() == other.counts() == {"default": both})
@@ -93,7 +96,7 @@ async def test_a_gateway_with_other_classes_goes_on_uncounted(llama: SmallModel)
     async with mini_cluster(config) as cluster, gateway(cluster, GOLD) as strange, gateway(cluster) as plain:
         await strange.serve("r0", 3)
         strange.account.settle()
-        strange.orchestrator._scheduler.tell(SloUpdate(report=b"no report"))
+        strange.orchestrator.scheduler.tell(SloUpdate(report=b"no report"))
         await plain.serve("r1", 4)
         await strange.serve("r2", 5)  # placed over the same connection: it was not lost
         await eventually(lambda: known(cluster).counts.met == 1)
@@ -112,8 +115,27 @@ async def test_queue_time_reaches_to_the_first_step(llama: SmallModel, num_prefi
             second = asyncio.create_task(one.serve("r1", 2))
             await eventually(lambda: cluster.workers[0]._scheduler.num_waiting == 1)
             await asyncio.sleep(1.0)  # which the second one waits, and the first one does not: it is being computed
-        journeys = await asyncio.gather(first, second)
-        assert journeys[1].worker_wait_s > 0.9 > journeys[0].worker_wait_s
+        waited_s = [attempt.waited_s for attempt in await asyncio.gather(first, second)]
+        assert waited_s[0] is not None and waited_s[1] is not None
+        assert waited_s[1] > 0.9 > waited_s[0]
         (figures,) = one.account.totals("gateway")
         assert figures.latencies[Metric.QUEUE].count == 2
         assert figures.latencies[Metric.QUEUE].p99_s < figures.latencies[Metric.TTFT].p99_s * 1.03
+
+
+async def test_the_exposed_handoff_is_in_the_timeline(llama: SmallModel) -> None:
+    """The prefill worker tells it while decode holds its first step back, so it is there before the request ends."""
+    config = MiniClusterConfig(model_ref=str(llama.folder))
+    async with mini_cluster(config) as cluster, gateway(cluster) as one:
+        with brake(cluster.models[1].runner):
+            serving = asyncio.create_task(one.serve("r", 3))
+            await eventually(lambda: "r" in one.orchestrator.runs)
+            timeline = one.orchestrator.runs["r"].timeline
+            await eventually(lambda: timeline.attempt is not None and timeline.attempt.handoff_s is not None)
+        attempt = await serving
+    stamps = [attempt.asked_at, attempt.placed_at, attempt.reserved_at, attempt.started_at, timeline.first_token_at]
+    known = [at for at in stamps if at is not None]
+    assert len(known) == 5 and known == sorted(known)
+    assert attempt.handoff_s is not None and 0 <= attempt.handoff_s < timeline.token_times[-1] - known[-1]
+    names = [event.name for event in timeline.events()]
+    assert names.index("placed") < names.index("reserved") < names.index("first token") < names.index("handed off")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cluster.config.build import decode_worker, prefill_worker
+from cluster.config.build import CALIBRATION_S, decode_worker, prefill_worker
 from cluster.config.load import load_config
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
@@ -23,7 +23,8 @@ PROMPT = random_prompts([150], seed=7)[0]
 
 def told(cluster: MiniCluster, worker: PrefillWorker | DecodeWorker) -> KnownWorker:
     """The worker as the gateway knows it."""
-    return next(report for report in cluster.orchestrator.reports() if report[0].worker_id == worker.info.worker_id)
+    reports = cluster.orchestrator.scheduler.reports()
+    return next(report for report in reports if report[0].worker_id == worker.info.worker_id)
 
 
 async def told_that(
@@ -149,14 +150,14 @@ async def test_a_prefill_worker_decodes_nothing(llama: SmallModel) -> None:
 
 
 def test_the_settings_say_how_long_workers_calibrate() -> None:
-    config = load_config({"prefill": {"calibration_s": 0.5}})
+    config = load_config({"tuning": {"PrefillWorkerConfig": {"calibration_s": 0.5}}})
     assert prefill_worker(config).calibration_s == 0.5
-    assert decode_worker(config).calibration_s == config.decode.calibration_s == 2.0
+    assert decode_worker(config).calibration_s == CALIBRATION_S == 2.0
 
 
 async def test_cluster_shows_the_cost_model(llama: SmallModel) -> None:
     async with cluster_of(llama, decode=DecodeWorkerConfig(calibration_s=0.1)) as cluster:
-        shown = {worker["role"]: worker["step_cost"] for worker in cluster.orchestrator.workers()}
+        shown = {worker["role"]: worker["step_cost"] for worker in cluster.orchestrator.scheduler.describe_workers()}
         assert shown["prefill"] is None
         decode = shown["decode"]
         assert isinstance(decode, dict)

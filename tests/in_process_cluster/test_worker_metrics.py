@@ -38,7 +38,7 @@ class Scraper:
     def __init__(self, cluster: MiniCluster, worker_id: str) -> None:
         self._worker_id = worker_id
         self._registry = Metrics().registry
-        self._registry.register(WorkerMetrics(cluster.orchestrator.reports))
+        self._registry.register(WorkerMetrics(cluster.orchestrator.scheduler.reports))
 
     def __call__(self, name: str, **labels: str) -> float:
         """The sum of all samples with these labels."""
@@ -232,7 +232,8 @@ async def test_what_steps_cost_is_told_with_its_error(llama: SmallModel) -> None
 
 def index_of(cluster: MiniCluster, worker: DecodeWorker) -> dict[str, Any]:
     """As `/cluster` shows it."""
-    shown = next(w for w in cluster.orchestrator.workers() if w["worker_id"] == worker.info.worker_id)
+    workers = cluster.orchestrator.scheduler.describe_workers()
+    shown = next(shown for shown in workers if shown["worker_id"] == worker.info.worker_id)
     index = shown["index"]
     return index if isinstance(index, dict) else {}
 

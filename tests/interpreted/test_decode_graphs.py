@@ -282,6 +282,8 @@ def test_the_setting_reaches_those_who_decode() -> None:
     assert not prefill_engine(LegatoConfig()).decode_graphs
     flipping = LegatoConfig.model_validate({"scheduler": {"role_flips": True}})
     assert prefill_engine(flipping).decode_graphs
-    off = LegatoConfig.model_validate({"decode": {"cuda_graphs": "off"}, "scheduler": {"role_flips": True}})
+    off = LegatoConfig.model_validate(
+        {"tuning": {"EngineConfig": {"decode_graphs": False}}, "scheduler": {"role_flips": True}}
+    )
     assert not decode_engine(off).decode_graphs
     assert not prefill_engine(off).decode_graphs

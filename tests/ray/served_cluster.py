@@ -22,7 +22,7 @@ import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.deployment.free_ports import free_port
+from cluster.deployment.ray_environment import free_port
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 120.0

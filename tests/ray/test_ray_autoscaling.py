@@ -29,7 +29,6 @@ CONFIG: dict[str, Any] = {
     "prefill": {
         "num_cpus": 0.2,
         "chunk_tokens": 256,
-        "calibration_s": 0,
         "autoscaling": {
             "min_replicas": 1,
             "max_replicas": 2,
@@ -38,7 +37,8 @@ CONFIG: dict[str, Any] = {
             "downscale_delay_s": 4.0,
         },
     },
-    "decode": {"num_cpus": 0.2, "calibration_s": 0},
+    "tuning": {"PrefillWorkerConfig": {"calibration_s": 0.0}, "DecodeWorkerConfig": {"calibration_s": 0.0}},
+    "decode": {"num_cpus": 0.2},
     "gateway": {"num_cpus": 0.1},
 }
 ENVIRONMENT = {

@@ -45,10 +45,14 @@ CONFIG: dict[str, Any] = {
         # 2,048 tokens: about twenty of the test's sequences, while up to 64 arrive.
         "decode": {"block_size": 32, "memory": "64 blocks", "host_memory": 0},
     },
-    "prefill": {"threads": 1, "chunk_tokens": 96, "calibration_s": 0},
-    "decode": {"threads": 1, "max_num_seqs": 40, "reserve_wait_s": 240, "calibration_s": 0},
+    "prefill": {"threads": 1, "chunk_tokens": 96},
+    "decode": {"threads": 1, "max_num_seqs": 40},
     "slo": {"default": "plain", "classes": {"plain": {}, "batch": {"service_tiers": ["flex"]}}},
-    "transfer": {"transport": "shm", "lease_ttl_s": 5},
+    "transfer": {"transport": "shm"},
+    "tuning": {
+        "PrefillWorkerConfig": {"calibration_s": 0.0},
+        "DecodeWorkerConfig": {"calibration_s": 0.0, "reserve_wait_s": 240.0, "lease_ttl_s": 5.0},
+    },
 }
 SECRET = "the secret of these processes only"
 

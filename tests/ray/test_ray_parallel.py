@@ -22,8 +22,9 @@ MEMORY = {"memory": "256 blocks", "host_memory": "16MiB"}
 CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL, "dtype": "float32"},
     "kv": {"prefill": MEMORY, "decode": MEMORY},
-    "prefill": {"num_cpus": 0.3, "calibration_s": 0.2, "tensor_parallel": 3},
-    "decode": {"num_cpus": 0.3, "calibration_s": 0.2},
+    "prefill": {"num_cpus": 0.3, "tensor_parallel": 3},
+    "decode": {"num_cpus": 0.3},
+    "tuning": {"PrefillWorkerConfig": {"calibration_s": 0.2}, "DecodeWorkerConfig": {"calibration_s": 0.2}},
     "gateway": {"num_cpus": 0.1},
 }
 

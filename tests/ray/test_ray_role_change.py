@@ -21,8 +21,9 @@ MEMORY = {"memory": "256 blocks", "host_memory": "16MiB"}
 CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL, "dtype": "float32"},
     "kv": {"prefill": MEMORY, "decode": MEMORY},
-    "prefill": {"num_cpus": 0.3, "calibration_s": 0.2},
-    "decode": {"num_cpus": 0.3, "calibration_s": 0.2, "replicas": 2},
+    "prefill": {"num_cpus": 0.3},
+    "decode": {"num_cpus": 0.3, "replicas": 2},
+    "tuning": {"PrefillWorkerConfig": {"calibration_s": 0.2}, "DecodeWorkerConfig": {"calibration_s": 0.2}},
     "gateway": {"num_cpus": 0.1},
 }
 

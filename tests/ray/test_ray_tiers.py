@@ -69,13 +69,17 @@ def settings(model: Path, disk: Path) -> dict[str, Any]:
     return {
         "model": {"ref": str(model), "served_name": NAME, "dtype": "float32"},
         "kv": {
-            "layers_per_group": 1,
             "prefill": MEMORY,
             "decode": MEMORY,
             "disk": {"path": str(disk), "budget": DISK_BYTES},
         },
-        "prefill": {"threads": 1, "chunk_tokens": 96, "calibration_s": 0},
-        "decode": {"threads": 1, "max_num_seqs": 16, "reserve_wait_s": 60, "calibration_s": 0},
+        "prefill": {"threads": 1, "chunk_tokens": 96},
+        "decode": {"threads": 1, "max_num_seqs": 16},
+        "tuning": {
+            "EngineConfig": {"layers_per_group": 1},
+            "PrefillWorkerConfig": {"calibration_s": 0.0},
+            "DecodeWorkerConfig": {"calibration_s": 0.0},
+        },
     }
 
 

@@ -29,12 +29,12 @@ CONFIG: dict[str, Any] = {
         "prefill": {"block_size": 32, "memory": "256 blocks", "host_memory": 0},
         # The device holds some 800 tokens of the 64 sequences; the ring computes the others from host memory.
         "decode": {"block_size": 16, "memory": "150 blocks", "host_memory": "256MiB", "staging": "96MiB"},
-        "layers_per_group": 10,
     },
     "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 128, "resources": {"prefill_node": 1}},
     "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 64, "resources": {"decode_node": 1}},
     # Small slabs over several connections: every way in which messages can overtake each other is used.
-    "transfer": {"transport": "auto", "slab_bytes": "64KiB", "num_connections": 3},
+    "transfer": {"transport": "auto"},
+    "tuning": {"EngineConfig": {"layers_per_group": 10}, "TransferConfig": {"slab_bytes": 2**16, "num_connections": 3}},
 }
 
 
@@ -50,7 +50,7 @@ def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path
     command = [sys.executable, "-m", "tests.ray.two_nodes"]
     # Serve's own proxy here, HAProxy in the other cluster: both fronts are used by the suite.
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
-    config = {**CONFIG, "kv": {**CONFIG["kv"], "host_folder": str(host_folder)}}
+    config = {**CONFIG, "tuning": {**CONFIG["tuning"], "TiersConfig": {"host_folder": str(host_folder)}}}
     with served_cluster(config, tmp_path, command=command, env=env) as cluster:
         # Ready means that a request could be served, and a decode worker alone can do that.
         cluster.wait_for_workers(prefill=1, decode=1)

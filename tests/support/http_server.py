@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -13,10 +13,11 @@ import openai
 import uvicorn
 
 from cluster.config.settings import GatewaySettings
-from cluster.gateway.generator import Generator
-from cluster.http.api import Api, InFlight
+from cluster.gateway.orchestrator import Orchestrator
+from cluster.gateway.timeline import RequestTimeline
+from cluster.http.api import Api, HttpLimits, InFlight
 from cluster.http.app import create_app
-from cluster.http.tenants import Tenants
+from cluster.http.terms import Tenants
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.metrics.slo import SloMetrics
@@ -28,13 +29,16 @@ from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.waiting import HANGS_S
 
 MODEL = "smollm2-135m-instruct"
+LIMITS = HttpLimits()
 
 
 def scripted_api(
-    generator: Generator,
+    generator: ScriptedGenerator | Orchestrator,
     tokenizer: Tokenizer,
     settings: GatewaySettings | None = None,
     slo: SloConfig = NO_TARGETS,
+    on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
+    limits: HttpLimits = LIMITS,
 ) -> Api:
     settings = settings or GatewaySettings()
     account = SloAccount(slo, model=MODEL)
@@ -42,6 +46,7 @@ def scripted_api(
     metrics.registry.register(SloMetrics(account, "gateway-1"))
     return Api(
         generator=generator,
+        cluster=generator.scheduler if isinstance(generator, Orchestrator) else generator,
         tokenizer=tokenizer,
         model_name=MODEL,
         settings=settings,
@@ -53,7 +58,9 @@ def scripted_api(
             share_prefixes=settings.share_prefixes,
         ),
         in_flight=InFlight(settings.max_concurrent),
-        unread=Unread(settings.max_unread_bytes),
+        limits=limits,
+        unread=Unread(limits.max_unread_bytes),
+        on_ended=on_ended,
     )
 
 
@@ -64,10 +71,12 @@ def running_server(
     settings: GatewaySettings | None = None,
     slo: SloConfig = NO_TARGETS,
     send_buffer_bytes: int | None = None,
+    on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
+    limits: HttpLimits = LIMITS,
 ) -> Iterator[Target]:
     """A server on a port of its own, and clients for it. The kernel holds `send_buffer_bytes` for each client, or as
     much as it likes."""
-    api = scripted_api(generator, tokenizer, settings, slo)
+    api = scripted_api(generator, tokenizer, settings, slo, on_ended, limits)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # inherited by what it accepts

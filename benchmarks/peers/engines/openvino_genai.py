@@ -11,7 +11,7 @@ from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.engines.installation import Workshop, model_folder, weights_id
 from benchmarks.peers.engines.started import started
 from benchmarks.peers.peer import THREADS, Peer
-from cluster.deployment.free_ports import free_port
+from cluster.deployment.ray_environment import free_port
 
 VERSION = "2026.4.1.0"
 _EXPORTER = "2.2.0"

@@ -22,7 +22,7 @@ from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.engines.installation import Workshop, model_folder, weights_id
 from benchmarks.peers.engines.started import START_TIMEOUT_S, await_listening, started
 from benchmarks.peers.peer import CONTEXT_TOKENS, Peer, PeerUnavailableError
-from cluster.deployment.free_ports import free_port
+from cluster.deployment.ray_environment import free_port
 
 VERSION = "0.32.0"
 _SETTINGS = ["--max-model-len", str(CONTEXT_TOKENS), "--dtype", "bfloat16"]

@@ -7,30 +7,29 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from cluster.http.api import Api
+from cluster.gateway.timeline import RequestTimeline
+from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.logprobs import CompletionLogprobs
 from cluster.http.openai.schemas import CompletionBody
 from cluster.http.openai.sse import ChunkFrame, dumps, dumps_large, token_ids_member
 from cluster.http.parse import Job, TokenPrompt, prepare_completion
-from cluster.http.response import GenerationResponse
-from cluster.http.streaming import Generation
-from cluster.http.terms import answered_tier, prefix_salt, terms_of
-from cluster.metrics.requests import RequestTimeline
+from cluster.http.response import Generation, GenerationResponse
+from cluster.http.terms import answered_tier, terms_of
 
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions", response_model=None)
-async def completions(body: CompletionBody, request: Request) -> GenerationResponse:
-    api: Api = request.app.state.api
-    terms = terms_of(request, body, api)
+async def completions(body: CompletionBody, request: Request, api: ApiOf) -> GenerationResponse:
+    terms = terms_of(request, body, api.slo.classes, api.tenants)
+    timeline = RequestTimeline(endpoint="/v1/completions", terms=terms)
     with api.slo.admitting(terms):
-        job = await prepare_completion(body, api, answered_tier(request, body), prefix_salt(request, body, api))
-    timeline = RequestTimeline(endpoint="/v1/completions", arrived_s=terms.arrived_at)
-    generation = Generation(job, api, terms, timeline)
-    return GenerationResponse(api, generation, CompletionShape(generation, api), timeline)
+        salt = api.tenants.salt(request.headers, body.cache_salt)
+        job = await prepare_completion(body, api, answered_tier(request, body), salt)
+    generation = Generation(job, api, timeline)
+    return GenerationResponse(api, generation, CompletionShape(generation, api))
 
 
 class CompletionShape:

@@ -1,36 +1,29 @@
-"""The endpoints beside generation: models, tokens, health, metrics."""
+"""The endpoints beside generation that clients use: models, tokens, health."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from cluster.errors import InvalidRequestError
-from cluster.http.api import Api
+from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
-from cluster.http.openai.schemas import DetokenizeBody, RoleBody, TokenizeBody
+from cluster.http.openai.schemas import DetokenizeBody, TokenizeBody
 from cluster.http.openai.sse import dumps_large
 from cluster.http.parse import chat_token_ids, text_token_ids, token_text
 
 router = APIRouter(route_class=JsonRoute)
 
 
-def _api(request: Request) -> Api:
-    api: Api = request.app.state.api
-    return api
-
-
 @router.get("/v1/models", response_model=None)
-async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(_api(request))]}
+async def list_models(api: ApiOf) -> dict[str, Any]:
+    return {"object": "list", "data": [_model_card(api)]}
 
 
 @router.get("/v1/models/{model:path}", response_model=None)
-async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
-    api = _api(request)
+async def retrieve_model(model: str, api: ApiOf) -> dict[str, Any]:
     api.require_model(model)
     return _model_card(api)
 
@@ -47,8 +40,7 @@ def _model_card(api: Api) -> dict[str, Any]:
 
 
 @router.post("/tokenize", response_model=None)
-async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    api = _api(request)
+async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
     if body.model is not None:
         api.require_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -68,38 +60,17 @@ async def _json(answer: dict[str, Any], api: Api) -> Response:
 
 
 @router.post("/detokenize", response_model=None)
-async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-    api = _api(request)
+async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
     if body.model is not None:
         api.require_model(body.model)
     return await _json({"prompt": await token_text(body.tokens, api)}, api)
 
 
 @router.get("/health", response_model=None)
-async def health(request: Request) -> JSONResponse:
+async def health(api: ApiOf) -> JSONResponse:
     """200 only when a request sent now could be served."""
-    limits = _api(request).generator.limits()
+    limits = api.generator.limits()
     if limits is not None and limits.ready:
         return JSONResponse({"status": "ready"})
     reason = "No worker has reported yet." if limits is None else limits.reason
     return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
-
-
-@router.get("/cluster", response_model=None)
-async def cluster(request: Request) -> dict[str, Any]:
-    """The workers as this gateway knows them: role, pid, load, KV blocks. And how many each pool should have."""
-    generator = _api(request).generator
-    return {"workers": generator.workers(), "wanted": generator.pools()}
-
-
-@router.post("/cluster/workers/{worker_id}/role", response_model=None, status_code=202)
-async def change_role(worker_id: str, body: RoleBody, request: Request) -> dict[str, Any]:
-    """The worker was told: it comes back under another name, see `/cluster`."""
-    await _api(request).generator.change_role(worker_id, body.role, body.drain_s)
-    return {"worker_id": worker_id, "role": body.role, "status": "changing"}
-
-
-@router.get("/metrics", response_model=None)
-async def metrics(request: Request) -> Response:
-    """This gateway replica's own numbers."""
-    return Response(generate_latest(_api(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)

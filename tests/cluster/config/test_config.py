@@ -14,9 +14,20 @@ from ray import cloudpickle
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build_application
+from cluster.config.build import decode_engine, decode_worker, prefill_tiers, prefill_worker, transfer_config
 from cluster.config.fields import KvMemory, format_size, parse_size
-from cluster.config.load import ConfigError, LegatoConfig, cluster_secret, draw_secret, give_secret, load_config
+from cluster.config.load import (
+    CONSTANTS,
+    ConfigError,
+    LegatoConfig,
+    cluster_secret,
+    draw_secret,
+    give_secret,
+    load_config,
+)
+from cluster.config.scheduler import scheduler_policy
 from cluster.config.table import setting_rows, settings_table
+from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.slo.classes import NO_TARGETS, SloConfig
 
 ROOT = Path(__file__).parents[3]
@@ -105,8 +116,11 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"model": {"dtype": "float64"}}, ("model.dtype", "float32", "bfloat16")),
         ({"kv": {"decode": {"memory": "2 GB"}}}, ("kv.decode.memory", "2GiB", "4096 blocks")),
         ({"kv": {"decode": {"memory": 0}}}, ("kv.decode.memory", "larger than nothing")),
-        ({"transfer": {"slab_bytes": "much"}}, ("transfer.slab_bytes", "512MiB")),
-        ({"transfer": {"lease_ttl_s": float("nan")}}, ("transfer.lease_ttl_s",)),
+        ({"gateway": {"max_body_bytes": "much"}}, ("gateway.max_body_bytes", "512MiB")),
+        ({"gateway": {"request_deadline_s": float("nan")}}, ("gateway.request_deadline_s",)),
+        ({"transfer": {"lease_ttl_s": 5}}, ("transfer.lease_ttl_s is no setting any more", "DecodeWorkerConfig", "10")),
+        ({"decode": {"calibration_s": 5}}, ("decode.calibration_s is no setting any more", "DecodeWorkerConfig", "2")),
+        ({"tuning": {"Config": {}}}, ("tuning names Config", "DecodeWorkerConfig, EngineConfig")),
         ({"decode": {"autoscaling": {"min_replicas": 2}}}, ("decode.autoscaling.max_replicas", "missing")),
         ({"decode": {"autoscaling": {"max_replicas": 2, "policy": "load"}}}, ("decode.autoscaling.policy",)),
         ({"prefill": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}}, ("prefill.autoscaling", "use 1")),
@@ -119,7 +133,6 @@ def test_defaults_are_valid_and_frozen() -> None:
             {"prefill": {"replicas": 5, "autoscaling": {"max_replicas": 2}}},
             ("prefill.replicas is 5", "1 to 2"),
         ),
-        ({"model": {"quantization_group": 32}}, ("quantization_group is 32 without quantization", "int8 or int4")),
         (
             {"model": {"batch_invariant": True}, "prefill": {"num_gpus": 1}},
             ("model.batch_invariant", "decode.num_gpus is 0"),
@@ -128,7 +141,6 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"slo": {"classes": {"chat": {"ttft_m": 5}}}}, ("slo.classes.chat.ttft_m", "did you mean ttft_ms?")),
         ({"slo": {"classes": {"chat": {}}}}, ("slo: the default SLO class is 'interactive'", "there are chat")),
         ({"slo": {"classes": {"a": {"share": 1}}, "default": "a"}}, ("slo.classes.a.share", "less than 1")),
-        ({"scheduler": {"heartbeat_s": 5}}, ("scheduler", "stale_after_s", "twice")),
         (
             {"model": {"max_model_len": 32}, "kv": {"prefill": {"block_size": 64}}},
             ("kv.prefill.block_size is 64", "max_model_len (32)"),
@@ -244,6 +256,45 @@ def test_names_of_models() -> None:
     assert name(ref="/models/tiny-llama/") == "tiny-llama"
     assert name(ref="Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
     assert name(ref="./x", served_name="chat") == "chat"
+
+
+def test_what_is_a_constant_now_is_told_by_name_and_value() -> None:
+    """An upgrade is clear: each setting of before is named together with what it is now."""
+    for path, constant in CONSTANTS.items():
+        branch, name = path.rsplit(".", 1)
+        with pytest.raises(ConfigError) as caught:
+            load_config({branch: {name: 1}})
+        assert f"{path} is no setting any more but a constant, {constant}; leave it out" in str(caught.value)
+    assert not CONSTANTS.keys() & {row.path for row in setting_rows()}
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert [path for path in CONSTANTS if f"`{path}`" not in changelog] == []
+
+
+def test_constants_are_as_the_refusal_says() -> None:
+    decode = decode_worker(load_config({}))
+    assert (decode.lease_ttl_s, decode.reserve_wait_s, decode.calibration_s, decode.max_waiting) == (10, 60, 2, 256)
+    prefill = prefill_worker(load_config({}))
+    assert (prefill.calibration_s, prefill.max_waiting, prefill.heartbeat_s, decode.heartbeat_s) == (2, 256, 0.5, 0.5)
+    assert decode.overlap_steps is None and decode.layerkv is not None and decode.layerkv.max_in_flight == 256
+    wide = decode_worker(load_config({"decode": {"max_num_seqs": 300}}))
+    assert wide.layerkv is not None and wide.layerkv.max_in_flight == 300
+    engine = decode_engine(load_config({}))
+    assert (engine.ring_groups, engine.layers_per_group, engine.activation_bits) == (2, None, 8)
+    assert (engine.share_weights, engine.decode_graphs) == ("auto", True)
+    assert scheduler_policy(load_config({})).stale_after_s == 3 and OrchestratorConfig().max_attempts == 4
+    cpu, gpu = transfer_config(load_config({})), transfer_config(load_config({"prefill": {"num_gpus": 1}}))
+    assert (cpu.slab_bytes, cpu.num_slabs, cpu.num_connections, cpu.digest) == (8 * 2**20, 8, 2, "auto")
+    assert (gpu.slab_bytes, gpu.num_slabs, gpu.num_connections) == (32 * 2**20, 16, 4)
+
+
+def test_tuning_changes_a_constant_of_a_whole_cluster() -> None:
+    tuning = {"DecodeWorkerConfig": {"reserve_wait_s": 240.0}, "TiersConfig": {"host_folder": "/mnt"}}
+    config = load_config({"tuning": tuning})
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert decode_worker(config).reserve_wait_s == 240 and decode_worker(config).lease_ttl_s == 10
+    assert prefill_tiers(config).host_folder == "/mnt"
+    with pytest.raises(ValueError, match=r"tuning\.DecodeWorkerConfig has reserve, but the fields"):
+        decode_worker(load_config({"tuning": {"DecodeWorkerConfig": {"reserve": 1}}}))
 
 
 def test_every_setting_is_described() -> None:

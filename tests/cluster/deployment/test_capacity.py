@@ -22,14 +22,13 @@ def test_everything_that_is_started_is_counted() -> None:
         "prefill": {"replicas": 2, "num_cpus": 1.5},
         "decode": {"num_gpus": 1, "resources": {"rack": 1}, "autoscaling": {"min_replicas": 1, "max_replicas": 3}},
         "gateway": {"replicas": 2, "num_cpus": 0.5},
-        "scheduler": {"num_cpus": 0.25},
     }
     totals = {need.settings: (need.replicas, dict(need.each)) for need in needs(load_config(tree))}
     assert totals == {
         "prefill": (2, {"CPU": 1.5, "GPU": 0}),
         "decode": (1, {"CPU": 0.5, "GPU": 1, "rack": 1}),
         "gateway": (2, {"CPU": 0.5}),
-        "scheduler": (1, {"CPU": 0.25}),
+        "scheduler": (1, {"CPU": 0.1}),
     }
 
 

@@ -77,7 +77,7 @@ async def test_tokens_from_steps_of_its_own_clear_a_suspect() -> None:
     assert not is_free(run)
     brings(run, 1)
     book.came(run)
-    assert is_free(run) and not book._records
+    assert is_free(run) and not len(book)
     assert not book.lost("w2", [run]), "what it was suspected of before counts no more"
 
 
@@ -159,11 +159,11 @@ async def test_what_is_held_against_somebody_is_forgotten(monkeypatch: pytest.Mo
     await book.admit(a_run("copy"))
     for n in range(9):
         book.lost(f"v{n}", [a_run(f"r{n}", 10 + n)])
-    assert len(book._records) == 3
+    assert len(book) == 3
 
 
 def test_the_seed_alone_makes_no_other_request() -> None:
     book, run = Quarantine(), a_run("r")
     warmer = a_run("warmer")
     warmer.request = replace(warmer.request, params=replace(warmer.request.params, temperature=0.5))
-    assert book._fingerprint(run) == book._fingerprint(a_run("x", seed=9)) != book._fingerprint(warmer)
+    assert book.fingerprint(run) == book.fingerprint(a_run("x", seed=9)) != book.fingerprint(warmer)

@@ -115,7 +115,7 @@ def test_repetitions_are_not_kept() -> None:
     run = _run()
     for index in (0, 1, 0, 1, 0):
         run.merge("decode", _event(index))
-    assert not run._early
+    assert run.num_ahead == 0
 
 
 @pytest.mark.parametrize("state", [s for s in RequestState if s in TERMINAL])
@@ -179,7 +179,8 @@ def test_tokens_that_nobody_has_asked_for_yet_are_given_on_together_each_with_it
     assert run.take("decode", _event(0), 1.0)
     assert not run.take("decode", _event(2), 2.0), "its turn has not come"
     assert run.take("decode", _event(1), 3.0)
-    assert [(at, token.index) for at, token in run.take_ready()] == [(1.0, 0), (3.0, 1), (3.0, 2)]
+    assert [token.index for token in run.take_ready()] == [0, 1, 2]
+    assert list(run.timeline.token_times) == [1.0, 3.0, 3.0]
     assert run.take_ready() == []
 
 
@@ -188,4 +189,4 @@ def test_the_last_token_ends_the_run_when_it_comes_and_waits_to_be_given_on() ->
     assert run.take("decode", _event(0, finish="stop"), 1.0)
     assert run.ended and run.num_output_tokens == 1
     assert not run.concerns("decode"), "nobody's death can undo what has come"
-    assert [token.finish_reason for _, token in run.take_ready()] == ["stop"]
+    assert [token.finish_reason for token in run.take_ready()] == ["stop"]

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.gateway.request_state import RequestRun
+from cluster.gateway.timeline import SequenceTimeline
 from cluster.scheduler.placement import recovery
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.recovery import RecoveredQuery, RecoveredRequests
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
-from cluster.slo.classes import RequestSlo
-from cluster.slo.terms import RequestTerms
+from cluster.slo.classes import RequestSlo, RequestTerms
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages import (
     Place,
@@ -217,7 +217,7 @@ def test_a_gateway_tells_how_each_attempt_stands() -> None:
         request_id="r", attempt=0, prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=10, seed=0)
     )
     terms = RequestTerms(slo=RequestSlo(slo_class="interactive", ttft_s=5.0, tpot_s=0.1), tenant="t")
-    run = RequestRun(request, 1e9, replace(terms, arrived_at=time.monotonic() - 2.0))
+    run = RequestRun(request, 1e9, SequenceTimeline(replace(terms, arrived_at=time.monotonic() - 2.0)))
     assert run.standing() is None
     asked = run.place_query(prefer_decode=None)
     run.placed(Placement(request_id="r", attempt=0, prefill="p1", decode="d1"))
@@ -225,8 +225,8 @@ def test_a_gateway_tells_how_each_attempt_stands() -> None:
     assert standing is not None
     assert replace(standing.place, waited_s=asked.waited_s) == asked
     assert (standing.prefill, standing.decode, standing.num_emitted, standing.late) == ("p1", "d1", 0, False)
-    run.merge("p1", _event(0)), run.merge("d1", _event(1))
-    run.came(time.monotonic() - 1.0)
+    for worker, index in (("p1", 0), ("d1", 1)):
+        assert run.take(worker, _event(index), time.monotonic() - 1.0)
     standing = run.standing()
     assert standing is not None
     assert (standing.place.num_tokens, standing.place.max_new_tokens, standing.num_emitted) == (3, 10, 2)
@@ -244,7 +244,7 @@ def test_a_gateway_tells_who_is_late_already() -> None:
     params = SamplingParams(max_tokens=10, seed=0)
     request = RequestSpec(request_id="r", attempt=0, prompt_token_ids=[1], params=params)
     slo = RequestSlo(slo_class="interactive", ttft_s=5.0, tpot_s=None)
-    run = RequestRun(request, 1e9, RequestTerms(slo=slo, arrived_at=time.monotonic() - 6.0))
+    run = RequestRun(request, 1e9, SequenceTimeline(RequestTerms(slo=slo, arrived_at=time.monotonic() - 6.0)))
     run.placed(Placement(request_id="r", attempt=0, prefill="p1", decode="d1"))
     standing = run.standing()
     assert standing is not None and standing.late

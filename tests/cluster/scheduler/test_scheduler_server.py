@@ -11,6 +11,7 @@ import pytest
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.gateway.scheduler_client import SchedulerClient, _Question
+from cluster.gateway.worker_connections import WorkerLinks
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
 from kv_transfer.connections.connection import connect
@@ -54,10 +55,12 @@ async def _client(server: SchedulerServer, standing: Sequence[StandingRequest] =
     async def locate() -> Endpoint:
         return server.endpoint
 
-    client = SchedulerClient(_identity("gateway"), locate, lambda workers: None, standing=lambda: list(standing))
+    client = SchedulerClient(
+        _identity("gateway"), locate, _no_links(), lambda workers: None, standing=lambda: list(standing)
+    )
     client.start()
     try:
-        await eventually(lambda: client._connection is not None)
+        await eventually(lambda: client.is_connected)
         yield client
     finally:
         await client.stop()
@@ -163,7 +166,7 @@ async def test_a_scheduler_that_stops_takes_nobody_s_workers_away() -> None:
             async with _client(server) as client:
                 await eventually(lambda: len(client.workers) == 2)
                 await server.stop()
-                await eventually(lambda: client._connection is None)
+                await eventually(lambda: not client.is_connected)
                 assert len(client.workers) == 2
 
 
@@ -183,12 +186,16 @@ async def test_answers_become_the_errors_that_clients_are_told() -> None:
 # --- a gateway without its scheduler ---
 
 
+def _no_links() -> WorkerLinks:
+    return WorkerLinks(_identity("gateway"), on_message=lambda *_: None, on_lost=lambda *_: None)
+
+
 async def _nowhere() -> Endpoint:
     raise OSError("the scheduler is down")
 
 
 def _alone(*workers: KnownWorker) -> SchedulerClient:
-    client = SchedulerClient(_identity("gateway"), _nowhere, lambda workers: None)
+    client = SchedulerClient(_identity("gateway"), _nowhere, _no_links(), lambda workers: None)
     client.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
     return client
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.config.slo import SloSettings
+from cluster.config.settings import SloSettings
 from cluster.slo.classes import NO_TARGETS, RequestSlo, SloChoiceError, SloClass, SloConfig
 
 INTERACTIVE = RequestSlo(slo_class="interactive", ttft_s=2.0, tpot_s=0.1)

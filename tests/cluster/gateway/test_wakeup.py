@@ -8,30 +8,30 @@ from typing import Any
 
 import pytest
 
-from cluster.gateway.wakeup import Doorbell
+from cluster.gateway.wakeup import Wakeup
 from tests.support.waiting import eventually
 
 
 def test_what_rang_before_the_wait_ends_it_once() -> None:
     async def main() -> None:
-        bell = Doorbell()
-        bell.ring()
-        bell.ring()
-        await bell.wait()
+        wakeup = Wakeup()
+        wakeup.set()
+        wakeup.set()
+        await wakeup.wait()
         with pytest.raises(TimeoutError):
-            await bell.wait(time.monotonic() + 0.01)
+            await wakeup.wait(time.monotonic() + 0.01)
 
     asyncio.run(main())
 
 
 def test_a_ring_ends_the_wait() -> None:
     async def main() -> None:
-        bell = Doorbell()
-        waiting = asyncio.create_task(bell.wait(time.monotonic() + 60))
-        await eventually(lambda: bell._waiter is not None, 10, "nobody waits")
-        bell.ring()
+        wakeup = Wakeup()
+        waiting = asyncio.create_task(wakeup.wait(time.monotonic() + 60))
+        await eventually(lambda: wakeup.is_awaited, 10, "nobody waits")
+        wakeup.set()
         await asyncio.wait_for(waiting, 10)
-        bell.close()
+        wakeup.close()
 
     asyncio.run(main())
 
@@ -40,15 +40,15 @@ def test_a_deadline_holds_though_an_earlier_one_was_set_for_the_timer() -> None:
     """The timer of the first wait goes off during the second, whose deadline is later."""
 
     async def main() -> None:
-        bell = Doorbell()
+        wakeup = Wakeup()
         first = time.monotonic() + 0.02
-        bell.ring()
-        await bell.wait(first)
-        asyncio.get_running_loop().call_later(0.01, bell.ring)
-        await bell.wait(first)
+        wakeup.set()
+        await wakeup.wait(first)
+        asyncio.get_running_loop().call_later(0.01, wakeup.set)
+        await wakeup.wait(first)
         later = time.monotonic() + 0.1
         with pytest.raises(TimeoutError):
-            await bell.wait(later)
+            await wakeup.wait(later)
         assert time.monotonic() >= later - 0.002  # timers have the resolution of the loop's clock
 
     asyncio.run(main())
@@ -56,34 +56,34 @@ def test_a_deadline_holds_though_an_earlier_one_was_set_for_the_timer() -> None:
 
 def test_an_earlier_deadline_replaces_a_later_one() -> None:
     async def main() -> None:
-        bell = Doorbell()
-        waiting = asyncio.create_task(bell.wait(time.monotonic() + 600))
-        await eventually(lambda: bell._waiter is not None, 10, "nobody waits")
-        bell.ring()
+        wakeup = Wakeup()
+        waiting = asyncio.create_task(wakeup.wait(time.monotonic() + 600))
+        await eventually(lambda: wakeup.is_awaited, 10, "nobody waits")
+        wakeup.set()
         await waiting
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(bell.wait(time.monotonic() + 0.01), 30)
+            await asyncio.wait_for(wakeup.wait(time.monotonic() + 0.01), 30)
 
     asyncio.run(main())
 
 
 def test_a_wait_that_is_cancelled_loses_nothing() -> None:
     async def main() -> None:
-        bell = Doorbell()
-        waiting = asyncio.create_task(bell.wait(time.monotonic() + 60))
-        await eventually(lambda: bell._waiter is not None, 10, "nobody waits")
+        wakeup = Wakeup()
+        waiting = asyncio.create_task(wakeup.wait(time.monotonic() + 60))
+        await eventually(lambda: wakeup.is_awaited, 10, "nobody waits")
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        bell.ring()
-        await asyncio.wait_for(bell.wait(), 10)
-        bell.close()
+        wakeup.set()
+        await asyncio.wait_for(wakeup.wait(), 10)
+        wakeup.close()
 
     asyncio.run(main())
 
 
 def test_a_thousand_waits_with_deadlines_that_move_on_set_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        bell = Doorbell()
+        wakeup = Wakeup()
         loop = asyncio.get_running_loop()
         set_at: list[float] = []
         call_at = loop.call_at
@@ -94,9 +94,9 @@ def test_a_thousand_waits_with_deadlines_that_move_on_set_one_timer(monkeypatch:
 
         monkeypatch.setattr(loop, "call_at", counted)
         for _ in range(1_000):
-            loop.call_soon(bell.ring)
-            await bell.wait(time.monotonic() + 300)
-        bell.close()
+            loop.call_soon(wakeup.set)
+            await wakeup.wait(time.monotonic() + 300)
+        wakeup.close()
         assert len(set_at) == 1
 
     asyncio.run(main())

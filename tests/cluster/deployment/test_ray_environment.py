@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.deployment.free_ports import free_ports
+from cluster.deployment.ray_environment import free_ports
 
 
 def test_ports_differ_and_are_none_that_the_system_gives_to_others() -> None:

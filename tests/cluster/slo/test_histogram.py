@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ddsketch import DDSketch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.slo.latency_sketch import (
+from cluster.slo.histogram import (
     COMPACT_ABOVE_BYTES,
     MAX_S,
     MIN_S,
@@ -29,45 +28,31 @@ SHARES = (0.0, 0.5, 0.95, 0.99, 1.0)
 LATENCIES = st.floats(min_value=MIN_S, max_value=MAX_S)
 
 
-def sketch(values: Sequence[float]) -> bytes:
+def packed(values: Sequence[float]) -> bytes:
     return pack(Counter(bins_of(values)))
 
 
 @given(st.lists(LATENCIES, min_size=1, max_size=300))
 def test_quantiles_are_numpys_within_the_error(values: list[float]) -> None:
-    count, found = quantiles([sketch(values)], SHARES)
+    count, found = quantiles([packed(values)], SHARES)
     assert count == len(values)
     exact = np.quantile(values, SHARES, method="lower")
     np.testing.assert_allclose(found, exact, rtol=RELATIVE_ERROR * 1.000001)
 
 
-@given(st.lists(st.lists(LATENCIES, max_size=40), min_size=1, max_size=20))
-@settings(max_examples=50)
-def test_quantiles_are_the_librarys_own(parts: list[list[float]]) -> None:
-    whole = DDSketch(RELATIVE_ERROR)
-    for part in parts:
-        one = DDSketch(RELATIVE_ERROR)
-        for value in part:
-            one.add(value)
-        whole.merge(one)
-    count, found = quantiles(map(sketch, parts), SHARES)
-    assert count == whole.count
-    assert list(found) == [whole.get_quantile_value(share) for share in SHARES if count]
-
-
 @given(st.lists(LATENCIES, min_size=1, max_size=200), st.randoms(use_true_random=False))
 def test_how_values_are_cut_and_ordered_changes_nothing(values: list[float], shuffler: random.Random) -> None:
-    whole = quantiles([sketch(values)], SHARES)
+    whole = quantiles([packed(values)], SHARES)
     shuffler.shuffle(values)
     cut = len(values) // 3
-    parts = [sketch(values[cut:]), sketch(values[:cut])]
+    parts = [packed(values[cut:]), packed(values[:cut])]
     assert quantiles(parts, SHARES) == quantiles([merge(parts)], SHARES) == whole
 
 
 def test_values_of_several_magnitudes_and_a_heavy_tail() -> None:
     rng = np.random.default_rng(1)
     values = np.concatenate([rng.lognormal(-4, 1, 20_000), rng.pareto(1.2, 2_000) + 0.5])
-    _, found = quantiles([sketch(values.tolist())], (0.5, 0.95, 0.99))
+    _, found = quantiles([packed(values.tolist())], (0.5, 0.95, 0.99))
     np.testing.assert_allclose(found, np.quantile(values, (0.5, 0.95, 0.99), method="lower"), rtol=0.0101)
 
 
@@ -77,7 +62,7 @@ def test_no_values_have_no_quantiles() -> None:
 
 @pytest.mark.parametrize(("value", "taken_for"), [(0.0, MIN_S), (1e-9, MIN_S), (1e9, MAX_S), (float("inf"), MAX_S)])
 def test_what_is_out_of_range_counts_as_its_end(value: float, taken_for: float) -> None:
-    _, (found,) = quantiles([sketch([value])], (0.5,))
+    _, (found,) = quantiles([packed([value])], (0.5,))
     assert found == pytest.approx(taken_for, rel=RELATIVE_ERROR)
 
 
@@ -85,14 +70,14 @@ def test_merging_for_ever_takes_bounded_memory() -> None:
     rng = np.random.default_rng(2)
     merged = b""
     for _ in range(200):
-        merged = merge([merged, sketch(rng.lognormal(-2, 3, 300).tolist())])
+        merged = merge([merged, packed(rng.lognormal(-2, 3, 300).tolist())])
         assert len(merged) <= COMPACT_ABOVE_BYTES
     check([merged])
     assert quantiles([merged], SHARES)[0] == 200 * 300
 
 
-def test_a_sketch_is_small() -> None:
-    assert len(sketch([0.02] * 10_000)) == 6
+def test_a_histogram_is_small() -> None:
+    assert len(packed([0.02] * 10_000)) == 6
     assert COMPACT_ABOVE_BYTES < 16_384
 
 
@@ -105,6 +90,6 @@ def test_a_sketch_is_small() -> None:
         b"\1\0\1\0\0\0" * (2 * NUM_BINS + 1),
     ],
 )
-def test_bytes_that_are_no_sketch_are_refused(bad: bytes) -> None:
-    with pytest.raises(ValueError, match="packed sketch"):
-        check([sketch([1.0]), bad])
+def test_bytes_that_are_no_histogram_are_refused(bad: bytes) -> None:
+    with pytest.raises(ValueError, match="packed histogram"):
+        check([packed([1.0]), bad])

@@ -1,0 +1,109 @@
+"""The endpoints for operators: the cluster's workers, its decisions, how promises are kept, and metrics.
+
+Each asks the `ClusterView` or the SLO account of its gateway. For one that asks the scheduler something new: a route
+here, a method of `ClusterView`, its implementation in `SchedulerClient`, a message, and what the scheduler's server
+answers it with.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from cluster.http.api import ApiOf
+from cluster.http.body import JsonRoute
+from cluster.http.openai.schemas import RoleBody
+from cluster.slo.account import Scope
+from cluster.slo.classes import SloClass
+from cluster.slo.tracker import Burn, SeriesSnapshot
+from kv_transfer.messages import MAX_DECISIONS
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.get("/cluster", response_model=None)
+async def cluster(api: ApiOf) -> dict[str, Any]:
+    """The workers as this gateway knows them: role, pid, load, KV blocks. And how many each pool should have."""
+    return {"workers": api.cluster.describe_workers(), "wanted": api.cluster.pools}
+
+
+@router.post("/cluster/workers/{worker_id}/role", response_model=None, status_code=202)
+async def change_role(worker_id: str, body: RoleBody, api: ApiOf) -> dict[str, Any]:
+    """The worker was told: it comes back under another name, see `/cluster`."""
+    await api.cluster.change_role(worker_id, body.role, body.drain_s)
+    return {"worker_id": worker_id, "role": body.role, "status": "changing"}
+
+
+@router.get("/cluster/decisions", response_model=None)
+async def decisions(
+    api: ApiOf,
+    limit: Annotated[int, Query(ge=1, le=MAX_DECISIONS)] = 20,
+    format: Literal["json", "text"] = "json",
+) -> Response:
+    """The newest first. `format=text`: the tables that they were made from. `scheduler.decision_log` has them all."""
+    as_text = format == "text"
+    told = await api.cluster.decisions(limit, as_text=as_text)
+    if as_text:
+        return PlainTextResponse("\n\n".join(told) + "\n")
+    return JSONResponse({"decisions": [json.loads(line) for line in told]})
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(api: ApiOf) -> Response:
+    """This gateway replica's own numbers."""
+    return Response(generate_latest(api.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/slo", response_model=None)
+async def slo(api: ApiOf, scope: Scope = "cluster") -> dict[str, Any]:
+    """Targets, and figures of the sliding windows: of each class, and of each class on each worker."""
+    return {
+        "scope": scope,
+        "default_class": api.slo.classes.default,
+        "targets": {slo_class.name: _targets(slo_class) for slo_class in api.slo.classes.classes},
+        "classes": [_figures(snapshot) for snapshot in api.slo.totals(scope)],
+        "workers": [{"worker": snapshot.key.replica, **_figures(snapshot)} for snapshot in api.slo.replicas(scope)],
+    }
+
+
+def _targets(slo_class: SloClass) -> dict[str, Any]:
+    return {
+        "ttft_ms": _ms(slo_class.ttft_s),
+        "tpot_ms": _ms(slo_class.tpot_s),
+        "share": slo_class.share,
+        "service_tiers": list(slo_class.service_tiers),
+    }
+
+
+def _figures(snapshot: SeriesSnapshot) -> dict[str, Any]:
+    return {
+        "slo_class": snapshot.key.slo_class,
+        "model": snapshot.key.model,
+        "covered_s": round(snapshot.covered_s, 3),
+        "latency_ms": {
+            metric.name.lower(): {
+                "count": found.count,
+                "p50": _ms(found.p50_s),
+                "p95": _ms(found.p95_s),
+                "p99": _ms(found.p99_s),
+            }
+            for metric, found in snapshot.latencies.items()
+        },
+        "counts": snapshot.counts._asdict(),
+        "goodput_requests_per_s": snapshot.goodput_rps,
+        "goodput_tokens_per_s": snapshot.goodput_tokens_s,
+        "tokens_per_s": snapshot.tokens_s,
+        "windows": {"short": _burn(snapshot.short), "long": _burn(snapshot.long)},
+    }
+
+
+def _burn(burn: Burn) -> dict[str, Any]:
+    return {"window_s": burn.window_s, "attainment": burn.attainment, "burn_rate": burn.rate}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
