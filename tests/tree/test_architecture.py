@@ -17,7 +17,7 @@ from packaging.version import Version
 
 import kernels
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 # Each package, and the packages of ours that it may import.
 ARROWS = {
