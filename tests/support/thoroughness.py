@@ -1,18 +1,19 @@
 """How much of a long test runs: a part of its examples and shapes in `make test`, all of them in `make test-long`.
 
-For tests of seconds: the part keeps each kind of case, the rest are more of the same.
+For tests of seconds: the part has every kind of case, the rest are more of the same.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+import itertools
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 THOROUGH = settings.get_current_profile_name() == "random"  # conftest.py has the profiles
 _PART = 4  # one of so many examples runs in each `make test`
-
-T = TypeVar("T")
 
 
 def examples(number: int) -> int:
@@ -20,6 +21,17 @@ def examples(number: int) -> int:
     return number if THOROUGH else -(-number // _PART)
 
 
-def cases(always: list[T], more: list[T]) -> list[T]:
-    """Parameters of a test in Triton's interpreter: those of every run, and those that only `make test-long` adds."""
-    return [*always, *more] if THOROUGH else always
+def combined(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrises a test with the combinations of two or more axes: all in `make test-long`, every second otherwise.
+
+    As on a chessboard: with any value of one axis run every second value of each other one. The keys of an axis that is
+    a dictionary name its values.
+    """
+    named = [axis if isinstance(axis, dict) else {str(value): value for value in axis} for axis in axes.values()]
+    squares = itertools.product(*(enumerate(axis.items()) for axis in named))
+    chosen = [
+        pytest.param(*(value for _, (_, value) in square), id="-".join(name for _, (name, _) in square))
+        for square in squares
+        if THOROUGH or sum(number for number, _ in square) % 2 == 0
+    ]
+    return pytest.mark.parametrize(tuple(axes), chosen)
