@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -29,18 +28,23 @@ settings.register_profile("random", settings.get_profile("repeatable"), derandom
 settings.load_profile("repeatable")
 
 RAY_TESTS = "tests/ray/"
+ON_GPU = Path("/dev/nvidiactl").exists()
 _MOST_WORKERS = 4  # more of them make nothing quicker: the longest files take a quarter of the whole
 _WORKER_BYTES = 4 * 2**30  # one file loads two real models in float32
 
 # Triton asks for it when a kernel is decorated, so it is set before the module of any test imports one. Whether torch
 # can use the GPU is asked by `tests.support.interpreted`, which every test of such kernels imports.
-if not Path("/dev/nvidiactl").exists():
+if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """How many processes run tests side by side with `-n auto`: a core each, and no more than memory has room for."""
+    """How many processes run tests side by side with `-n auto`: one a core, as far as memory goes; one on a GPU."""
+    import psutil
+
+    if ON_GPU:
+        return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rooms = psutil.virtual_memory().available // _WORKER_BYTES
     return max(1, min(cores, rooms, _MOST_WORKERS))

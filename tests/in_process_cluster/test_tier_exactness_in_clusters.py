@@ -179,13 +179,10 @@ async def _leave_early(cluster: MiniCluster, prompt: list[int], name: str = "lea
 
 async def _leave_prefix_in(cluster: MiniCluster, case: Case, folder: Path) -> None:
     """So that the prefill worker finds it there and in no better place."""
-    await eventually(lambda: cluster._held() == 0, what="blocks are held")
+    await eventually(lambda: cluster.num_held == 0, what="blocks are held")
     prefill, decode = cluster.prefills[0]._model, cluster.decodes[0]._model
     if case.source in ("disk", "damaged disk"):
-        for tiers in cluster._close_tiers:
-            disk = tiers.__self__._disk  # type: ignore[attr-defined]
-            assert await asyncio.to_thread(disk.flush, 5)
-        await eventually(lambda: cluster._held() == 0, what="blocks are held")
+        await cluster.flush_disks()
     if case.source not in ("nowhere", "device"):
         _drop(prefill, host=case.source != "host")
     if case.source in ("disk", "damaged disk"):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
 THOROUGH = settings.get_current_profile_name() == "random"  # conftest.py has the profiles
+ON_GPU = Path("/dev/nvidiactl").exists()
 _PART = 4  # one of so many examples runs in each `make test`
 
 
@@ -22,7 +24,7 @@ def examples(number: int) -> int:
 
 
 def combined(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrises a test with the combinations of two or more axes: all in `make test-long`, every second otherwise.
+    """Parametrises a test with the combinations of two or more axes: all in `make test-long` and on a GPU, else half.
 
     As on a chessboard: with any value of one axis run every second value of each other one. The keys of an axis that is
     a dictionary name its values.
@@ -32,6 +34,6 @@ def combined(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     chosen = [
         pytest.param(*(value for _, (_, value) in square), id="-".join(name for _, (name, _) in square))
         for square in squares
-        if THOROUGH or sum(number for number, _ in square) % 2 == 0
+        if THOROUGH or ON_GPU or sum(number for number, _ in square) % 2 == 0
     ]
     return pytest.mark.parametrize(tuple(axes), chosen)
