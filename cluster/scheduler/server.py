@@ -58,13 +58,13 @@ class SchedulerServer:
         decision_log: LineLog | None = None,
         pools: PoolsPlan | None = None,
     ) -> None:
-        self._scheduler = GlobalScheduler(policy)
-        self.block_index = self._scheduler.block_index
+        self.scheduler = GlobalScheduler(policy)
+        self.block_index = self.scheduler.block_index
         self.slo = SloTracker(slo_classes, now_s=time.monotonic())  # of what all gateways have told since the start
         self._pools: PoolKeeper | None = None
         if pools is not None:
-            self._pools = PoolKeeper(self._scheduler.ledger, pools, self.slo, time.monotonic())
-            self._scheduler.on_verdict = self._pools.watch.asked
+            self._pools = PoolKeeper(self.scheduler.ledger, pools, self.slo, time.monotonic())
+            self.scheduler.on_verdict = self._pools.watch.asked
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._decision_log = decision_log
@@ -119,11 +119,11 @@ class SchedulerServer:
                 match message:
                     case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
                         self._workers[worker_id] = connection
-                        self._scheduler.register(info, snapshot, time.monotonic())
+                        self.scheduler.register(info, snapshot, time.monotonic())
                         logger.info("%s worker %s registered (pid %d)", info.role, worker_id, info.pid)
                         self._broadcast()
                     case Heartbeat(snapshot=snapshot) if snapshot.worker_id == worker_id:
-                        if not self._scheduler.heartbeat(snapshot, time.monotonic()):
+                        if not self.scheduler.heartbeat(snapshot, time.monotonic()):
                             connection.close(f"{worker_id} counts as gone: it has to register again")
                     case BlockEvents() | BlockIndexSnapshot() if message.worker_id == worker_id:
                         self._on_blocks(connection, message)
@@ -136,7 +136,7 @@ class SchedulerServer:
     def _on_blocks(self, connection: Connection, message: BlockEvents | BlockIndexSnapshot) -> None:
         if self._workers.get(message.worker_id) is not connection:
             return  # the last words of a connection that the worker has replaced
-        request = self._scheduler.blocks(message, time.monotonic())
+        request = self.scheduler.blocks(message, time.monotonic())
         if request is not None:
             connection.post(request)
 
@@ -145,7 +145,7 @@ class SchedulerServer:
             return  # it has come back on another one since
         del self._workers[worker_id]
         self._role_changes.gone(worker_id)
-        if self._scheduler.lost(worker_id, time.monotonic()):
+        if self.scheduler.lost(worker_id, time.monotonic()):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()
 
@@ -158,16 +158,16 @@ class SchedulerServer:
                 match message:
                     case Place(request_id=request_id):
                         self._asked_by[request_id] = connection
-                        connection.post(self._scheduler.place(message, time.monotonic()))
+                        connection.post(self.scheduler.place(message, time.monotonic()))
                     case Standing(requests=requests):
                         for request in requests:
                             self._asked_by[request.place.request_id] = connection
-                            self._scheduler.standing(request, time.monotonic())
+                            self.scheduler.standing(request, time.monotonic())
                     case FirstToken(request_id=request_id):
-                        self._scheduler.first_token(request_id, time.monotonic())
+                        self.scheduler.first_token(request_id, time.monotonic())
                     case Ended(request_id=request_id, num_output_tokens=num_output_tokens):
                         self._asked_by.pop(request_id, None)
-                        self._scheduler.ended(request_id, time.monotonic(), num_output_tokens)
+                        self.scheduler.ended(request_id, time.monotonic(), num_output_tokens)
                     case RoleRequest():
                         connection.post(self._change_role(message))
                     case SloUpdate():
@@ -185,34 +185,34 @@ class SchedulerServer:
         """Nobody is left to hear of its requests' ends."""
         for request_id in [request_id for request_id, asker in self._asked_by.items() if asker is connection]:
             del self._asked_by[request_id]
-            self._scheduler.ended(request_id, time.monotonic())
+            self.scheduler.ended(request_id, time.monotonic())
         self._look_for_answers()
 
     def _look_for_answers(self) -> None:
-        if self._scheduler.num_waiting:
+        if self.scheduler.num_waiting:
             self._told.set()
 
     async def _answer_waiting(self) -> None:
         """To the requests that had no answer when they were asked for."""
         while True:
-            next_at = self._scheduler.next_at()
+            next_at = self.scheduler.next_at()
             patience_s = None if next_at is None else max(0.0, next_at - time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._told.wait(), patience_s)
             self._told.clear()
-            for answer in self._scheduler.answers(time.monotonic()):
+            for answer in self.scheduler.answers(time.monotonic()):
                 self._asked_by[answer.request_id].post(answer)
 
     def _change_role(self, request: RoleRequest) -> RoleAnswer:
         """Tell the worker, unless it must not go. It counts as draining at once, not only with its next report."""
-        workers, now = self._scheduler.replicas().workers, time.monotonic()
+        workers, now = self.scheduler.replicas().workers, time.monotonic()
         answer = self._role_changes.ask(request, workers, now)
         if answer.outcome == "ordered":
             worker_id = request.worker_id
             self._workers[worker_id].post(ChangeRole(role=request.role, drain_s=request.drain_s))
             (snapshot,) = (snapshot for info, snapshot in workers if info.worker_id == worker_id)
             leaving = replace(snapshot, draining=True, sequence_number=snapshot.sequence_number + 1)
-            self._scheduler.heartbeat(leaving, now)
+            self.scheduler.heartbeat(leaving, now)
             self._broadcast()
         return answer
 
@@ -223,20 +223,20 @@ class SchedulerServer:
         self.slo.hear(time.monotonic(), message.report, str(gateway.peer.worker_id))
 
     def _decisions(self, question: AskDecisions) -> Decisions:
-        newest = self._scheduler.log.newest(min(question.limit, MAX_DECISIONS))
+        newest = self.scheduler.log.newest(min(question.limit, MAX_DECISIONS))
         offset_s = _clock_offset_s()
         told = [str(one) if question.as_text else one.as_json(offset_s) for one in newest]
         return Decisions(ask_id=question.ask_id, decisions=told)
 
     def _write_decisions(self) -> None:
-        new = self._scheduler.log.take_new()
+        new = self.scheduler.log.take_new()
         if self._decision_log is not None:
             offset_s = _clock_offset_s()
             self._decision_log.append(one.as_json(offset_s) for one in new)
 
     def _replicas(self) -> Replicas:
         pools = {} if self._pools is None else self._pools.targets
-        return replace(self._scheduler.replicas(), pools=pools)
+        return replace(self.scheduler.replicas(), pools=pools)
 
     def _broadcast(self) -> None:
         replicas = self._replicas()
@@ -246,7 +246,7 @@ class SchedulerServer:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(self._broadcast_period_s)
-            for worker_id in self._scheduler.expire(time.monotonic()):
+            for worker_id in self.scheduler.expire(time.monotonic()):
                 logger.warning("worker %s has been silent too long and counts as gone", worker_id)
             self._write_decisions()
             self._broadcast()

@@ -38,7 +38,7 @@ async def test_overload_is_answered_at_once_and_whoever_is_let_in_is_served(llam
                 return None
 
         requests = [asyncio.create_task(ask(number)) for number in range(30)]
-        await eventually(lambda: cluster.scheduler._scheduler.num_booked + len(refused) == 30)
+        await eventually(lambda: cluster.scheduler.scheduler.num_booked + len(refused) == 30)
         for one in held:
             one.release()
         found = [tokens for tokens in await asyncio.gather(*requests) if tokens is not None]
@@ -79,7 +79,7 @@ def close_terms() -> RequestTerms:
 async def waiter(cluster: MiniCluster) -> asyncio.Task[list[int]]:
     """One more such request, which the scheduler keeps."""
     request = asyncio.create_task(run(cluster, "waiter", close_terms(), 16))
-    await eventually(lambda: cluster.scheduler._scheduler.num_waiting == 1)
+    await eventually(lambda: cluster.scheduler.scheduler.num_waiting == 1)
     return request
 
 
@@ -98,7 +98,7 @@ async def test_who_waits_when_the_scheduler_dies_is_placed_by_its_gateway(llama:
         await cluster.start_scheduler()
         await finish()
         assert await request == llama.local(PROMPT, greedy(16)).tokens
-        await eventually(lambda: len(cluster.scheduler._scheduler.replicas().workers) == 2)
+        await eventually(lambda: len(cluster.scheduler.scheduler.replicas().workers) == 2)
 
 
 # --- a new scheduler ---
@@ -108,7 +108,7 @@ async def restarted(cluster: MiniCluster, num_running: int) -> GlobalScheduler:
     """A successor of the cluster's scheduler, once it knows of the workers and of so many requests, and no others."""
     started_at = time.monotonic()
     await cluster.start_scheduler()
-    scheduler = cluster.scheduler._scheduler
+    scheduler = cluster.scheduler.scheduler
     await eventually(lambda: scheduler.num_booked == num_running and len(scheduler.ledger.table) == 2)
     print(f"a new scheduler knew {num_running} requests after {time.monotonic() - started_at:.2f} s")
     heard = {info.worker_id: snapshot.sequence_number for info, snapshot in scheduler.replicas().workers}
@@ -174,7 +174,7 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing(llama: SmallMo
     async with cluster_of(llama) as cluster, crowd(cluster) as finish:
         request = await waiter(cluster)
         request.cancel()
-        await eventually(lambda: not cluster.scheduler._scheduler.num_waiting)
+        await eventually(lambda: not cluster.scheduler.scheduler.num_waiting)
         with suppress(asyncio.CancelledError):
             await request
         await finish()
@@ -185,7 +185,7 @@ async def test_a_gateway_that_dies_leaves_nothing(llama: SmallModel) -> None:
         request = await waiter(cluster)
         await cluster.orchestrator.stop()
         await eventually(lambda: not cluster.scheduler._asked_by)
-        assert cluster.scheduler._scheduler.num_waiting == 0
+        assert cluster.scheduler.scheduler.num_waiting == 0
         request.cancel()
         with suppress(asyncio.CancelledError):
             await request

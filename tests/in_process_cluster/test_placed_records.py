@@ -134,7 +134,7 @@ _TICK = "time passes"
 class RecordedCluster(MiniCluster):
     async def start_scheduler(self) -> None:
         await super().start_scheduler()
-        self.recorded = self.scheduler._scheduler = RecordedScheduler(self.config.policy)
+        self.recorded = self.scheduler.scheduler = RecordedScheduler(self.config.policy)
 
 
 async def test_a_recorded_log_replays_to_the_same_decisions_bit_for_bit(llama: SmallModel) -> None:

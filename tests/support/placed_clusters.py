@@ -30,14 +30,14 @@ async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniClus
         await eventually(lambda: knows_costs(cluster))
         yield cluster
         await cluster.idle()
-        scheduler = cluster.scheduler._scheduler
+        scheduler = cluster.scheduler.scheduler
         await eventually(lambda: not scheduler.num_booked, what="the scheduler still counts requests")
         assert (scheduler.num_waiting, scheduler.next_at(), cluster.scheduler._asked_by) == (0, None, {})
 
 
 def knows_costs(cluster: MiniCluster) -> bool:
     """Whether the scheduler has heard of them."""
-    return all(snapshot.step_cost is not None for _, snapshot in cluster.scheduler._scheduler.replicas().workers)
+    return all(snapshot.step_cost is not None for _, snapshot in cluster.scheduler.scheduler.replicas().workers)
 
 
 def terms(ttft_s: float | None, tpot_s: float | None = None) -> RequestTerms:

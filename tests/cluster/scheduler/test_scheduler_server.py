@@ -69,7 +69,7 @@ async def test_a_worker_that_was_silent_too_long_is_told_to_register_again() -> 
         worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
         await worker.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1")))
         await eventually(lambda: "d1" in server._workers)
-        await eventually(lambda: not server._scheduler.replicas().workers)
+        await eventually(lambda: not server.scheduler.replicas().workers)
         await worker.send(Heartbeat(snapshot=small_snapshot("d1", 2)))
         with pytest.raises(LinkClosedError, match="register again"):
             await asyncio.wait_for(worker.receive(), HANGS_S)
@@ -87,9 +87,9 @@ async def test_the_end_of_an_old_connection_does_not_take_the_worker_away() -> N
         old.close("its network is back")
         await eventually(lambda: first.closed is not None)
         await asyncio.sleep(0.05)
-        assert [info.worker_id for info, _ in server._scheduler.replicas().workers] == ["d1"]
+        assert [info.worker_id for info, _ in server.scheduler.replicas().workers] == ["d1"]
         new.close("the end")
-        await eventually(lambda: not server._scheduler.replicas().workers)
+        await eventually(lambda: not server.scheduler.replicas().workers)
 
 
 async def test_what_runs_on_a_worker_counts_again_when_its_connection_is_back() -> None:
@@ -97,15 +97,15 @@ async def test_what_runs_on_a_worker_counts_again_when_its_connection_is_back() 
         for number in (1, 2):
             worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
             await worker.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1", number)))
-            await eventually(lambda: len(server._scheduler.replicas().workers) == 1)
+            await eventually(lambda: len(server.scheduler.replicas().workers) == 1)
             if number == 1:
                 await client.place(place("r"))
-            assert server._scheduler.num_booked == 1
+            assert server.scheduler.num_booked == 1
             worker.close("its network is gone")
-            await eventually(lambda: not server._scheduler.replicas().workers)
-            assert server._scheduler.num_booked == 0
+            await eventually(lambda: not server.scheduler.replicas().workers)
+            assert server.scheduler.num_booked == 0
         client.ended("r")
-        await eventually(lambda: not server._scheduler._standing)
+        await eventually(lambda: not server.scheduler._standing)
 
 
 async def test_a_worker_cannot_speak_for_another() -> None:
@@ -114,16 +114,16 @@ async def test_a_worker_cannot_speak_for_another() -> None:
         await worker.send(Register(info=small_info("d2"), snapshot=small_snapshot("d2")))
         with pytest.raises(LinkClosedError, match="not for d1"):
             await asyncio.wait_for(worker.receive(), HANGS_S)
-        assert not server._scheduler.replicas().workers
+        assert not server.scheduler.replicas().workers
 
 
 async def test_a_gateway_s_death_ends_its_requests() -> None:
     async with _server() as server:
-        server._scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
+        server.scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
         async with _client(server) as client:
             await client.place(place("r"))
-            assert server._scheduler.num_booked == 1
-        await eventually(lambda: not server._scheduler.num_booked)
+            assert server.scheduler.num_booked == 1
+        await eventually(lambda: not server.scheduler.num_booked)
 
 
 async def test_a_gateway_tells_what_stands_when_it_comes_and_takes_it_along_when_it_goes() -> None:
@@ -134,11 +134,11 @@ async def test_a_gateway_tells_what_stands_when_it_comes_and_takes_it_along_when
     async with _server() as server:
         async with _client(server, standing):
             await eventually(lambda: len(server._asked_by) == 2500)
-            assert server._scheduler.num_booked == 0, "the worker is not known yet"
-            server._scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
-            assert server._scheduler.num_booked == 2500
+            assert server.scheduler.num_booked == 0, "the worker is not known yet"
+            server.scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
+            assert server.scheduler.num_booked == 2500
         await eventually(lambda: not server._asked_by)
-        assert server._scheduler.num_booked == 0
+        assert server.scheduler.num_booked == 0
 
 
 async def test_what_a_gateway_places_itself_is_told_to_a_scheduler_that_was_too_slow() -> None:
@@ -146,11 +146,11 @@ async def test_what_a_gateway_places_itself_is_told_to_a_scheduler_that_was_too_
         client.workers = {"d1": _known("d1")}
         client._settles_at = float("inf")
         assert (await client.place(place("r"))).decode == "d1", "the scheduler knows no worker"
-        await eventually(lambda: len(server._scheduler._standing) == 1)
-        server._scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
-        assert server._scheduler.num_booked == 1
+        await eventually(lambda: len(server.scheduler._standing) == 1)
+        server.scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
+        assert server.scheduler.num_booked == 1
         client.ended("r")
-        await eventually(lambda: not server._scheduler.num_booked)
+        await eventually(lambda: not server.scheduler.num_booked)
 
 
 async def test_a_scheduler_that_stops_takes_nobody_s_workers_away() -> None:
@@ -171,7 +171,7 @@ async def test_answers_become_the_errors_that_clients_are_told() -> None:
     async with _server(max_queued_tokens=10) as server, _client(server) as client:
         with pytest.raises(UnavailableError):
             await client.place(place())
-        server._scheduler.register(small_info("d1"), small_snapshot("d1", queued_prefill_tokens=5000), time.monotonic())
+        server.scheduler.register(small_info("d1"), small_snapshot("d1", queued_prefill_tokens=5000), time.monotonic())
         await eventually(lambda: "d1" in client.workers)
         with pytest.raises(RequestTooLargeError):
             await client.place(place(num_tokens=2000))
