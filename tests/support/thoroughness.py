@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -17,10 +17,17 @@ THOROUGH = settings.get_current_profile_name() == "random"  # conftest.py has th
 ON_GPU = Path("/dev/nvidiactl").exists()
 _PART = 4  # one of so many examples runs in each `make test`
 
+T = TypeVar("T")
+
 
 def examples(number: int) -> int:
     """`max_examples` of a property that takes seconds: `number` in `make test-long`, a quarter otherwise."""
     return number if THOROUGH else -(-number // _PART)
+
+
+def in_test_long(*more: T) -> tuple[T, ...]:
+    """Cases in Triton's interpreter that only `make test-long` adds, and a run on a GPU."""
+    return more if THOROUGH or ON_GPU else ()
 
 
 def combined(**axes: Iterable[Any]) -> pytest.MarkDecorator:
