@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     """A file runs in one process, as it does alone. So do all files that start Ray: one cluster at a time."""
     from xdist.scheduler import LoadFileScheduling
 
-    class OneCluster(LoadFileScheduling):
+    class OneCluster(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return RAY_TESTS if nodeid.startswith(RAY_TESTS) else super()._split_scope(nodeid)
 
