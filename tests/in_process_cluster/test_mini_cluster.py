@@ -12,7 +12,6 @@ from cluster.errors import OverloadedError, RequestTooLargeError
 from decode_workers.worker import DecodeWorkerConfig
 from kv_transfer.connections.connection import Connection
 from kv_transfer.messages import Cancel, HandedOver, RequestSpec, Reserve, Reserved, Start, StepFrame
-from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, interrupted, sampled, tokens, tokens_of
