@@ -165,7 +165,7 @@ class MiniCluster:
 
     async def connect(self, worker: PrefillWorker | DecodeWorker) -> Connection:
         """As one more gateway, whose messages are the caller's to say and to hear."""
-        identity = self._identity("gateway-by-hand")
+        identity = self.identity("gateway-by-hand")
         return await connect(worker.info.endpoint, identity, purpose="gateway", timeout_s=HANGS_S)
 
     async def generate(
