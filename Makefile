@@ -24,18 +24,24 @@ $(STAMP): pyproject.toml Makefile
 serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(if $(PORT),--port $(PORT))
 
+# On each core a process that runs whole files, and one of them all that starts Ray (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # The inner loop: what needs no cluster, weights, processes or interpreter. The other folders of tests/ are named for what they need.
+FAST := tests/tree tests/kernels tests/engine tests/kv_transfer tests/prefill_workers tests/decode_workers tests/cluster
 test-fast: setup
-	$(BIN)/python -m pytest -q tests/kernels tests/engine tests/kv_transfer tests/prefill_workers tests/decode_workers tests/cluster
+	$(PYTEST) -q $(FAST)
 
-# Properties once more, with ROUNDS times other examples; `make test` tries the same ones in every run.
+# All shapes in the interpreter, and properties with ROUNDS times other examples, as many as each says
+# (tests/support/thoroughness.py); `make test` tries the same ones in every run, and of long ones a part.
 ROUNDS ?= 5
 test-long: setup
+	$(PYTEST) --hypothesis-profile=random tests/interpreted
 	for round in $$(seq $(ROUNDS)); do \
-	  $(BIN)/python -m pytest -m "not ray" --hypothesis-profile=random $$(grep -rl --include='test_*.py' hypothesis tests) || exit 1; \
+	  $(PYTEST) --hypothesis-profile=random $$(grep -rl --include='test_*.py' hypothesis tests) || exit 1; \
 	done
 
 check: setup

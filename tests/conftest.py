@@ -9,12 +9,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
+
     from tests.support.small_models import SmallModel
 
 # What fails depends on the code alone: the same examples in every run, and no limit on the time that one takes.
@@ -25,10 +27,45 @@ settings.register_profile(
 settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False)
 settings.load_profile("repeatable")
 
+RAY_TESTS = "tests/ray/"
+ON_GPU = Path("/dev/nvidiactl").exists()
+_MOST_WORKERS = 4  # more of them make nothing quicker: the longest files take a quarter of the whole
+_WORKER_BYTES = 4 * 2**30  # one file loads two real models in float32
+
 # Triton asks for it when a kernel is decorated, so it is set before the module of any test imports one. Whether torch
 # can use the GPU is asked by `tests.support.interpreted`, which every test of such kernels imports.
-if not Path("/dev/nvidiactl").exists():
+if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes run tests side by side with `-n auto`: one a core, as far as memory goes; one on a GPU."""
+    import psutil
+
+    if ON_GPU:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    rooms = psutil.virtual_memory().available // _WORKER_BYTES
+    return max(1, min(cores, rooms, _MOST_WORKERS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """A file runs in one process, as it does alone. So do all files that start Ray: one cluster at a time."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneCluster(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return RAY_TESTS if nodeid.startswith(RAY_TESTS) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # in the order of collection
+    return OneCluster(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts Ray comes first, for it takes longest: the other processes run the rest meanwhile."""
+    items.sort(key=lambda item: not item.nodeid.startswith(RAY_TESTS))
 
 
 def _one_torch_thread() -> None:

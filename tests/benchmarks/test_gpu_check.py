@@ -103,6 +103,9 @@ def test_it_goes_on_past_failures_and_stores_each_outcome(tmp_path: Path, capfd:
     assert "the second command ran" in said
     assert "short  rate: 25.0% (aim: at least 50.0%; MISSED)" in said
     assert "fast  rate: 75.0% (aim: at least 50.0%)\n" in said
+    # What an older run found is not taken for this one's.
+    (again,) = run_steps([_step("fast", "raise SystemExit(1)", stores=True)], CPU, tmp_path, None)
+    assert (again.verdict, again.figures) == ("RED", ())
 
 
 def test_a_step_that_the_machine_is_too_small_for_is_neither_green_nor_red(tmp_path: Path) -> None:
@@ -111,12 +114,6 @@ def test_a_step_that_the_machine_is_too_small_for_is_neither_green_nor_red(tmp_p
     )
     (outcome,) = run_steps([_step("pair", program, stores=True)], CPU, tmp_path, None)
     assert outcome.verdict == "absent"
-
-
-def test_figures_of_an_older_run_are_not_taken_for_this_ones(tmp_path: Path) -> None:
-    run_steps([_storing("step", tmp_path, 0.75)], CPU, tmp_path, None)
-    (outcome,) = run_steps([_step("step", "raise SystemExit(1)", stores=True)], CPU, tmp_path, None)
-    assert (outcome.verdict, outcome.figures) == ("RED", ())
 
 
 def test_what_another_run_found_stays_beside_it(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, SequenceKey, StepPlan, finish_reason
 from tests.support.ghost_runner import GhostRunner, next_token
+from tests.support.thoroughness import examples
 
 EOS = frozenset({0, 1})
 BLOCK_SIZE = 4
@@ -314,4 +315,4 @@ def _ends_with(seq: Sequence, token: int) -> bool:
 
 
 TestDecodeScheduler = DecodeMachine.TestCase
-TestDecodeScheduler.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestDecodeScheduler.settings = settings(max_examples=examples(300), stateful_step_count=50, deadline=None)

@@ -20,6 +20,7 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
 from tests.decode_workers.test_decode_scheduler import BLOCK_SIZE, EOS, MAX_MODEL_LEN, TOKEN_BUDGET, DecodeMachine
 from tests.support.ghost_runner import GhostRunner, next_token
+from tests.support.thoroughness import examples
 
 GROUPS = 2
 MODEL_COLUMNS = MAX_MODEL_LEN // BLOCK_SIZE
@@ -98,7 +99,7 @@ class TieredMachine(DecodeMachine):
 
 TieredMachine.set_out = None  # type: ignore[assignment,method-assign]
 TestTieredDecode = TieredMachine.TestCase
-TestTieredDecode.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestTieredDecode.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
 
 
 # --- rules, one by one ---

@@ -31,10 +31,11 @@ from tests.http.http_fuzz import JSON, NOTHING, Answer, Headers, Schemas, Sent, 
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.processor_time import in_loop_turns
 from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.thoroughness import examples
 
 pytestmark = pytest.mark.model
 
-NUM_BODIES = 200  # of each endpoint, in one run of each test
+NUM_BODIES = examples(200)  # of each endpoint, in one run of each test
 NUM_BROKEN = 9  # ways that each of them is sent in, besides as it is
 GROWTH_BYTES = 100 * 2**20
 

@@ -61,7 +61,7 @@ async def ask(cluster: MiniCluster, name: str, prompt: list[int]) -> tuple[list[
 
 
 async def copied_down(cluster: MiniCluster) -> None:
-    await eventually(lambda: cluster._held() == 0, what="blocks are held")
+    await eventually(lambda: cluster.num_held == 0, what="blocks are held")
 
 
 def reaches(tiers: PrefixTiers, hashes: Sequence[bytes]) -> bool:

@@ -8,11 +8,12 @@ from contextlib import aclosing
 import pytest
 
 from cluster.scheduler.scheduler import SchedulerPolicy
+from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import brake, cluster_of
 from tests.support.mini_requests import PROMPT, cancel, cancel_a_third, starts_beyond, tokens, tokens_of, waiting
-from tests.support.small_models import SmallModel, greedy
+from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 
 
@@ -123,3 +124,13 @@ async def test_many_requests_of_which_a_third_is_cancelled_at_any_moment(llama: 
         decode_engine={"kv_blocks": 40, "block_size": 8},
     ) as cluster:
         await cancel_a_third(cluster, llama, num_requests=100, at_once=16)
+
+
+async def test_streams_that_are_closed_while_they_rest_on_the_host_free_everything(llama: SmallModel) -> None:
+    """Decode holds about two prompts on the device and the others in host memory."""
+    device = {"block_size": 8, "layers_per_group": 1, "kv_blocks": 120, "host_bytes": 8 << 20, "staging_bytes": 1 << 20}
+    async with cluster_of(llama, decode_engine=device, decode=DecodeWorkerConfig(layerkv=LayerKvConfig())) as cluster:
+        streams = [cluster.stream(f"r{n}", p, greedy(60)) for n, p in enumerate(random_prompts([120] * 6))]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        await eventually(lambda: cluster.decodes[0].snapshot().num_paused > 0)
+        await asyncio.gather(*(stream.aclose() for stream in streams))

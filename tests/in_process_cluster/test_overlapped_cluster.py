@@ -7,14 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import pytest
-
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sequence import StepPlan
-from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import MiniCluster, cluster_of
 from tests.support.mini_requests import cancel_a_third, fail_once, sampled, tokens
-from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.small_models import SmallModel, random_prompts
 
 OVERLAPPED = DecodeWorkerConfig(overlap_steps=True, reserve_wait_s=60.0)
 
@@ -41,18 +38,6 @@ def count_ahead(cluster: MiniCluster) -> Iterator[list[StepPlan]]:
 
         worker._scheduler.plan_ahead = counted  # type: ignore[method-assign]
     yield ahead
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-async def test_tokens_are_hugging_face_s(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = SmallModel(family, tmp_path_factory.mktemp(family))
-    async with overlapped(
-        model, decode_engine={"block_size": 4}, prefill=PrefillWorkerConfig(chunk_tokens=40)
-    ) as cluster:
-        prompts = random_prompts((1, 5, 64, 140))
-        together = await asyncio.gather(*(tokens(cluster, f"r{n}", p, greedy()) for n, p in enumerate(prompts)))
-        for prompt, found in zip(prompts, together, strict=True):
-            assert found == model.hugging_face(prompt, 24)
 
 
 async def test_prompts_that_decode_computes_share_steps_with_decodes(llama: SmallModel) -> None:

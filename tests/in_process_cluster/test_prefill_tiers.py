@@ -65,7 +65,7 @@ def drop_host(cluster: MiniCluster) -> None:
 
 
 async def copied_down(cluster: MiniCluster) -> None:
-    await eventually(lambda: cluster._held() == 0, what="blocks are held")
+    await eventually(lambda: cluster.num_held == 0, what="blocks are held")
 
 
 @dataclass(frozen=True)

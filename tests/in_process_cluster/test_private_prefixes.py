@@ -55,11 +55,8 @@ class Clients:
     async def leave_in(self, tier: str) -> None:
         """What is cached is found there and in no better place."""
         cluster = self.cluster
-        await eventually(lambda: cluster._held() == 0, what="blocks are held")
-        for close in cluster._close_tiers:
-            disk = close.__self__._disk  # type: ignore[attr-defined]
-            assert await asyncio.to_thread(disk.flush, HANGS_S)
-        await eventually(lambda: cluster._held() == 0, what="blocks are held")
+        await eventually(lambda: cluster.num_held == 0, what="blocks are held")
+        await cluster.flush_disks()
         for model in cluster.models:
             if tier != "device":
                 model.block_pool.drop_cached()

@@ -160,7 +160,7 @@ async def test_what_is_cached_is_found_by_the_next_worker(llama: SmallModel) -> 
         await cluster.change(decode, "decode")
         await decode.stop(0.0)
         cluster.replicas.remove(decode)
-        cluster._update()
+        cluster.update()
         worker = prefill.worker
         assert worker is not None
         index = cluster.scheduler.block_index

@@ -158,7 +158,7 @@ async def test_a_silent_scheduler_is_not_asked(llama: SmallModel, monkeypatch: p
         async def locate() -> Endpoint:
             return endpoint
 
-        gateway = Orchestrator(cluster._identity("cut off"), OrchestratorConfig(), locate)
+        gateway = Orchestrator(cluster.identity("cut off"), OrchestratorConfig(), locate)
         gateway.start()
         try:
             await eventually(lambda: (limits := gateway.limits()) is not None and limits.ready)
@@ -187,7 +187,7 @@ async def processes(model: SmallModel, *roles: Role) -> AsyncIterator[tuple[Mini
     await cluster.start()
     with ExitStack() as stack:
         try:
-            start = partial(worker_process, str(model.folder), cluster._secret, cluster.scheduler.endpoint)
+            start = partial(worker_process, str(model.folder), cluster.secret, cluster.scheduler.endpoint)
             workers = {}
             started = [stack.enter_context(start(role)) for role in roles]
             for process in started:

@@ -10,6 +10,7 @@ import torch
 from kernels.interface import Segment
 from tests.interpreted.attention_worlds import Case, World, assert_like_twin, build
 from tests.support.interpreted import DTYPES
+from tests.support.thoroughness import combined
 
 LATE_TOKENS = 26
 
@@ -33,15 +34,13 @@ def late(world: World, count: int) -> World:
     return world.only(slice(first, None), [replace(world.segments[0], num_queries=count)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(segments=((LATE_TOKENS, 1040),), num_heads=4, head_dim=32),
-        Case(segments=((LATE_TOKENS, 540),), num_heads=3, head_dim=96, softcap=3.0),
-        Case(segments=((LATE_TOKENS, 600),), num_heads=4, head_dim=16, window=530),
-    ],
-    ids=["three splits", "odd heads, soft-capped", "windowed"],
+@combined(
+    case={
+        "three splits": Case(segments=((LATE_TOKENS, 1040),), num_heads=4, head_dim=32),
+        "odd heads, soft-capped": Case(segments=((LATE_TOKENS, 540),), num_heads=3, head_dim=96, softcap=3.0),
+        "windowed": Case(segments=((LATE_TOKENS, 600),), num_heads=4, head_dim=16, window=530),
+    },
+    dtype=DTYPES,
 )
 def test_any_chunking_on_prefill_as_on_decode(case: Case, dtype: torch.dtype) -> None:
     world = build(case, dtype)

@@ -11,6 +11,7 @@ from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.tiles import softmax_scales
 from tests.interpreted.attention_worlds import Case, assert_like_twin, build
 from tests.support.interpreted import DTYPES, device
+from tests.support.thoroughness import combined
 
 # Decode of one to eight queries and prefill, in one batch, over contexts of odd lengths.
 MIXED = ((1, 1), (1, 63), (1, 1000), (3, 63), (40, 63))
@@ -37,8 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@combined(case=CASES, dtype=DTYPES)
 def test_attention_is_its_twin(case: Case, dtype: torch.dtype) -> None:
     world = build(case, dtype)
     actual = world.actual()

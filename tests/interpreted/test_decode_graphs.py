@@ -29,6 +29,7 @@ from tests.interpreted.gpu_stepping import SMALL_VOCABULARY, stepper_on
 from tests.support.interpreted import device
 from tests.support.model_families import build_oracle
 from tests.support.stepping import GREEDY_WITH_ECHO, RecordingSampler, Stepper
+from tests.support.thoroughness import in_test_long
 
 LIMITS = DecodeGraphLimits(num_seqs=8, context_tokens=256)
 FEW = DecodeGraphLimits(num_seqs=3, context_tokens=64)
@@ -142,7 +143,7 @@ def check_alike(actual: RecordingSampler, expected: RecordingSampler) -> None:
         torch.testing.assert_close(torch.stack(actual.sampled[request_id]), torch.stack(logits), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen2-windowed", "llama-tied-biased-llama3"])
+@pytest.mark.parametrize("family", ["qwen2-windowed", *in_test_long("llama-tied-biased-llama3")])
 def test_replayed_steps_generate_what_others_do(family: str, tmp_path: Path) -> None:
     build_oracle(family, tmp_path)
     plain, plain_sampler = stepper_on(reference, tmp_path)

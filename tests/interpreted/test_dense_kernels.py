@@ -10,6 +10,7 @@ from kernels import reference
 from kernels.interface import Activation, KVSlots
 from kernels.triton import activation, matmul, rms_norm, rotary
 from tests.support.interpreted import DTYPES, device
+from tests.support.thoroughness import combined
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 HEAD_DIMS = (2, 64, 80, 96, 128, 256)
@@ -39,9 +40,7 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return poisoned(torch.randn(shape), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("shape", [(1, 2), (63, 74), (3, 2100)])
+@combined(shape=[(1, 2), (63, 74), (3, 2100)], kind=["silu", "gelu_tanh"], dtype=DTYPES)
 def test_gated_activation(dtype: torch.dtype, kind: Activation, shape: tuple[int, int]) -> None:
     gate_up = random(*shape, dtype=dtype) * 3
     before = gate_up.clone()
@@ -56,9 +55,9 @@ def test_an_activation_far_out_is_finite(kind: Activation) -> None:
     assert actual[0, :2].tolist() == [0.0, 1e4]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wide_weight", [False, True])
-@pytest.mark.parametrize("shape", [(1, 7), (63, 64), (5, 576), (2, 3000), (4, 9, 80), (3, 5, 256)])
+@combined(
+    shape=[(1, 7), (63, 64), (5, 576), (2, 3000), (4, 9, 80), (3, 5, 256)], wide_weight=[False, True], dtype=DTYPES
+)
 def test_rms_norm(dtype: torch.dtype, wide_weight: bool, shape: tuple[int, ...]) -> None:
     x = random(*shape, dtype=dtype) * 3
     weight = torch.randn(shape[1:], dtype=torch.float32 if wide_weight else dtype, device=device())
@@ -71,8 +70,7 @@ def test_rms_norm_of_heads_within_a_wider_row() -> None:
     assert_like_twin(rms_norm.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 7), (63, 130), (3, 2500)])
+@combined(shape=[(1, 7), (63, 130), (3, 2500)], dtype=DTYPES)
 def test_norm_of_a_sum(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     residual, y = random(*shape, dtype=dtype), random(*shape, dtype=dtype)
     weight = torch.randn(shape[1], dtype=dtype, device=device())
@@ -101,10 +99,9 @@ def empty_slots(num_slots: int, num_kv_heads: int, head_dim: int, slots: list[in
     return KVSlots(cache, cache[4:], torch.tensor(slots, device=device()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (8, 1)])
-def test_rotation_and_storage(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+@combined(heads=[(9, 3), (8, 1)], head_dim=HEAD_DIMS, dtype=DTYPES)
+def test_rotation_and_storage(dtype: torch.dtype, head_dim: int, heads: tuple[int, int]) -> None:
+    num_heads, num_kv_heads = heads
     slots = [17, 0, 11, -1, 24]
     qkv = random(len(slots), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     rotation = angles(len(slots), head_dim, dtype)
@@ -135,10 +132,9 @@ def test_heads_that_cannot_be_rotated_are_refused() -> None:
             rotary.rotate_and_store(qk, v, *angles(1, head_dim, torch.float32), KVSlots(v, v, torch.zeros(1)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("M", "N", "K"), [(1, 70, 67), (63, 33, 64), (130, 131, 200), (5, 1, 1000)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_linear(dtype: torch.dtype, M: int, N: int, K: int, biased: bool) -> None:
+@combined(sizes=[(1, 70, 67), (63, 33, 64), (130, 131, 200), (5, 1, 1000)], biased=[False, True], dtype=DTYPES)
+def test_linear(dtype: torch.dtype, sizes: tuple[int, int, int], biased: bool) -> None:
+    M, N, K = sizes
     x, residual = random(M, K, dtype=dtype), random(M, N, dtype=dtype)
     weight = (torch.randn(N, K, device=device()) / 8).to(dtype)
     bias = torch.randn(N, device=device()).to(dtype) if biased else None

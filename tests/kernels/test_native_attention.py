@@ -21,6 +21,7 @@ from kernels.interface import Segment
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import native_library
 from tests.kernels.test_kernels import DTYPES, Case, World, assert_like_twin, build_world, run_attention
+from tests.support.thoroughness import examples
 
 LIBRARY = native_library()
 
@@ -113,7 +114,7 @@ def test_decode_is_the_last_row_of_a_prefill(dtype: torch.dtype) -> None:
     assert torch.equal(attend(case, world, cut(world.segments[0], [1] * 300), num_threads=2), whole)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     segments=st.lists(
         st.tuples(st.integers(1, 120), st.integers(0, 600)).map(lambda s: (s[0], s[0] + s[1])), min_size=1, max_size=4

@@ -12,6 +12,7 @@ from engine.sequence import SampledToken, Sequence, SequenceKey, StepPlan
 from prefill_workers.scheduler import PrefillScheduler
 from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_placement, prompt_of
 from tests.support.ghost_runner import GhostRunner, next_token
+from tests.support.thoroughness import examples
 
 MAX_WAITING = 5
 COLUMNS = 6
@@ -224,4 +225,4 @@ class PrefillMachine(RuleBasedStateMachine):
 
 
 TestPrefillScheduler = PrefillMachine.TestCase
-TestPrefillScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPrefillScheduler.settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)

@@ -31,7 +31,7 @@ from kv_transfer.transports.tcp import TcpCarrier, TcpConfig, TcpLink
 from kv_transfer.worker.transfer_config import TransferConfig
 from tests.kv_transfer.transports.slab_content import send
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
-from tests.processes.device_memory import device_memory
+from tests.support.device_memory import device_memory
 from tests.support.loops import num_open_files
 from tests.support.mini_cluster import cluster_of
 from tests.support.small_models import SmallModel, greedy, random_prompts

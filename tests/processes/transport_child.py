@@ -28,7 +28,7 @@ from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.tcp import TcpConfig
 from tests.kv_transfer.transports.slab_content import content
 from tests.kv_transfer.transports.slab_content import send as send_slab
-from tests.processes.device_memory import device_memory
+from tests.support.device_memory import device_memory
 
 MIB = 1 << 20
 SLABS = SlabConfig(slab_bytes=64 * MIB, num_slabs=3)

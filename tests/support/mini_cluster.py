@@ -80,12 +80,13 @@ class MiniCluster:
             prefill=replace(config.prefill, overdue_s=config.overdue_s),
             decode=replace(config.decode, overdue_s=config.overdue_s),
         )
-        self._secret = secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(32)
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []
         self.models: list[LoadedModel] = []
         self.tiers: list[PrefixTiers] = []  # of the workers in `models` that have some
         self._close_tiers: list[Callable[[], Awaitable[None]]] = []
+        self._worker_tiers: list[WorkerTiers] = []
 
     @property
     def workers(self) -> list[PrefillWorker | DecodeWorker]:
@@ -109,13 +110,13 @@ class MiniCluster:
     async def start_scheduler(self) -> None:
         """Also to replace one that was stopped."""
         self.scheduler = SchedulerServer(
-            self.config.policy, self._identity("scheduler"), broadcast_period_s=0.2, pools=self.config.pools
+            self.config.policy, self.identity("scheduler"), broadcast_period_s=0.2, pools=self.config.pools
         )
         await self.scheduler.start("127.0.0.1")
 
     def new_orchestrator(self, on_slo: Callable[[bytes], None] = lambda report: None) -> Orchestrator:
         """One more gateway, for the caller to start and stop."""
-        return Orchestrator(self._identity("gateway"), self.config.orchestrator, self._locate, on_slo)
+        return Orchestrator(self.identity("gateway"), self.config.orchestrator, self._locate, on_slo)
 
     async def ready(self, timeout_s: float = HANGS_S) -> None:
         """Until the gateway is connected to every worker."""
@@ -164,7 +165,7 @@ class MiniCluster:
 
     async def connect(self, worker: PrefillWorker | DecodeWorker) -> Connection:
         """As one more gateway, whose messages are the caller's to say and to hear."""
-        identity = self._identity("gateway-by-hand")
+        identity = self.identity("gateway-by-hand")
         return await connect(worker.info.endpoint, identity, purpose="gateway", timeout_s=HANGS_S)
 
     async def generate(
@@ -189,7 +190,7 @@ class MiniCluster:
 
         Long before a reservation would lapse by itself.
         """
-        await eventually(lambda: not self._held(), timeout_s, "blocks are still held")
+        await eventually(lambda: not self.num_held, timeout_s, "blocks are still held")
         for model in self.models:
             model.block_pool.check_idle()
             if model.host_pool is not None:
@@ -199,7 +200,16 @@ class MiniCluster:
             assert worker._scheduler.num_running == worker._scheduler.num_waiting == 0
         assert not any(decode.reservations.num_waiting or decode.reservations.num_receiving for decode in self.decodes)
 
-    def _held(self) -> int:
+    async def flush_disks(self) -> None:
+        """Until all that was given to the workers' disk tiers lies in files, and nothing is held any more."""
+        for tiers in self._worker_tiers:
+            if tiers._disk is not None:
+                assert await asyncio.to_thread(tiers._disk.flush, HANGS_S)
+        await eventually(lambda: self.num_held == 0, what="blocks are held")
+
+    @property
+    def num_held(self) -> int:
+        """Leases that anybody holds, on devices and hosts."""
         pools = [pool for model in self.models for pool in (model.block_pool, model.host_pool)]
         return sum(pool.num_leases for pool in pools if pool is not None)
 
@@ -211,8 +221,9 @@ class MiniCluster:
         self._close_tiers.append(tiers.close)
         return tiers
 
-    def _identity(self, worker_id: str) -> Identity:
-        return Identity(worker_id=worker_id, node_id="node", secret=self._secret, compatibility={})
+    def identity(self, worker_id: str) -> Identity:
+        """Of a member without a model: a gateway, the scheduler."""
+        return Identity(worker_id=worker_id, node_id="node", secret=self.secret, compatibility={})
 
     async def _locate(self) -> Endpoint:
         return self.scheduler.endpoint
@@ -233,8 +244,9 @@ class MiniCluster:
             identity = self._worker_identity(model, role)
             lower = self._private_tiers(model) if role == "prefill" else None
         else:
-            worker_tiers = WorkerTiers(self.config.tiers, engine, self._secret)
+            worker_tiers = WorkerTiers(self.config.tiers, engine, self.secret)
             self._close_tiers.append(worker_tiers.close)
+            self._worker_tiers.append(worker_tiers)
             model = worker_tiers.load()
             identity = self._worker_identity(model, role)
             events = BlockEventLog(identity.worker_id, layer_groups=model.layout.num_layer_groups)
@@ -257,7 +269,7 @@ class MiniCluster:
 
     def _worker_identity(self, model: LoadedModel, role: str) -> Identity:
         number = secrets.token_hex(4)
-        return worker_identity(model, worker_id=f"{role}-{number}", node_id="node", secret=self._secret)
+        return worker_identity(model, worker_id=f"{role}-{number}", node_id="node", secret=self.secret)
 
 
 @contextlib.asynccontextmanager

@@ -58,13 +58,13 @@ class ReplicaCluster(MiniCluster):
         )
         options = self.config.prefill_engine if role == "prefill" else self.config.decode_engine
         engine = replace(defaults, **options)  # type: ignore[arg-type]
-        tiers = WorkerTiers(self._tiers_config, engine, self._secret)
-        site = ReplicaSite(name=secrets.token_hex(4), node_id="node", host="127.0.0.1", secret=self._secret)
+        tiers = WorkerTiers(self._tiers_config, engine, self.secret)
+        site = ReplicaSite(name=secrets.token_hex(4), node_id="node", host="127.0.0.1", secret=self.secret)
         replica = WorkerReplica(role, roles, tiers, self.config.transfer, site, self._locate)
         await replica.start()
         self.replicas.append(replica)
         self.models.append(replica.model)
-        self._update()
+        self.update()
         return replica
 
     async def change(self, replica: WorkerReplica, role: Role, drain_s: float = HANGS_S) -> None:
@@ -75,7 +75,7 @@ class ReplicaCluster(MiniCluster):
     async def changed(self, replica: WorkerReplica) -> None:
         await asyncio.wait_for(replica.changed(), HANGS_S)
         assert replica.healthy, replica._failure
-        self._update()
+        self.update()
         await self.ready()
 
     async def stop(self) -> None:
@@ -84,7 +84,7 @@ class ReplicaCluster(MiniCluster):
             await replica.stop(0.0)
         await self.scheduler.stop()
 
-    def _update(self) -> None:
+    def update(self) -> None:
         workers = [replica.worker for replica in self.replicas]
         self.prefills = [worker for worker in workers if isinstance(worker, PrefillWorker)]
         self.decodes = [worker for worker in workers if isinstance(worker, DecodeWorker)]
@@ -99,7 +99,7 @@ async def replica_cluster(model: SmallModel, **config: object) -> AsyncIterator[
         try:
             await cluster.start()
             yield cluster
-            cluster._update()
+            cluster.update()
             await cluster.idle()
         finally:
             await cluster.stop()

@@ -88,15 +88,15 @@ def watching(model: LoadedModel) -> Iterator[Seen]:
 
 
 @contextlib.contextmanager
-def failing_steps(model: LoadedModel) -> Iterator[list[int]]:
-    """The numbers of the steps that failed; those with copies fail more often."""
+def failing_steps(model: LoadedModel, most: int) -> Iterator[list[int]]:
+    """The numbers of the steps that failed: at most so many; those with copies fail more often."""
     failed: list[int] = []
     numbers = itertools.count(1)
     execute = model.runner.execute
 
     def failing(plan: StepPlan, on_layer: Any = None) -> Any:
         number = next(numbers)
-        if number % (3 if plan.copies else 9) or failed[-1:] == [number - 1]:
+        if number % (3 if plan.copies else 9) or failed[-1:] == [number - 1] or len(failed) == most:
             return execute(plan, on_layer)
         for copy in plan.copies:
             cache = model.kv_cache if copy.to == "device" else model.host_cache

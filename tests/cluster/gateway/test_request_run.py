@@ -12,6 +12,7 @@ from cluster.gateway.request_state import TERMINAL, RequestRun, RequestState
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason
 from kv_transfer.messages import Placement, RequestSpec, TokenEvent
+from tests.support.thoroughness import examples
 
 NUM_TOKENS = 7
 WORKERS = ("prefill", "decode", "older-decode")
@@ -51,7 +52,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[str, TokenEvent]]:
     return [(draw(st.sampled_from(WORKERS)), event) for event in events]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(arrivals())
 def test_each_index_comes_once_and_in_order_whatever_arrives_when(arrivals: list[tuple[str, TokenEvent]]) -> None:
     run = _run()
@@ -61,7 +62,7 @@ def test_each_index_comes_once_and_in_order_whatever_arrives_when(arrivals: list
     assert run.state is RequestState.FINISHED
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_attempts_continue_each_other(data: st.DataObject) -> None:
     """Each attempt delivers some of its events, in any order, before it fails; the last one all of them."""

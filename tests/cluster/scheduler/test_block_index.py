@@ -16,6 +16,7 @@ from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, Bl
 from kv_transfer.tiers import block_events
 from kv_transfer.tiers.block_events import BlockEventLog
 from tests.cluster.scheduler.block_index_tools import LAYER_GROUPS, digest_of, log_with_pool, store_columns
+from tests.support.thoroughness import examples
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
@@ -161,7 +162,7 @@ class SmallMessagesMachine(ChannelMachine):
 
 
 _SETTINGS = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(300), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestChannel = ChannelMachine.TestCase
 TestChannel.settings = _SETTINGS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +14,10 @@ from engine.cost_model.roofline import (
     LLAMA_3_1_8B,
     LLAMA_3_1_70B,
     Device,
-    ModelShape,
     kv_capacity_tokens,
     roofline_cost,
 )
 from engine.cost_model.step_cost import StepCost, StepWork
-from engine.model.config import ModelConfig
 
 
 def decode_s(cost: StepCost, batch: int, context: int) -> float:
@@ -33,12 +30,6 @@ def test_sizes_are_the_published_ones() -> None:
     assert LLAMA_3_1_8B.kv_bytes_per_token == 128 * 1024
     assert LLAMA_3_1_70B.kv_bytes_per_token == 320 * 1024
     assert LLAMA_3_1_8B.weight_bytes == 2 * LLAMA_3_1_8B.num_weights
-
-
-def test_the_shape_of_a_real_model(smollm2_folder: Path) -> None:
-    shape = ModelShape.of(ModelConfig.from_folder(smollm2_folder), bytes_per_value=2)
-    assert shape.weight_bytes == pytest.approx(269e6, rel=0.002)
-    assert shape.kv_bytes_per_token == 23_040
 
 
 def test_prefill_of_8b_on_an_h100_runs_at_25000_tokens_per_second() -> None:
@@ -74,13 +65,6 @@ def test_more_devices_are_faster_but_not_in_proportion() -> None:
     four, eight = (roofline_cost(LLAMA_3_1_70B, H100_SXM, num_devices=n) for n in (4, 8))
     for seconds in (lambda cost: cost.prefill_s(2048), lambda cost: decode_s(cost, 16, 1000)):
         assert seconds(four) / 2 < seconds(eight) < seconds(four) / 1.5
-
-
-def test_one_core_prefills_smollm2_at_its_measured_speed(smollm2_folder: Path) -> None:
-    """Recorded on one core: about 1.2 ms a prompt token and 26 ms a step."""
-    cost = roofline_cost(ModelShape.of(ModelConfig.from_folder(smollm2_folder), bytes_per_value=2), CPU_CORE)
-    assert cost.prefill_token_s == pytest.approx(1.2e-3, rel=0.3)
-    assert cost.base_s == pytest.approx(26e-3, rel=0.3)
 
 
 def test_kv_capacity() -> None:

@@ -16,6 +16,7 @@ from engine.cost_model.fit import StepCostFit, kind_of, scaled
 from engine.cost_model.step_cost import StepCost, StepWork
 from tests.engine.cost_model.made_up_steps import NAMES, TRUTH, any_kind, coefficients, decode, mixed, prefill, skewed
 from tests.support.processor_time import in_loop_turns
+from tests.support.thoroughness import examples
 
 Draw = Callable[[random.Random], StepWork]
 
@@ -132,7 +133,7 @@ def test_it_stays_sound_for_as_long_as_a_worker_lives() -> None:
     fit = StepCostFit(TRUTH)
     worker = Worker(outliers=0.02)
     for draw in (any_kind, prefill, decode, any_kind):
-        worker.run(fit, 25_000, draw)
+        worker.run(fit, examples(25_000), draw)
     assert held_out(fit) < 0.05
 
 

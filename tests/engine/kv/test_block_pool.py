@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from benchmarks.scheduling.eviction_policies import EVICTION_NAMES, EvictionName, eviction_policy
 from engine.kv.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
+from tests.support.thoroughness import examples
 
 _NUM_BLOCKS = 7
 _KEYS = st.tuples(st.sampled_from([b"a", b"b", b"c", b"d"]), st.integers(0, 1))
@@ -220,7 +221,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 _SETTINGS = settings(stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(_SETTINGS, max_examples=250)
+TestPool.settings = settings(_SETTINGS, max_examples=examples(250))
 
 
 @pytest.mark.parametrize("name", [name for name in EVICTION_NAMES if name != "lru"])

@@ -13,6 +13,7 @@ from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
 from engine.sequence import BlockCopy, ScheduledSequence, Sequence, StepPlan
 from tests.support.ghost_runner import GhostRunner
+from tests.support.thoroughness import examples
 
 PARAMS = SamplingParams(max_tokens=8, seed=0)
 BLOCK_SIZE = 4
@@ -336,7 +337,7 @@ class Lives:
         return frozenset(self.random.sample(sorted(groups), self.random.randint(0, len(groups))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 2**32), st.integers(9, 30), st.integers(9, 30))
 def test_whatever_moves_whatever_fails_no_block_has_a_writer_beside_a_reader(
     seed: int, num_blocks: int, num_host_blocks: int

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.kv_transfer.handoff.handoff_world.model import Packet
 from tests.kv_transfer.handoff.handoff_world.world import World
+from tests.support.thoroughness import examples
 
 MAX_REQUESTS = 4
 some = st.integers(min_value=0, max_value=2**16)
@@ -160,4 +161,4 @@ class HandoffChaos(RuleBasedStateMachine):
 
 
 TestHandoffChaos = HandoffChaos.TestCase
-TestHandoffChaos.settings = settings(max_examples=1000, stateful_step_count=40, deadline=None)
+TestHandoffChaos.settings = settings(max_examples=examples(1000), stateful_step_count=40, deadline=None)

@@ -29,6 +29,7 @@ from tests.kv_transfer.tiers.disk_tiers import (
     present,
     store,
 )
+from tests.support.thoroughness import examples
 from tests.support.waiting import HANGS_S
 
 
@@ -111,7 +112,7 @@ def long_lived_tier(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield tier
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=list(HealthCheck))
 @given(at=st.integers(0, FORM.file_bytes - 1), flip=st.integers(1, 255))
 def test_no_flipped_byte_goes_unnoticed(long_lived_tier: DiskTier, at: int, flip: int) -> None:
     def damage(file: Path) -> None:

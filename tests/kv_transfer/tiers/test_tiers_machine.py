@@ -32,6 +32,7 @@ from tests.kv_transfer.tiers.tier_world import (
     Sizes,
     Truth,
 )
+from tests.support.thoroughness import examples
 from tests.support.waiting import HANGS_S, eventually
 
 STARVES_S = 20.0
@@ -261,5 +262,5 @@ async def _open(worker: DecodeNode | PrefillNode) -> None:
 
 TestTiers = TiersMachine.TestCase
 TestTiers.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(60), stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

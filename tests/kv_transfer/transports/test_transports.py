@@ -12,7 +12,7 @@ from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, S
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.tcp import TcpConfig, TcpTransport
 from tests.kv_transfer.transports.transport_conformance import SMALL, MakeTransport, TransportConformance
-from tests.processes.device_memory import device_memory
+from tests.support.device_memory import device_memory
 
 
 class TestInProcess(TransportConformance):

@@ -281,12 +281,12 @@ class TransportConformance:
 
     def test_nothing_is_left_behind(self, make: MakeTransport, loop_kind: str) -> None:
         with large_blocks_freed_at_once():
-            for _ in range(3):  # what is loaded and cached on first use is no leak
+            for _ in range(2):  # what is loaded and cached on first use is no leak
                 self._use_and_stop(make, loop_kind)
             gc.collect()
             files, threads = num_open_files(), threading.active_count()
             resident = [resident_bytes()]
-            for _ in range(5):
+            for _ in range(3):
                 self._use_and_stop(make, loop_kind)
                 gc.collect()
                 resident.append(resident_bytes())

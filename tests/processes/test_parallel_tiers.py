@@ -1,4 +1,4 @@
-"""KV in host memory under a group of processes: layers that rest there, copies between the tiers, a small device."""
+"""KV in host memory under a group of processes: layers that rest there, copies between the tiers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from engine.steps.loading import load_runner
-from tests.support.mini_cluster import cluster_of
-from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.small_models import SmallModel, random_prompts
 from tests.support.staged_stepping import StagedStepper, rank_caches
 
 NUM_TOKENS = 8
@@ -55,22 +54,3 @@ def test_layers_on_the_host_change_no_token(model: SmallModel, ring_groups: int)
     for seq, prompt in zip(seqs, prompts, strict=True):
         assert seq.output_token_ids == model.hugging_face(prompt, len(seq.output_token_ids))
     assert len(seqs[0].output_token_ids) > NUM_TOKENS
-
-
-async def test_prompts_beyond_the_device_are_handed_over_from_the_host(model: SmallModel) -> None:
-    """The device of the group that prefills has room for 64 tokens, prompts have up to 200."""
-    prefill = {
-        "tensor_parallel": 2,
-        "block_size": 16,
-        "layers_per_group": 1,
-        "kv_blocks": 4 * 4,
-        "host_bytes": 8 << 20,
-        "staging_bytes": 4 << 20,
-    }
-    prompts = random_prompts([40, 200, 150, 90], seed=2)
-    async with cluster_of(model, prefill_engine=prefill) as cluster:
-        for number, prompt in enumerate([*prompts, prompts[1]]):
-            events = await cluster.generate(f"r{number}", prompt, greedy(NUM_TOKENS))
-            assert [event.token_id for event in events] == model.hugging_face(prompt, NUM_TOKENS)
-        stats = cluster.models[0].runner.transfer_stats
-        assert stats is not None and stats.written_bytes > 0

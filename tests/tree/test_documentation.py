@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import PARTS
 from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("benchmarks", "cluster", "decode_workers", "docs", "engine", "kernels", "kv_transfer", "prefill_workers")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 # The others tell what was tried and decided once, with the names of that time.
@@ -80,7 +81,7 @@ def test_commands_that_are_named_exist() -> None:
             if importlib.util.find_spec(module) is None:
                 yield f"{page.relative_to(ROOT)}: python -m {module}"
         for page, part in _names(CURRENT, r"python -m benchmarks (\w+)"):
-            if importlib.util.find_spec(f"benchmarks.{part}") is None:
+            if part not in PARTS:
                 yield f"{page.relative_to(ROOT)}: python -m benchmarks {part}"
         for page, target in _names(CURRENT, r"(?:`|^)make ([a-z-]+)"):
             if target not in targets:
@@ -103,7 +104,7 @@ def test_every_page_is_listed_in_the_readme() -> None:
 
 def test_metrics_are_listed_and_no_others() -> None:
     told = set(re.findall(r"`(legato_\w+)", (ROOT / "docs/operations.md").read_text(encoding="utf-8")))
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster").glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster").rglob("*.py"))
     made = set(re.findall(r'"(legato_\w+)"', sources))
     assert {name.removesuffix("_total") for name in told} == {name.removesuffix("_total") for name in made}
 

@@ -1,0 +1,142 @@
+"""Whole clusters in one process, whatever lies between prompt and token: their tokens are Hugging Face's.
+
+Small random models in float32. `test_tier_exactness_in_clusters` has the ways for KV to lie in the tiers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+
+from decode_workers.pacing import LayerKvConfig
+from decode_workers.worker import DecodeWorkerConfig
+from kv_transfer.transports.choose import TransportKind
+from kv_transfer.worker.transfer_config import TransferConfig
+from prefill_workers.worker import PrefillWorkerConfig
+from tests.in_process_cluster.test_overlapped_cluster import count_ahead
+from tests.support.mini_cluster import cluster_of
+from tests.support.mini_requests import tokens, tokens_of
+from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.tier_shapes import watching
+
+LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 129, 200)
+FEW: dict[str, Any] = {"lengths": (3, 40, 70, 150), "num_tokens": 10}
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
+ON_HOST = {"layers_per_group": 1, "host_bytes": 8 << 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`prefill` and `decode` change the ends' engines. A token of the llama has 256 bytes in each layer."""
+
+    family: str = "llama"
+    changes: dict[str, Any] = field(default_factory=dict)  # of the model
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+    transport: TransportKind = "shm"
+    chunk_tokens: int = 512
+    slab_bytes: int = 4 << 20
+    overlap: bool = False  # decode plans steps ahead
+    lengths: tuple[int, ...] = LENGTHS
+    num_tokens: int = 24
+
+
+def blocks(size: int, layers: int) -> dict[str, Any]:
+    return {"block_size": size, "layers_per_group": layers, "kv_blocks": 2000}
+
+
+def ranks(number: int, **changes: Any) -> dict[str, Any]:
+    return {"tensor_parallel": number, **changes}
+
+
+CASES = {
+    "whole prompts": Case(prefill={"kv_blocks": 2000}, decode={"kv_blocks": 2000}),
+    "chunks over TCP": Case(transport="tcp", chunk_tokens=64),
+    "to larger blocks, overlapped": Case(
+        prefill=blocks(8, 1), decode=blocks(32, 2), chunk_tokens=64, slab_bytes=7 * 256, overlap=True
+    ),
+    "odd blocks": Case(
+        prefill=blocks(5, 2), decode=blocks(3, 3), transport="tcp", chunk_tokens=33, slab_bytes=10 * 256
+    ),
+    "over gloo": Case(
+        prefill=blocks(16, 1), decode=blocks(8, 3), transport="gloo", chunk_tokens=40, slab_bytes=9 * 256
+    ),
+    "a slab for each token": Case(
+        prefill=blocks(32, 4), decode=blocks(8, 1), transport="auto", chunk_tokens=50, slab_bytes=1
+    ),
+    "windows": Case(family="mistral", decode={"block_size": 4}, chunk_tokens=20),
+    "windows in some layers": Case(family="qwen2-windowed", decode={"block_size": 4}, chunk_tokens=20),
+    "windows in turns, overlapped": Case(family="gemma3", decode={"block_size": 4}, chunk_tokens=20, overlap=True),
+    "normed heads, overlapped": Case(family="qwen3", decode={"block_size": 4}, chunk_tokens=40, overlap=True),
+    "one rank to two": Case(
+        family="qwen3", prefill=ranks(1, block_size=8), decode=ranks(2, layers_per_group=2), overlap=True, **FEW
+    ),
+    "four ranks, each head on two, to two": Case(
+        family="qwen3",
+        prefill=ranks(4, block_size=8),
+        decode=ranks(2, layers_per_group=2),
+        transport="tcp",
+        overlap=True,
+        **FEW,
+    ),
+    "two ranks to three": Case(
+        changes=SIX_HEADS, prefill=ranks(2, block_size=8), decode=ranks(3, layers_per_group=2), overlap=True, **FEW
+    ),
+    "three ranks to one": Case(
+        changes=SIX_HEADS, prefill=ranks(3, block_size=8), decode=ranks(1, layers_per_group=2), transport="tcp", **FEW
+    ),
+    # Room for 64 tokens on the device: the rest lies on the host, layer by layer.
+    "two ranks that prefill on the host": Case(
+        family="gemma3", prefill=ranks(2, block_size=16, kv_blocks=4 * 4, staging_bytes=4 << 20, **ON_HOST), **FEW
+    ),
+    "decoding on the host": Case(
+        decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=40,
+    ),
+}
+Models = Callable[[Case], SmallModel]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Each made once."""
+
+    @cache
+    def made(family: str, changes: tuple[tuple[str, Any], ...]) -> SmallModel:
+        return SmallModel(family, tmp_path_factory.mktemp(family), **dict(changes))
+
+    return lambda case: made(case.family, tuple(case.changes.items()))
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
+    """Of requests together, then of the longest again, of which the prefill worker has a prefix."""
+    case = CASES[name]
+    model, params = models(case), greedy(case.num_tokens)
+    prompts = random_prompts(case.lengths)
+    longest = max(prompts, key=len)
+    layerkv = LayerKvConfig() if "host_bytes" in case.decode else None
+    async with cluster_of(
+        model,
+        prefill_engine=case.prefill,
+        decode_engine=case.decode,
+        prefill=PrefillWorkerConfig(chunk_tokens=case.chunk_tokens, max_slab_bytes=case.slab_bytes),
+        decode=DecodeWorkerConfig(overlap_steps=case.overlap, layerkv=layerkv),
+        transfer=TransferConfig(transport=case.transport),
+    ) as cluster:
+        with count_ahead(cluster) as ahead, watching(cluster.models[1]) as decoding:
+            found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, params) for n, p in enumerate(prompts)))
+        again = await cluster.generate("again", longest, params)
+        assert again[0].num_cached_tokens
+        assert bool(ahead) >= case.overlap, "no step was planned before the one in flight was over"
+        assert layerkv is None or max(decoding.placements) > 0, "all had room on the device"
+        stats = cluster.models[0].runner.transfer_stats
+        assert "host_bytes" not in case.prefill or (stats is not None and stats.written_bytes > 0)
+    expected = [model.hugging_face(prompt, case.num_tokens) for prompt in [*prompts, longest]]
+    assert [*found, tokens_of(again)] == expected

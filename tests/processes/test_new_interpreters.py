@@ -1,0 +1,68 @@
+"""What a new interpreter loads, computes and prints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
+from engine.kv.prefix import block_hashes
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def printed_by(program: str, **environment: str) -> str:
+    """What a Python program prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_loading_a_tokenizer_loads_no_model_code(smollm2_folder: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from engine.text.tokenizer import Tokenizer; import engine.checkpoint.store\n"
+        f"Tokenizer(Path({str(smollm2_folder)!r}))\n"
+        "print([name for name in sys.modules if '.modeling_' in name and name.startswith('transformers.models.')\n"
+        "       and not name.endswith('.modeling_auto')])"  # the table of names behind the Auto classes
+    )
+    assert printed_by(program) == "[]"
+
+
+def test_the_command_that_starts_a_cluster_waits_for_no_torch() -> None:
+    """Ray is started first, and torch is loaded beside it."""
+    program = "import sys, cluster.deployment.local_cluster; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
+    assert printed_by(program) == "set()"
+
+
+@pytest.mark.parametrize("module", ["cluster.app", "cluster.config.scheduler", "engine.checkpoint.store"])
+def test_who_computes_nothing_loads_no_torch(module: str) -> None:
+    """Whoever starts the application, gateways and the scheduler: torch takes 1.5 s of a core, in each of them."""
+    program = f"import sys, {module}; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
+    assert printed_by(program) == "set()"
+
+
+def test_another_process_computes_the_same() -> None:
+    code = "from engine.kv.prefix import block_hashes; print(b''.join(block_hashes(list(range(9)), 4, 'ü')).hex())"
+    for seed in ("1", "2"):
+        assert printed_by(code, PYTHONHASHSEED=seed) == b"".join(block_hashes(list(range(9)), 4, "ü")).hex()
+
+
+def test_the_command_prints_what_a_shell_takes() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "cluster", "environment"], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert set(printed.splitlines()) >= {f"export {name}={value}" for name, value in RAY_ENVIRONMENT.items()}
+    assert set(printed.splitlines()) >= {f"export {name}={value}" for name, value in SERVE_ENVIRONMENT.items()}
+    assert "export RAY_AUTH_MODE=token" in printed

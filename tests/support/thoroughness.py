@@ -1,0 +1,46 @@
+"""How much of a long test runs: a part of its examples and shapes in `make test`, all of them in `make test-long`.
+
+For tests of seconds: the part has every kind of case, the rest are more of the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+
+THOROUGH = settings.get_current_profile_name() == "random"  # conftest.py has the profiles
+ON_GPU = Path("/dev/nvidiactl").exists()
+_PART = 4  # one of so many examples runs in each `make test`
+
+T = TypeVar("T")
+
+
+def examples(number: int) -> int:
+    """`max_examples` of a property that takes seconds: `number` in `make test-long`, a quarter otherwise."""
+    return number if THOROUGH else -(-number // _PART)
+
+
+def in_test_long(*more: T) -> tuple[T, ...]:
+    """Cases in Triton's interpreter that only `make test-long` adds, and a run on a GPU."""
+    return more if THOROUGH or ON_GPU else ()
+
+
+def combined(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrises a test with the combinations of two or more axes: all in `make test-long` and on a GPU, else half.
+
+    As on a chessboard: with any value of one axis run every second value of each other one. The keys of an axis that is
+    a dictionary name its values.
+    """
+    named = [axis if isinstance(axis, dict) else {str(value): value for value in axis} for axis in axes.values()]
+    squares = itertools.product(*(enumerate(axis.items()) for axis in named))
+    chosen = [
+        pytest.param(*(value for _, (_, value) in square), id="-".join(name for _, (name, _) in square))
+        for square in squares
+        if THOROUGH or ON_GPU or sum(number for number, _ in square) % 2 == 0
+    ]
+    return pytest.mark.parametrize(tuple(axes), chosen)
