@@ -5,16 +5,14 @@ from __future__ import annotations
 from cluster.config.kv import KvPoolSettings
 from cluster.config.settings import LegatoConfig, PoolSettings
 from decode_workers.pacing import LayerKvConfig
-from decode_workers.role import DecodeRole
-from decode_workers.worker import DecodeWorkerConfig
+from decode_workers.worker import DecodeRole, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from engine.steps.memory_profile import StepSize
-from kv_transfer.messages import Role
+from kv_transfer.messages.fields import Role
 from kv_transfer.tiers.config import DiskConfig, TiersConfig
-from kv_transfer.worker.parts import WorkerRole
-from kv_transfer.worker.transfer_config import TransferConfig
-from prefill_workers.role import PrefillRole
-from prefill_workers.worker import PrefillWorkerConfig
+from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.worker.base import WorkerRole
+from prefill_workers.worker import PrefillRole, PrefillWorkerConfig
 
 
 def prefill_engine(config: LegatoConfig) -> EngineConfig:

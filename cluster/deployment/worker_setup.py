@@ -13,7 +13,8 @@ from cluster.config.build import (
     worker_roles,
 )
 from cluster.config.settings import LegatoConfig
-from kv_transfer.messages import Endpoint, Role
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
 

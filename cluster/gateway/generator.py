@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from cluster.gateway.journey import Journey
 from cluster.slo.terms import RequestTerms
-from kv_transfer.messages import RequestSpec, Role, TokenEvent
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

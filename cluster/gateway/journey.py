@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from kv_transfer.messages import Placement
+from kv_transfer.messages.scheduling import Placement
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,26 +42,24 @@ from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerLinks
 from cluster.slo.report import SloReport
 from cluster.slo.terms import RequestTerms
-from kv_transfer.messages import (
+from kv_transfer.messages import Message
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import (
     Cancel,
     Computing,
     Endpoint,
     FailureEvent,
-    KnownWorker,
-    Message,
     Refused,
     RequestSpec,
     Reserve,
     Reserved,
-    Role,
-    SloUpdate,
-    StandingRequest,
     Start,
     StepFrame,
     StepOverdue,
     TokenEvent,
-    WorkerInfo,
 )
+from kv_transfer.messages.scheduling import SloUpdate, StandingRequest
+from kv_transfer.messages.workers import KnownWorker, WorkerInfo
 from kv_transfer.transports.base import Identity
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from cluster.gateway.prompt_hashes import name_prompt, naming_block_size
 from cluster.gateway.request_state import AttemptFailedError, RequestRun
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerLinks
-from kv_transfer.messages import Placement
+from kv_transfer.messages.scheduling import Placement
 
 
 class Placer:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from engine.kv.prefix import block_hashes
-from kv_transfer.messages import MAX_HASHES, RequestSpec, WorkerInfo
+from kv_transfer.messages.fields import MAX_HASHES
+from kv_transfer.messages.requests import RequestSpec
+from kv_transfer.messages.workers import WorkerInfo
 
 _AT_ONCE: Final = 8192  # tokens, of which the names take about half a millisecond; more are named in a thread
 

@@ -19,7 +19,8 @@ from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWork
 from cluster.gateway.request_state import RequestRun, RequestState
 from cluster.slo.classes import SloConfig
 from engine.kv.prefix import HASH_BYTES
-from kv_transfer.messages import KnownWorker, Role
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.workers import KnownWorker
 from kv_transfer.worker.cost_report import reported_cost, reported_noise
 
 _ANY_NUMBER: Final = 100_000  # of sequences, where a worker does not bound it

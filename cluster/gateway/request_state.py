@@ -17,17 +17,8 @@ from cluster.gateway.generator import Arrival, Arrivals
 from cluster.gateway.journey import Journey
 from cluster.gateway.wakeup import Doorbell
 from cluster.slo.terms import RequestTerms
-from kv_transfer.messages import (
-    FailureCause,
-    FailureEvent,
-    Place,
-    Placement,
-    Refused,
-    RequestSpec,
-    Reserved,
-    StandingRequest,
-    TokenEvent,
-)
+from kv_transfer.messages.requests import FailureCause, FailureEvent, Refused, RequestSpec, Reserved, TokenEvent
+from kv_transfer.messages.scheduling import Place, Placement, StandingRequest
 
 
 class RequestState(Enum):

@@ -13,7 +13,7 @@ from cluster.http.openai.choice import Choice, Delta
 from cluster.http.parse import Job
 from cluster.metrics.requests import RequestTimeline
 from cluster.slo.terms import RequestTerms
-from kv_transfer.messages import TokenEvent
+from kv_transfer.messages.requests import TokenEvent
 
 
 class Generation:

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 
 from cluster.scheduler.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
 from engine.kv.prefix import HASH_BYTES
-from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport, Tier
+from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport
+from kv_transfer.messages.fields import Tier
 
 RETRY_S: Final = 2.0
 _BIT: Final[dict[Tier, int]] = {"device": DEVICE, "host": HOST, "disk": DISK}

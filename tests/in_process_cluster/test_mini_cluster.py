@@ -7,12 +7,18 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from cluster.errors import OverloadedError, RequestTooLargeError
 from decode_workers.worker import DecodeWorkerConfig
+from engine.memory.devices import CPU
 from kv_transfer.connections.connection import Connection
-from kv_transfer.messages import Cancel, HandedOver, RequestSpec, Reserve, Reserved, Start, StepFrame
-from kv_transfer.worker.transfer_config import TransferConfig
+from kv_transfer.messages.requests import Cancel, HandedOver, RequestSpec, Reserve, Reserved, Start, StepFrame
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.transports.process_group.directions import DistributedConfig
+from kv_transfer.transports.process_group.transport import DistributedTransport
+from kv_transfer.transports.slab_pool import SlabConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, interrupted, sampled, tokens, tokens_of
@@ -20,6 +26,14 @@ from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 129, 200)
+
+
+class ByGroups(TransferConfig):
+    """What NCCL does between GPUs, by gloo between CPUs."""
+
+    def open(self, identity: Identity, host: str, device: torch.device = CPU) -> Transport:
+        slabs = SlabConfig(slab_bytes=self.slab_bytes)
+        return DistributedTransport(identity, DistributedConfig(slabs=slabs), host=host)
 
 
 # --- exact tokens ---
@@ -50,7 +64,7 @@ async def test_tokens_are_those_of_one_machine_and_of_hugging_face(
         prefill_engine={"block_size": blocks[0], "layers_per_group": layers[0], "kv_blocks": 2000},
         decode_engine={"block_size": blocks[1], "layers_per_group": layers[1], "kv_blocks": 2000},
         prefill=PrefillWorkerConfig(chunk_tokens=chunk_tokens, max_slab_bytes=slab_bytes),
-        transfer=TransferConfig(transport=transport),  # type: ignore[arg-type]
+        transfer=ByGroups() if transport == "gloo" else TransferConfig(transport=transport),  # type: ignore[arg-type]
     ) as cluster:
         prompts = random_prompts(LENGTHS)
         together = await asyncio.gather(*(tokens(cluster, f"r{n}", p, greedy()) for n, p in enumerate(prompts)))
@@ -75,7 +89,7 @@ async def test_a_cached_prefix_is_reported_and_handed_over(llama: SmallModel) ->
             events = await cluster.generate(f"r{n}", prompt, greedy())
             assert events[0].num_cached_tokens == cached
             assert tokens_of(events) == llama.local(prompt, greedy()).tokens
-        assert cluster.prefills[0]._scheduler.num_uncomputed_tokens == 0
+        assert cluster.prefills[0].scheduler.num_uncomputed_tokens == 0
         salted = await cluster.generate("salted", PROMPT, greedy(), cache_salt="another tenant")
         assert salted[0].num_cached_tokens == 0
 
@@ -145,7 +159,7 @@ async def test_a_seed_gives_the_same_tokens_after_preemptions(llama: SmallModel)
     async with cluster_of(llama, decode_engine={"kv_blocks": 20, "block_size": 4}) as cluster:
         prompts = random_prompts([6] * 8)
         found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, sampled(n)) for n, p in enumerate(prompts)))
-        assert cluster.decodes[0]._scheduler.num_preemptions > 0
+        assert cluster.decodes[0].scheduler.num_preemptions > 0
         assert found == [llama.local(p, sampled(n)).tokens for n, p in enumerate(prompts)]
 
 
@@ -168,7 +182,7 @@ async def test_a_reservation_that_finds_no_room_in_time_is_refused(llama: SmallM
     async with cluster_of(
         llama, decode_engine={"kv_blocks": 12}, decode=DecodeWorkerConfig(reserve_wait_s=0.2)
     ) as cluster:
-        with brake(cluster.decodes[0]._model.runner) as held:
+        with brake(cluster.decodes[0].model.runner) as held:
             first = asyncio.create_task(cluster.generate("a", PROMPT, greedy()))
             await held.reached()
             with pytest.raises(OverloadedError, match="the workers are full") as refused:

@@ -133,7 +133,7 @@ async def test_cluster(models: Models, tmp_path: Path, name: str) -> None:
         first = [*PREFIX, 7, 8, 9]
         assert await _ask(cluster, "first", first) == (model.hugging_face(first, NUM_TOKENS), 0)
         await _leave_prefix_in(cluster, case, tmp_path)
-        with watching(cluster.decodes[0]._model) as decoding, watching(cluster.prefills[0]._model) as prefilling:
+        with watching(cluster.decodes[0].model) as decoding, watching(cluster.prefills[0].model) as prefilling:
             async with _evicting(cluster) if case.evicting else contextlib.nullcontext():
                 leaver = asyncio.create_task(_leave_early(cluster, [*PREFIX, 9, 9]))
                 answers = await asyncio.gather(*(_ask(cluster, f"r{n}", prompt) for n, prompt in enumerate(PROMPTS)))
@@ -180,7 +180,7 @@ async def _leave_early(cluster: MiniCluster, prompt: list[int], name: str = "lea
 async def _leave_prefix_in(cluster: MiniCluster, case: Case, folder: Path) -> None:
     """So that the prefill worker finds it there and in no better place."""
     await eventually(lambda: cluster._held() == 0, what="blocks are held")
-    prefill, decode = cluster.prefills[0]._model, cluster.decodes[0]._model
+    prefill, decode = cluster.prefills[0].model, cluster.decodes[0].model
     if case.source in ("disk", "damaged disk"):
         for tiers in cluster._close_tiers:
             disk = tiers.__self__._disk  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ async def _leave_prefix_in(cluster: MiniCluster, case: Case, folder: Path) -> No
 
 
 def _prefix_digests(cluster: MiniCluster) -> list[bytes]:
-    allocator = cluster.prefills[0]._allocator
+    allocator = cluster.prefills[0].allocator
     seq = Sequence(request_id="", attempt=0, params=greedy(1), prompt_token_ids=PREFIX)
     return allocator.hashes(seq, len(PREFIX) // allocator.block_size)
 
@@ -269,7 +269,7 @@ async def test_steps_that_fail_in_the_middle_of_their_copies_and_clients_that_le
     # How many steps have copies, and so fail, is a matter of timing; each that fails fails all requests in it.
     async with _cluster(model, case, tmp_path, max_attempts=100) as cluster:
         with contextlib.ExitStack() as stack:
-            failing = [stack.enter_context(failing_steps(worker._model)) for worker in cluster.workers]
+            failing = [stack.enter_context(failing_steps(worker.model)) for worker in cluster.workers]
             for round_number in range(2):
                 leavers = [_leave_early(cluster, prompt, f"l{round_number}{n}") for n, prompt in enumerate(PROMPTS[:3])]
                 leaving = asyncio.gather(*leavers, return_exceptions=True)

@@ -30,7 +30,7 @@ async def small_device(model: SmallModel) -> AsyncIterator[MiniCluster]:
     async with mini_cluster(config) as cluster:
         yield cluster
         await cluster.idle()
-        host_pool = cluster.decodes[0]._model.host_pool
+        host_pool = cluster.decodes[0].model.host_pool
         assert host_pool is not None
         host_pool.check_idle()
 
@@ -63,5 +63,5 @@ async def test_a_stream_from_host_memory_that_is_closed_frees_everything(llama: 
         prompts = random_prompts([120] * 6)
         streams = [cluster.stream(f"r{n}", prompt, greedy(60)) for n, prompt in enumerate(prompts)]
         await asyncio.gather(*(anext(stream) for stream in streams))
-        await eventually(lambda: cluster.decodes[0]._scheduler.num_paused > 0)
+        await eventually(lambda: cluster.decodes[0].scheduler.num_paused > 0)
         await asyncio.gather(*(stream.aclose() for stream in streams))

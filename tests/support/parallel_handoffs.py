@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from decode_workers.worker import DecodeWorkerConfig
-from kv_transfer.worker.transfer_config import TransferConfig
+from kv_transfer.transports.choose import TransferConfig
 from tests.support.mini_cluster import cluster_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
 

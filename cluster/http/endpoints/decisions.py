@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.http.api import Api
-from kv_transfer.messages import MAX_DECISIONS
+from kv_transfer.messages.decisions import MAX_DECISIONS
 
 router = APIRouter()
 

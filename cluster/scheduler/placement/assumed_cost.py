@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
-from kv_transfer.messages import WorkerSnapshot
+from kv_transfer.messages.workers import WorkerSnapshot
 
 _ASSUMED_ERROR: Final = 0.5
 _ASSUMED_STEP_S: Final = 0.02

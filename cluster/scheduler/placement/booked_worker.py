@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from cluster.scheduler.placement.booking import Booking, seconds_of
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages import WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from cluster.scheduler.placement.overhead import Overhead
 from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot, WorkerTable
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages import KnownWorker, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
 
 
 class Ledger:

@@ -7,7 +7,9 @@ from typing import Any
 
 from cluster.autoscaling.serve_policy import LoadPolicy
 from cluster.scheduler.role_changes import OVERDUE_S, RoleChanges
-from kv_transfer.messages import KnownWorker, Role, RoleAnswer, RoleRequest
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.scheduling import RoleAnswer, RoleRequest
+from kv_transfer.messages.workers import KnownWorker
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 

@@ -20,7 +20,7 @@ from cluster.slo.report import Metric, Outcome, SeriesKey, SloRecorder
 from cluster.slo.request_watch import GAPS_AT_ONCE, RequestWatch, SequenceWatch, outcome_of
 from cluster.slo.terms import RequestTerms
 from cluster.slo.tracker import Quantiles, SloTracker
-from kv_transfer.messages import Placement
+from kv_transfer.messages.scheduling import Placement
 
 CLASSES = SloConfig()
 
