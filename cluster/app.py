@@ -42,7 +42,8 @@ from cluster.slo.account import SloAccount
 from engine.checkpoint.builtin_models import BUILTIN_MODELS
 from engine.checkpoint.store import resolve_model
 from engine.text.tokenizer import Tokenizer
-from kv_transfer.messages import Endpoint, Role
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity
 
 logger = logging.getLogger(__name__)

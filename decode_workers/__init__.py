@@ -1,1 +1,1 @@
-"""Bandwidth-bound decode: admission of handed-over sequences, continuous batching. Does not know prefill_workers."""
+"""Bandwidth-bound decode: admission of handed-over sequences, continuous batching."""

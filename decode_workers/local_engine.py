@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from decode_workers.factory import decode_scheduler
 from decode_workers.pacing import LayerKvConfig
-from decode_workers.states import Emission
+from decode_workers.scheduler import Emission
+from decode_workers.worker import decode_scheduler
 from engine.cost_model.step_cost import StepWork
 from engine.sequence import Sequence
 from engine.steps.loading import LoadedModel
+from kv_transfer.worker.base import block_allocator
 
 
 class LocalEngine:
@@ -36,6 +37,7 @@ class LocalEngine:
         self._costs = model.costs
         self.scheduler = decode_scheduler(
             model,
+            block_allocator(model),
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
             layerkv=layerkv,

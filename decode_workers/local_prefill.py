@@ -1,7 +1,7 @@
 """The prompts that a decode worker computes itself: placed here, preempted, or without the prefix that they counted on.
 
-Knows who waits for blocks and who is being computed in chunks, both first come, first served. Does not know of
-hand-offs or decodes, nor how much of a step prompts may have.
+Keeps who waits for blocks and who is being computed in chunks, both first come, first served, for `DecodeScheduler`,
+which says how much of a step prompts may have.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class Started:
 class LocalPrefill:
     """Owns the order in which prompts get blocks and chunks.
 
-    `host_groups_for(num_tokens)`: the layer groups that a prompt keeps in host memory; None: no tier has room for it
-    now.
+    `host_groups_for(num_tokens)`: the layer groups that a prompt keeps in host memory; None: no tier has room for it.
     """
 
     def __init__(self, allocator: BlockAllocator, host_groups_for: Callable[[int], frozenset[int] | None]) -> None:

@@ -2,11 +2,12 @@
 
 A pure class over the allocator. Sequences take turns by slack, least first: those in host memory while their columns
 fit the staging ring and their bytes fit the time that others can spare. A sequence that waits loses slack, so each has
-its turn. Knows nothing of requests, hand-offs or emissions.
+its turn. `DecodeScheduler` asks it in each step: `OffloadPolicy` with host memory, `NoOffload` without.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from engine.sequence import BlockCopy, Sequence, SequenceKey
 
 
 @dataclass(slots=True)
-class Turn:
+class StepSelection:
     """A step's decodes, all with room for their next token, and its moves."""
 
     ring_left: int  # columns of the staging ring
@@ -30,7 +31,7 @@ class Turn:
         self.copies += copies
 
 
-class Residency:
+class OffloadPolicy:
     """Decides where sequences rest. `staging_columns` is what the ring holds, `block_bytes` what one block has.
 
     `cost()` is what steps cost, None as long as none was measured; `host_bytes_per_s()` is the measured speed of copies
@@ -90,32 +91,36 @@ class Residency:
 
     # --- a step ---
 
-    def is_calm(self, running: list[Sequence]) -> bool:
+    def stays_put(self, running: list[Sequence]) -> bool:
         """Whether all of these rest on the device and will have room there for another column after the next one, so
         that nothing would move."""
         num_blocks = sum(map(self._num_device_groups, running))
         return not any(seq.host_groups for seq in running) and self._spare(running) >= num_blocks
 
-    def turn(
+    def select(
         self, running: list[Sequence], now: float, *, limit: int, ring_columns: int, preempt: Callable[[Sequence], None]
-    ) -> Turn:
+    ) -> StepSelection:
         """At most `limit` decodes with `ring_columns` of the ring, and moves for later steps.
 
         `preempt` is called for sequences whose KV is to be computed again: where that is cheaper than moving it, or
         where nothing could go on. It takes them out of `running`.
         """
         self.pacer.follow(running, now)
-        turn = self._attempt(running, now, limit, ring_columns, preempt)
+        selection = self._attempt(running, now, limit, ring_columns, preempt)
         is_first = True
-        while running and not (turn.ready or turn.copies) and (turn.moving or ring_columns == self.staging_columns):
-            # Moves to where all the content is already: no step is needed for them, and none comes of this turn.
-            for seq in turn.moving:
+        while (
+            running
+            and not (selection.ready or selection.copies)
+            and (selection.moving or ring_columns == self.staging_columns)
+        ):
+            # Moves to where all the content is already: no step is needed for them, and none comes of this one.
+            for seq in selection.moving:
                 self._allocator.settle(seq, True)
-            if not (turn.moving and is_first):
+            if not (selection.moving and is_first):
                 preempt(max(running, key=lambda seq: self.pacer.slack_s(seq, now)))
             is_first = False
-            turn = self._attempt(running, now, limit, ring_columns, preempt)
-        return turn
+            selection = self._attempt(running, now, limit, ring_columns, preempt)
+        return selection
 
     def prefill_budget(self, running: list[Sequence], now: float, wanted: int) -> int:
         """Of `wanted` prompt tokens, those that may be computed beside the running sequences now."""
@@ -143,37 +148,37 @@ class Residency:
         limit: int,
         ring_columns: int,
         preempt: Callable[[Sequence], None],
-    ) -> Turn:
-        turn = Turn(ring_columns)
+    ) -> StepSelection:
+        selection = StepSelection(ring_columns)
         queue = sorted(running, key=lambda seq: self.pacer.slack_s(seq, now))
-        stalled = self._take_turns(turn, queue, now, limit)
-        self._make_headroom(turn, queue, stalled, preempt)
-        if not turn.moving:
-            self._restore(turn, queue)
-        return turn
+        stalled = self._select(selection, queue, now, limit)
+        self._make_headroom(selection, queue, stalled, preempt)
+        if not selection.moving:
+            self._restore(selection, queue)
+        return selection
 
-    def _take_turns(self, turn: Turn, queue: list[Sequence], now: float, limit: int) -> list[Sequence]:
+    def _select(self, selection: StepSelection, queue: list[Sequence], now: float, limit: int) -> list[Sequence]:
         """Fill `ready`; returns those for whose next token a pool lacks blocks."""
         stalled = []
         bytes_left = self._fetch_budget(queue, now) if any(seq.host_groups for seq in queue) else 0.0
         any_staged = False
         for seq in queue:
-            if len(turn.ready) >= limit:
+            if len(selection.ready) >= limit:
                 break
             if seq.host_groups:
                 columns = self._allocator.num_columns_for(seq.num_tokens)
                 num_bytes = columns * len(seq.host_groups) * self._block_bytes
                 # The first one goes however little time there is: nobody waits for ever.
-                if columns > turn.ring_left or (any_staged and num_bytes > bytes_left):
+                if columns > selection.ring_left or (any_staged and num_bytes > bytes_left):
                     continue
             if not self._allocator.grow(seq, seq.num_tokens_ahead):
                 stalled.append(seq)
                 continue
             if seq.host_groups:
                 any_staged = True
-                turn.ring_left -= columns
+                selection.ring_left -= columns
                 bytes_left -= num_bytes
-            turn.ready.append(seq)
+            selection.ready.append(seq)
         return stalled
 
     def _fetch_budget(self, queue: list[Sequence], now: float) -> float:
@@ -188,7 +193,11 @@ class Residency:
         return allowed_s * self._host_bytes_per_s()
 
     def _make_headroom(
-        self, turn: Turn, queue: list[Sequence], stalled: list[Sequence], preempt: Callable[[Sequence], None]
+        self,
+        selection: StepSelection,
+        queue: list[Sequence],
+        stalled: list[Sequence],
+        preempt: Callable[[Sequence], None],
     ) -> None:
         """Offload those furthest ahead, ahead of time: until everyone's next column on the device is there."""
         shortage = -self._spare(queue)
@@ -198,9 +207,11 @@ class Residency:
         for seq in victims:
             if shortage <= 0:
                 return
-            shortage -= self._free_device_blocks(turn, seq, shortage, preempt)
+            shortage -= self._free_device_blocks(selection, seq, shortage, preempt)
 
-    def _free_device_blocks(self, turn: Turn, seq: Sequence, shortage: int, preempt: Callable[[Sequence], None]) -> int:
+    def _free_device_blocks(
+        self, selection: StepSelection, seq: Sequence, shortage: int, preempt: Callable[[Sequence], None]
+    ) -> int:
         """Blocks that the next step will have; 0 if the host has no room for them."""
         assert seq.block_table is not None
         columns = seq.block_table.num_columns
@@ -212,7 +223,7 @@ class Residency:
         groups = half if columns * len(half) >= shortage else on_device
         if self._recomputing_is_cheaper(seq, len(groups)):
             freed = columns * len(on_device)
-            self._drop_turn(turn, seq)
+            self._deselect(selection, seq)
             preempt(seq)
             return freed
         if columns * len(groups) + self._allocator.layer_groups > self._host_pool.num_available:
@@ -221,15 +232,15 @@ class Residency:
         if copies is None:
             return 0
         self.num_offloads += 1
-        self._drop_turn(turn, seq)
-        turn.move(seq, copies)
+        self._deselect(selection, seq)
+        selection.move(seq, copies)
         return columns * len(groups)
 
-    def _drop_turn(self, turn: Turn, seq: Sequence) -> None:
-        if seq in turn.ready:
-            turn.ready.remove(seq)
+    def _deselect(self, selection: StepSelection, seq: Sequence) -> None:
+        if seq in selection.ready:
+            selection.ready.remove(seq)
             if seq.host_groups:
-                turn.ring_left += self._allocator.num_columns_for(seq.num_tokens)
+                selection.ring_left += self._allocator.num_columns_for(seq.num_tokens)
 
     def _recomputing_is_cheaper(self, seq: Sequence, num_groups: int) -> bool:
         """Against moving the groups out and back again, by what was measured."""
@@ -239,7 +250,7 @@ class Residency:
         num_bytes = 2 * self._allocator.num_columns_for(seq.num_computed) * num_groups * self._block_bytes
         return cost.prefill_s(seq.num_computed) < num_bytes / bytes_per_s
 
-    def _restore(self, turn: Turn, queue: list[Sequence]) -> None:
+    def _restore(self, selection: StepSelection, queue: list[Sequence]) -> None:
         """Bring as many groups of one sequence back as the device has blocks for: of one that the ring cannot hold, or
         else of the one with the least slack."""
         staged = sorted((seq for seq in queue if seq.host_groups), key=lambda seq: not self._outgrown(seq))
@@ -257,7 +268,7 @@ class Residency:
         copies = self._allocator.begin_restore(seq, frozenset(sorted(seq.host_groups)[:num_groups]))
         if copies is not None:
             self.num_restores += 1
-            turn.move(seq, copies)
+            selection.move(seq, copies)
 
     def _outgrown(self, seq: Sequence) -> bool:
         """Its KV is in host memory, and the ring is too small to compute it from there."""
@@ -276,3 +287,59 @@ class Residency:
     def _spare(self, running: list[Sequence]) -> int:
         """Device blocks beside one more column for everyone."""
         return self._allocator.pool.num_available - sum(map(self._num_device_groups, running))
+
+
+class NoOffload:
+    """What takes the place of `OffloadPolicy` without host memory: nothing moves, and who cannot grow is preempted.
+
+    No more sequences are in flight than a step may hold.
+    """
+
+    num_offloads = num_restores = 0
+    staging_columns = 0
+    prefill_is_overdue = False
+
+    def __init__(self, allocator: BlockAllocator, *, max_num_seqs: int) -> None:
+        self._allocator = allocator
+        self.max_in_flight = max_num_seqs
+
+    def host_groups_for(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:
+        """No host groups, if there is room beside one more column for everyone who runs; else None."""
+        available = self._allocator.pool.num_available - len(running) * self._allocator.layer_groups
+        return frozenset() if self._allocator.num_blocks_for(num_tokens) <= available else None
+
+    def stays_put(self, running: list[Sequence]) -> bool:
+        """Whether all of these can take their next token, so that nobody would be preempted."""
+        num_new = sum(map(self._num_lacking_columns, running))
+        return num_new * self._allocator.layer_groups <= self._allocator.pool.num_available
+
+    def select(
+        self, running: list[Sequence], now: float, *, limit: int, ring_columns: int, preempt: Callable[[Sequence], None]
+    ) -> StepSelection:
+        """All that can take their next token; preempts the youngest until the others can."""
+        selection = StepSelection(ring_left=0)
+        candidates = deque(running)
+        while candidates:
+            seq = candidates.popleft()
+            while not self._allocator.grow(seq, seq.num_tokens_ahead):
+                victim = candidates.pop() if candidates else seq
+                preempt(victim)
+                if victim is seq:
+                    break
+            else:
+                selection.ready.append(seq)
+        return selection
+
+    def prefill_budget(self, running: list[Sequence], now: float, wanted: int) -> int:
+        """All that is wanted: decodes come first in every step, and chunks get what they leave."""
+        return wanted
+
+    def note_prefill(self, *, wanted: bool, computed: bool) -> None:
+        """Nobody waits for a ring."""
+
+    def forget(self, key: SequenceKey) -> None:
+        """Nobody has a schedule."""
+
+    def _num_lacking_columns(self, seq: Sequence) -> int:
+        assert seq.block_table is not None
+        return max(self._allocator.num_columns_for(seq.num_tokens_ahead) - seq.block_table.num_columns, 0)

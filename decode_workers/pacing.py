@@ -1,6 +1,6 @@
 """How far each sequence is ahead of its schedule, and what time that leaves for others.
 
-Pure arithmetic on token counts and a clock that the caller reads. Knows no blocks.
+Pure arithmetic on token counts and a clock that the caller, `OffloadPolicy`, reads.
 """
 
 from __future__ import annotations

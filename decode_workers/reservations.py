@@ -12,16 +12,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from decode_workers.scheduler import DecodeScheduler
-from decode_workers.states import DecodeState
+from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.kv.cache import GroupRow, SequenceKV
 from engine.memory.streams import queued_on
 from engine.sequence import Sequence, SequenceKey
-from kv_transfer.connections.deadline_timer import DeadlineTimer
-from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread
 from kv_transfer.handoff.receiver import KvReceiver
-from kv_transfer.messages import RequestSpec, Reserved
-from kv_transfer.worker.parts import WorkerParts
+from kv_transfer.messages.requests import RequestSpec, Reserved
+from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import GatewayId, GatewayPort
 from kv_transfer.worker.sequences import sequence_of
 

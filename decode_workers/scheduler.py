@@ -8,14 +8,130 @@ sequences that must be computed here (placed locally, or preempted), in chunks. 
 
 from __future__ import annotations
 
-from decode_workers.emissions import Emissions
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
 from decode_workers.local_prefill import LocalPrefill
-from decode_workers.no_offload import DeviceOnly
-from decode_workers.offload_policy import Residency, Turn
-from decode_workers.states import DecodeState, Emission, Entry
-from decode_workers.steps_in_flight import Flight, Flights
+from decode_workers.offload_policy import NoOffload, OffloadPolicy, StepSelection
 from engine.kv.allocation import BlockAllocator
-from engine.sequence import BlockCopy, SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan
+from engine.sequence import (
+    BlockCopy,
+    FinishReason,
+    SampledToken,
+    ScheduledSequence,
+    Sequence,
+    SequenceKey,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+    finish_reason,
+)
+
+
+class DecodeState(Enum):
+    """What a decode worker's sequence is doing."""
+
+    RESERVED = "has blocks for its prompt; the KV is on its way from a prefill worker"
+    WAITING = "has no blocks; to be computed here, from the first token or from where a prefix hit ends"
+    PREFILLING = "has its blocks; chunks are being computed here"
+    RUNNING = "all KV but the newest token's is here, in one tier or another; one more token each step or turn"
+    ENDED = "has its last token, or is wanted no more; the blocks are held until no step in flight uses them"
+
+
+@dataclass(slots=True)
+class Entry:
+    """A sequence of a scheduler."""
+
+    seq: Sequence
+    state: DecodeState
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """A token that a step brought. With `finish` set the sequence has ended."""
+
+    seq: Sequence
+    index: int
+    token: SampledToken
+    finish: FinishReason | None
+    prompt_logprobs: list[TokenLogprobs] | None
+
+
+class Emissions:
+    """Turns what steps sampled into sequences' next tokens, and says which one is the last.
+
+    Owns the log-probabilities of prompts that are computed in chunks, until their first token takes them along.
+    """
+
+    def __init__(self, *, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
+
+    def keep(self, seq: Sequence, logprobs: list[TokenLogprobs] | None) -> None:
+        """Of a chunk of its prompt."""
+        if logprobs and seq.wants_prompt_logprobs:
+            self._prompt_logprobs.setdefault(seq.key, []).extend(logprobs)
+
+    def emit(self, seq: Sequence, sampled: SampledToken) -> Emission:
+        """The sequence has this token from now on, and with `finish` set no more."""
+        seq.output_token_ids.append(sampled.token_id)
+        finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
+        return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, self._prompt_logprobs.pop(seq.key, None))
+
+    def is_last_in_flight(self, seq: Sequence) -> bool:
+        """Its last token, by its number, is on its way."""
+        num_output = len(seq.output_token_ids) + seq.num_awaited
+        return num_output >= seq.params.max_tokens or seq.num_tokens_ahead >= self._max_model_len
+
+    def forget(self, key: SequenceKey) -> None:
+        """The sequence is gone. Unknown ids are fine."""
+        self._prompt_logprobs.pop(key, None)
+
+
+class StepInFlight:
+    """A step from its plan to its end. `moving`: the sequences for which it copies blocks."""
+
+    def __init__(self, plan: StepPlan, moving: list[Sequence]) -> None:
+        self.plan = plan
+        self.moving = moving
+        self.keys = {item.seq.key for item in plan.items} | {seq.key for seq in moving}
+
+
+class StepsInFlight:
+    """The steps that are planned and not over: one, or two where the next is planned ahead.
+
+    They end in the order in which they began. Keeps what sequences have ahead of them (`num_computing`, `num_awaited`).
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: deque[StepInFlight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __contains__(self, key: SequenceKey) -> bool:
+        """Whether a step uses what this sequence holds."""
+        return any(key in step.keys for step in self._in_flight)
+
+    @property
+    def are_moving(self) -> bool:
+        return any(step.moving for step in self._in_flight)
+
+    def begin(self, plan: StepPlan, moving: list[Sequence]) -> None:
+        self._in_flight.append(StepInFlight(plan, moving))
+        for item in plan.items:
+            item.seq.num_computing += item.num_tokens
+            item.seq.num_awaited += item.samples
+
+    def end(self) -> StepInFlight:
+        """The oldest is over: what it gave its sequences ahead is theirs now, or has come to nothing."""
+        step = self._in_flight.popleft()
+        for item in step.plan.items:
+            item.seq.num_computing -= item.num_tokens
+            item.seq.num_awaited -= item.samples
+        return step
 
 
 class DecodeScheduler:
@@ -34,17 +150,17 @@ class DecodeScheduler:
         token_budget: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
-        tiers: Residency | None = None,
+        tiers: OffloadPolicy | None = None,
     ) -> None:
         self._allocator = allocator
-        self._tiers = tiers or DeviceOnly(allocator, max_num_seqs=max_num_seqs)
+        self._tiers = tiers or NoOffload(allocator, max_num_seqs=max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._entries: dict[SequenceKey, Entry] = {}
         self._local = LocalPrefill(allocator, self._host_groups_for)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
         self._emissions = Emissions(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
-        self._flights = Flights()
+        self._in_flight = StepsInFlight()
         self._was_alone = False  # the step planned last was a suspect's
         self.num_preemptions = 0
         self.num_host_landings = 0
@@ -76,7 +192,7 @@ class DecodeScheduler:
         return sum(bool(entry.seq.host_groups) for entry in self._entries.values())
 
     @property
-    def tiers(self) -> Residency | DeviceOnly:
+    def tiers(self) -> OffloadPolicy | NoOffload:
         """Who decides where its sequences rest, and how many it may hold at once."""
         return self._tiers
 
@@ -167,7 +283,7 @@ class DecodeScheduler:
 
         `now`: seconds on any clock that does not go back; only with `tiers` does it matter.
         """
-        assert not self._flights, "a step is in flight: finish it, or plan ahead of its results"
+        assert not self._in_flight, "a step is in flight: finish it, or plan ahead of its results"
         if not self._was_alone and (plan := self._plan_alone(now)):
             return plan
         plan = self._plan([seq for seq in self._running if not seq.num_alone], now)
@@ -179,13 +295,13 @@ class DecodeScheduler:
         It computes nothing twice: a sequence's next token has a place in it before its value is known. Empty where the
         next step has to wait: where blocks have to move or be taken from someone, or where there is nothing to do.
         """
-        assert len(self._flights) == 1, "a step is planned ahead of one that is in flight"
+        assert len(self._in_flight) == 1, "a step is planned ahead of one that is in flight"
         running = [seq for seq in self._running if not self._emissions.is_last_in_flight(seq)]
         waits = (
             bool(self._suspects())
-            or self._flights.are_moving
+            or self._in_flight.are_moving
             or self._local.needs_host_memory
-            or not self._tiers.is_calm(running)
+            or not self._tiers.stays_put(running)
         )
         return StepPlan(()) if waits else self._plan(running, now)
 
@@ -203,33 +319,33 @@ class DecodeScheduler:
         self._was_alone = False
         for seq in self._suspects():
             if seq in self._running:
-                turn = self._take_turn([seq], now)
-                items = [ScheduledSequence(ready, 1) for ready in turn.ready]
+                selection = self._select([seq], now)
+                items = [ScheduledSequence(ready, 1) for ready in selection.ready]
             else:
-                turn = Turn(ring_left=self._tiers.staging_columns)
-                items = self._local.chunk_alone(seq, self._token_budget, turn.ring_left)
-            plan = StepPlan(tuple(items), tuple(turn.copies))
+                selection = StepSelection(ring_left=self._tiers.staging_columns)
+                items = self._local.chunk_alone(seq, self._token_budget, selection.ring_left)
+            plan = StepPlan(tuple(items), tuple(selection.copies))
             if plan.items or plan.copies:
-                self._flights.begin(plan, turn.moving)
+                self._in_flight.begin(plan, selection.moving)
                 self._was_alone = True
                 return plan
         return None
 
     def _plan(self, running: list[Sequence], now: float) -> StepPlan:
         self._was_alone = False
-        turn = self._take_turn(running, now)
-        items = [ScheduledSequence(seq, 1) for seq in turn.ready]
+        selection = self._select(running, now)
+        items = [ScheduledSequence(seq, 1) for seq in selection.ready]
         wanted = min(self._token_budget - len(items), self._local.num_unplanned_tokens)
         budget = self._tiers.prefill_budget(running, now, wanted)
-        copies = turn.copies + self._start_local(budget, turn)
-        chunks = self._local.chunks(budget, turn.ring_left)
+        copies = selection.copies + self._start_local(budget, selection)
+        chunks = self._local.chunks(budget, selection.ring_left)
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
         self._tiers.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in chunks))
         items += chunks
         plan = StepPlan(tuple(items), tuple(copies))
         if plan.items or plan.copies:
-            self._flights.begin(plan, turn.moving)
+            self._in_flight.begin(plan, selection.moving)
         return plan
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
@@ -237,8 +353,8 @@ class DecodeScheduler:
         if not (plan.items or plan.copies):
             return []
         emissions = []
-        flight = self._end_step(ok=True)
-        assert flight.plan is plan, "steps are finished in the order in which they were planned"
+        step = self._end_step(ok=True)
+        assert step.plan is plan, "steps are finished in the order in which they were planned"
         for item, sampled, logprobs in zip(plan.items, output.sampled, output.prompt_logprobs, strict=True):
             entry = self._entries[item.seq.key]
             if entry.state is DecodeState.ENDED:
@@ -248,22 +364,22 @@ class DecodeScheduler:
             self._emissions.keep(item.seq, logprobs)
             if sampled is not None:
                 emissions.append(self._emit(entry, sampled))
-        self._release_ended(flight)
+        self._release_ended(step)
         return emissions
 
-    def _end_step(self, *, ok: bool) -> Flight:
+    def _end_step(self, *, ok: bool) -> StepInFlight:
         """Of two the older one. Settles its moves."""
-        flight = self._flights.end()
-        for seq in flight.moving:
+        step = self._in_flight.end()
+        for seq in step.moving:
             if not self._allocator.settle(seq, ok) and self._entries[seq.key].state is not DecodeState.ENDED:
                 self._put_back(seq)  # its prefix did not come, and its blocks are gone
-        return flight
+        return step
 
-    def _release_ended(self, flight: Flight) -> None:
+    def _release_ended(self, step: StepInFlight) -> None:
         """What was held for this step alone."""
-        for key in flight.keys:
+        for key in step.keys:
             entry = self._entries.get(key)
-            if entry is not None and entry.state is DecodeState.ENDED and key not in self._flights:
+            if entry is not None and entry.state is DecodeState.ENDED and key not in self._in_flight:
                 self._release(entry.seq)
 
     def _emit(self, entry: Entry, sampled: SampledToken) -> Emission:
@@ -282,8 +398,8 @@ class DecodeScheduler:
         """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now."""
         return self._tiers.host_groups_for(num_tokens, self._running)
 
-    def _take_turn(self, running: list[Sequence], now: float) -> Turn:
-        """A prompt that has waited for the ring too long has its columns before the decodes."""
+    def _select(self, running: list[Sequence], now: float) -> StepSelection:
+        """Who decodes in the next step. A prompt that has waited for the ring too long has its columns before them."""
         kept = self._local.staged_columns if self._tiers.prefill_is_overdue else 0
         limit = min(self._max_num_seqs, self._token_budget - bool(kept))
         ring_columns = self._tiers.staging_columns - kept
@@ -292,9 +408,9 @@ class DecodeScheduler:
             self._preempt(seq)
             running.remove(seq)
 
-        turn = self._tiers.turn(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt)
-        turn.ring_left += kept
-        return turn
+        selection = self._tiers.select(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt)
+        selection.ring_left += kept
+        return selection
 
     def _preempt(self, seq: Sequence) -> None:
         """Take the blocks back; the tokens stay, and their KV will be computed again (from a prefix hit, if any)."""
@@ -307,14 +423,14 @@ class DecodeScheduler:
         self._entries[seq.key].state = DecodeState.WAITING
         self._local.put_back(seq)
 
-    def _start_local(self, budget: int, turn: Turn) -> list[BlockCopy]:
+    def _start_local(self, budget: int, selection: StepSelection) -> list[BlockCopy]:
         """Returns the copies that prefix hits of new sequences need."""
         copies: list[BlockCopy] = []
         for started in self._local.start(budget, self._tiers.max_in_flight - self.num_running):
             self._entries[started.seq.key].state = DecodeState.PREFILLING
             self.num_host_landings += bool(started.seq.host_groups)
             if started.copies:
-                turn.moving.append(started.seq)
+                selection.moving.append(started.seq)
                 copies += started.copies
         return copies
 
@@ -328,7 +444,7 @@ class DecodeScheduler:
         if entry.state is DecodeState.RUNNING:
             self._running.remove(seq)
         entry.state = DecodeState.ENDED
-        if seq.key not in self._flights:
+        if seq.key not in self._in_flight:
             self._release(seq)
 
     def _release(self, seq: Sequence) -> None:

@@ -5,8 +5,8 @@ them at once, has a digest of its own, `row_sum_64` (see `kernels.cpu.block_dige
 gigabytes a second. The two ends of a hand-off agree on one.
 
 They catch accidents (a slab reused too early, a block overwritten, a wrong offset), not forgers: peers are
-authenticated before any byte arrives, and whoever could forge a digest could as well forge the KV. Knows nothing of
-layers or tensors.
+authenticated before any byte arrives, and whoever could forge a digest could as well forge the KV. What names a prefix
+is no digest but a hash (`engine.kv.prefix`).
 """
 
 from __future__ import annotations

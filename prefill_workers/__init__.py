@@ -1,1 +1,1 @@
-"""Compute-bound prefill: chunks under a token budget, KV streamed out layer by layer. Does not know decode_workers."""
+"""Compute-bound prefill: chunks under a token budget, KV streamed out layer by layer."""

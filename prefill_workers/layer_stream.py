@@ -1,7 +1,6 @@
-"""Tells who sends KV which tokens of which layer stand: while a step computes them, and at once for a prefix hit.
+"""Reports to the sender which tokens of which layer have their KV: while a step computes them, and at once for a hit.
 
-Knows steps and prefix hits; nothing of tickets, links or blocks. The runner's thread calls `on_layer`, all else happens
-on the main loop.
+A prefill worker has one. The runner's thread calls `on_layer`, all else happens on the main loop.
 
 On a device a step is queued faster than it is computed, so each word of tokens that stand comes with an event: they do
 when the device has come to that.
@@ -36,10 +35,11 @@ class LayerStream:
         self._mark_queued = mark_queued
         self._loop = asyncio.get_running_loop()
         self._copied_in: frozenset[SequenceKey] = frozenset()  # by the step in flight: prefix hits
-        self._was_told = False  # anything of the step in flight
+        self.was_reported = False  # anything of the step that was planned last
 
     def entered(self, seqs: Iterable[Sequence]) -> None:
         """These are new in the step that is about to be made. What they found goes out before anything is computed."""
+        self.was_reported = False
         hits = [seq for seq in seqs if seq.num_cached]
         self._copied_in = frozenset(seq.key for seq in hits if self._is_moving(seq))
         stored = (
@@ -48,11 +48,6 @@ class LayerStream:
         for seq in hits:
             for layer in range(self._num_layers) if seq.key not in self._copied_in else ():
                 self._layer_ready(seq.key, layer, 0, seq.num_cached, stored)
-
-    def ended(self) -> bool:
-        """The step is over. Whether anything was told of it."""
-        was_told, self._was_told = self._was_told, False
-        return was_told
 
     def on_layer(self, plan: StepPlan, layer: int) -> None:
         """A layer of the step stands, or its storing is what the device was given last.
@@ -63,9 +58,9 @@ class LayerStream:
         for item in plan.items:
             start = 0 if item.seq.key in self._copied_in else item.start
             ready.append((item.seq.key, start, item.stop - start))
-        self._loop.call_soon_threadsafe(self._tell, layer, ready, self._mark_queued())
+        self._loop.call_soon_threadsafe(self._report, layer, ready, self._mark_queued())
 
-    def _tell(self, layer: int, ready: list[tuple[SequenceKey, int, int]], stored: Event | None) -> None:
-        self._was_told = True
+    def _report(self, layer: int, ready: list[tuple[SequenceKey, int, int]], stored: Event | None) -> None:
+        self.was_reported = True
         for key, start, num_tokens in ready:
             self._layer_ready(key, layer, start, num_tokens, stored)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.kv.allocation import BlockAllocator
-from engine.sequence import BlockCopy, SampledToken, Sequence, SequenceKey, StepOutput, StepPlan
-from prefill_workers.step_builder import StepFilling
+from engine.sequence import BlockCopy, SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan
 
 Room = tuple[int, int, int]
 """Blocks available on the device and in host memory, and columns of the staging ring."""
@@ -151,7 +150,7 @@ class PrefillScheduler:
             self._allocator.settle(item.seq, ok=True)
             item.seq.num_computed += item.num_tokens
             self._allocator.publish(item.seq)
-            if sampled is not None:
+            if sampled is not None and entry.state is PrefillState.RUNNING:
                 self._running.remove(item.seq)
                 entry.state = PrefillState.HANDING_OVER
                 first_tokens.append((item.seq, sampled))
@@ -164,7 +163,7 @@ class PrefillScheduler:
             self._drop(self._entries[key])
         for key in in_flight & self._entries.keys():
             entry = self._entries[key]
-            if self._allocator.is_moving(entry.seq):
+            if self._allocator.is_moving(entry.seq) and entry.state is PrefillState.RUNNING:
                 self._break(entry)
 
     def suspect(self, plan: StepPlan) -> list[Sequence]:
@@ -178,7 +177,7 @@ class PrefillScheduler:
         return [entry.seq for entry in entries if entry is not None and entry.state is PrefillState.BROKEN]
 
     def give_up(self, key: SequenceKey) -> None:
-        """Compute it no further, between two steps; `release` follows. Unknown ids are fine."""
+        """Compute it no further than the step in flight; `release` follows. Unknown ids are fine."""
         entry = self._entries.get(key)
         if entry is not None and entry.state is PrefillState.RUNNING:
             self._break(entry)
@@ -262,3 +261,56 @@ class PrefillScheduler:
         if entry.state is PrefillState.RUNNING:
             self._running.remove(entry.seq)
         self._allocator.release(entry.seq)
+
+
+class StepFilling:
+    """One step as it is filled: chunks under the token budget, host-resident prompts under the staging ring's columns.
+
+    Sequences are offered in order; each gets what the ones before it have left.
+
+    The first one may fill the budget; others are added only up to `shared_tokens` in all.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        token_budget: int,
+        staging_columns: int,
+        shared_tokens: float = math.inf,
+    ) -> None:
+        self._allocator = allocator
+        self._tokens_left = token_budget
+        self._shared_tokens = shared_tokens
+        self._columns_left = staging_columns
+        self._items: list[ScheduledSequence] = []
+        self._copies: list[BlockCopy] = []
+
+    @property
+    def is_full(self) -> bool:
+        return self._tokens_left == 0
+
+    def admits(self, seq: Sequence) -> bool:
+        """Whether the step may be shared by this one and those that it has."""
+        return not self._items or not (seq.num_alone or self._items[0].seq.num_alone)
+
+    @property
+    def columns_left(self) -> int:
+        """Of the staging ring."""
+        return self._columns_left
+
+    def add(self, seq: Sequence, copies: tuple[BlockCopy, ...] = ()) -> None:
+        """Its next chunk, or nothing where that does not fit."""
+        num_tokens = min(self._tokens_left, seq.num_uncomputed)
+        staged = self._allocator.num_columns_for(seq.num_computed + num_tokens) if seq.host_groups else 0
+        if num_tokens == 0 or staged > self._columns_left:
+            return
+        if not self._items:
+            self._tokens_left = max(num_tokens, int(min(self._tokens_left, self._shared_tokens)))
+        self._items.append(ScheduledSequence(seq, num_tokens))
+        self._copies += copies
+        self._tokens_left -= num_tokens
+        self._columns_left -= staged
+
+    def plan(self) -> StepPlan:
+        return StepPlan(tuple(self._items), tuple(self._copies))

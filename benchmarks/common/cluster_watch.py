@@ -14,7 +14,7 @@ from typing import Any, Self
 from cluster.gateway.request_log import LoggedWorker
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages import StepCostReport
+from kv_transfer.messages.workers import StepCostReport
 from kv_transfer.worker.cost_report import reported_cost, reported_noise
 
 SAMPLE_S = 1.0

@@ -33,7 +33,10 @@ from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Ou
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.query import DecisionPolicy, Query
 from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
-from kv_transfer.messages import BlockIndexSnapshot, Endpoint, Role, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.blocks import BlockIndexSnapshot
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 BLOCK_TOKENS: Final = 64
 CHUNK_TOKENS: Final = 2048

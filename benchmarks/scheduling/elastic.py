@@ -19,7 +19,7 @@ from cluster.simulation.simulate import Live, Simulation, SimulationConfig, Simu
 from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, Worker
 from cluster.simulation.workload.traces import TraceRequest
 from engine.sequence import Sequence
-from kv_transfer.messages import Role
+from kv_transfer.messages.fields import Role
 
 
 class Sizing(Protocol):

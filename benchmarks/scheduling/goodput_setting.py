@@ -29,7 +29,9 @@ from engine.cost_model.roofline import (
     roofline_cost,
 )
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, Placement, Unplaceable, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.scheduling import Placement, Unplaceable
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 
 class TooManyMissedError(Exception):

@@ -34,7 +34,7 @@ from benchmarks.serving.scripted_worker import ScriptedWorker, keep_beat, keep_p
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
-from kv_transfer.messages import Endpoint
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity
 
 REPEATS = 3

@@ -35,7 +35,8 @@ from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
 from engine.checkpoint.store import resolve_model
 from engine.text.tokenizer import Tokenizer
-from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.transports.base import Identity
 
 

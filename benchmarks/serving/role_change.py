@@ -26,18 +26,17 @@ from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
-from decode_workers.role import DecodeRole
-from decode_workers.worker import DecodeWorkerConfig
+from decode_workers.worker import DecodeRole, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
-from kv_transfer.messages import Endpoint, RequestSpec, Role
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint, RequestSpec
 from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.base import Identity
-from kv_transfer.worker.parts import WorkerRole
+from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.worker.base import WorkerRole
 from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
-from kv_transfer.worker.transfer_config import TransferConfig
-from prefill_workers.role import PrefillRole
-from prefill_workers.worker import PrefillWorkerConfig
+from prefill_workers.worker import PrefillRole, PrefillWorkerConfig
 
 REPEATS: Final = 5
 NUM_STREAMS: Final = 4

@@ -11,17 +11,9 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 from kv_transfer.connections.connection import Connection, Server, serve
-from kv_transfer.messages import (
-    Cancel,
-    Endpoint,
-    Ping,
-    RequestSpec,
-    Start,
-    StepFrame,
-    TokenEvent,
-    WorkerInfo,
-    WorkerSnapshot,
-)
+from kv_transfer.messages.connections import Ping
+from kv_transfer.messages.requests import Cancel, Endpoint, RequestSpec, Start, StepFrame, TokenEvent
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 from kv_transfer.transports.base import Identity
 from kv_transfer.worker.port import Registration
 

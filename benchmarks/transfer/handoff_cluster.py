@@ -24,7 +24,7 @@ from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
 from engine.steps.loading import DtypeName
 from kv_transfer.handoff.sender import HandoffTimeline
-from kv_transfer.messages import Endpoint, RequestSpec
+from kv_transfer.messages.requests import Endpoint, RequestSpec
 from kv_transfer.transports.base import Identity
 
 START_TIMEOUT_S = 300.0  # on a GPU kernels are compiled first

@@ -21,14 +21,16 @@ from benchmarks.common.workload import MODEL
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import DtypeName
 from kv_transfer.handoff.sender import HandoffTimeline
-from kv_transfer.messages import Endpoint
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, Transport
-from kv_transfer.transports.cuda_ipc.transport import DeviceTransport, SealedMemory
+from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.transports.cuda_ipc import DeviceTransport, SealedMemory
+from kv_transfer.transports.process_group.directions import DistributedConfig
+from kv_transfer.transports.process_group.transport import DistributedTransport
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.worker.parts import WorkerParts
+from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import worker_identity
-from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
 SLAB_BYTES = TransferConfig().slab_bytes
@@ -97,13 +99,15 @@ async def _serve(order: WorkerOrder) -> None:
 
 
 def _open_transport(order: WorkerOrder, identity: Identity, device: torch.device) -> Transport:
+    if order.transport == "gloo":
+        return DistributedTransport(identity, DistributedConfig(slabs=SlabConfig(slab_bytes=order.slab_bytes)))
     if order.transport != "device":
         config = TransferConfig(transport=order.transport, slab_bytes=order.slab_bytes)
         return config.open(identity, "127.0.0.1", device)
     slabs = SharedMemoryConfig(slabs=SlabConfig(slab_bytes=order.slab_bytes))
     if device.type == "cpu":
         return DeviceTransport(identity, SealedMemory(), slabs)
-    from kv_transfer.transports.cuda_ipc.memory import CudaMemory
+    from kv_transfer.transports.cuda_ipc import CudaMemory
 
     return DeviceTransport(identity, CudaMemory(device), slabs)
 

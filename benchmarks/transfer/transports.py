@@ -28,10 +28,12 @@ from typing import Final, Literal
 
 import uvloop
 
-from kv_transfer.messages import Ended, Endpoint
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choose import open_transport
-from kv_transfer.transports.process_group.ends import DistributedConfig
+from kv_transfer.transports.process_group.directions import DistributedConfig
+from kv_transfer.transports.process_group.transport import DistributedTransport
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.tcp import TcpConfig
@@ -63,13 +65,15 @@ def num_slabs(size: int) -> int:
 
 def make_transport(kind: Kind, name: str, size: int) -> Transport:
     slabs = SlabConfig(slab_bytes=size, num_slabs=num_slabs(size))
+    identity = Identity(worker_id=name, node_id="here", secret=b"benchmark", compatibility={})
+    if kind == "gloo":
+        return DistributedTransport(identity, DistributedConfig(slabs=slabs))
     return open_transport(
         kind,
-        Identity(worker_id=name, node_id="here", secret=b"benchmark", compatibility={}),
+        identity,
         host="127.0.0.1",
         shm=SharedMemoryConfig(slabs=slabs),
         tcp=TcpConfig(slabs=slabs),
-        groups=DistributedConfig(slabs=slabs),
     )
 
 

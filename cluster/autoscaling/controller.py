@@ -15,7 +15,8 @@ from cluster.autoscaling.sizing import PoolAdvice
 from cluster.autoscaling.watch import BurnAlerts, DemandMonitor, PoolsPlan
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.slo.tracker import SloTracker
-from kv_transfer.messages import ChangeRole, KnownWorker, PoolTarget, Role, WorkerInfo
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.workers import ChangeRole, KnownWorker, PoolTarget, WorkerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from kv_transfer.messages import Role
+from kv_transfer.messages.fields import Role
 
 _ROUNDING: Final = 1e-9
 _LEAST_TARGET: Final = 0.5  # of the configured one, however often the budget burns

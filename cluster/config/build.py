@@ -7,18 +7,17 @@ from typing import Final
 
 from cluster.config.settings import KvPoolSettings, LegatoConfig, PoolSettings
 from decode_workers.pacing import LayerKvConfig
-from decode_workers.role import DecodeRole
-from decode_workers.worker import DecodeWorkerConfig
+from decode_workers.worker import DecodeRole, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from engine.steps.memory_profile import StepSize
-from kv_transfer.messages import Endpoint, Role
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.tiers.config import DiskConfig, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.worker.parts import WorkerRole
+from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.worker.base import WorkerRole
 from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
-from kv_transfer.worker.transfer_config import TransferConfig
-from prefill_workers.role import PrefillRole
-from prefill_workers.worker import PrefillWorkerConfig
+from prefill_workers.worker import PrefillRole, PrefillWorkerConfig
 
 CALIBRATION_S: Final = 2.0
 """How long a worker tries steps out at its start, so that its first requests are predicted well."""

@@ -209,11 +209,11 @@ class DecodeSettings(PoolSettings):
 
 
 class TransferSettings(Settings):
-    transport: Literal["auto", "cuda_ipc", "nccl", "gloo", "shm", "tcp"] = Field(
+    transport: Literal["auto", "cuda_ipc", "nccl", "shm", "tcp"] = Field(
         "auto",
         description="How KV moves; `auto`: shared memory on one node, TCP between nodes. `cuda_ipc`: within a GPU that"
-        " both ends use, else like `auto`. `nccl` (GPUs) and `gloo` (CPUs): process groups of `torch.distributed`, or"
-        " TCP where none can be made.",
+        " both ends use, else like `auto`. `nccl`, experimental: from GPU to GPU by NCCL, or TCP where that cannot be"
+        " set up.",
     )
 
 
@@ -433,7 +433,7 @@ class LegatoConfig(Settings):
     def _check_transport(self) -> Self:
         transport = self.transfer.transport
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
-            if pool.replicas and transport in (("gloo",) if pool.num_gpus else ("cuda_ipc", "nccl")):
+            if pool.replicas and not pool.num_gpus and transport in ("cuda_ipc", "nccl"):
                 raise ValueError(
                     f"transfer.transport is {transport!r}, which does not move KV of {name} workers with"
                     f" {name}.num_gpus: {pool.num_gpus:g}; leave it at 'auto'"

@@ -13,7 +13,8 @@ from cluster.config.load import cluster_secret
 from cluster.config.settings import LegatoConfig
 from cluster.deployment.announce import starting
 from cluster.deployment.ray_access import keep_replica_on_loopback
-from kv_transfer.messages import Endpoint, Role
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint
 
 DRAIN_S = 20.0  # within Serve's graceful_shutdown_timeout_s: see `cluster.app`
 

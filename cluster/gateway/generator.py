@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.gateway.timeline import SequenceTimeline
-from kv_transfer.messages import RequestSpec, Role, TokenEvent
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

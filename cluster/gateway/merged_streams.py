@@ -16,7 +16,7 @@ from typing import Final, Protocol, Self
 from cluster.errors import FailedError
 from cluster.gateway.generator import Tokens, TokenStream
 from cluster.gateway.wakeup import Wakeup
-from kv_transfer.messages import TokenEvent
+from kv_transfer.messages.requests import TokenEvent
 
 logger = logging.getLogger(__name__)
 

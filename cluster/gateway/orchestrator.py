@@ -40,23 +40,23 @@ from cluster.gateway.request_state import (
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.gateway.worker_connections import WorkerLinks
-from kv_transfer.messages import (
+from kv_transfer.messages import Message
+from kv_transfer.messages.requests import (
     Cancel,
     Computing,
     Endpoint,
     FailureEvent,
-    Message,
     Refused,
     RequestSpec,
     Reserve,
     Reserved,
-    StandingRequest,
     Start,
     StepFrame,
     StepOverdue,
     TokenEvent,
-    WorkerInfo,
 )
+from kv_transfer.messages.scheduling import StandingRequest
+from kv_transfer.messages.workers import WorkerInfo
 from kv_transfer.transports.base import Identity
 
 logger = logging.getLogger(__name__)

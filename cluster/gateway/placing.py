@@ -15,7 +15,10 @@ from cluster.gateway.request_state import AttemptFailedError, RequestRun
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerLinks
 from engine.kv.prefix import block_hashes
-from kv_transfer.messages import MAX_HASHES, Placement, RequestSpec, WorkerInfo
+from kv_transfer.messages.fields import MAX_HASHES
+from kv_transfer.messages.requests import RequestSpec
+from kv_transfer.messages.scheduling import Placement
+from kv_transfer.messages.workers import WorkerInfo
 
 _AT_ONCE: Final = 8192  # tokens, of which the names take about half a millisecond; more are named in a thread
 

@@ -23,7 +23,8 @@ from cluster.slo.classes import SloConfig
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost
 from engine.kv.prefix import HASH_BYTES
-from kv_transfer.messages import KnownWorker, Role
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.workers import KnownWorker
 from kv_transfer.worker.cost_report import reported_cost, reported_noise
 
 T = TypeVar("T")

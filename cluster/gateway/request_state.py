@@ -15,17 +15,8 @@ from typing import Final, Literal
 
 from cluster.gateway.timeline import SequenceEnd, SequenceTimeline
 from cluster.gateway.wakeup import Wakeup
-from kv_transfer.messages import (
-    FailureCause,
-    FailureEvent,
-    Place,
-    Placement,
-    Refused,
-    RequestSpec,
-    Reserved,
-    StandingRequest,
-    TokenEvent,
-)
+from kv_transfer.messages.requests import FailureCause, FailureEvent, Refused, RequestSpec, Reserved, TokenEvent
+from kv_transfer.messages.scheduling import Place, Placement, StandingRequest
 
 
 class RequestState(Enum):

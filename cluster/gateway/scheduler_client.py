@@ -21,29 +21,26 @@ from cluster.gateway.worker_connections import SILENCE_S, WorkerLinks
 from cluster.scheduler.role_changes import require_ordered
 from cluster.slo.report import SloReport
 from kv_transfer.connections.connection import Connection, connect
-from kv_transfer.messages import (
-    AskDecisions,
-    Decisions,
+from kv_transfer.messages import Message
+from kv_transfer.messages.blocks import IndexReport
+from kv_transfer.messages.decisions import AskDecisions, Decisions
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.scheduling import (
     Ended,
-    Endpoint,
     FirstToken,
-    IndexReport,
-    KnownWorker,
-    Message,
     Place,
     Placement,
     Queued,
     Replicas,
-    Role,
     RoleAnswer,
     RoleRequest,
     SloUpdate,
     Standing,
     StandingRequest,
     Unplaceable,
-    WorkerInfo,
-    WorkerSnapshot,
 )
+from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)

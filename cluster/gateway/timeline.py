@@ -27,7 +27,8 @@ from typing import Final, Literal, NamedTuple
 
 from cluster.slo.classes import RequestTerms
 from cluster.slo.report import Outcome
-from kv_transfer.messages import Placement, RequestSpec
+from kv_transfer.messages.requests import RequestSpec
+from kv_transfer.messages.scheduling import Placement
 
 TTFT_PARTS: Final = ("parse", "admit", "retry", "place", "reserve", "queue", "prefill", "send")
 """In the order of `RequestTimeline.parts`: the body is read, checked and tokenised; the gateway lets it begin; attempts

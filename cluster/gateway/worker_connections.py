@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable
 
 from kv_transfer.connections.connection import Connection, connect
-from kv_transfer.messages import Message, WorkerInfo
+from kv_transfer.messages import Message
+from kv_transfer.messages.workers import WorkerInfo
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)

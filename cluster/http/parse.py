@@ -22,7 +22,7 @@ from cluster.http.openai.choice import Delta
 from cluster.http.openai.fields import Prompt
 from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from engine.sampling.params import SamplingParams
-from kv_transfer.messages import RequestSpec
+from kv_transfer.messages.requests import RequestSpec
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default of the completions endpoint
 # A request's bounds, whatever the model. They keep stretches of work that nothing can interrupt well below 100 ms, and

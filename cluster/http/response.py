@@ -30,7 +30,7 @@ from cluster.http.unread import PIECE_BYTES, Outbox
 from cluster.slo.account import outcome_of
 from cluster.slo.classes import CLASS_HEADER
 from cluster.slo.report import Outcome
-from kv_transfer.messages import TokenEvent
+from kv_transfer.messages.requests import TokenEvent
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kv_transfer.messages import DiskReport, KnownWorker, PrefixSource, Role, SourceName, WorkerSnapshot
+from kv_transfer.messages.fields import PrefixSource, Role, SourceName
+from kv_transfer.messages.workers import DiskReport, KnownWorker, WorkerSnapshot
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
 """Values of the family's own labels, and the number."""

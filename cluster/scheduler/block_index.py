@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from cluster.scheduler.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members, split
-from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport, Tier
+from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport
+from kv_transfer.messages.fields import Tier
 
 RETRY_S: Final = 2.0
 _BIT: Final[dict[Tier, int]] = {"device": DEVICE, "host": HOST, "disk": DISK}

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from cluster.scheduler.placement.admission import Verdict
-from kv_transfer.messages import Place
+from kv_transfer.messages.scheduling import Place
 
 
 @dataclass(frozen=True, slots=True)

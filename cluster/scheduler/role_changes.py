@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from cluster.errors import ConflictError, NotFoundError
-from kv_transfer.messages import KnownWorker, Role, RoleAnswer, RoleRequest
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.scheduling import RoleAnswer, RoleRequest
+from kv_transfer.messages.workers import KnownWorker
 
 OVERDUE_S: Final = 120.0  # on top of the drain: a worker that is there still has not followed the order
 

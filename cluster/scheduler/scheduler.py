@@ -20,19 +20,9 @@ from cluster.scheduler.placement.query import NO_TARGET, DecisionPolicy, Query
 from cluster.scheduler.placement.recovery import RecoveredQuery, RecoveredRequests
 from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.placement.worker_table import Row
-from kv_transfer.messages import (
-    BlockEvents,
-    BlockIndexRequest,
-    BlockIndexSnapshot,
-    Place,
-    Placement,
-    Queued,
-    Replicas,
-    StandingRequest,
-    Unplaceable,
-    WorkerInfo,
-    WorkerSnapshot,
-)
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
+from kv_transfer.messages.scheduling import Place, Placement, Queued, Replicas, StandingRequest, Unplaceable
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 from kv_transfer.worker.cost_report import reported_cost
 
 WAKE_PERIOD_S: Final = 0.02  # those who wait are looked at so often at most when room comes early,

@@ -16,26 +16,20 @@ from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.slo.classes import NO_TARGETS, SloConfig
 from cluster.slo.tracker import SloTracker
 from kv_transfer.connections.connection import Connection, Server, serve
-from kv_transfer.messages import (
-    MAX_DECISIONS,
-    AskDecisions,
-    BlockEvents,
-    BlockIndexSnapshot,
-    ChangeRole,
-    Decisions,
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.decisions import MAX_DECISIONS, AskDecisions, Decisions
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.scheduling import (
     Ended,
-    Endpoint,
     FirstToken,
-    Heartbeat,
     Place,
-    PoolTarget,
-    Register,
     Replicas,
     RoleAnswer,
     RoleRequest,
     SloUpdate,
     Standing,
 )
+from kv_transfer.messages.workers import ChangeRole, Heartbeat, PoolTarget, Register
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)

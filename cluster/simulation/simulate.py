@@ -25,7 +25,7 @@ from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloConfig
 from engine.kv.prefix import PrefixHasher
 from engine.sequence import Sequence
-from kv_transfer.messages import Placement, Unplaceable
+from kv_transfer.messages.scheduling import Placement, Unplaceable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

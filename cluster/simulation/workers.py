@@ -19,7 +19,9 @@ from decode_workers.scheduler import DecodeScheduler
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
-from kv_transfer.messages import Endpoint, Role, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
 from prefill_workers.scheduler import PrefillScheduler
 

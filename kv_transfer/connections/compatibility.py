@@ -1,7 +1,7 @@
 """What two processes must agree on before KV may move between them.
 
 Not part of it: block size and layers per group, which each end is free to choose, since a slab holds one layer's tokens
-whatever blocks they come from or go to. Knows nothing of how the comparison travels.
+whatever blocks they come from or go to. Each end describes itself so in its hello (`handshake`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Carries all control traffic, and the bytes of the TCP transport. Notices a peer that is dead, hung or unplugged, says at
 both ends why it closed, and never queues without bound. Works on any asyncio loop and belongs to the one it was made
-on. Does not know what the messages mean.
+on. Gateways, workers and the scheduler talk over it (`connect`, `serve`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from dataclasses import dataclass, field
 from typing import Final
 
-from kv_transfer.connections.frame_protocol import Wire
+from kv_transfer.connections.frame_protocol import FrameProtocol
 from kv_transfer.connections.frames import MIB, Frame, FrameLimits, FrameReader, frame_head, plain_buffer
 from kv_transfer.connections.handshake import Hello
-from kv_transfer.connections.receive_queue import Inbox
-from kv_transfer.connections.sockets import HANDSHAKE_TIMEOUT_S, Listener, Meeting, dial, listening_socket
-from kv_transfer.messages import Endpoint, Goodbye, Message, Ping
+from kv_transfer.connections.receive_queue import ReceiveQueue
+from kv_transfer.connections.sockets import HANDSHAKE_TIMEOUT_S, Listener, PeerSocket, dial, listening_socket
+from kv_transfer.messages import Message
+from kv_transfer.messages.connections import Goodbye, Ping
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import HostSlab, Identity, LinkClosedError
 
 _MAX_REASON_CHARS: Final = 2000
@@ -54,23 +56,23 @@ class Hooks:
     allocate: Callable[[Message, int], HostSlab | None] = plain_buffer
     intercept: Callable[[Message], bool] = lambda message: False
     on_closed: Callable[[str], None] = lambda reason: None
-    inbox: Inbox | None = None
+    inbox: ReceiveQueue | None = None
 
 
 class Connection:
     """Messages, each with an optional payload, to and from `peer`; in order, each at most once."""
 
-    def __init__(self, meeting: Meeting, config: ConnectionConfig, hooks: Hooks) -> None:
+    def __init__(self, peer_socket: PeerSocket, config: ConnectionConfig, hooks: Hooks) -> None:
         """Takes the socket over with `start`. Use `connect` or `serve` for a plain one."""
-        self.peer: Hello = meeting.peer
-        self._sock = meeting.sock
-        self._who = f"{self.peer.worker_id} at {meeting.address}"
+        self.peer: Hello = peer_socket.peer
+        self._sock = peer_socket.sock
+        self._who = f"{self.peer.worker_id} at {peer_socket.address}"
         self._config = config
         self._hooks = hooks
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(config.limits, hooks.allocate)
-        self._inbox = hooks.inbox or Inbox(config.inbox_bytes, self.read_on)
-        self._wire = Wire(
+        self._inbox = hooks.inbox or ReceiveQueue(config.inbox_bytes, self.read_on)
+        self._wire = FrameProtocol(
             self._reader,
             on_frame=self._on_frame,
             wants_more=lambda: not self._inbox.full,
@@ -231,8 +233,8 @@ def _discard(frame: Frame) -> None:
         frame.payload.discard()
 
 
-async def _open(meeting: Meeting, config: ConnectionConfig | None) -> Connection:
-    connection = Connection(meeting, config or ConnectionConfig(), Hooks())
+async def _open(peer_socket: PeerSocket, config: ConnectionConfig | None) -> Connection:
+    connection = Connection(peer_socket, config or ConnectionConfig(), Hooks())
     await connection.start()
     return connection
 
@@ -246,8 +248,8 @@ async def connect(
     config: ConnectionConfig | None = None,
 ) -> Connection:
     """Connect to a `serve`r. Raises PeerRefusedError with a sentence, LinkClosedError or TimeoutError."""
-    meeting = await dial(endpoint, identity, purpose=purpose, timeout_s=timeout_s)
-    return await _open(meeting, config)
+    peer_socket = await dial(endpoint, identity, purpose=purpose, timeout_s=timeout_s)
+    return await _open(peer_socket, config)
 
 
 class Server:
@@ -287,8 +289,8 @@ class Server:
         self._ending, self._is_closing = reason, True
         await self._listener.close()
 
-    async def _run(self, meeting: Meeting) -> None:
-        connection = await _open(meeting, self._config)
+    async def _run(self, peer_socket: PeerSocket) -> None:
+        connection = await _open(peer_socket, self._config)
         try:
             await self._handler(connection)
         except LinkClosedError:

@@ -1,7 +1,7 @@
 """Frames over one asyncio transport, with flow control in both directions.
 
 Runs on any event loop: received bytes go straight into the reader's buffers, written ones are handed over as they are,
-without joining or copying them. Does not know messages, peers, or why it is closed.
+without joining or copying them. Each `Connection` has one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kv_transfer.connections.frames import Frame, FrameReader, MalformedFrameErr
 _SCRATCH: Final = memoryview(bytearray(64 * 1024))  # received bytes that nobody wants; never read
 
 
-class Wire(asyncio.BufferedProtocol):
+class FrameProtocol(asyncio.BufferedProtocol):
     """`on_frame` gets every frame; reading stops while `wants_more()` is false, until `read_on()`.
 
     `on_malformed` is told what was wrong with the bytes, `on_lost` that the transport is gone; it comes last, and once.

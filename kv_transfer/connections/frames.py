@@ -2,8 +2,8 @@
 
     u32 header length | u64 payload length | header: one message in msgpack | payload
 
-Integers are little-endian. Knows the limits and where received bytes must go, so that a socket can receive a payload
-straight into its final buffer. Does not know sockets, who the peer is, or what messages mean.
+Integers are little-endian. The reader says where received bytes must go, so that a socket can receive a payload
+straight into its final buffer, and holds them to limits.
 """
 
 from __future__ import annotations

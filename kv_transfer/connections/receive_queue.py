@@ -18,7 +18,7 @@ from kv_transfer.transports.base import LinkClosedError
 _FRAME_OVERHEAD_BYTES: Final = 512
 
 
-class Inbox:
+class ReceiveQueue:
     """A queue of frames in order of arrival. `on_room` is called when it was full and is no longer."""
 
     def __init__(self, max_bytes: int, on_room: Callable[[], None]) -> None:

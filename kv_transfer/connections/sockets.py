@@ -2,7 +2,7 @@
 
 Every stranger gets a deadline and little memory, and there is room for so many at once. Where it is full, a newcomer
 takes the place of who has been silent longest, so that a crowd that says nothing delays nobody for long. Nothing here
-outlives the handshake: who gets a `Meeting` owns its socket. Does not know what is spoken afterwards.
+outlives the handshake: who gets a `PeerSocket` owns its socket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_transfer.connections.handshake import Handshake, HandshakeError, Hello, hello_of
-from kv_transfer.messages import Endpoint
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, LinkClosedError, PeerRefusedError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _SHORTAGE_PAUSE_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class PeerSocket:
     """A connected socket and who is at its other end."""
 
     sock: socket.socket
@@ -51,14 +51,14 @@ async def dial(
     purpose: str,
     timeout_s: float,
     attributes: dict[str, str] | None = None,
-) -> Meeting:
+) -> PeerSocket:
     """Meet who listens at `endpoint`. Raises PeerRefusedError, LinkClosedError or TimeoutError."""
     where = f"{endpoint.host}:{endpoint.port}"
     handshake = Handshake("dialer", hello_of(identity, purpose, attributes), identity.secret)
     try:
         async with asyncio.timeout(timeout_s):
             sock = await _connect(endpoint)
-            return Meeting(sock, await _shake_hands(sock, handshake, handshake.opening()), where)
+            return PeerSocket(sock, await _shake_hands(sock, handshake, handshake.opening()), where)
     except PeerRefusedError as error:
         raise PeerRefusedError(f"No connection to {where}: {error}") from error
     except LinkClosedError as error:
@@ -78,16 +78,16 @@ class _Stranger:
 
 
 class Listener:
-    """Accepts peers on one port and calls `on_meeting` for each, in a task of its own.
+    """Accepts peers on one port and calls `on_peer_socket` for each, in a task of its own.
 
-    `on_meeting` owns the socket it gets. What it raises is logged: it ends that meeting and nothing else.
+    `on_peer_socket` owns the socket it gets. What it raises is logged: it ends that peer's socket and nothing else.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         identity: Identity,
-        on_meeting: Callable[[Meeting], Awaitable[None]],
+        on_peer_socket: Callable[[PeerSocket], Awaitable[None]],
         *,
         purposes: Collection[str] | None = None,
         attributes: dict[str, str] | None = None,
@@ -96,7 +96,7 @@ class Listener:
     ) -> None:
         self._sock = sock
         self._secret = identity.secret
-        self._on_meeting = on_meeting
+        self._on_peer_socket = on_peer_socket
         self._hello = hello_of(identity, "listener", attributes)
         self._purposes = purposes
         self._handshake_timeout_s = handshake_timeout_s
@@ -109,7 +109,7 @@ class Listener:
         self._accepting = asyncio.create_task(self._accept_forever(), name=f"accept on port {port}")
 
     async def close(self) -> None:
-        """Stop listening and cancel every meeting; idempotent."""
+        """Stop listening and cancel what its sockets are used for; idempotent."""
         self._accepting.cancel()
         for task in self._meetings:
             task.cancel()
@@ -180,7 +180,7 @@ class Listener:
             self._strangers.pop(task, None)
             self._room.set()
         if peer is not None:
-            await self._on_meeting(Meeting(sock, peer, address))
+            await self._on_peer_socket(PeerSocket(sock, peer, address))
 
     async def _greet(self, sock: socket.socket, handshake: Handshake) -> Hello | None:
         try:

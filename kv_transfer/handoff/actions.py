@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.digest import DigestKind
-from kv_transfer.messages import Commit, Fence, Message, RequestSpec, SlabHeader
+from kv_transfer.messages import Message
+from kv_transfer.messages.handoff import Commit, SlabHeader
+from kv_transfer.messages.requests import Fence, RequestSpec
 
 
 class ReceiverState(Enum):

@@ -17,22 +17,14 @@ from typing import Protocol
 from engine.kv.cache import GroupRow, KVLayout, SequenceKV
 from engine.memory.streams import Event, MarkQueued, nothing_queued
 from engine.sequence import SequenceKey
-from kv_transfer.connections.deadline_timer import DeadlineTimer
-from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.handoff.receiver_state import HandoffReceiver
 from kv_transfer.handoff.slab_copy import CopyingThreads, write_slab
-from kv_transfer.messages import (
-    Abort,
-    Commit,
-    Endpoint,
-    KeepAlive,
-    Message,
-    RequestSpec,
-    SlabHeader,
-    Ticket,
-)
+from kv_transfer.messages import Message
+from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, SlabHeader
+from kv_transfer.messages.requests import Endpoint, RequestSpec, Ticket
 from kv_transfer.transports.base import Delivery, Link, SlabBytes, Transport, TransportError
 
 logger = logging.getLogger(__name__)

@@ -60,18 +60,8 @@ from dataclasses import dataclass, field, replace
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReceiverState, ReleaseLease, Send
 from kv_transfer.handoff.coverage import Coverage, RangeError
-from kv_transfer.messages import (
-    Abort,
-    Commit,
-    Endpoint,
-    Fence,
-    KeepAlive,
-    Rejected,
-    RequestSpec,
-    SlabHeader,
-    Ticket,
-    Verified,
-)
+from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
+from kv_transfer.messages.requests import Endpoint, Fence, RequestSpec, Ticket
 
 ReceiverMessage = SlabHeader | Commit | Abort | KeepAlive
 

@@ -21,13 +21,14 @@ import numpy.typing as npt
 from engine.kv.cache import SequenceKV
 from engine.memory.streams import Event
 from engine.sequence import Sequence, SequenceKey
-from kv_transfer.connections.deadline_timer import DeadlineTimer
-from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff.sender_state import HandoffSender
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, CopyingThreads, fill_slab
-from kv_transfer.messages import Endpoint, Message, Ticket, Verified
+from kv_transfer.messages import Message
+from kv_transfer.messages.handoff import Verified
+from kv_transfer.messages.requests import Endpoint, Ticket
 from kv_transfer.transports.base import Link, SlabBytes, Transport, TransportError
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,9 @@ from engine.sequence import SequenceKey
 from kv_transfer.digest import DigestKind, agreed_kind
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SenderState, SendSlab
 from kv_transfer.handoff.coverage import Coverage
-from kv_transfer.messages import Abort, Commit, Fence, KeepAlive, Message, Rejected, Ticket, Verified
+from kv_transfer.messages import Message
+from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, Verified
+from kv_transfer.messages.requests import Fence, Ticket
 
 KEEP_ALIVES_PER_TTL = 6  # several may be lost or late before a reservation lapses
 

@@ -24,7 +24,7 @@ from engine.kv.cache import KVCache, SequenceKV
 from engine.memory.streams import Event
 from engine.parallel.kv import GroupKV
 from kernels.cpu.thread_team import work_alone
-from kv_transfer.connections.cancelling import to_the_end
+from kv_transfer.connections.event_loops import to_the_end
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.transports.base import SlabBytes
 

@@ -1,177 +1,34 @@
 """Every message that crosses between Legato's processes, and its encoding.
 
-A message is a frozen dataclass; on the wire it is the msgpack array `[tag, {field: value}]`. Decoding validates types
-and ranges (pydantic) and refuses unknown tags and fields, so a malformed frame raises `MalformedMessageError` and
-nothing else. Messages hold plain data only; behaviour lives in the state machines that take them.
+A message is a frozen dataclass, defined in the module of its conversation and registered there (`codec.message`); on
+the wire it is the msgpack array `[tag, {field: value}]`. Decoding validates types and ranges (pydantic) and refuses
+unknown tags and fields, so a malformed frame raises `MalformedMessageError` and nothing else. Messages hold plain data
+only; behaviour lives in the state machines that take them.
+
+Importing this package imports all modules that define messages, so that every process knows all of them.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport
-from kv_transfer.messages.codec import MalformedMessageError, Message, decode, encode
-from kv_transfer.messages.connections import (
-    Goodbye,
-    GroupAnswer,
-    GroupOffer,
-    GroupWord,
-    Ping,
-    SegmentAnswer,
-    SegmentOffer,
-    SlabAnnounced,
-    SlabsFreed,
-    SlabsWanted,
-)
-from kv_transfer.messages.decisions import MAX_DECISIONS, AskDecisions, Decisions
-from kv_transfer.messages.fields import (
-    MAX_EVENT_CHANGES,
-    MAX_HASHES,
-    Count,
-    Digest,
-    Flag,
-    Hashes,
-    Items,
-    NonNegative,
-    PrefixSource,
-    Real,
-    Role,
-    SourceName,
-    Text,
-    Tier,
-    TokenId,
-)
-from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
-from kv_transfer.messages.requests import (
-    Cancel,
-    Computing,
-    Endpoint,
-    FailureCause,
-    FailureEvent,
-    Fence,
-    HandedOver,
-    Refused,
-    RequestSpec,
-    Reserve,
-    Reserved,
-    Start,
-    StepFrame,
-    StepOverdue,
-    Ticket,
-    TokenEvent,
-)
-from kv_transfer.messages.scheduling import (
-    Ended,
-    FirstToken,
-    Place,
-    Placement,
-    Queued,
-    Replicas,
-    RoleAnswer,
-    RoleRequest,
-    SloUpdate,
-    Standing,
-    StandingRequest,
-    Unplaceable,
-)
-from kv_transfer.messages.workers import (
-    ChangeRole,
-    DiskReport,
-    Heartbeat,
-    KnownWorker,
-    PoolTarget,
-    Register,
-    StepCostReport,
-    TierBlocks,
-    TiersReport,
-    WorkerInfo,
-    WorkerSnapshot,
-)
+from kv_transfer.messages import blocks, connections, decisions, handoff, requests, scheduling, workers
+from kv_transfer.messages.codec import KINDS, MalformedMessageError, Message, decode, encode
 
 PROTOCOL_VERSION: Final = 5
 
 __all__ = [
-    "MAX_DECISIONS",
-    "MAX_EVENT_CHANGES",
-    "MAX_HASHES",
+    "KINDS",
     "PROTOCOL_VERSION",
-    "Abort",
-    "AskDecisions",
-    "BlockChange",
-    "BlockEvents",
-    "BlockIndexRequest",
-    "BlockIndexSnapshot",
-    "Cancel",
-    "ChangeRole",
-    "Commit",
-    "Computing",
-    "Count",
-    "Decisions",
-    "Digest",
-    "DiskReport",
-    "Ended",
-    "Endpoint",
-    "FailureCause",
-    "FailureEvent",
-    "Fence",
-    "FirstToken",
-    "Flag",
-    "Goodbye",
-    "GroupAnswer",
-    "GroupOffer",
-    "GroupWord",
-    "HandedOver",
-    "Hashes",
-    "Heartbeat",
-    "IndexReport",
-    "Items",
-    "KeepAlive",
-    "KnownWorker",
     "MalformedMessageError",
     "Message",
-    "NonNegative",
-    "Ping",
-    "Place",
-    "Placement",
-    "PoolTarget",
-    "PrefixSource",
-    "Queued",
-    "Real",
-    "Refused",
-    "Register",
-    "Rejected",
-    "Replicas",
-    "RequestSpec",
-    "Reserve",
-    "Reserved",
-    "Role",
-    "RoleAnswer",
-    "RoleRequest",
-    "SegmentAnswer",
-    "SegmentOffer",
-    "SlabAnnounced",
-    "SlabHeader",
-    "SlabsFreed",
-    "SlabsWanted",
-    "SloUpdate",
-    "SourceName",
-    "Standing",
-    "StandingRequest",
-    "Start",
-    "StepCostReport",
-    "StepFrame",
-    "StepOverdue",
-    "Text",
-    "Ticket",
-    "Tier",
-    "TierBlocks",
-    "TiersReport",
-    "TokenEvent",
-    "TokenId",
-    "Unplaceable",
-    "Verified",
-    "WorkerInfo",
-    "WorkerSnapshot",
+    "blocks",
+    "connections",
+    "decisions",
     "decode",
     "encode",
+    "handoff",
+    "requests",
+    "scheduling",
+    "workers",
 ]

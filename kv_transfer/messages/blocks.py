@@ -2,51 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from kv_transfer.messages.fields import MAX_EVENT_CHANGES, STRICT, Count, Flag, Hashes, Text, Tier
+from kv_transfer.messages.codec import Message, message, record
+from kv_transfer.messages.fields import MAX_EVENT_CHANGES, Count, Flag, Hashes, Text, Tier
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class BlockChange:
     """Columns of blocks that a tier of a worker has held, or has not held any more, since the change before it."""
 
-    __pydantic_config__ = STRICT
     tier: Tier
     stored: Hashes
     removed: Hashes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockEvents:
+@message
+class BlockEvents(Message):
     """Worker to scheduler: what changed in its tiers, numbered from `first_id` on within the epoch.
 
     An epoch is one life of the worker's tiers. Without changes it says that none is missing before `first_id`.
     """
 
-    __pydantic_config__ = STRICT
     worker_id: Text
     epoch: Count
     first_id: Count
     changes: Annotated[list[BlockChange], Field(fail_fast=True, max_length=MAX_EVENT_CHANGES)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockIndexRequest:
+@message
+class BlockIndexRequest(Message):
     """Scheduler to worker: changes are missing here; send all that your tiers hold."""
 
-    __pydantic_config__ = STRICT
     worker_id: Text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockIndexSnapshot:
+@message
+class BlockIndexSnapshot(Message):
     """Worker to scheduler: part of all that its tiers hold, as before the change `next_id`. Parts come in order."""
 
-    __pydantic_config__ = STRICT
     worker_id: Text
     epoch: Count
     next_id: Count
@@ -56,11 +52,10 @@ class BlockIndexSnapshot:
     hashes: Hashes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class IndexReport:
     """What the scheduler's block index knows of one worker, and what befell it since the worker registered."""
 
-    __pydantic_config__ = STRICT
     worker_id: Text
     in_step: Flag  # False: changes are missing, and a snapshot is awaited
     columns: dict[Tier, Count]

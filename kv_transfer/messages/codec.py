@@ -1,97 +1,54 @@
-"""Messages to bytes and back."""
+"""What makes a class a message, and messages to bytes and back.
+
+A message is registered where it is defined: `@message` on a subclass of `Message`. On the wire it is the msgpack array
+`[class name, {field: value}]`, fields in the order of their definition.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, dataclass_transform
 
 import msgpack
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from engine.sampling.params import MAX_LOGIT_BIAS
-from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
-from kv_transfer.messages.connections import (
-    Goodbye,
-    GroupAnswer,
-    GroupOffer,
-    GroupWord,
-    Ping,
-    SegmentAnswer,
-    SegmentOffer,
-    SlabAnnounced,
-    SlabsFreed,
-    SlabsWanted,
-)
-from kv_transfer.messages.decisions import AskDecisions, Decisions
-from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
-from kv_transfer.messages.requests import Cancel, Computing, Refused, Reserve, Reserved, Start, StepFrame, StepOverdue
-from kv_transfer.messages.scheduling import (
-    Ended,
-    FirstToken,
-    Place,
-    Placement,
-    Queued,
-    Replicas,
-    RoleAnswer,
-    RoleRequest,
-    SloUpdate,
-    Standing,
-    Unplaceable,
-)
-from kv_transfer.messages.workers import ChangeRole, Heartbeat, PoolTarget, Register
 
 
 class MalformedMessageError(ValueError):
     """The bytes are no message of this protocol version."""
 
 
-Message = (
-    Reserve
-    | Reserved
-    | Refused
-    | Start
-    | Cancel
-    | Computing
-    | StepFrame
-    | StepOverdue
-    | SlabHeader
-    | Commit
-    | Verified
-    | Rejected
-    | Abort
-    | KeepAlive
-    | Register
-    | Heartbeat
-    | ChangeRole
-    | PoolTarget
-    | BlockEvents
-    | BlockIndexRequest
-    | BlockIndexSnapshot
-    | Place
-    | Placement
-    | Unplaceable
-    | Ended
-    | FirstToken
-    | Queued
-    | Standing
-    | AskDecisions
-    | Decisions
-    | SloUpdate
-    | Replicas
-    | RoleRequest
-    | RoleAnswer
-    | Ping
-    | Goodbye
-    | SegmentOffer
-    | SegmentAnswer
-    | SlabsFreed
-    | GroupOffer
-    | GroupAnswer
-    | GroupWord
-    | SlabAnnounced
-    | SlabsWanted
-)
+class Message:
+    """Base of all messages, for the types of those who send and receive them."""
 
-_ADAPTERS: Final[dict[str, TypeAdapter[Any]]] = {kind.__name__: TypeAdapter(kind) for kind in Message.__args__}
+    __slots__ = ()
+
+
+_M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T")
+_STRICT: Final = ConfigDict(extra="forbid")
+_ADAPTERS: Final[dict[str, TypeAdapter[Any]]] = {}
+
+KINDS: Final[dict[str, type[Message]]] = {}
+"""All messages whose modules have been imported, by name. Only `message` adds to them."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def record(cls: type[_T]) -> type[_T]:
+    """Makes a class a part of messages: a frozen dataclass that takes no other fields than its own off the wire."""
+    cls.__pydantic_config__ = _STRICT  # type: ignore[attr-defined]
+    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def message(cls: type[_M]) -> type[_M]:
+    """Makes a class a message: a record that is encoded and decoded under its own name, which no other may have."""
+    assert cls.__name__ not in KINDS, f"there are two messages {cls.__name__}"
+    made = record(cls)
+    KINDS[made.__name__] = made
+    _ADAPTERS[made.__name__] = TypeAdapter(made)
+    return made
 
 
 def encode(message: Message) -> bytes:
@@ -117,9 +74,9 @@ def decode(data: bytes | memoryview) -> Message:
     if not isinstance(fields, dict):
         raise MalformedMessageError(f"the fields of {tag} must be a map")
     try:
-        message: Message = adapter.validate_python(fields)
+        decoded: Message = adapter.validate_python(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise MalformedMessageError(f"{tag}.{where[:100]}: {first['msg'][:200]}") from error
-    return message
+    return decoded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from engine.kv.prefix import HASH_BYTES
 
@@ -41,5 +41,3 @@ Hashes = Annotated[bytes, Field(strict=True, max_length=MAX_HASHES * HASH_BYTES)
 
 # Encoded by whoever says it, for whoever knows how to read it.
 Opaque = Annotated[bytes, Field(strict=True, max_length=4 * 2**20)]
-
-STRICT: Final = ConfigDict(extra="forbid")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,14 +10,14 @@ from pydantic import Field
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason
 from kv_transfer.digest import DigestKind
-from kv_transfer.messages.fields import STRICT, Count, Flag, Items, NonNegative, Real, Text, TokenId
+from kv_transfer.messages.codec import Message, message, record
+from kv_transfer.messages.fields import Count, Flag, Items, NonNegative, Real, Text, TokenId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RequestSpec:
     """One sequence to generate. `output_token_ids` were already emitted by earlier attempts."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     prompt_token_ids: Items[TokenId]
@@ -31,21 +31,20 @@ class RequestSpec:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Endpoint:
     """Where a process listens. Two endpoints with the same `node_id` share memory.
 
     `offers`: what it would take KV by besides memory of the host and TCP, in the words of those transports.
     """
 
-    __pydantic_config__ = STRICT
     host: Text
     port: Annotated[int, Field(strict=True, ge=0, le=65535)]
     node_id: Text
     offers: Items[Text] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Fence:
     """A reference to a reservation that tells when it has become stale.
 
@@ -53,17 +52,15 @@ class Fence:
     a newer attempt on the same lease makes all references of the older one void.
     """
 
-    __pydantic_config__ = STRICT
     epoch: Count
     lease: Count
     generation: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Ticket:
     """The one object that crosses the hand-off: where the KV of a request goes, and the right to send it there."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     fence: Fence
     endpoint: Endpoint  # of the decode worker's KV listener
@@ -73,11 +70,10 @@ class Ticket:
     digest_kind: DigestKind = "xxh3_64"  # that the decode worker would have for itself
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TokenEvent:
     """The `index`-th output token of a request (counted over all attempts)."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     index: Count
@@ -97,11 +93,10 @@ to go on with it; a step of it and others failed, after which it cannot go on th
 computes others'; the worker's device failed in a step of it, and has computed nothing since."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class FailureEvent:
     """This attempt of the request ends without finishing; the gateway decides what follows."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     reason: Text
@@ -109,72 +104,67 @@ class FailureEvent:
     cause: FailureCause = "fault"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserve:
+@message
+class Reserve(Message):
     """Gateway to decode: lease room for this request. Repeated with a newer attempt it renews the ticket."""
 
-    __pydantic_config__ = STRICT
     request: RequestSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
-    __pydantic_config__ = STRICT
+@message
+class Reserved(Message):
+    """Decode to gateway: room is leased; the ticket is for the prefill worker."""
+
     attempt: Count
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+@message
+class Refused(Message):
     """Nothing was done for the request. `retry_after_s` is when it would probably fit; None: never on this worker."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     reason: Text
     retry_after_s: NonNegative | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+@message
+class Start(Message):
     """Gateway to prefill (with the ticket of the decode worker), or to decode (without: do all of it yourself)."""
 
-    __pydantic_config__ = STRICT
     request: RequestSpec
     ticket: Ticket | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
+@message
+class Cancel(Message):
     """Forget every attempt of the request up to this one. Always safe, also for unknown requests."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOverdue:
+@message
+class StepOverdue(Message):
     """Worker to gateway: its step takes far longer than predicted, and may never end; or it has ended after all."""
 
-    __pydantic_config__ = STRICT
     is_overdue: Flag
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computing:
+@message
+class Computing(Message):
     """Worker to gateway, before a step: which requests it may be that take the worker down.
 
     `sequences`, each (request id, attempt): those of this gateway that compute here for the first time. `alone`: of
     this gateway's they are the only ones in a step, until the next message of this kind.
     """
 
-    __pydantic_config__ = STRICT
     sequences: Items[tuple[Text, Count]]
     alone: Flag
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class HandedOver:
     """Prefill to gateway: decode has verified this attempt's KV.
 
@@ -182,20 +172,18 @@ class HandedOver:
     clock, from the sampling of the first token until decode's answer was there. Decode goes on at most that late.
     """
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     exposed_s: NonNegative
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFrame:
+@message
+class StepFrame(Message):
     """Worker to gateway: what one step brought for all requests of that gateway.
 
     `handoffs`, which come between steps, may also name requests that have ended since.
     """
 
-    __pydantic_config__ = STRICT
     tokens: Items[TokenEvent]
     failures: Items[FailureEvent] = field(default_factory=list)
     handoffs: Items[HandedOver] = field(default_factory=list)

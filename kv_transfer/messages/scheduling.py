@@ -1,20 +1,20 @@
-"""What gateways ask the global scheduler, and what it tells them."""
+"""What gateways and the global scheduler say to each other about requests, promises and roles."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from kv_transfer.messages.blocks import IndexReport
-from kv_transfer.messages.fields import STRICT, Count, Flag, Hashes, Items, NonNegative, Opaque, Role, Text
+from kv_transfer.messages.codec import Message, message, record
+from kv_transfer.messages.fields import Count, Flag, Hashes, Items, NonNegative, Opaque, Role, Text
 from kv_transfer.messages.workers import KnownWorker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+@message
+class Place(Message):
     """Gateway to scheduler: where should this attempt run?"""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     num_tokens: Count
@@ -29,11 +29,10 @@ class Place:
     prefix_hashes: Hashes = b""  # of the prompt's full blocks, as far as the last one may be cached
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+@message
+class Placement(Message):
     """`prefill` None: the decode worker does all of it. `ttft_s`: from the request's arrival, as predicted."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     prefill: Text | None
@@ -41,12 +40,11 @@ class Placement:
     ttft_s: NonNegative | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StandingRequest:
     """A request that is on its workers. `num_emitted`, `since_first_s`: of this attempt; none: its prompt is still to
     be computed."""
 
-    __pydantic_config__ = STRICT
     place: Place  # as it was asked with, without what matters to the choice of workers alone; `waited_s`: by now
     prefill: Text | None
     decode: Text
@@ -55,86 +53,77 @@ class StandingRequest:
     late: Flag = False  # the target for its first token is missed, whatever comes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+@message
+class Standing(Message):
     """Gateway to scheduler: requests that were placed without it, by its predecessor or by the gateway."""
 
-    __pydantic_config__ = STRICT
     requests: Items[StandingRequest]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unplaceable:
+@message
+class Unplaceable(Message):
     """No worker can take it now. `retry_after_s` None: none ever could (the sentence says why)."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     reason: Text
     retry_after_s: NonNegative | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+@message
+class Ended(Message):
     """Gateway to scheduler: the request left the cluster; forget its reservations of work."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     num_output_tokens: Count | None = None  # where it came to its end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
+@message
+class FirstToken(Message):
     """Gateway to scheduler: the request's prompt is computed; from here on it decodes."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SloUpdate:
+@message
+class SloUpdate(Message):
     """Gateway to scheduler, every second or so: how requests fared since the last one (`cluster.slo.report`)."""
 
-    __pydantic_config__ = STRICT
     report: Opaque
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Queued:
+@message
+class Queued(Message):
     """Scheduler to gateway, at once: the request waits for room, and will be answered within `within_s`."""
 
-    __pydantic_config__ = STRICT
     request_id: Text
     attempt: Count
     within_s: NonNegative
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
+@message
+class Replicas(Message):
     """Scheduler to gateways: all live workers with their newest snapshots. Sent on change and periodically."""
 
-    __pydantic_config__ = STRICT
     workers: Items[KnownWorker]
     indexes: Items[IndexReport] = field(default_factory=list)
     pools: dict[Role, Count] = field(default_factory=dict)  # workers that each should have; empty: nobody sizes them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleRequest:
+@message
+class RoleRequest(Message):
     """Gateway to scheduler: have this worker change its role. `ask_id` tells a gateway's questions apart."""
 
-    __pydantic_config__ = STRICT
     ask_id: Count
     worker_id: Text
     role: Role
     drain_s: NonNegative
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleAnswer:
+@message
+class RoleAnswer(Message):
     """Scheduler to gateway: whether the worker was told. `reason`: why not."""
 
-    __pydantic_config__ = STRICT
     ask_id: Count
     outcome: Literal["ordered", "unknown", "refused"]
     reason: Text = ""

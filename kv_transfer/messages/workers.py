@@ -1,18 +1,18 @@
-"""What workers tell the global scheduler of themselves, and what it asks them."""
+"""What workers report to the global scheduler, and its orders to them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from kv_transfer.messages.fields import STRICT, Count, Flag, NonNegative, PrefixSource, Role, SourceName, Text, Tier
+from kv_transfer.messages.codec import Message, message, record
+from kv_transfer.messages.fields import Count, Flag, NonNegative, PrefixSource, Role, SourceName, Text, Tier
 from kv_transfer.messages.requests import Endpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WorkerInfo:
     """What never changes in a worker's life."""
 
-    __pydantic_config__ = STRICT
     worker_id: Text
     role: Role
     endpoint: Endpoint
@@ -28,21 +28,19 @@ class WorkerInfo:
     home: Role | None = None  # of the pool that it was started in; None: its role
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TierBlocks:
     """Blocks of one tier; on disk a block is a whole column."""
 
-    __pydantic_config__ = STRICT
     free: Count
     cached: Count
     held: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class DiskReport:
     """What a worker's disk tier did since it was opened, in columns where the name does not say otherwise."""
 
-    __pydantic_config__ = STRICT
     restored: Count = 0
     lost: Count = 0
     stored: Count = 0
@@ -54,11 +52,10 @@ class DiskReport:
     written_bytes: Count = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TiersReport:
     """A worker's memory tiers: what they hold now, and what was done with them since the worker's start."""
 
-    __pydantic_config__ = STRICT
     blocks: dict[Tier, TierBlocks] = field(default_factory=dict)
     num_in_host: Count = 0  # sequences of which a part, or all, rests in host memory now
     host_bytes_per_s: NonNegative = 0.0  # measured, of copies between device and host; 0 without host memory
@@ -75,7 +72,7 @@ class TiersReport:
     disk: DiskReport | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepCostReport:
     """A worker's cost model as it is fitted to its own steps: see `engine.cost_model.step_cost.StepCost`, in seconds.
 
@@ -85,7 +82,6 @@ class StepCostReport:
     they are not known.
     """
 
-    __pydantic_config__ = STRICT
     base_s: NonNegative
     prefill_token_s: NonNegative
     prefill_pair_s: NonNegative
@@ -101,11 +97,10 @@ class StepCostReport:
     decode_run_spread: NonNegative = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WorkerSnapshot:
     """What changes. `sequence_number` grows with each snapshot of a worker."""
 
-    __pydantic_config__ = STRICT
     worker_id: Text
     sequence_number: Count
     draining: Flag
@@ -126,34 +121,34 @@ class WorkerSnapshot:
 
 
 KnownWorker = tuple[WorkerInfo, WorkerSnapshot]
-"""As it told last."""
+"""A worker and its newest snapshot."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Register:
-    __pydantic_config__ = STRICT
+@message
+class Register(Message):
+    """Worker to scheduler, first on each connection: here I am."""
+
     info: WorkerInfo
     snapshot: WorkerSnapshot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
-    __pydantic_config__ = STRICT
+@message
+class Heartbeat(Message):
+    """Worker to scheduler, every half second or so, and when there is reason to."""
+
     snapshot: WorkerSnapshot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolTarget:
+@message
+class PoolTarget(Message):
     """Scheduler to worker: so many workers should there be in the pool that it was started in."""
 
-    __pydantic_config__ = STRICT
     num_workers: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangeRole:
+@message
+class ChangeRole(Message):
     """Scheduler to worker: go on in this role, with the same weights. What runs after `drain_s` goes elsewhere."""
 
-    __pydantic_config__ = STRICT
     role: Role
     drain_s: NonNegative

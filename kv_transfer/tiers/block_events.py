@@ -1,8 +1,8 @@
-"""What a worker's memory tiers hold, told as numbered changes to whoever keeps an index of it.
+"""What a worker's memory tiers hold, reported as numbered changes for the scheduler's index of blocks.
 
-Pools tell of blocks; an index wants *columns*: a column is stored in a tier once the blocks of all its layer groups
-are, and removed as soon as one of them goes. What happened between two `take`s is told as its net effect, hence what
-waits here is bounded by what the tiers hold, whether or not anybody listens. Does not know who does.
+Pools report blocks; an index wants *columns*: a column is stored in a tier once the blocks of all its layer groups
+are, and removed as soon as one of them goes. What happened between two `take`s is reported as its net effect, hence
+what waits here is bounded by what the tiers hold, whether or not anybody takes it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,11 @@ from itertools import islice
 from typing import Final
 
 from engine.kv.block_pool import BlockKey, BlockPool, PoolObserver
-from kv_transfer.messages import (
-    MAX_EVENT_CHANGES,
-    MAX_HASHES,
-    BlockChange,
-    BlockEvents,
-    BlockIndexSnapshot,
-    Tier,
-)
+from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.fields import MAX_EVENT_CHANGES, MAX_HASHES, Tier
 
 MANY_CHANGES: Final = 4096
-"""Columns after which a listener is told at once."""
+"""Columns after which `on_many` is called at once."""
 
 
 class BlockEventLog:
@@ -87,7 +81,7 @@ class BlockEventLog:
     def snapshot(self) -> list[BlockIndexSnapshot]:
         """All columns of all tiers, in at least one part. Events continue from `next_id`.
 
-        What waited to be told is told by this and takes up an id, so that other listeners notice that they lack it.
+        Changes that waited are part of it and take up an id, so that whoever has only the events notices the gap.
         """
         with self._lock:
             self._next_id += any(columns.num_waiting for columns in self._tiers.values())
@@ -129,24 +123,24 @@ class _TierColumns:
         return len(self._stored) + len(self._removed)
 
     def stored(self, block: int, key: BlockKey) -> None:
-        digest, _ = key
+        prefix_hash, _ = key
         with self._lock:
-            count = self._num_blocks[digest] = self._num_blocks.get(digest, 0) + 1
+            count = self._num_blocks[prefix_hash] = self._num_blocks.get(prefix_hash, 0) + 1
             if count != self._layer_groups:
                 return
-            _offset(digest, self._removed, self._stored)
+            _offset(prefix_hash, self._removed, self._stored)
             num_waiting = self.num_waiting
         self._changed(num_waiting)
 
     def removed(self, block: int, key: BlockKey) -> None:
-        digest, _ = key
+        prefix_hash, _ = key
         with self._lock:
-            count = self._num_blocks.pop(digest)
+            count = self._num_blocks.pop(prefix_hash)
             if count > 1:
-                self._num_blocks[digest] = count - 1
+                self._num_blocks[prefix_hash] = count - 1
             if count != self._layer_groups:
                 return
-            _offset(digest, self._stored, self._removed)
+            _offset(prefix_hash, self._stored, self._removed)
             num_waiting = self.num_waiting
         self._changed(num_waiting)
 
@@ -159,20 +153,20 @@ class _TierColumns:
         return removed + stored
 
     def everything(self) -> list[bytes]:
-        """All whole columns, joined; what waited is told by that."""
+        """All whole columns, joined; what waited is part of them."""
         self._stored.clear()
         self._removed.clear()
-        return list(_joined(digest for digest, count in self._num_blocks.items() if count == self._layer_groups))
+        return list(_joined(name for name, count in self._num_blocks.items() if count == self._layer_groups))
 
 
-def _offset(digest: bytes, undone: dict[bytes, None], done: dict[bytes, None]) -> None:
+def _offset(prefix_hash: bytes, undone: dict[bytes, None], done: dict[bytes, None]) -> None:
     """A change takes back the opposite one that nobody has heard of yet; else it is to be told."""
-    if digest in undone:
-        del undone[digest]
+    if prefix_hash in undone:
+        del undone[prefix_hash]
     else:
-        done[digest] = None
+        done[prefix_hash] = None
 
 
-def _joined(digests: Iterator[bytes]) -> Iterator[bytes]:
-    while run := b"".join(islice(digests, MAX_HASHES)):
+def _joined(hashes: Iterator[bytes]) -> Iterator[bytes]:
+    while run := b"".join(islice(hashes, MAX_HASHES)):
         yield run

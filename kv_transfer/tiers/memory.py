@@ -9,7 +9,7 @@ import torch
 
 from engine.kv.block_pool import BlockKey, BlockPool
 from engine.kv.cache import KVCache, SequenceKV
-from kv_transfer.messages import TierBlocks
+from kv_transfer.messages.workers import TierBlocks
 
 
 def tier_blocks(pool: BlockPool) -> TierBlocks:
@@ -54,11 +54,11 @@ class TierMemory:
         assert isinstance(self.cache, KVCache), "the ranks of a group have their heads apart"
         return self.cache
 
-    def column(self, digest: bytes) -> list[int] | None:
+    def column(self, prefix_hash: bytes) -> list[int] | None:
         """The blocks of all layer groups under one prefix hash, or None if any of them is not here."""
         blocks = []
         for group in range(self.num_groups):
-            block = self.pool.find((digest, group))
+            block = self.pool.find((prefix_hash, group))
             if block is None:
                 return None
             blocks.append(block)

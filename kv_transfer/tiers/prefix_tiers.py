@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.messages import SourceName
+from kv_transfer.messages.fields import SourceName
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.promotion import Promoter, Promotion, Wanted
@@ -63,7 +63,7 @@ class PrefixTiers:
         config = config or PrefixTiersConfig()
         self._loop = asyncio.get_running_loop()
         self._on_room: Callable[[], None] = _nobody_waits
-        self._room_is_told = True  # since there was some
+        self._room_is_reported = True  # since there was some
         self._device = device
         self._host = host
         self._sources = tuple(sources)
@@ -114,17 +114,17 @@ class PrefixTiers:
         """
         num_ready = self.num_ready(hashes)
         wanted, num_reachable = self._wanted(hashes, num_ready)
-        keep = [block for digest in hashes[:num_reachable] for block in self._host.column(digest) or ()]
+        keep = [block for prefix_hash in hashes[:num_reachable] for block in self._host.column(prefix_hash) or ()]
         return self._up.start(wanted, keep, lambda: on_done(self.num_ready(hashes)))
 
     def num_ready(self, hashes: Sequence[bytes]) -> int:
         """Leading columns on the device or in the own host memory."""
-        for index, digest in enumerate(hashes):
-            if not self._is_ready(digest):
+        for index, prefix_hash in enumerate(hashes):
+            if not self._is_ready(prefix_hash):
                 return index
         return len(hashes)
 
-    def tell_of_room(self, on_room: Callable[[], None]) -> None:
+    def call_on_room(self, on_room: Callable[[], None]) -> None:
         """From now on this is called on the loop, never from in here, after blocks that were held here are free."""
         self._on_room = on_room
 
@@ -135,16 +135,16 @@ class PrefixTiers:
         await asyncio.sleep(0)  # the threads' last reports give the blocks back
 
     def _room(self) -> None:
-        if self._room_is_told:
-            self._room_is_told = False
-            self._loop.call_soon(self._tell_of_room)
+        if self._room_is_reported:
+            self._room_is_reported = False
+            self._loop.call_soon(self._report_room)
 
-    def _tell_of_room(self) -> None:
-        self._room_is_told = True
+    def _report_room(self) -> None:
+        self._room_is_reported = True
         self._on_room()
 
-    def _is_ready(self, digest: bytes) -> bool:
-        keys = ((digest, group) for group in range(self._host.num_groups))
+    def _is_ready(self, prefix_hash: bytes) -> bool:
+        keys = ((prefix_hash, group) for group in range(self._host.num_groups))
         return all(self._device.pool.find(key) is not None or self._host.pool.find(key) is not None for key in keys)
 
     def _wanted(self, hashes: Sequence[bytes], num_ready: int) -> tuple[list[Wanted], int]:

@@ -1,4 +1,4 @@
-"""Brings columns from neighbours or disk into the own host tier, where they are ordinary prefix hits.
+"""Brings columns from peers' segments or disk into the own host tier, where they are ordinary prefix hits.
 
 Belongs to the main loop; loads run on a thread of their own, in the order asked for, so that they do not queue behind
 copies that nobody waits for. Blocks stay leased until the thread is done with them, whoever stopped waiting before.
@@ -18,8 +18,8 @@ from itertools import groupby
 
 from engine.kv.block_pool import BlockLease
 from kernels.cpu.thread_team import work_alone
-from kv_transfer.connections.home_loop import HomeLoop
-from kv_transfer.messages import SourceName
+from kv_transfer.connections.event_loops import HomeLoop
+from kv_transfer.messages.fields import SourceName
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.sources import ColumnSource
 
@@ -134,8 +134,8 @@ class Promoter:
         """Those that will bring the columns: under way already, or new ones."""
         if self._closed:
             return []
-        batches = list({self._batch_of[digest]: None for digest, _ in wanted if digest in self._batch_of})
-        new = [(digest, source) for digest, source in wanted if digest not in self._batch_of]
+        batches = list({self._batch_of[column]: None for column, _ in wanted if column in self._batch_of})
+        new = [(prefix_hash, source) for prefix_hash, source in wanted if prefix_hash not in self._batch_of]
         for _, run in groupby(new, key=lambda column: column[1].name):
             columns = list(run)
             for start in range(0, len(columns), self._batch_columns):
@@ -153,7 +153,7 @@ class Promoter:
             return None
         lease = self._host.pool.lease(count * groups)
         columns = [lease.blocks[start : start + groups] for start in range(0, count * groups, groups)]
-        batch = _Batch(wanted[0][1], [digest for digest, _ in wanted[:count]], lease, columns)
+        batch = _Batch(wanted[0][1], [prefix_hash for prefix_hash, _ in wanted[:count]], lease, columns)
         self._batch_of.update(dict.fromkeys(batch.hashes, batch))
         self._num_queued += count
         self._thread.submit(self._load, batch, [self._host.views(column) for column in columns])
@@ -173,20 +173,20 @@ class Promoter:
         self._home.run(self._finished, batch, loaded, seconds)
 
     def _prepare(self, batch: _Batch, loaded: list[bool]) -> None:
-        for digest, blocks, good in zip(batch.hashes, batch.columns, loaded, strict=True):
+        for prefix_hash, blocks, good in zip(batch.hashes, batch.columns, loaded, strict=True):
             for group, block in enumerate(blocks if good else ()):
-                self._host.prepare(block, (digest, group))
+                self._host.prepare(block, (prefix_hash, group))
 
     def _finished(self, batch: _Batch, loaded: list[bool], seconds: float) -> None:
         self._num_queued -= len(batch.hashes)
         self._forget(batch)
         self._measure(batch, sum(loaded), seconds)
         pool = self._host.pool
-        for digest, blocks, good in zip(batch.hashes, batch.columns, loaded, strict=True):
+        for prefix_hash, blocks, good in zip(batch.hashes, batch.columns, loaded, strict=True):
             if good:
                 for group, block in enumerate(blocks):
-                    pool.publish(batch.lease, block, (digest, group))
-                self._keep(batch, digest)
+                    pool.publish(batch.lease, block, (prefix_hash, group))
+                self._keep(batch, prefix_hash)
         self._host.unprepare(batch.lease.blocks)
         pool.release(batch.lease)
         self._on_room()
@@ -195,9 +195,9 @@ class Promoter:
             if not promotion.pending:
                 self._settle(promotion)
 
-    def _keep(self, batch: _Batch, digest: bytes) -> None:
+    def _keep(self, batch: _Batch, prefix_hash: bytes) -> None:
         """What has come stays until those who wait for it have been told."""
-        found = self._host.column(digest)
+        found = self._host.column(prefix_hash)
         for promotion in batch.waiting if found else ():
             self._host.pool.adopt(promotion.lease, found or (), is_reuse=False)
 
@@ -213,9 +213,9 @@ class Promoter:
         self._forget(batch)
 
     def _forget(self, batch: _Batch) -> None:
-        for digest in batch.hashes:
-            if self._batch_of.get(digest) is batch:
-                del self._batch_of[digest]
+        for prefix_hash in batch.hashes:
+            if self._batch_of.get(prefix_hash) is batch:
+                del self._batch_of[prefix_hash]
 
     def _measure(self, batch: _Batch, num_loaded: int, seconds: float) -> None:
         self.loaded_columns[batch.source.name] += num_loaded

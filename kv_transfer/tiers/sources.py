@@ -1,7 +1,7 @@
 """What prefix columns can be fetched from and written to, besides the worker's own device and host memory.
 
-A *column* is one chained prefix hash with the blocks of all layer groups. Both ends of a copy are views of whole blocks
-in the host tier, one for each group. Knows neither files nor other workers' segments.
+A *block column* is one chained prefix hash with the blocks of all layer groups. Both ends of a copy are views of whole
+blocks in the host tier, one for each group.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kv_transfer.messages import SourceName
+from kv_transfer.messages.fields import SourceName
 
 ColumnViews = Sequence[memoryview]
 """The bytes of a column's blocks, layer group by layer group."""
@@ -28,7 +28,7 @@ class ColumnSource(Protocol):
         """Believed until loads have been measured."""
         ...
 
-    def holds(self, digest: bytes) -> bool:
+    def holds(self, prefix_hash: bytes) -> bool:
         """Whether a load is worth trying. On the main loop: no I/O, no waiting."""
         ...
 
@@ -43,11 +43,11 @@ class ColumnSource(Protocol):
 class ColumnSink(Protocol):
     """Somewhere columns are written to, without anyone waiting for it."""
 
-    def holds(self, digest: bytes) -> bool:
+    def holds(self, prefix_hash: bytes) -> bool:
         """Whether the column needs no writing. On the main loop: no I/O, no waiting."""
         ...
 
-    def store(self, digest: bytes, column: ColumnViews, on_done: Callable[[], None]) -> bool:
+    def store(self, prefix_hash: bytes, column: ColumnViews, on_done: Callable[[], None]) -> bool:
         """Queue a column. Its bytes must stay until `on_done` has been called, from any thread.
 
         False, and no call, where it is dropped because too much is queued already.

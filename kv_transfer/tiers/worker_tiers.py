@@ -22,13 +22,12 @@ from engine.memory.devices import pinning_for
 from engine.memory.host import map_private_memory, memory_bytes
 from engine.steps.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
 from kv_transfer.tiers.block_events import BlockEventLog
-from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.disk.files import ColumnFormat
 from kv_transfer.tiers.disk.folder import DiskTierError
 from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
 from kv_transfer.tiers.host.files import remove_if_last, sweep
-from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
@@ -52,7 +51,7 @@ class WorkerTiers:
         # Applications do not share KV: whoever does not know the secret cannot name another one's files.
         self._scope = hashlib.blake2b(secret, digest_size=16, person=b"legato-scope").hexdigest()
         self._segment: HostSegment | None = None
-        self._neighbours: Neighbours | None = None
+        self._peers: PeerSegments | None = None
         self._disk: DiskTier | None = None
         self._following: asyncio.Task[None] | None = None
         self._prefix: PrefixTiers | None = None
@@ -78,27 +77,25 @@ class WorkerTiers:
         events.watch("host", model.host_pool)
         if not model.prefix_caching:
             return None
-        host, sources = self._own_and_neighbours(model, model.host_cache, model.host_pool)
-        disk = None
+        host, sources = self._own_and_peers(model, model.host_cache, model.host_pool)
         if self._config.disk is not None:
             self._disk = _open_disk(self._config.disk, self._fingerprint(model.layout), model.layout, events)
-            disk = DiskColumns(self._disk)
-            sources.append(disk)
+            sources.append(self._disk)
         device = TierMemory(model.sequence_kv, model.block_pool)
-        self._prefix = PrefixTiers(device, host, sources=sources, sink=disk, disk=self._disk)
+        self._prefix = PrefixTiers(device, host, sources=sources, sink=self._disk, disk=self._disk)
         return self._prefix
 
-    def _own_and_neighbours(
+    def _own_and_peers(
         self, model: LoadedModel, cache: KVCache, pool: BlockPool
     ) -> tuple[TierMemory, list[ColumnSource]]:
         if self._segment is None:
             return TierMemory(cache, pool), []
-        self._neighbours = Neighbours(
+        self._peers = PeerSegments(
             Path(self._config.host_folder), self._scope, self._fingerprint(model.layout), self._segment.path
         )
-        self._following = asyncio.create_task(_follow(self._neighbours), name="neighbours")
+        self._following = asyncio.create_task(_follow(self._peers), name="peer-segments")
         return TierMemory(cache, pool, self._segment.prepare, self._segment.unprepare), [
-            NeighbourSource(self._neighbours, model.layout.num_layer_groups)
+            PeerColumns(self._peers, model.layout.num_layer_groups)
         ]
 
     async def close(self) -> None:
@@ -112,8 +109,8 @@ class WorkerTiers:
             await self._prefix.close()
         if self._disk is not None:
             await asyncio.to_thread(self._disk.close)
-        if self._neighbours is not None:
-            self._neighbours.close()
+        if self._peers is not None:
+            self._peers.close()
         if self._segment is not None:
             self._segment.close(unlink=True)
             remove_if_last(Path(self._config.host_folder), self._scope)
@@ -144,10 +141,10 @@ class WorkerTiers:
         return json.dumps(facts, sort_keys=True)
 
 
-async def _follow(neighbours: Neighbours) -> None:
+async def _follow(peers: PeerSegments) -> None:
     """An idle worker asks for nothing, and would keep segments mapped that are gone."""
     while True:
-        neighbours.refresh()
+        peers.refresh()
         await asyncio.sleep(REFRESH_S)
 
 

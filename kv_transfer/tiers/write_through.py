@@ -10,17 +10,60 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.kv.block_pool import BlockKey, BlockLease
+from engine.kv.cache import KVCache
+from engine.memory.streams import CudaStream, MarkQueued, Stream, queued_on
+from engine.offload.block_link import BlockLink
+from engine.offload.staging_plan import BlockPairs, Blocks
 from kernels.cpu.thread_team import work_alone
-from kv_transfer.connections.home_loop import HomeLoop
+from kv_transfer.connections.event_loops import HomeLoop
 from kv_transfer.tiers.memory import TierMemory
-from kv_transfer.tiers.offloading import offload_between
 from kv_transfer.tiers.sources import ColumnSink
+
+Offload = Callable[[Blocks, Blocks], None]
+"""Copy blocks `[n]` of the device to blocks `[n]` of the host, pairwise; done when it returns or raises."""
+
+
+class StreamOffload:
+    """An `Offload` from a GPU, on a stream of its own, so that neither steps nor hand-offs stand behind it.
+
+    It follows `queued()`, an event behind all that compute was given when a copy is asked for: a block is copied once
+    the step that filled it was taken in, and so was queued whole; and compute stands behind whatever was copied to the
+    device for it. Only the thread of the copies waits.
+    """
+
+    def __init__(self, link: BlockLink, stream: Stream, queued: MarkQueued) -> None:
+        self._link = link
+        self._stream = stream
+        self._queued = queued
+
+    def __call__(self, blocks: Blocks, into: Blocks) -> None:
+        stored = self._queued()
+        if stored is not None:
+            self._stream.follow(stored)
+        try:
+            self._stream.queue(partial(self._save, BlockPairs(host=into, device=blocks)))
+        finally:
+            self._stream.record().wait()
+
+    def _save(self, pairs: BlockPairs) -> None:
+        for listed in self._link.listed([pairs]):
+            self._link.save(listed)
+
+
+def offload_between(device: TierMemory, host: TierMemory) -> Offload:
+    """How blocks get from this device to this host memory."""
+    cache = device.cache
+    if cache.device.type == "cuda" and isinstance(cache, KVCache):
+        return StreamOffload(BlockLink(cache, host.memory), CudaStream(cache.device), queued_on(cache.device))
+    return lambda blocks, into: cache.copy_out(blocks, host.memory, into)
+
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +87,11 @@ class _Copy:
     keys: list[BlockKey] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
 
-    def add(self, digest: bytes, blocks: dict[int, int]) -> None:
+    def add(self, prefix_hash: bytes, blocks: dict[int, int]) -> None:
         """`blocks` by layer group."""
-        self.hashes.append(digest)
+        self.hashes.append(prefix_hash)
         for group, block in blocks.items():
-            self.keys.append((digest, group))
+            self.keys.append((prefix_hash, group))
             self.sources.append(block)
 
 
@@ -87,26 +130,26 @@ class WriteThrough:
         copies = [_Copy()]
         complete = []
         room = min(self._max_queued_blocks - self._num_queued, self._host.pool.num_available)
-        for digest in hashes:
-            if digest in self._in_flight or self._closed:
+        for prefix_hash in hashes:
+            if prefix_hash in self._in_flight or self._closed:
                 continue
-            blocks = self._not_on_host(digest)
+            blocks = self._not_on_host(prefix_hash)
             if blocks is None:  # evicted from the device meanwhile
                 continue
             if not blocks:
-                complete.append(digest)
+                complete.append(prefix_hash)
             elif len(blocks) <= room:
                 room -= len(blocks)
                 if len(copies[-1].keys) + len(blocks) > _MAX_COPY_BLOCKS:
                     copies.append(_Copy())
-                copies[-1].add(digest, blocks)
+                copies[-1].add(prefix_hash, blocks)
             else:
                 self.stats.skipped_columns += 1
         for copy in copies:
             if copy.keys:
                 self._begin(copy)
-        for digest in complete:
-            self._write(digest)
+        for prefix_hash in complete:
+            self._write(prefix_hash)
 
     def used(self, hashes: Sequence[bytes]) -> None:
         """Tell the sink of a prefix that was used, once it has been offered all that was stored before this."""
@@ -118,11 +161,11 @@ class WriteThrough:
         self._closed = True
         self._thread.shutdown()
 
-    def _not_on_host(self, digest: bytes) -> dict[int, int] | None:
+    def _not_on_host(self, prefix_hash: bytes) -> dict[int, int] | None:
         """The device blocks, by layer group, of which the host has no copy; None if one is nowhere."""
         blocks: dict[int, int] = {}
         for group in range(self._device.num_groups):
-            key = (digest, group)
+            key = (prefix_hash, group)
             if self._host.pool.find(key) is None:
                 block = self._device.pool.find(key)
                 if block is None:
@@ -159,21 +202,21 @@ class WriteThrough:
             self.stats.copied_columns += len(copy.hashes)
             for key, block in zip(copy.keys, writing.blocks, strict=True):
                 self._host.pool.publish(writing, block, key)
-            for digest in copy.hashes:
-                self._write(digest)
+            for prefix_hash in copy.hashes:
+                self._write(prefix_hash)
         self._host.unprepare(writing.blocks)
         self._device.pool.release(reading)
         self._host.pool.release(writing)
         self._on_room()
 
-    def _write(self, digest: bytes) -> None:
+    def _write(self, prefix_hash: bytes) -> None:
         """On to the sink, if the host holds the whole column and the sink does not."""
-        blocks = self._host.column(digest)
-        if self._sink is None or blocks is None or self._closed or self._sink.holds(digest):
+        blocks = self._host.column(prefix_hash)
+        if self._sink is None or blocks is None or self._closed or self._sink.holds(prefix_hash):
             return
         lease = self._host.pool.lease()
         self._host.pool.adopt(lease, blocks, is_reuse=False)
-        if not self._sink.store(digest, self._host.views(blocks), lambda: self._home.run(self._written, lease)):
+        if not self._sink.store(prefix_hash, self._host.views(blocks), lambda: self._home.run(self._written, lease)):
             self.stats.unwritten_columns += 1
             self._host.pool.release(lease)
 

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from kv_transfer.messages import Endpoint, Message
+from kv_transfer.messages import Message
+from kv_transfer.messages.requests import Endpoint
 
 if TYPE_CHECKING:
     from torch import Tensor  # a gateway, which imports this module, too, does without

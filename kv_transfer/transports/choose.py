@@ -1,34 +1,36 @@
-"""Picks the transport: shared memory inside a node, TCP between nodes, or what was asked for by name."""
+"""How a worker's KV moves: shared memory inside a node, TCP between nodes, or what was asked for by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 import torch
 
-from engine.memory.devices import CPU
-from kv_transfer.transports.base import Identity
-from kv_transfer.transports.cuda_ipc.transport import DeviceCarrier
-from kv_transfer.transports.process_group.ends import DistributedConfig
+from engine.memory.devices import CPU, pinning_for
+from kv_transfer.connections.connection import ConnectionConfig
+from kv_transfer.digest import DigestKind
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.transports.cuda_ipc import CudaMemory, DeviceCarrier
+from kv_transfer.transports.process_group.directions import DistributedConfig
 from kv_transfer.transports.process_group.transport import DistributedCarrier
 from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier, SharedMemoryConfig
+from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import Carrier, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpConfig
 
-TransportKind = Literal["auto", "cuda_ipc", "nccl", "gloo", "shm", "tcp"]
+TransportKind = Literal["auto", "cuda_ipc", "nccl", "shm", "tcp"]
 
 # The carriers of each kind, in the order in which they are tried.
 _CARRIERS: Final[Mapping[TransportKind, tuple[str, ...]]] = {
     "auto": ("shm", "tcp"),
     "cuda_ipc": ("device", "shm", "tcp"),
     "nccl": ("groups", "tcp"),
-    "gloo": ("groups", "tcp"),
     "shm": ("shm",),
     "tcp": ("tcp",),
 }
-_DEVICE_OF: Final = {"cuda_ipc": "cuda", "nccl": "cuda", "gloo": "cpu"}
+_GPU_KINDS: Final = ("cuda_ipc", "nccl")
 
 
 def open_transport(
@@ -45,15 +47,14 @@ def open_transport(
     """A transport whose one listener serves every kind it can dial, for KV on `device`.
 
     `auto` dials shared memory where the peer's endpoint is on our node and lets us map it, TCP otherwise. `cuda_ipc`
-    does so where the two ends do not use one GPU; `nccl` and `gloo` dial TCP where no process group can be made.
+    does so where the two ends do not use one GPU; `nccl` (experimental) dials TCP where no process group can be made.
     """
     if kind not in _CARRIERS:
         raise ValueError(f"There is no transport {kind!r}: it must be {', '.join(get_args(TransportKind))}.")
-    wanted = _DEVICE_OF.get(kind, device.type)
-    if device.type != wanted:
-        raise ValueError(f"The transport {kind!r} is for KV on a {wanted} device, and this worker's is on {device}.")
+    if kind in _GPU_KINDS and device.type != "cuda":
+        raise ValueError(f"The transport {kind!r} is for KV on a cuda device, and this worker's is on {device}.")
     makers: dict[str, Callable[[], Carrier]] = {
-        "device": lambda: _on_gpu(identity, device, shm or SharedMemoryConfig()),
+        "device": lambda: DeviceCarrier(identity, CudaMemory(device), shm or SharedMemoryConfig()),
         "shm": lambda: SharedMemoryCarrier(identity, shm or SharedMemoryConfig()),
         "tcp": lambda: TcpCarrier(identity, tcp or TcpConfig()),
         "groups": lambda: DistributedCarrier(identity, replace(groups or DistributedConfig(), device=device)),
@@ -62,7 +63,40 @@ def open_transport(
     return SocketTransport(identity, carriers, host=host, advertised_host=advertised_host)
 
 
-def _on_gpu(identity: Identity, device: torch.device, config: SharedMemoryConfig) -> DeviceCarrier:
-    from kv_transfer.transports.cuda_ipc.memory import CudaMemory
+# A hand-off that waits for a silent peer is begun again with another one: sooner than a link to a gateway is given up,
+# since the tokens of nobody are lost by it.
+SILENCE_S: Final = 2.0
 
-    return DeviceCarrier(identity, CudaMemory(device), config)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """How a worker's KV links are set up, and which digest its slabs have. A replica opens its transports from it.
+
+    `slab_bytes` and `num_slabs` are per link; `num_connections` of a TCP link, for large slabs.
+    """
+
+    transport: TransportKind = "auto"
+    slab_bytes: int = 8 * 2**20
+    num_slabs: int = 8
+    num_connections: int = 2
+    digest: Literal["auto", "xxh3_64", "row_sum_64"] = "auto"
+
+    def digest_kind(self, device: torch.device) -> DigestKind:
+        """What a worker whose KV is on `device` would have for itself."""
+        if self.digest == "auto":
+            return "xxh3_64" if device.type == "cpu" else "row_sum_64"
+        return self.digest
+
+    def open(self, identity: Identity, host: str, device: torch.device = CPU) -> Transport:
+        """A transport that listens on `host` when asked to, for KV on `device`."""
+        connection = ConnectionConfig(idle_timeout_s=SILENCE_S)
+        slabs = SlabConfig(slab_bytes=self.slab_bytes, num_slabs=self.num_slabs, pin=pinning_for(device))
+        return open_transport(
+            self.transport,
+            identity,
+            host=host,
+            device=device,
+            shm=SharedMemoryConfig(slabs=slabs, connection=connection),
+            tcp=TcpConfig(slabs=slabs, num_stripes=self.num_connections, connection=connection),
+            groups=DistributedConfig(slabs=slabs),
+        )

@@ -14,13 +14,14 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from kv_transfer.connections.event_loops import HomeLoop
 from kv_transfer.connections.frames import Frame, PlainBuffer
 from kv_transfer.connections.handshake import Handshake, hello_of
-from kv_transfer.connections.home_loop import HomeLoop
-from kv_transfer.connections.receive_queue import Inbox
-from kv_transfer.messages import Endpoint, Message, decode, encode
+from kv_transfer.connections.receive_queue import ReceiveQueue
+from kv_transfer.messages import Message, decode, encode
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, Slab
-from kv_transfer.transports.delivering import deliver
+from kv_transfer.transports.links import deliver
 from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool, private_arena
 
 _UNBOUNDED: Final = 2**63
@@ -71,7 +72,7 @@ class InProcessLink:
         self._home = HomeLoop()
         self._loop = asyncio.get_running_loop()
         self._pool = SlabPool(private_arena(slabs), slabs)
-        self._inbox = Inbox(_UNBOUNDED, lambda: None)
+        self._inbox = ReceiveQueue(_UNBOUNDED, lambda: None)
         self._closed_because: str | None = None
         self.other: InProcessLink | None = None
 

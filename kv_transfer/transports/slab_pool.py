@@ -1,7 +1,7 @@
 """A bounded pool of equal buffers inside one arena, handed out one owner at a time.
 
-Belongs to one event loop; slabs may be given back from any thread. Does not know whether the arena is private memory or
-shared with another process, nor what travels in it.
+Belongs to one event loop; slabs may be given back from any thread. Each link has one for what it sends, whose arena is
+private memory or shared with the peer, of the host or of a device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar, cast
 
 from engine.memory.devices import Pin
 from engine.memory.host import map_private_memory
-from kv_transfer.connections.home_loop import HomeLoop
+from kv_transfer.connections.event_loops import HomeLoop
 from kv_transfer.transports.base import LinkClosedError, SlabBytes
 
 MIB: Final = 1 << 20

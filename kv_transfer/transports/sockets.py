@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kv_transfer.connections.sockets import Listener, Meeting, listening_socket
-from kv_transfer.messages import Endpoint
+from kv_transfer.connections.sockets import Listener, PeerSocket, listening_socket
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Carrier(Protocol):
         """Raises CarrierUnavailableError where another carrier may do, and as `Transport.connect` does."""
         ...
 
-    async def accept(self, meeting: Meeting) -> SocketLink | None:
+    async def accept(self, peer_socket: PeerSocket) -> SocketLink | None:
         """Take over a socket. None while the link it belongs to lacks others."""
         ...
 
@@ -85,7 +85,7 @@ class SocketTransport:
         self._listener = Listener(
             listening_socket(self._host),
             self._identity,
-            self._on_meeting,
+            self._on_peer_socket,
             purposes=list(self._carriers),
             attributes={name: value for c in self._carriers.values() for name, value in c.attributes.items()},
             advertised_host=self._advertised_host,
@@ -123,8 +123,8 @@ class SocketTransport:
             "use the transport 'auto' or 'tcp'."
         )
 
-    async def _on_meeting(self, meeting: Meeting) -> None:
-        link = await self._carriers[meeting.peer.purpose].accept(meeting)
+    async def _on_peer_socket(self, peer_socket: PeerSocket) -> None:
+        link = await self._carriers[peer_socket.peer.purpose].accept(peer_socket)
         if link is None:
             return
         try:

@@ -17,11 +17,12 @@ from typing import Final
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.connections.frames import FrameLimits
 from kv_transfer.connections.handshake import Hello
-from kv_transfer.connections.receive_queue import Inbox
-from kv_transfer.connections.sockets import Meeting, dial
-from kv_transfer.messages import Endpoint, Message
+from kv_transfer.connections.receive_queue import ReceiveQueue
+from kv_transfer.connections.sockets import PeerSocket, dial
+from kv_transfer.messages import Message
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, PeerRefusedError, Slab
-from kv_transfer.transports.delivering import deliver
+from kv_transfer.transports.links import deliver
 from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool, private_arena
 from kv_transfer.transports.sockets import SocketTransport
 
@@ -54,9 +55,9 @@ class TcpLink:
         self._loop = asyncio.get_running_loop()
         self._slabs = SlabPool(private_arena(slabs), slabs)
         self._staging = SlabPool(private_arena(slabs), slabs, on_free=self._read_on)
-        self._inbox = Inbox(config.connection.inbox_bytes, self._read_on)
+        self._inbox = ReceiveQueue(config.connection.inbox_bytes, self._read_on)
         self._outgoing: asyncio.Queue[tuple[Message, PooledSlab[memoryview]]] = asyncio.Queue()
-        self._connections: list[Connection] = []
+        self.connections: list[Connection] = []
         self._num_gone = 0
         self._senders: list[asyncio.Task[None]] = []
         self._closed_because: str | None = None
@@ -69,17 +70,17 @@ class TcpLink:
     def closed(self) -> str | None:
         return self._closed_because
 
-    async def open(self, meetings: Sequence[Meeting]) -> None:
+    async def open(self, peer_sockets: Sequence[PeerSocket]) -> None:
         """Take over the sockets of all connections; the first is the one for messages."""
         limits = FrameLimits(payload_bytes=0)
-        for meeting in meetings:
+        for peer_socket in peer_sockets:
             hooks = Hooks(allocate=self._allocate, on_closed=self._on_connection_gone, inbox=self._inbox)
             config = replace(self._config.connection, limits=limits)
-            self._connections.append(Connection(meeting, config, hooks))
+            self.connections.append(Connection(peer_socket, config, hooks))
             limits = FrameLimits(payload_bytes=self._config.slabs.slab_bytes)
-        for connection in self._connections:
+        for connection in self.connections:
             await connection.start()
-        self._senders = [asyncio.create_task(self._send_slabs(stripe)) for stripe in self._connections[1:]]
+        self._senders = [asyncio.create_task(self._send_slabs(stripe)) for stripe in self.connections[1:]]
 
     async def acquire(self, num_bytes: int) -> PooledSlab[memoryview]:
         return await self._slabs.acquire(num_bytes)
@@ -88,7 +89,7 @@ class TcpLink:
         """A slab is only queued here: `acquire` is what holds a sender back that is ahead of the network."""
         if slab is None:
             self._check_open()
-            await self._connections[0].send(message)
+            await self.connections[0].send(message)
             return
         assert isinstance(slab, PooledSlab) and slab.belongs_to(self._slabs), "a slab goes out by the link it is of"
         if self._closed_because is not None:
@@ -103,9 +104,9 @@ class TcpLink:
         self._end(f"{self.peer_id}: closed here: {reason}")
         assert self._closed_because is not None
         self._inbox.close(self._closed_because)
-        for connection in self._connections:
+        for connection in self.connections:
             connection.close(reason)
-        for connection in self._connections:
+        for connection in self.connections:
             await connection.wait_closed()
 
     def _check_open(self) -> None:
@@ -125,13 +126,13 @@ class TcpLink:
         return self._staging.try_acquire(num_bytes)
 
     def _read_on(self) -> None:
-        for connection in self._connections:
+        for connection in self.connections:
             connection.read_on()
 
     def _on_connection_gone(self, reason: str) -> None:
         self._end(reason)
         self._num_gone += 1
-        if self._num_gone == len(self._connections):
+        if self._num_gone == len(self.connections):
             self._inbox.close(reason)
             self._staging.close(reason)
 
@@ -145,7 +146,7 @@ class TcpLink:
             task.cancel()
         while not self._outgoing.empty():
             self._outgoing.get_nowait()[1].discard()
-        for connection in self._connections:
+        for connection in self.connections:
             self._loop.call_later(_GRACE_S, connection.close, reason)
 
 
@@ -157,7 +158,7 @@ class TcpCarrier:
     def __init__(self, identity: Identity, config: TcpConfig) -> None:
         self._identity = identity
         self._config = config
-        self._incomplete: dict[tuple[str, str], dict[int, Meeting]] = {}
+        self._incomplete: dict[tuple[str, str], dict[int, PeerSocket]] = {}
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -172,34 +173,34 @@ class TcpCarrier:
 
     async def dial(self, endpoint: Endpoint, timeout_s: float) -> TcpLink:
         attributes = self.attributes | {"link": secrets.token_hex(16), "stripes": str(self._config.num_stripes)}
-        meetings: list[Meeting] = []
+        peer_sockets: list[PeerSocket] = []
         try:
             for number in range(self._config.num_stripes + 1):
                 own = attributes | {"number": str(number)}
-                meetings.append(
+                peer_sockets.append(
                     await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s, attributes=own)
                 )
-            return await open_link(meetings, self._config)
+            return await open_link(peer_sockets, self._config)
         except BaseException:
-            _close_all(meetings)
+            _close_all(peer_sockets)
             raise
 
-    async def accept(self, meeting: Meeting) -> TcpLink | None:
+    async def accept(self, peer_socket: PeerSocket) -> TcpLink | None:
         try:
-            link_id, number, total = _place_in_link(meeting)
-            peer_slab_bytes(meeting.peer)
+            link_id, number, total = _place_in_link(peer_socket)
+            peer_slab_bytes(peer_socket.peer)
         except PeerRefusedError:
-            meeting.sock.close()
+            peer_socket.sock.close()
             raise
-        key = (meeting.peer.worker_id, link_id)
+        key = (peer_socket.peer.worker_id, link_id)
         if key not in self._incomplete:
             self._incomplete[key] = {}
             asyncio.get_running_loop().call_later(_ASSEMBLY_TIMEOUT_S, self._give_up, key)
         found = self._incomplete[key]
         if number in found:
-            meeting.sock.close()
-            raise PeerRefusedError(f"{meeting.peer.worker_id} dials connection {number} of a link twice.")
-        found[number] = meeting
+            peer_socket.sock.close()
+            raise PeerRefusedError(f"{peer_socket.peer.worker_id} dials connection {number} of a link twice.")
+        found[number] = peer_socket
         if len(found) < total:
             return None
         del self._incomplete[key]
@@ -229,15 +230,15 @@ class TcpTransport(SocketTransport):
         )
 
 
-async def open_link(meetings: Sequence[Meeting], config: TcpConfig) -> TcpLink:
-    link = TcpLink(meetings[0].peer, config)
-    await link.open(meetings)
+async def open_link(peer_sockets: Sequence[PeerSocket], config: TcpConfig) -> TcpLink:
+    link = TcpLink(peer_sockets[0].peer, config)
+    await link.open(peer_sockets)
     return link
 
 
-def _close_all(meetings: Iterable[Meeting]) -> None:
-    for meeting in meetings:
-        meeting.sock.close()
+def _close_all(peer_sockets: Iterable[PeerSocket]) -> None:
+    for peer_socket in peer_sockets:
+        peer_socket.sock.close()
 
 
 def peer_slab_bytes(peer: Hello) -> int:
@@ -245,10 +246,10 @@ def peer_slab_bytes(peer: Hello) -> int:
     return _number(peer, "slab_bytes", 1, 2**40)
 
 
-def _place_in_link(meeting: Meeting) -> tuple[str, int, int]:
+def _place_in_link(peer_socket: PeerSocket) -> tuple[str, int, int]:
     """The link that a connection is part of, which of its connections it is, and how many there are."""
-    total = _number(meeting.peer, "stripes", 1, _MAX_STRIPES) + 1
-    return meeting.peer.attributes.get("link", ""), _number(meeting.peer, "number", 0, total - 1), total
+    total = _number(peer_socket.peer, "stripes", 1, _MAX_STRIPES) + 1
+    return peer_socket.peer.attributes.get("link", ""), _number(peer_socket.peer, "number", 0, total - 1), total
 
 
 def _number(peer: Hello, name: str, low: int, high: int) -> int:

@@ -1,1 +1,1 @@
-"""What prefill and decode workers have in common: their place in the cluster and what they tell of themselves."""
+"""What prefill and decode workers have in common: their life, their place in the cluster, and what they report."""

@@ -1,4 +1,4 @@
-"""A worker's cost model in the words of its snapshots."""
+"""What a worker reports of its cost model, and how the scheduler reads that back."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from engine.cost_model.costs import StepCosts
 from engine.cost_model.fit import scaled
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages import Role, StepCostReport
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.workers import StepCostReport
 
 
 def cost_report(costs: StepCosts) -> StepCostReport | None:
-    """None as long as the worker has none."""
+    """A worker's cost model as its snapshots have it. None as long as the worker has none."""
     cost = costs.cost()
     if cost is None:
         return None

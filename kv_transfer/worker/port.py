@@ -2,7 +2,7 @@
 
 Gateways connect and send requests; the worker answers with at most one `StepFrame` per step and gateway, and one for
 each hand-off that decode verified. The worker itself connects to the scheduler, registers, reports its snapshot and
-what its memory tiers hold, and hears what the scheduler wants of it. Knows nothing of what the messages mean.
+what its memory tiers hold, and receives the scheduler's orders.
 """
 
 from __future__ import annotations
@@ -18,25 +18,22 @@ from engine.sequence import SequenceKey, StepPlan
 from engine.steps.loading import LoadedModel
 from kv_transfer.connections.compatibility import describe, fingerprint
 from kv_transfer.connections.connection import Connection, Server, connect, serve
-from kv_transfer.messages import (
-    BlockIndexRequest,
+from kv_transfer.messages import Message
+from kv_transfer.messages.blocks import BlockIndexRequest
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import (
     Computing,
     Endpoint,
     FailureCause,
     FailureEvent,
     HandedOver,
-    Heartbeat,
-    Message,
     Refused,
-    Register,
     RequestSpec,
-    Role,
     StepFrame,
     StepOverdue,
     TokenEvent,
-    WorkerInfo,
-    WorkerSnapshot,
 )
+from kv_transfer.messages.workers import Heartbeat, Register, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.transports.base import Identity, TransportError
 
@@ -113,7 +110,7 @@ class GatewayPort:
         self._tokens: defaultdict[GatewayId, list[TokenEvent]] = defaultdict(list)
         self._failures: defaultdict[GatewayId, list[FailureEvent]] = defaultdict(list)
         self._is_overdue = False
-        self._told_alone: set[GatewayId] = set()  # that the step is one sequence's
+        self._warned_alone: set[GatewayId] = set()  # that the step is one sequence's
         self._server: Server | None = None
 
     async def start(self, host: str) -> Endpoint:
@@ -143,15 +140,15 @@ class GatewayPort:
         """Before a step: whoever has requests here learns which of them it may be that takes this process down."""
         seqs = [item.seq for item in plan.items if item.seq.num_alone or item.seq.began_at is None]
         alone = any(seq.num_alone for seq in seqs)
-        if not (seqs or self._told_alone):
+        if not (seqs or self._warned_alone):
             return
         newcomers: dict[GatewayId, list[tuple[str, int]]] = {}
         for seq in seqs:
             if seq.key in gateway_of:
                 newcomers.setdefault(gateway_of[seq.key], []).append(seq.key)
-        for gateway in set(gateway_of.values()) if alone else newcomers.keys() | self._told_alone:
+        for gateway in set(gateway_of.values()) if alone else newcomers.keys() | self._warned_alone:
             self.post(gateway, Computing(sequences=newcomers.get(gateway, []), alone=alone))
-        self._told_alone = set(gateway_of.values()) if alone else set()
+        self._warned_alone = set(gateway_of.values()) if alone else set()
 
     def fail(
         self,
@@ -213,8 +210,8 @@ class GatewayPort:
 class Registration:
     """Keeps a worker known to the global scheduler: connects, registers, reports; again whenever that breaks.
 
-    With `events` it also tells what the worker's tiers hold: all of it at first and when asked, then the changes, every
-    `period_s` and at once when they are many. `on_order(message)` gets what else the scheduler sends.
+    With `events` it also reports what the worker's tiers hold: all of it at first and when asked, then the changes,
+    every `period_s` and at once when they are many. `on_order(message)` gets what else the scheduler sends.
     """
 
     def __init__(
@@ -260,7 +257,7 @@ class Registration:
         try:
             await connection.send(Register(info=self._info, snapshot=self._snapshot()))
             while True:
-                await line.tell_blocks()
+                await line.report_blocks()
                 await line.wait(self._period_s)
                 await connection.send(Heartbeat(snapshot=self._snapshot()))
         finally:
@@ -269,7 +266,7 @@ class Registration:
 
 
 class _SchedulerLine:
-    """One connection to the scheduler: tells it what the worker's tiers hold, and hears what it wants."""
+    """One connection to the scheduler: reports what the worker's tiers hold, and receives orders."""
 
     def __init__(
         self,
@@ -287,7 +284,7 @@ class _SchedulerLine:
             events.on_many = lambda: loop.call_soon_threadsafe(self._due.set)
         self._listening = asyncio.create_task(self._listen(), name="scheduler-orders")
 
-    async def tell_blocks(self) -> None:
+    async def report_blocks(self) -> None:
         """What the scheduler does not know yet."""
         self._due.clear()
         if self._events is None:

@@ -1,6 +1,6 @@
 """What a worker does with its prefix tiers: loads prefixes before they are computed, passes on what was.
 
-Compares predicted times; the tiers do the work. Knows nothing of steps or of hand-offs.
+Compares predicted times; the tiers do the work. Both roles' workers have one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey, StepPlan
-from kv_transfer.messages import PrefixSource
+from kv_transfer.messages.fields import PrefixSource
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.promotion import Promotion
 
@@ -49,7 +49,7 @@ class PrefixLoading:
         self.hit_tokens: Counter[PrefixSource] = Counter()
         self.missed_tokens = 0
         if tiers is not None:
-            tiers.tell_of_room(on_room)
+            tiers.call_on_room(on_room)
 
     @property
     def tiers(self) -> PrefixTiers | None:
@@ -119,13 +119,13 @@ class PrefixLoading:
     def close(self) -> None:
         """Nobody is called back any more."""
         if self._tiers is not None:
-            self._tiers.tell_of_room(lambda: None)
+            self._tiers.call_on_room(lambda: None)
         for key in list(self._loading):
             self.cancel(key)
 
     def _over(self, key: SequenceKey, num_ready: int) -> None:
         seq, promotion = self._loading.pop(key)
         ready = set(self._allocator.hashes(seq, num_ready))
-        brought = Counter(source.name for digest, source in promotion.wanted if digest in ready)
+        brought = Counter(source.name for prefix_hash, source in promotion.wanted if prefix_hash in ready)
         seq.num_brought = {name: count * self._allocator.block_size for name, count in brought.items()}
         self._on_over(seq)

@@ -1,7 +1,7 @@
 """One process's place in the cluster: a loaded model with its memory tiers, and the worker that uses them.
 
 The worker may be replaced by one of another role at any time: it drains, stops, and the new one is made over the same
-weights, the same KV memory and what is cached in it. Knows nothing of Ray, and of workers only what all of them have.
+weights, the same KV memory and what is cached in it. A Serve deployment holds one, without which it works as well.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from engine.steps.loading import LoadedModel
-from kv_transfer.messages import ChangeRole, Endpoint, Message, PoolTarget, Role
+from kv_transfer.messages import Message
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.workers import ChangeRole, PoolTarget
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.worker.parts import Worker, WorkerParts, WorkerRole
+from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.worker.base import Worker, WorkerParts, WorkerRole
 from kv_transfer.worker.port import warn_of_order, worker_identity
-from kv_transfer.worker.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
 

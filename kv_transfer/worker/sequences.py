@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.sequence import FinishReason, SampledToken, Sequence, TokenLogprobs
-from kv_transfer.messages import RequestSpec, TokenEvent
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
 
 NUM_ALONE = 2
 """Tokens for which a suspect computes alone: as many may have been on their way from the worker that it was on."""

@@ -7,7 +7,7 @@ import asyncio
 from benchmarks.serving.scripted_worker import ScriptedWorker
 from engine.sampling.params import SamplingParams
 from kv_transfer.connections.connection import connect
-from kv_transfer.messages import Endpoint, RequestSpec, Start, StepFrame
+from kv_transfer.messages.requests import Endpoint, RequestSpec, Start, StepFrame
 from kv_transfer.transports.base import Identity
 from tests.support.waiting import HANGS_S
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decode_workers.states import DecodeState
+from decode_workers.scheduler import DecodeState
 from engine.sequence import Sequence, StepPlan
 from tests.decode_workers.test_tiered_decode import FAST, LATE, Bench, sequence
 from tests.support.ghost_runner import next_token
@@ -64,7 +64,7 @@ def test_a_preempted_sequence_comes_before_new_reservations() -> None:
 def test_a_prompt_in_host_memory_is_computed_beside_an_endless_stream_of_short_ones() -> None:
     """Decodes in host memory take most of the ring in every step, and other prompts need none of it."""
     bench = Bench(columns=8, host_columns=60, staging_columns=14, max_num_seqs=4, step_s=0.06)
-    bench.tiers._restore = lambda turn, queue: None  # type: ignore[method-assign]  # so that they stay where they are
+    bench.tiers._restore = lambda selection, queue: None  # type: ignore[method-assign]  # so that they stay where they are
     device = bench.hand_over("device", [2] * 8, max_tokens=400)
     decodes = [bench.hand_over(f"h{number}", [3, number + 4] * 10, max_tokens=80) for number in range(3)]
     assert not device.host_groups and all(seq.host_groups for seq in decodes)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from decode_workers.scheduler import DecodeScheduler
-from decode_workers.states import DecodeState, Emission
+from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams

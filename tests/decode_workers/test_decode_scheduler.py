@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_workers.scheduler import DecodeScheduler
-from decode_workers.states import DecodeState, Emission
+from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from decode_workers.offload_policy import Residency
+from decode_workers.offload_policy import OffloadPolicy
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import DecodeScheduler
 from engine.cost_model.step_cost import StepCost
@@ -65,7 +65,7 @@ class TieredMachine(DecodeMachine):
         self.staging_columns = staging_columns
         self.runner = GhostRunner(allocator)
         config = LayerKvConfig(max_in_flight=8, growth_tokens=4, max_steps_without_prefill=3)
-        tiers = Residency(
+        tiers = OffloadPolicy(
             allocator,
             config,
             staging_columns=staging_columns,
@@ -121,7 +121,7 @@ class Bench:
         self.pool, self.host_pool = BlockPool(columns * GROUPS), BlockPool(host_columns * GROUPS)
         allocator = BlockAllocator(self.pool, layer_groups=GROUPS, block_size=BLOCK_SIZE, host_pool=self.host_pool)
         self.runner = GhostRunner(allocator)
-        self.tiers = Residency(
+        self.tiers = OffloadPolicy(
             allocator,
             LayerKvConfig(max_in_flight=64, growth_tokens=4, max_steps_without_prefill=4),
             staging_columns=staging_columns,
@@ -244,7 +244,7 @@ def test_however_late_the_others_are_what_a_token_s_time_fetches_goes_with_each_
     waiting = [bench.hand_over(f"h{number}", [4, number + 3] * 12, max_tokens=7) for number in range(3)]
     assert [bool(seq.host_groups) for seq in (*running, *waiting)] == [False] * 3 + [True] * 3
     bench.step()
-    bench.tiers._restore = lambda turn, queue: None  # type: ignore[method-assign]  # so that they stay where they are
+    bench.tiers._restore = lambda selection, queue: None  # type: ignore[method-assign]  # so that they stay where they are
     turns: Counter[str] = Counter()
     for _ in range(3):
         names = _names(bench.step())

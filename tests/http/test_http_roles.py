@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import UnavailableError
 from cluster.scheduler.role_changes import require_ordered
 from engine.text.tokenizer import Tokenizer
-from kv_transfer.messages import RoleAnswer
+from kv_transfer.messages.scheduling import RoleAnswer
 from tests.support.http_server import running_server
 from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import Script, ScriptedGenerator

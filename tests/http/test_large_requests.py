@@ -27,7 +27,7 @@ from cluster.http.openai.sse import dumps, dumps_large
 from cluster.http.parse import prepare_completion
 from cluster.http.turns import Turns
 from engine.text.tokenizer import Tokenizer
-from kv_transfer.messages import TokenEvent
+from kv_transfer.messages.requests import TokenEvent
 from tests.http.attacked_gateway import ATTACKS, TAKE_SECONDS, attack, fetch, gateway, get, request_bytes
 from tests.support.http_server import MODEL, scripted_api
 from tests.support.scripted_generator import ScriptedGenerator

@@ -134,7 +134,7 @@ async def slow_disk(cluster: MiniCluster) -> AsyncIterator[Event]:
 async def loading(cluster: MiniCluster) -> AsyncIterator[asyncio.Task[tuple[list[int], int | None]]]:
     """A request for PROMPT whose prefix is being loaded."""
     asking = asyncio.create_task(ask(cluster, "loading", PROMPT))
-    await eventually(lambda: cluster.decodes[0]._prefix.num_loading == 1)
+    await eventually(lambda: cluster.decodes[0].prefix.num_loading == 1)
     try:
         yield asking
     finally:
@@ -169,7 +169,7 @@ async def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(llama: 
     async with only_on_disk(llama, tmp_path) as (cluster, worker), slow_disk(cluster) as go, loading(cluster) as asking:
         asking.cancel()
         await eventually(lambda: worker.snapshot().num_waiting == 0)
-        assert not worker._gateway_of
+        assert not worker.gateway_of
         go.set()
         await copied_down(cluster)
         assert worker.snapshot().num_running == 0
@@ -178,7 +178,7 @@ async def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(llama: 
 async def test_a_lost_gateway_ends_what_loads(llama: SmallModel, tmp_path: Path) -> None:
     async with only_on_disk(llama, tmp_path) as (cluster, worker), slow_disk(cluster), loading(cluster):
         await cluster.orchestrator.stop()
-        await eventually(lambda: not worker._gateway_of)
+        await eventually(lambda: not worker.gateway_of)
         assert worker.snapshot().num_waiting == 0
 
 
@@ -189,7 +189,7 @@ async def test_a_drain_waits_for_what_loads(llama: SmallModel, tmp_path: Path) -
         assert not draining.done()
         go.set()
         await draining
-        assert not worker._gateway_of
+        assert not worker.gateway_of
         assert await asking == (llama.local(PROMPT, TOKENS).tokens, 144)
 
 

@@ -17,8 +17,7 @@ from decode_workers import reservations
 from engine.memory.streams import MarkQueued, nothing_queued, queued_on
 from engine.sampling.params import SamplingParams
 from kv_transfer.handoff.slab_copy import CopyingThreads
-from kv_transfer.transports.choose import TransportKind
-from kv_transfer.worker.transfer_config import TransferConfig
+from kv_transfer.transports.choose import TransferConfig, TransportKind
 from prefill_workers import worker as prefill_worker
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import MiniClusterConfig, mini_cluster

@@ -10,8 +10,7 @@ from kv_transfer.digest import DIGEST_KINDS, DigestKind, agreed_kind, slab_diges
 from kv_transfer.handoff import receiver as receiving
 from kv_transfer.handoff import sender as sending
 from kv_transfer.handoff.slab_copy import fill_slab, write_slab
-from kv_transfer.transports.choose import TransportKind
-from kv_transfer.worker.transfer_config import TransferConfig
+from kv_transfer.transports.choose import TransferConfig, TransportKind
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.interpreted.test_copying import NUM_TOKENS, End, slab_for
 from tests.support.mini_cluster import MiniClusterConfig, mini_cluster

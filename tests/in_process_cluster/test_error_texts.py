@@ -20,7 +20,8 @@ from decode_workers.worker import DecodeWorker
 from engine.sequence import SequenceKey
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
-from kv_transfer.messages import Message, RequestSpec, Reserve, Start, TokenEvent
+from kv_transfer.messages import Message
+from kv_transfer.messages.requests import RequestSpec, Reserve, Start, TokenEvent
 from kv_transfer.worker.port import GatewayId
 from tests.http.http_fuzz import Answer, Sent, call
 from tests.support.http_server import MODEL, scripted_api
@@ -158,6 +159,6 @@ async def test_what_a_step_raises_reaches_the_log_alone(
     async with cluster_of(llama, orchestrator=config) as cluster:
         app = app_of(cluster, Tokenizer(smollm2_folder))
         (worker,) = cluster.prefills if role == "prefill" else cluster.decodes
-        with raising(worker._model.runner, error):
+        with raising(worker.model.runner, error):
             check(await asked(app, 0, stream=role == "decode"))
     assert str(error) in caplog.text

@@ -12,11 +12,16 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
-from kv_transfer.transports.choose import TransportKind
-from kv_transfer.worker.transfer_config import TransferConfig
+from engine.memory.devices import CPU
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.transports.process_group.directions import DistributedConfig
+from kv_transfer.transports.process_group.transport import DistributedTransport
+from kv_transfer.transports.slab_pool import SlabConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.in_process_cluster.test_overlapped_cluster import count_ahead
 from tests.support.mini_cluster import cluster_of
@@ -30,6 +35,17 @@ SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads":
 ON_HOST = {"layers_per_group": 1, "host_bytes": 8 << 20}
 
 
+class ByGroups(TransferConfig):
+    """What NCCL does between GPUs, by gloo between CPUs."""
+
+    def open(self, identity: Identity, host: str, device: torch.device = CPU) -> Transport:
+        slabs = SlabConfig(slab_bytes=self.slab_bytes)
+        return DistributedTransport(identity, DistributedConfig(slabs=slabs), host=host)
+
+
+SHM, TCP, AUTO = (TransferConfig(transport="shm"), TransferConfig(transport="tcp"), TransferConfig())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """`prefill` and `decode` change the ends' engines. A token of the llama has 256 bytes in each layer."""
@@ -38,7 +54,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)  # of the model
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
-    transport: TransportKind = "shm"
+    transfer: TransferConfig = SHM
     chunk_tokens: int = 512
     slab_bytes: int = 4 << 20
     overlap: bool = False  # decode plans steps ahead
@@ -56,18 +72,26 @@ def ranks(number: int, **changes: Any) -> dict[str, Any]:
 
 CASES = {
     "whole prompts": Case(prefill={"kv_blocks": 2000}, decode={"kv_blocks": 2000}),
-    "chunks over TCP": Case(transport="tcp", chunk_tokens=64),
+    "chunks over TCP": Case(transfer=TCP, chunk_tokens=64),
     "to larger blocks, overlapped": Case(
         prefill=blocks(8, 1), decode=blocks(32, 2), chunk_tokens=64, slab_bytes=7 * 256, overlap=True
     ),
     "odd blocks": Case(
-        prefill=blocks(5, 2), decode=blocks(3, 3), transport="tcp", chunk_tokens=33, slab_bytes=10 * 256
+        prefill=blocks(5, 2),
+        decode=blocks(3, 3),
+        transfer=TCP,
+        chunk_tokens=33,
+        slab_bytes=10 * 256,
     ),
     "over gloo": Case(
-        prefill=blocks(16, 1), decode=blocks(8, 3), transport="gloo", chunk_tokens=40, slab_bytes=9 * 256
+        prefill=blocks(16, 1), decode=blocks(8, 3), transfer=ByGroups(), chunk_tokens=40, slab_bytes=9 * 256
     ),
     "a slab for each token": Case(
-        prefill=blocks(32, 4), decode=blocks(8, 1), transport="auto", chunk_tokens=50, slab_bytes=1
+        prefill=blocks(32, 4),
+        decode=blocks(8, 1),
+        transfer=AUTO,
+        chunk_tokens=50,
+        slab_bytes=1,
     ),
     "windows": Case(family="mistral", decode={"block_size": 4}, chunk_tokens=20),
     "windows in some layers": Case(family="qwen2-windowed", decode={"block_size": 4}, chunk_tokens=20),
@@ -80,7 +104,7 @@ CASES = {
         family="qwen3",
         prefill=ranks(4, block_size=8),
         decode=ranks(2, layers_per_group=2),
-        transport="tcp",
+        transfer=TCP,
         overlap=True,
         **FEW,
     ),
@@ -88,7 +112,11 @@ CASES = {
         changes=SIX_HEADS, prefill=ranks(2, block_size=8), decode=ranks(3, layers_per_group=2), overlap=True, **FEW
     ),
     "three ranks to one": Case(
-        changes=SIX_HEADS, prefill=ranks(3, block_size=8), decode=ranks(1, layers_per_group=2), transport="tcp", **FEW
+        changes=SIX_HEADS,
+        prefill=ranks(3, block_size=8),
+        decode=ranks(1, layers_per_group=2),
+        transfer=TCP,
+        **FEW,
     ),
     # Room for 64 tokens on the device: the rest lies on the host, layer by layer.
     "two ranks that prefill on the host": Case(
@@ -128,7 +156,7 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
         decode_engine=case.decode,
         prefill=PrefillWorkerConfig(chunk_tokens=case.chunk_tokens, max_slab_bytes=case.slab_bytes),
         decode=DecodeWorkerConfig(overlap_steps=case.overlap, layerkv=layerkv),
-        transfer=TransferConfig(transport=case.transport),
+        transfer=case.transfer,
     ) as cluster:
         with count_ahead(cluster) as ahead, watching(cluster.models[1]) as decoding:
             found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, params) for n, p in enumerate(prompts)))

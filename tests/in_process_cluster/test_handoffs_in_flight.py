@@ -17,11 +17,11 @@ from engine.kv.cache import GroupRow, KVCache
 from engine.memory.streams import Event
 from engine.sampling.params import SamplingParams
 from engine.sequence import BlockTable, Sequence, SequenceKey
-from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.handoff.receiver import KvReceiver
 from kv_transfer.handoff.sender import HandoffTimeline, KvSender
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE
-from kv_transfer.messages import RequestSpec, Ticket
+from kv_transfer.messages.requests import RequestSpec, Ticket
 from kv_transfer.transports.base import Identity
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.slab_pool import SlabConfig

@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import OverloadedError, RequestTooLargeError
 from decode_workers.worker import DecodeWorkerConfig
 from kv_transfer.connections.connection import Connection
-from kv_transfer.messages import Cancel, HandedOver, RequestSpec, Reserve, Reserved, Start, StepFrame
+from kv_transfer.messages.requests import Cancel, HandedOver, RequestSpec, Reserve, Reserved, Start, StepFrame
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, interrupted, sampled, tokens, tokens_of
@@ -27,7 +27,7 @@ async def test_a_cached_prefix_is_reported_and_handed_over(llama: SmallModel) ->
             events = await cluster.generate(f"r{n}", prompt, greedy())
             assert events[0].num_cached_tokens == cached
             assert tokens_of(events) == llama.local(prompt, greedy()).tokens
-        assert cluster.prefills[0]._scheduler.num_uncomputed_tokens == 0
+        assert cluster.prefills[0].scheduler.num_uncomputed_tokens == 0
         salted = await cluster.generate("salted", PROMPT, greedy(), cache_salt="another tenant")
         assert salted[0].num_cached_tokens == 0
 
@@ -97,7 +97,7 @@ async def test_a_seed_gives_the_same_tokens_after_preemptions(llama: SmallModel)
     async with cluster_of(llama, decode_engine={"kv_blocks": 20, "block_size": 4}) as cluster:
         prompts = random_prompts([6] * 8)
         found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, sampled(n)) for n, p in enumerate(prompts)))
-        assert cluster.decodes[0]._scheduler.num_preemptions > 0
+        assert cluster.decodes[0].scheduler.num_preemptions > 0
         assert found == [llama.local(p, sampled(n)).tokens for n, p in enumerate(prompts)]
 
 
@@ -120,7 +120,7 @@ async def test_a_reservation_that_finds_no_room_in_time_is_refused(llama: SmallM
     async with cluster_of(
         llama, decode_engine={"kv_blocks": 12}, decode=DecodeWorkerConfig(reserve_wait_s=0.2)
     ) as cluster:
-        with brake(cluster.decodes[0]._model.runner) as held:
+        with brake(cluster.decodes[0].model.runner) as held:
             first = asyncio.create_task(cluster.generate("a", PROMPT, greedy()))
             await held.reached()
             with pytest.raises(OverloadedError, match="the workers are full") as refused:

@@ -40,7 +40,7 @@ async def test_a_stream_that_is_closed_frees_everything(llama: SmallModel, after
 async def test_a_cancel_while_the_prompt_is_computed_frees_everything(llama: SmallModel) -> None:
     """Some of its slabs have arrived, the step goes on meanwhile."""
     async with cluster_of(llama, prefill=PrefillWorkerConfig(chunk_tokens=64)) as cluster:
-        with brake(cluster.prefills[0]._model.runner, starts_beyond(100)) as held:
+        with brake(cluster.prefills[0].model.runner, starts_beyond(100)) as held:
             request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
             await held.reached()
             await cancel(request)
@@ -51,7 +51,7 @@ async def test_a_cancel_while_the_prompt_is_computed_frees_everything(llama: Sma
 
 async def test_a_cancel_while_decode_is_in_a_step_frees_everything(llama: SmallModel) -> None:
     async with cluster_of(llama) as cluster:
-        with brake(cluster.decodes[0]._model.runner) as held:
+        with brake(cluster.decodes[0].model.runner) as held:
             request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
             await held.reached()
             await cancel(request)
@@ -59,7 +59,7 @@ async def test_a_cancel_while_decode_is_in_a_step_frees_everything(llama: SmallM
 
 async def test_a_cancel_while_the_reservation_waits_leaves_nothing_waiting(llama: SmallModel) -> None:
     async with cluster_of(llama, decode_engine={"kv_blocks": 12}) as cluster:
-        with brake(cluster.prefills[0]._model.runner):
+        with brake(cluster.prefills[0].model.runner):
             first, second = (asyncio.create_task(cluster.generate(name, PROMPT, greedy())) for name in "ab")
             await eventually(lambda: cluster.decodes[0].reservations.num_waiting)
             await cancel(second)
@@ -76,7 +76,7 @@ async def test_who_waits_for_blocks_comes_in_as_soon_as_a_cancel_frees_them(llam
     async with cluster_of(
         llama, decode_engine={"kv_blocks": 12}, policy=SchedulerPolicy(local_prefill_below=50)
     ) as cluster:
-        with brake(cluster.prefills[0]._model.runner) as held:
+        with brake(cluster.prefills[0].model.runner) as held:
             lengths = {"a": 150, "b": 48, "c": 7}
             requests = {}
             for name, length in lengths.items():
@@ -99,7 +99,7 @@ async def test_a_gateway_s_death_frees_everything(llama: SmallModel) -> None:
         decoding = cluster.stream("decoding", PROMPT[:20], greedy(200))
         await anext(decoding)
         await anext(decoding)
-        with brake(cluster.prefills[0]._model.runner) as held:
+        with brake(cluster.prefills[0].model.runner) as held:
             others = [asyncio.create_task(cluster.generate(f"r{n}", PROMPT, greedy())) for n in range(5)]
             await held.reached()
             await eventually(lambda: cluster.decodes[0].reservations.num_waiting)

@@ -100,11 +100,11 @@ async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel) -> No
         ballast = await stack.enter_async_context(aclosing(cluster.stream("ballast", PROMPT[:9], greedy(200))))
         await anext(ballast)
         await anext(ballast)
-        chosen = next(worker for worker in cluster.decodes if not worker._gateway_of)
+        chosen = next(worker for worker in cluster.decodes if not worker.gateway_of)
 
         async def hang() -> None:
-            assert chosen._gateway_of, "it was placed where there was less to do, and would be again"
-            stack.enter_context(brake(chosen._model.runner))
+            assert chosen.gateway_of, "it was placed where there was less to do, and would be again"
+            stack.enter_context(brake(chosen.model.runner))
 
         found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), HANGS_S)
         assert found == llama.local(PROMPT, greedy(40)).tokens
@@ -114,7 +114,7 @@ async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel) -> No
 async def test_a_step_that_fails_costs_another_attempt_and_no_token(llama: SmallModel, role: str) -> None:
     async with cluster_of(llama, num_decode=2) as cluster:
         for worker in cluster.prefills if role == "prefill" else cluster.decodes:
-            fail_once(worker._model.runner)
+            fail_once(worker.model.runner)
         found = await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT[n:], greedy()) for n in range(4)))
         assert found == [llama.local(PROMPT[n:], greedy()).tokens for n in range(4)]
         assert all(worker.healthy for worker in cluster.workers)
@@ -139,14 +139,14 @@ async def test_a_reservation_whose_prefill_falls_silent_lapses_and_the_request_g
 
 async def test_a_request_ends_at_its_deadline(llama: SmallModel) -> None:
     async with cluster_of(llama, orchestrator=OrchestratorConfig(request_deadline_s=0.3)) as cluster:
-        with brake(cluster.prefills[0]._model.runner), pytest.raises(DeadlineError, match="within"):
+        with brake(cluster.prefills[0].model.runner), pytest.raises(DeadlineError, match="within"):
             await cluster.generate("r", PROMPT, greedy())
 
 
 async def test_a_request_that_fails_everywhere_fails(llama: SmallModel) -> None:
     config = OrchestratorConfig(max_attempts=3, retry_delay_s=0.01)
     async with cluster_of(llama, orchestrator=config) as cluster:
-        runner = cluster.decodes[0]._model.runner
+        runner = cluster.decodes[0].model.runner
         with broken(runner), pytest.raises(FailedError, match="3 times"):
             await cluster.generate("r", PROMPT, greedy())
         assert await tokens(cluster, "next", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens
@@ -160,18 +160,18 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(llam
     expected = llama.local(PROMPT, greedy()).tokens
     async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
         worker = cluster.prefills[0] if role == "prefill" else cluster.decodes[0]
-        with brake(worker._model.runner) as held:
+        with brake(worker.model.runner) as held:
             before = [asyncio.create_task(cluster.generate(f"r{n}", PROMPT, greedy())) for n in range(4)]
             await held.reached()
             drain = asyncio.create_task(worker.drain(HANGS_S))
             await eventually(lambda: sees_draining(cluster))
-            num_held = len(worker._gateway_of)
+            num_held = len(worker.gateway_of)
             during = [asyncio.create_task(cluster.generate(f"d{n}", PROMPT, greedy())) for n in range(4)]
             assert [tokens_of(await request) for request in during] == [expected] * 4
-            assert len(worker._gateway_of) == num_held and not drain.done()
+            assert len(worker.gateway_of) == num_held and not drain.done()
         await asyncio.wait_for(drain, HANGS_S)
         assert [tokens_of(await request) for request in before] == [expected] * 4
-        assert not worker._gateway_of
+        assert not worker.gateway_of
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -183,14 +183,14 @@ async def test_a_request_placed_on_a_worker_that_begins_to_drain_goes_elsewhere(
         await worker.drain(0.0)
         assert not sees_draining(cluster)
         assert await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT, greedy()) for n in range(4))) == [expected] * 4
-        assert not worker._gateway_of
+        assert not worker.gateway_of
 
 
 async def test_a_worker_whose_last_sequence_fails_is_drained(llama: SmallModel) -> None:
     async with cluster_of(llama, num_decode=2) as cluster:
         for worker in cluster.decodes:
-            fail_once(worker._model.runner)
-        with brake(cluster.prefills[0]._model.runner) as held:
+            fail_once(worker.model.runner)
+        with brake(cluster.prefills[0].model.runner) as held:
             request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
             await held.reached()
             worker = busy(cluster)

@@ -18,7 +18,7 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import SequenceKey
 from engine.steps.runner import ModelRunner, PreparedStep
-from kv_transfer.messages import TokenEvent
+from kv_transfer.messages.requests import TokenEvent
 from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import cluster_of
@@ -75,7 +75,7 @@ def holder(cluster: ReplicaCluster, request_id: str) -> WorkerReplica:
 
 def held_by(replica: WorkerReplica) -> Collection[SequenceKey]:
     worker: Any = replica.worker
-    return worker._gateway_of if worker is not None else ()
+    return worker.gateway_of if worker is not None else ()
 
 
 async def lets_go(replica: WorkerReplica) -> None:

@@ -29,14 +29,14 @@ async def overlapped(model: SmallModel, **config: Any) -> AsyncIterator[MiniClus
 def count_ahead(cluster: MiniCluster) -> Iterator[list[StepPlan]]:
     ahead: list[StepPlan] = []
     for worker in cluster.decodes:
-        plan_ahead = worker._scheduler.plan_ahead
+        plan_ahead = worker.scheduler.plan_ahead
 
         def counted(now: float = 0.0, plan_ahead: Any = plan_ahead) -> StepPlan:
             plan: StepPlan = plan_ahead(now)
             ahead.extend([plan] if plan.items else [])
             return plan
 
-        worker._scheduler.plan_ahead = counted  # type: ignore[method-assign]
+        worker.scheduler.plan_ahead = counted  # type: ignore[method-assign]
     yield ahead
 
 
@@ -52,7 +52,7 @@ async def test_a_step_that_fails_costs_another_attempt_and_no_token(llama: Small
         prompts = random_prompts((5, 9, 14))
         streams = [asyncio.create_task(tokens(cluster, f"r{n}", p, sampled(n))) for n, p in enumerate(prompts)]
         for worker in cluster.decodes:
-            fail_once(worker._model.runner)
+            fail_once(worker.model.runner)
         assert await asyncio.gather(*streams) == [llama.local(p, sampled(n)).tokens for n, p in enumerate(prompts)]
 
 
@@ -65,5 +65,5 @@ async def test_sequences_that_are_preempted_go_on_with_the_same_tokens(llama: Sm
     async with overlapped(llama, decode_engine={"kv_blocks": 20, "block_size": 4}) as cluster:
         prompts = random_prompts([6] * 8)
         found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, sampled(n)) for n, p in enumerate(prompts)))
-        assert cluster.decodes[0]._scheduler.num_preemptions > 0
+        assert cluster.decodes[0].scheduler.num_preemptions > 0
         assert found == [llama.local(p, sampled(n)).tokens for n, p in enumerate(prompts)]

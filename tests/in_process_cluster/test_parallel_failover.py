@@ -39,8 +39,8 @@ async def test_another_worker_goes_on_when_a_decoding_rank_dies(model: SmallMode
 
 def kill_a_rank(cluster: MiniCluster) -> DecodeWorker:
     """Of the worker that decodes."""
-    [busy] = [worker for worker in cluster.decodes if worker._gateway_of]
-    group = busy._model.runner.group
+    [busy] = [worker for worker in cluster.decodes if worker.gateway_of]
+    group = busy.model.runner.group
     assert group is not None
     group._processes[0]._process.kill()
     return busy

@@ -16,7 +16,8 @@ from cluster.gateway.timeline import SequenceTimeline
 from cluster.scheduler.placement.worker_table import Row
 from cluster.scheduler.scheduler import GlobalScheduler
 from cluster.slo.classes import RequestTerms
-from kv_transfer.messages import Placement, RequestSpec
+from kv_transfer.messages.requests import RequestSpec
+from kv_transfer.messages.scheduling import Placement
 from tests.support.mini_cluster import MiniCluster, brake
 from tests.support.placed_clusters import PROMPT, cluster_of, run, terms
 from tests.support.small_models import SmallModel, greedy
@@ -27,7 +28,7 @@ from tests.support.waiting import HANGS_S, eventually
 
 async def test_overload_is_answered_at_once_and_whoever_is_let_in_is_served(llama: SmallModel) -> None:
     async with cluster_of(llama) as cluster, AsyncExitStack() as stack:
-        held = [stack.enter_context(brake(worker._model.runner)) for worker in cluster.workers]
+        held = [stack.enter_context(brake(worker.model.runner)) for worker in cluster.workers]
         refused: list[tuple[float, float]] = []
 
         async def ask(number: int) -> list[int] | None:
@@ -56,7 +57,7 @@ async def test_overload_is_answered_at_once_and_whoever_is_let_in_is_served(llam
 async def crowd(cluster: MiniCluster) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """Three streams that keep their pace, so that a fourth is kept waiting, and what lets them run to their end."""
     async with AsyncExitStack() as stack:
-        held = stack.enter_context(brake(cluster.decodes[0]._model.runner))
+        held = stack.enter_context(brake(cluster.decodes[0].model.runner))
         streams = []
         for number in range(3):
             request = RequestSpec(request_id=f"close-{number}", attempt=0, prompt_token_ids=PROMPT, params=greedy(16))
@@ -137,10 +138,10 @@ async def test_a_new_scheduler_knows_what_runs(llama: SmallModel) -> None:
     loose = terms(ttft_s=1000.0, tpot_s=100.0)
     async with cluster_of(llama) as cluster, AsyncExitStack() as stack:
         runs = cluster.orchestrator.runs
-        decode = stack.enter_context(brake(cluster.decodes[0]._model.runner))
+        decode = stack.enter_context(brake(cluster.decodes[0].model.runner))
         requests = [asyncio.create_task(run(cluster, f"decodes-{number}", loose)) for number in range(3)]
         await eventually(lambda: sum(bool(one.emitted) for one in runs.values()) == 3)
-        prefill = stack.enter_context(brake(cluster.prefills[0]._model.runner))
+        prefill = stack.enter_context(brake(cluster.prefills[0].model.runner))
         requests.append(asyncio.create_task(run(cluster, "computes", loose)))
         await placed(cluster, "computes")
         await cluster.scheduler.stop()

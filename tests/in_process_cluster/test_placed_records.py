@@ -21,22 +21,10 @@ from cluster.scheduler.scheduler import Answer, GlobalScheduler, SchedulerPolicy
 from cluster.simulation.whatif import what_if
 from cluster.slo.classes import INTERACTIVE, SloConfig
 from engine.kv.prefix import block_hashes
-from kv_transfer.messages import (
-    BlockEvents,
-    BlockIndexRequest,
-    BlockIndexSnapshot,
-    Ended,
-    FirstToken,
-    Heartbeat,
-    Message,
-    Place,
-    Queued,
-    Register,
-    WorkerInfo,
-    WorkerSnapshot,
-    decode,
-    encode,
-)
+from kv_transfer.messages import Message, decode, encode
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
+from kv_transfer.messages.scheduling import Ended, FirstToken, Place, Queued
+from kv_transfer.messages.workers import Heartbeat, Register, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.config import Budget, TiersConfig
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake
 from tests.support.placed_clusters import COST, PROMPT, cluster_of, run, terms
@@ -175,7 +163,7 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
         recorder = RequestRecorder(log, slo, cluster.orchestrator.scheduler.reports, secret=b"a secret")
         serve = partial(run, cluster, on_ended=recorder.ended)
         await asyncio.gather(*(serve(f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
-        with brake(cluster.prefills[0]._model.runner), pytest.raises(OverloadedError):
+        with brake(cluster.prefills[0].model.runner), pytest.raises(OverloadedError):
             await asyncio.gather(*(serve(f"late{number}", terms(20.0)) for number in range(6)))
         left = asyncio.create_task(serve("left", terms(1000.0)))
         await asyncio.sleep(0)

@@ -57,7 +57,7 @@ class Trap:
         self._supervisor = asyncio.create_task(self._supervise())
 
     def _set_for(self, worker: PrefillWorker | DecodeWorker) -> None:
-        runner = worker._model.runner
+        runner = worker.model.runner
         run = runner.run
 
         def trapped(step: PreparedStep, *hooks: object) -> PendingOutput:

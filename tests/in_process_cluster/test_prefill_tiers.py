@@ -12,10 +12,9 @@ from typing import Any, Literal
 import pytest
 
 from engine.sequence import StepPlan
-from kv_transfer.tiers.column_sources import DiskColumns
 from kv_transfer.tiers.disk.files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
-from kv_transfer.worker.transfer_config import TransferConfig
+from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.mini_cluster import (
     COMPUTING_IS_FREE,
@@ -81,13 +80,13 @@ class Executed:
 def watch(worker: PrefillWorker) -> list[Executed]:
     """All that the runner executes from now on."""
     steps: list[Executed] = []
-    execute = worker._model.runner.execute
+    execute = worker.model.runner.execute
 
     def watched(plan: StepPlan, on_layer: Any = None) -> Any:
         steps.append(Executed(plan, [item.seq.host_groups for item in plan.items]))
         return execute(plan, on_layer)
 
-    worker._model.runner.execute = watched  # type: ignore[method-assign]
+    worker.model.runner.execute = watched  # type: ignore[method-assign]
     return steps
 
 
@@ -170,9 +169,8 @@ async def cluster_with_disk(
 ) -> AsyncIterator[tuple[MiniCluster, DiskTier]]:
     """One that has answered PROMPT and has it on disk alone."""
     disk = disk_of(folder)
-    columns = DiskColumns(disk)
     try:
-        async with cluster_of(model, prefill_sources=(columns,), prefill_sink=columns, **config) as cluster:
+        async with cluster_of(model, prefill_sources=(disk,), prefill_sink=disk, **config) as cluster:
             cluster.believe(COMPUTING_IS_SLOW)  # nothing is worth computing
             assert await ask(cluster, "first", PROMPT) == (model.local(PROMPT, TOKENS).tokens, 0)
             await copied_down(cluster)
@@ -217,16 +215,16 @@ async def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(llama: 
     async with cluster_with_disk(llama, tmp_path) as (cluster, _):
         worker = cluster.prefills[0]
         cluster.believe(COMPUTING_IS_SLOW)
-        worker._prefix._on_over = lambda key: None  # it never hears that it is over
+        worker.prefix._on_over = lambda key: None  # it never hears that it is over
         async with aclosing(cluster.stream("stuck", PROMPT, TOKENS)) as events:
             waiting = asyncio.ensure_future(anext(events))
-            await eventually(lambda: worker._scheduler.num_waiting == 1)
+            await eventually(lambda: worker.scheduler.num_waiting == 1)
             # Whoever comes later is not held up.
             other = random_prompts([40], seed=5)[0]
             assert (await ask(cluster, "other", other))[0] == llama.local(other, TOKENS).tokens
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-        await eventually(lambda: worker._scheduler.num_waiting == 0)
+        await eventually(lambda: worker.scheduler.num_waiting == 0)
 
 
 # --- prompts split over both tiers ---

@@ -16,12 +16,12 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.steps.loading import load_runner
 from engine.steps.runner import ModelRunner
-from kv_transfer.messages import ChangeRole, Role
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.workers import ChangeRole
 from kv_transfer.worker import replica as worker_replica
-from kv_transfer.worker.parts import Worker, WorkerParts
+from kv_transfer.worker.base import Worker, WorkerParts
 from kv_transfer.worker.replica import WorkerReplica
-from prefill_workers.role import PrefillRole
-from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+from prefill_workers.worker import PrefillRole, PrefillWorker, PrefillWorkerConfig
 from tests.support.mini_cluster import brake
 from tests.support.mini_requests import tokens, tokens_of
 from tests.support.replica_cluster import ReplicaCluster, replica_cluster
@@ -101,7 +101,7 @@ async def test_streams_that_outlast_the_drain_go_on_elsewhere(llama: SmallModel)
 
 def holds(replica: WorkerReplica, request_id: str) -> bool:
     worker: Any = replica.worker
-    return worker is not None and any(key.request_id == request_id for key in worker._gateway_of)
+    return worker is not None and any(key.request_id == request_id for key in worker.gateway_of)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

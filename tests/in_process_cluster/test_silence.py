@@ -21,8 +21,9 @@ from cluster.gateway.worker_connections import SILENCE_S
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.handoff.actions import ReceiverState
-from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
-from kv_transfer.worker.transfer_config import TransferConfig
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
+from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, prefills_braked, tokens_of
@@ -37,7 +38,7 @@ KNOWN = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s
 
 def know_costs(cluster: MiniCluster) -> None:
     for worker in cluster.workers:
-        worker._steps.costs.seed(KNOWN)
+        worker.steps.costs.seed(KNOWN)
 
 
 # --- steps that do not end ---
@@ -62,8 +63,8 @@ async def test_whoever_has_nowhere_else_to_go_waits_for_a_late_step(llama: Small
         know_costs(cluster)
         decode = cluster.decodes[0]
         request = asyncio.create_task(cluster.generate("r", PROMPT, greedy(90)))
-        await eventually(lambda: decode._gateway_of and decode._scheduler.num_running)
-        with brake(decode._model.runner) as held:
+        await eventually(lambda: decode.gateway_of and decode.scheduler.num_running)
+        with brake(decode.model.runner) as held:
             await held.reached()
             links = cluster.orchestrator.links
             await eventually(lambda: decode.info.worker_id in links.suspects())
@@ -79,7 +80,7 @@ async def test_a_gateway_that_comes_later_hears_of_a_late_step_too(llama: SmallM
         know_costs(cluster)
         expected = llama.local(PROMPT, greedy()).tokens
         with ExitStack() as stack:
-            held = [stack.enter_context(brake(worker._model.runner)) for worker in cluster.decodes]
+            held = [stack.enter_context(brake(worker.model.runner)) for worker in cluster.decodes]
             request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
             await eventually(lambda: any(one.holding.is_set() for one in held))
             hung = busy(cluster)

@@ -14,7 +14,8 @@ from cluster.slo.account import SloAccount
 from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Counts, Metric, Outcome, SeriesKey
 from cluster.slo.tracker import SeriesSnapshot
-from kv_transfer.messages import RequestSpec, SloUpdate
+from kv_transfer.messages.requests import RequestSpec
+from kv_transfer.messages.scheduling import SloUpdate
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
@@ -113,7 +114,7 @@ async def test_queue_time_reaches_to_the_first_step(llama: SmallModel, num_prefi
             first = asyncio.create_task(one.serve("r0", 2))
             await held.reached()
             second = asyncio.create_task(one.serve("r1", 2))
-            await eventually(lambda: cluster.workers[0]._scheduler.num_waiting == 1)
+            await eventually(lambda: cluster.workers[0].scheduler.num_waiting == 1)
             await asyncio.sleep(1.0)  # which the second one waits, and the first one does not: it is being computed
         waited_s = [attempt.waited_s for attempt in await asyncio.gather(first, second)]
         assert waited_s[0] is not None and waited_s[1] is not None

@@ -134,7 +134,7 @@ async def test_cluster(models: Models, tmp_path: Path, name: str) -> None:
         first = [*PREFIX, 7, 8, 9]
         assert await _ask(cluster, "first", first) == (model.hugging_face(first, NUM_TOKENS), 0)
         await _leave_prefix_in(cluster, case, tmp_path)
-        with watching(cluster.decodes[0]._model) as decoding, watching(cluster.prefills[0]._model) as prefilling:
+        with watching(cluster.decodes[0].model) as decoding, watching(cluster.prefills[0].model) as prefilling:
             async with _evicting(cluster) if case.evicting else contextlib.nullcontext():
                 leaver = asyncio.create_task(_leave_early(cluster, [*PREFIX, 9, 9]))
                 answers = await asyncio.gather(*(_ask(cluster, f"r{n}", prompt) for n, prompt in enumerate(PROMPTS)))
@@ -181,7 +181,7 @@ async def _leave_early(cluster: MiniCluster, prompt: list[int], name: str = "lea
 async def _leave_prefix_in(cluster: MiniCluster, case: Case, folder: Path) -> None:
     """So that the prefill worker finds it there and in no better place."""
     await eventually(lambda: cluster.num_held == 0, what="blocks are held")
-    prefill, decode = cluster.prefills[0]._model, cluster.decodes[0]._model
+    prefill, decode = cluster.prefills[0].model, cluster.decodes[0].model
     if case.source in ("disk", "damaged disk"):
         await cluster.flush_disks()
     if case.source not in ("nowhere", "device"):
@@ -200,7 +200,7 @@ async def _leave_prefix_in(cluster: MiniCluster, case: Case, folder: Path) -> No
 
 
 def _prefix_digests(cluster: MiniCluster) -> list[bytes]:
-    allocator = cluster.prefills[0]._allocator
+    allocator = cluster.prefills[0].allocator
     seq = Sequence(request_id="", attempt=0, params=greedy(1), prompt_token_ids=PREFIX)
     return allocator.hashes(seq, len(PREFIX) // allocator.block_size)
 

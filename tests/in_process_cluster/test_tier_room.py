@@ -72,13 +72,13 @@ async def second_goes_on(
 
 async def test_a_prompt_that_waits_for_blocks_that_are_being_copied_is_computed(llama: SmallModel) -> None:
     async with cluster_of(llama, num_prefill=1, device_columns=64) as cluster:
-        scheduler = cluster.prefills[0]._scheduler
+        scheduler = cluster.prefills[0].scheduler
         await second_goes_on(llama, cluster, cluster.tiers[0], lambda: scheduler.num_waiting == 1)
 
 
 async def test_a_local_prompt_that_waits_for_blocks_that_are_being_copied_is_computed(llama: SmallModel) -> None:
     async with cluster_of(llama, num_prefill=0, host_columns=11) as cluster:
-        scheduler = cluster.decodes[0]._scheduler
+        scheduler = cluster.decodes[0].scheduler
         await second_goes_on(llama, cluster, cluster.tiers[0], lambda: scheduler.num_waiting == 1)
 
 

@@ -12,7 +12,7 @@ from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.sequence import StepPlan
 from engine.steps.calibration import TRIALS, calibrate
 from engine.steps.loop import StepLoop
-from kv_transfer.messages import KnownWorker, WorkerSnapshot
+from kv_transfer.messages.workers import KnownWorker, WorkerSnapshot
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -65,7 +65,7 @@ async def test_without_a_calibration_costs_are_told_from_the_first_steps_on(llam
         for n in range(3):
             await cluster.generate(f"r{n}", random_prompts([150], seed=n)[0], greedy(24))
         for worker in (prefill, decode):
-            known = worker._steps.costs.cost()
+            known = worker.steps.costs.cost()
             assert known is not None
             snapshot = await told_that(cluster, worker, lambda snapshot: snapshot.step_cost is not None)
             cost = snapshot.step_cost

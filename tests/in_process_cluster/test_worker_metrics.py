@@ -18,7 +18,8 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
-from kv_transfer.messages import BlockEvents, TiersReport
+from kv_transfer.messages.blocks import BlockEvents
+from kv_transfer.messages.workers import TiersReport
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -153,7 +154,7 @@ async def test_tokens_of_a_neighbour_are_told_as_such(llama: SmallModel) -> None
         answer = [event.token_id for event in await cluster.generate("first", prompt, greedy(40))]
         await eventually(lambda: cluster.num_held == 0, what="blocks are held")
         history = prompt + answer + [1, 2, 3]
-        tiers = cluster.prefills[0]._prefix.tiers
+        tiers = cluster.prefills[0].prefix.tiers
         assert tiers is not None
         hashes = block_hashes(history, BLOCK_SIZE)[:4]
         await eventually(lambda: tiers.missing(hashes).num_reachable == 4, 5.0, "the neighbour is not looked at")
@@ -193,7 +194,7 @@ async def test_sequences_that_rest_in_host_memory_are_told(llama: SmallModel) ->
         for stream in streams:
             async for _ in stream:
                 pass
-        scheduler = cluster.decodes[0]._scheduler
+        scheduler = cluster.decodes[0].scheduler
         await metric.shows(0, "legato_worker_host_sequences")
         await metric.shows(scheduler.num_host_landings, "legato_worker_host_landings_total")
         assert metric("legato_worker_host_landings_total") > 0
@@ -219,15 +220,15 @@ async def test_what_steps_cost_is_told_with_its_error(llama: SmallModel) -> None
         metric = Scraper(cluster, worker.info.worker_id)
         assert metric.tells_nothing_of("legato_worker_step_cost_error"), "it has computed nothing"
         await ask(cluster, "r")
-        cost = worker._steps.costs.cost()
+        cost = worker.steps.costs.cost()
         assert cost is not None
         await metric.shows(cost.base_s, "legato_worker_step_cost_seconds", unit="step")
         await metric.shows(cost.prefill_token_s, "legato_worker_step_cost_seconds", unit="prefill_token")
         assert metric("legato_worker_step_cost_seconds", unit="prefill_pair") == cost.prefill_pair_s
         assert metric("legato_worker_step_cost_seconds", unit="decode") == cost.decode_s
         assert metric("legato_worker_step_cost_seconds", unit="context_token") == cost.context_token_s
-        assert metric("legato_worker_step_cost_error", kind="decode") == worker._steps.costs.error("decode")
-        assert metric("legato_worker_step_cost_error", kind="prefill") == worker._steps.costs.error("prefill")
+        assert metric("legato_worker_step_cost_error", kind="decode") == worker.steps.costs.error("decode")
+        assert metric("legato_worker_step_cost_error", kind="prefill") == worker.steps.costs.error("prefill")
 
 
 def index_of(cluster: MiniCluster, worker: DecodeWorker) -> dict[str, Any]:
@@ -249,9 +250,9 @@ async def test_cluster_shows_what_the_block_index_knows(llama: SmallModel, tmp_p
         assert before["num_gaps"] == 0
         assert before["num_snapshots_asked"] == 0
 
-        assert worker._parts.events is not None
+        assert worker.parts.events is not None
         drop(cluster.models[0].block_pool)
-        lost = worker._parts.events.take()  # a report that never arrives
+        lost = worker.parts.events.take()  # a report that never arrives
         assert isinstance(lost[0], BlockEvents)
         await eventually(lambda: index_of(cluster, worker)["num_gaps"] == 1, 5.0, "the gap is not seen")
         await eventually(lambda: index_of(cluster, worker)["in_step"], 5.0, "the index stays out of step")

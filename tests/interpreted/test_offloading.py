@@ -9,7 +9,7 @@ import torch
 from engine.kv.cache import KVCache, KVLayout
 from engine.offload.block_link import BlockLink
 from engine.offload.staging_plan import Blocks
-from kv_transfer.tiers.offloading import StreamOffload
+from kv_transfer.tiers.write_through import StreamOffload
 from tests.interpreted.device_queues import LazyStream
 from tests.support.interpreted import device, wait_for_device
 

@@ -19,12 +19,12 @@ from kv_transfer.tiers import worker_tiers
 from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.base import Identity, LinkClosedError, Transport
+from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError, map_segment
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryTransport
 from kv_transfer.transports.slab_pool import SlabConfig, private_arena
 from kv_transfer.transports.tcp import TcpConfig, TcpTransport
-from kv_transfer.worker.transfer_config import TransferConfig
 from tests.kv_transfer.transports.transport_conformance import Pair, request_id
 from tests.processes.host_segments import SHARED_MEMORY
 from tests.support.interpreted import device

@@ -11,7 +11,7 @@ import torch
 
 from engine.offload.staging import CopyThread
 from kernels.cpu.thread_team import dissolve_team, set_team, work_alone
-from kv_transfer.connections.loop_thread import LoopThread
+from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.handoff.slab_copy import CopyingThreads
 from tests.support.waiting import HANGS_S
 

@@ -162,20 +162,26 @@ class PrefillMachine(RuleBasedStateMachine):
         assert self.plan is not None
         plan, self.plan = self.plan, None
         broken = {item.seq.key for item in plan.items if self.allocator.is_moving(item.seq)}
+        given_up = {item.seq.key for item in plan.items if item.seq.key in self.broken}
         self.scheduler.abandon_step()
         self._check_released()
         for key in broken & self.sequences.keys():
             self.broken.add(key)
         if suspect:
             lost = self.scheduler.suspect(plan)
-            assert {seq.key for seq in lost} == broken & self.sequences.keys()
+            assert {seq.key for seq in lost} == broken & self.sequences.keys() | given_up
 
-    @precondition(lambda self: self.plan is None and self.scheduler._running)
+    @property
+    def running(self) -> list[SequenceKey]:
+        """Those that have their blocks and are to be computed."""
+        ended = self.computed | self.broken
+        return [key for key, seq in self.sequences.items() if seq.lease is not None and key not in ended]
+
+    @precondition(lambda self: self.running)
     @rule(which=some)
     def give_up(self, which: int) -> None:
-        """Its steps fail, alone as well."""
-        running = self.scheduler._running
-        key = running[which % len(running)].key
+        """Its steps fail, alone as well, or the worker changes its role; also while a step is in flight."""
+        key = self.running[which % len(self.running)]
         self.scheduler.give_up(key)
         self.broken.add(key)
 

@@ -18,17 +18,24 @@ from engine.memory.devices import CPU
 from engine.memory.gpu import Access, Properties
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.connections.sockets import dial
-from kv_transfer.messages import Endpoint, SegmentAnswer, SegmentOffer
+from kv_transfer.messages.connections import SegmentAnswer, SegmentOffer
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, Link, PeerRefusedError, SlabBytes
-from kv_transfer.transports.choose import open_transport
-from kv_transfer.transports.cuda_ipc.mailbox import Mailbox, MailboxError, post_file
-from kv_transfer.transports.cuda_ipc.transport import DeviceCarrier, DeviceMemory, DeviceTransport, SealedMemory
+from kv_transfer.transports.choose import TransferConfig, open_transport
+from kv_transfer.transports.cuda_ipc import (
+    DeviceCarrier,
+    DeviceMemory,
+    DeviceTransport,
+    Mailbox,
+    MailboxError,
+    SealedMemory,
+    post_file,
+)
 from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import Carrier, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpConfig, TcpLink
-from kv_transfer.worker.transfer_config import TransferConfig
 from tests.kv_transfer.transports.slab_content import send
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
 from tests.support.device_memory import device_memory

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import Literal
 
 import pytest
 import torch
@@ -17,26 +18,19 @@ from torch._C._distributed_c10d import HashStore
 from engine.memory.devices import CPU
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
 from kv_transfer.connections.sockets import dial
-from kv_transfer.messages import (
-    Ended,
-    Endpoint,
-    GroupOffer,
-    GroupWord,
-    Message,
-    SlabAnnounced,
-    SlabsWanted,
-    encode,
-)
+from kv_transfer.messages import Message, encode
+from kv_transfer.messages.connections import GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Link, LinkClosedError, PeerRefusedError
-from kv_transfer.transports.choose import TransportKind, open_transport
-from kv_transfer.transports.process_group import ends as group_ends
-from kv_transfer.transports.process_group.ends import DistributedConfig
-from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PairGroup, join_group
-from kv_transfer.transports.process_group.store import WordStore
-from kv_transfer.transports.process_group.transport import DistributedLink, DistributedTransport
+from kv_transfer.transports.choose import open_transport
+from kv_transfer.transports.process_group import directions
+from kv_transfer.transports.process_group.directions import DistributedConfig
+from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PairGroup, PeerStore, join_group
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedLink, DistributedTransport
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import SocketTransport
-from kv_transfer.transports.tcp import TcpLink
+from kv_transfer.transports.tcp import TcpCarrier, TcpConfig, TcpLink
 from tests.kv_transfer.transports.slab_content import send, write
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
 from tests.support.waiting import HANGS_S, eventually
@@ -66,10 +60,13 @@ async def listening(transport: SocketTransport) -> AsyncIterator[tuple[Far, Endp
         await transport.close()
 
 
-def of_kind(kind: TransportKind, worker: str = "near") -> SocketTransport:
+def of_kind(kind: Literal["gloo", "auto", "tcp"], worker: str = "near") -> SocketTransport:
+    """`gloo`: what `nccl` is between GPUs, process groups or else TCP."""
     identity = PREFILL if worker == "near" else DECODE
-    config = DistributedConfig(slabs=SMALL, join_timeout_s=HANGS_S)
-    return open_transport(kind, identity, host="127.0.0.1", groups=config)
+    if kind != "gloo":
+        return open_transport(kind, identity, host="127.0.0.1")
+    groups = DistributedCarrier(identity, DistributedConfig(slabs=SMALL, join_timeout_s=HANGS_S))
+    return SocketTransport(identity, [groups, TcpCarrier(identity, TcpConfig())], host="127.0.0.1")
 
 
 async def carries(transport: SocketTransport, far: Far, endpoint: Endpoint) -> Link:
@@ -96,13 +93,13 @@ async def test_groups_are_taken_where_both_ends_want_them_and_tcp_elsewhere() ->
 async def test_tcp_carries_on_where_one_end_cannot_join(
     refusing_rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(store: WordStore, rank: int, **options: object) -> PairGroup:
+    def refuse(store: PeerStore, rank: int, **options: object) -> PairGroup:
         if rank == refusing_rank:
             raise RuntimeError("this machine has no network for groups")
         store.wait(["never"])
         raise AssertionError
 
-    monkeypatch.setattr(group_ends, "join_group", refuse)
+    monkeypatch.setattr(directions, "join_group", refuse)
     near = of_kind("gloo")
     async with listening(of_kind("gloo", "far")) as (far, endpoint):
         assert isinstance(await carries(near, far, endpoint), TcpLink)
@@ -114,12 +111,12 @@ async def test_tcp_carries_on_where_one_end_cannot_join(
 async def test_a_peer_that_does_not_join_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     enough = threading.Event()
 
-    def hang(store: WordStore, rank: int, **options: object) -> PairGroup:
+    def hang(store: PeerStore, rank: int, **options: object) -> PairGroup:
         enough.wait(HANGS_S)
         raise RuntimeError("at last")
 
-    monkeypatch.setattr(group_ends, "join_group", hang)
-    monkeypatch.setattr(group_ends, "_LANE_END_S", SHORT_S)  # of lanes that nothing ends
+    monkeypatch.setattr(directions, "join_group", hang)
+    monkeypatch.setattr(directions, "_GROUP_END_S", SHORT_S)  # of groups that nothing ends
     config = DistributedConfig(slabs=SMALL, join_timeout_s=SHORT_S)
     near = DistributedTransport(PREFILL, config)
     async with listening(DistributedTransport(DECODE, config)) as (_, endpoint):
@@ -134,8 +131,8 @@ async def test_a_slab_that_was_asked_for_and_is_not_taken_ends_the_link_alone() 
     async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
         link = await near.connect(endpoint, timeout_s=HANGS_S)
         peer = await asyncio.wait_for(far.links.get(), HANGS_S)
-        assert isinstance(peer, DistributedLink) and peer._incoming is not None
-        peer._incoming._lane.move = lambda slab, on_moved: None  # type: ignore[method-assign]
+        assert isinstance(peer, DistributedLink) and peer.incoming is not None
+        peer.incoming.group.move = lambda slab, on_moved: None  # type: ignore[method-assign]
         await send(link, "stuck", bytes(16 * MIB))
         for end in (link, peer):
             with pytest.raises(LinkClosedError, match=r"a slab was lost on its way: a slab did not move within 0\.3 s"):
@@ -153,14 +150,14 @@ async def test_what_is_cancelled_on_the_way_lets_go_at_both_ends() -> None:
     async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
         link = await near.connect(endpoint, timeout_s=HANGS_S)
         peer = await asyncio.wait_for(far.links.get(), HANGS_S)
-        assert isinstance(link, DistributedLink) and link._outgoing is not None
-        assert isinstance(peer, DistributedLink) and peer._incoming is not None
-        peer._incoming._lane.move = lambda slab, on_moved: None  # type: ignore[method-assign]
+        assert isinstance(link, DistributedLink) and link.outgoing is not None
+        assert isinstance(peer, DistributedLink) and peer.incoming is not None
+        peer.incoming.group.move = lambda slab, on_moved: None  # type: ignore[method-assign]
         await send(link, "stuck", bytes(16 * MIB))
-        lane = link._outgoing._lane
-        await eventually(lambda: lane._timers, what="the peer did not ask")
+        group = link.outgoing.group
+        await eventually(lambda: group.num_moving, what="the peer did not ask")
         await asyncio.wait_for(link.close("the request was cancelled"), HANGS_S)
-        assert not lane._thread.is_alive()
+        assert not group.is_alive
         with pytest.raises(LinkClosedError, match="closed by the peer: the request was cancelled"):
             await asyncio.wait_for(peer.receive(), HANGS_S)
         await near.close()
@@ -185,12 +182,12 @@ def announced(num_bytes: int, message: bytes | None = None) -> SlabAnnounced:
 async def test_a_peer_that_breaks_the_rules_is_cut_off(
     sent: Sequence[Message], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_ends, "join_group", lambda store, rank, **options: store.wait(["never"]))
+    monkeypatch.setattr(directions, "join_group", lambda store, rank, **options: store.wait(["never"]))
     async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
-        meeting = await dial(
+        peer_socket = await dial(
             endpoint, PREFILL, purpose="kv-gloo", timeout_s=HANGS_S, attributes={"slab_bytes": str(16 * MIB)}
         )
-        forger = Connection(meeting, ConnectionConfig(), Hooks())
+        forger = Connection(peer_socket, ConnectionConfig(), Hooks())
         await forger.start()
         for message in sent:
             forger.post(message)
@@ -203,9 +200,9 @@ async def test_a_peer_that_breaks_the_rules_is_cut_off(
 
 async def test_a_dialer_that_names_no_slab_size_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     async with listening(DistributedTransport(DECODE)) as (_, endpoint):
-        meeting = await dial(endpoint, PREFILL, purpose="kv-gloo", timeout_s=HANGS_S)
-        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(meeting.sock, 1), HANGS_S) == b""
-        meeting.sock.close()
+        peer_socket = await dial(endpoint, PREFILL, purpose="kv-gloo", timeout_s=HANGS_S)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(peer_socket.sock, 1), HANGS_S) == b""
+        peer_socket.sock.close()
         assert "slab_bytes='' of its link: it must be" in caplog.text
 
 
@@ -225,8 +222,8 @@ async def test_the_smaller_slabs_count() -> None:
 def test_each_kind_is_for_its_device() -> None:
     with pytest.raises(ValueError, match="'nccl' is for KV on a cuda device, and this worker's is on cpu"):
         open_transport("nccl", PREFILL, host="127.0.0.1")
-    with pytest.raises(ValueError, match="'gloo' is for KV on a cpu device, and this worker's is on cuda:0"):
-        open_transport("gloo", PREFILL, host="127.0.0.1", device=torch.device("cuda:0"))
+    with pytest.raises(ValueError, match="There is no transport 'gloo': it must be auto, cuda_ipc, nccl, shm, tcp"):
+        open_transport("gloo", PREFILL, host="127.0.0.1")  # type: ignore[arg-type]
 
 
 # --- below links: groups, and where their ends find each other ---
@@ -280,12 +277,12 @@ def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[st
 
 def test_words_are_told_and_learned_and_never_awaited_for_ever() -> None:
     told: list[tuple[str, bytes]] = []
-    store = WordStore(lambda key, value: told.append((key, value)), timeout_s=HANGS_S)
+    store = PeerStore(lambda key, value: told.append((key, value)), timeout_s=HANGS_S)
     store.set("address", b"127.0.0.1")
     assert told == [("address", b"127.0.0.1")]
     assert store.get("address") == b"127.0.0.1"
     assert not store.check(["theirs"])
-    threading.Timer(0.05, lambda: store.learn("theirs", b"1")).start()
+    threading.Timer(0.05, lambda: store.receive("theirs", b"1")).start()
     assert store.get("theirs") == b"1"
     store.wait(["address", "theirs"])
     started = time.monotonic()

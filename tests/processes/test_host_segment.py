@@ -26,7 +26,7 @@ from kv_transfer.tiers.host import segment as host_segment
 from kv_transfer.tiers.host.files import open_segment as open_file
 from kv_transfer.tiers.host.files import segment_paths, sweep
 from kv_transfer.tiers.host.index import block_digest
-from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.transports.shared_memory.segment import SegmentError
 from tests.processes.host_segment_child import (
@@ -177,7 +177,7 @@ def test_a_file_of_another_user_is_neither_adopted_nor_read_nor_removed(
 ) -> None:
     path = abandoned(scope, num_filled=1)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    neighbours = Neighbours(SHARED_MEMORY, scope, FINGERPRINT, None)
+    neighbours = PeerSegments(SHARED_MEMORY, scope, FINGERPRINT, None)
     with monkeypatch.context() as context:
         context.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert open_file(path) is None
@@ -328,7 +328,7 @@ class SegmentMachine(RuleBasedStateMachine):
         self.scope = uuid.uuid4().hex
         self.segment = open_segment(SHARED_MEMORY, self.scope)
         self.pool = restored_pool(self.segment)
-        self.neighbours = Neighbours(SHARED_MEMORY, self.scope, FINGERPRINT, None, rescan_s=0, follow_s=0)
+        self.neighbours = PeerSegments(SHARED_MEMORY, self.scope, FINGERPRINT, None, rescan_s=0, follow_s=0)
 
     @rule(target=leases, num_blocks=st.integers(0, 4), numbers=st.lists(st.integers(0, 11), min_size=4, max_size=4))
     def compute(self, num_blocks: int, numbers: list[int]) -> BlockLease:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.kv.block_pool import BlockPool
-from kv_transfer.tiers.host import late_digests
+from kv_transfer.tiers.host import segment as host_segment
 from kv_transfer.tiers.host.index import block_digest
 from kv_transfer.tiers.host.segment import HostSegment
 from tests.processes.host_segments import SHARED_MEMORY, scope
@@ -42,8 +42,8 @@ def compute(segment: HostSegment, pool: BlockPool, number: int) -> None:
 
 
 def check_records(segment: HostSegment) -> None:
-    for block, record in segment._index.valid_records():
-        assert record.digest == block_digest(record.key, segment.block(block)), f"block {block} is not what is told"
+    for key, (block, digest) in segment.published_digests().items():
+        assert digest == block_digest(key, segment.block(block)), f"block {block} is not what is told"
 
 
 async def test_large_blocks_are_found_a_little_later_and_restored(scope: str) -> None:
@@ -69,7 +69,7 @@ async def test_what_was_evicted_before_its_turn_is_not_published(scope: str, mon
         assert go.wait(HANGS_S)
         return digest
 
-    monkeypatch.setattr(late_digests, "block_digest", slow_digest)
+    monkeypatch.setattr(host_segment, "block_digest", slow_digest)
     segment, pool = opened(scope)
     compute(segment, pool, 1)
     assert reached.wait(HANGS_S)

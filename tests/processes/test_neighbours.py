@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine.kv.block_pool import BlockPool
-from kv_transfer.tiers.host import neighbours as neighbours_module
+from kv_transfer.tiers.host import peer_segments as neighbours_module
 from kv_transfer.tiers.host.index import SegmentIndex
-from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.peer_segments import PeerSegments
 from tests.processes.host_segment_child import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -32,11 +32,11 @@ from tests.support.waiting import HANGS_S, wait_until
 __all__ = ["scope"]
 
 
-def neighbours_of(scope: str, own_path: Path | None = None, fingerprint: str = FINGERPRINT) -> Neighbours:
-    return Neighbours(SHARED_MEMORY, scope, fingerprint, own_path, rescan_s=0, follow_s=0)
+def neighbours_of(scope: str, own_path: Path | None = None, fingerprint: str = FINGERPRINT) -> PeerSegments:
+    return PeerSegments(SHARED_MEMORY, scope, fingerprint, own_path, rescan_s=0, follow_s=0)
 
 
-def load(neighbours: Neighbours, number: int) -> bool:
+def load(neighbours: PeerSegments, number: int) -> bool:
     """Load the content of a number; AssertionError if what is said to be loaded is not exactly that."""
     copy = bytearray(b"\xaa" * BLOCK_BYTES)
     [loaded] = neighbours.load([key_of(number)], [memoryview(copy)])
@@ -112,7 +112,7 @@ def test_a_dead_neighbours_blocks_stay_of_use_before_and_after_its_adoption(scop
 
 def test_what_is_loaded_is_what_was_asked_for_even_if_the_block_has_changed_since(scope: str) -> None:
     now = 0.0
-    neighbours = Neighbours(SHARED_MEMORY, scope, FINGERPRINT, None, follow_s=10, clock=lambda: now)
+    neighbours = PeerSegments(SHARED_MEMORY, scope, FINGERPRINT, None, follow_s=10, clock=lambda: now)
     segment = open_segment(SHARED_MEMORY, scope)
     pool = BlockPool(NUM_BLOCKS, observers=[segment])
     block = fill(segment, pool, 1)
@@ -175,7 +175,7 @@ def test_if_one_neighbours_copy_is_bad_anothers_is_taken(scope: str) -> None:
 
 def test_segments_come_and_go_but_the_folder_is_listed_only_now_and_then(scope: str) -> None:
     now = 0.0
-    neighbours = Neighbours(SHARED_MEMORY, scope, FINGERPRINT, None, rescan_s=5, follow_s=0, clock=lambda: now)
+    neighbours = PeerSegments(SHARED_MEMORY, scope, FINGERPRINT, None, rescan_s=5, follow_s=0, clock=lambda: now)
     neighbours.refresh()
     segment = open_segment(SHARED_MEMORY, scope)
     path = segment.path

@@ -22,7 +22,8 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.connections.connection import ConnectionConfig
-from kv_transfer.messages import Ended, Endpoint
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Delivery, Link, LinkClosedError, Transport
 from kv_transfer.transports.slab_pool import SlabConfig
 from tests.kv_transfer.transports.slab_content import content, send

@@ -18,11 +18,13 @@ from typing import cast
 import uvloop
 import xxhash
 
-from kv_transfer.messages import Ended, Endpoint
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choose import TransportKind, open_transport
-from kv_transfer.transports.cuda_ipc.transport import DeviceTransport
-from kv_transfer.transports.process_group.ends import DistributedConfig
+from kv_transfer.transports.cuda_ipc import DeviceTransport
+from kv_transfer.transports.process_group.directions import DistributedConfig
+from kv_transfer.transports.process_group.transport import DistributedTransport
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.tcp import TcpConfig
@@ -38,13 +40,14 @@ def make_transport(kind: str, worker_id: str, slabs: SlabConfig = SLABS) -> Tran
     identity = Identity(worker_id=worker_id, node_id="a", secret=b"secret", compatibility={"model": "x"})
     if kind == "device":
         return DeviceTransport(identity, device_memory(), SharedMemoryConfig(slabs=slabs))
+    if kind == "gloo":
+        return DistributedTransport(identity, DistributedConfig(slabs=slabs))
     return open_transport(
         cast(TransportKind, kind),
         identity,
         host="127.0.0.1",
         shm=SharedMemoryConfig(slabs=slabs),
         tcp=TcpConfig(slabs=slabs),
-        groups=DistributedConfig(slabs=slabs),
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kv_transfer.transports.cuda_ipc.transport import DeviceMemory, SealedMemory
+from kv_transfer.transports.cuda_ipc import DeviceMemory, SealedMemory
 
 
 def device_memory() -> DeviceMemory:
     if not torch.cuda.is_available():
         return SealedMemory()
-    from kv_transfer.transports.cuda_ipc.memory import CudaMemory
+    from kv_transfer.transports.cuda_ipc import CudaMemory
 
     return CudaMemory(torch.device("cuda", 0))

@@ -27,7 +27,8 @@ from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.connections.connection import Connection, connect
 from kv_transfer.digest import DigestKind
-from kv_transfer.messages import Endpoint, RequestSpec, Role, TokenEvent
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import TiersConfig
 from kv_transfer.tiers.memory import TierMemory
@@ -35,9 +36,9 @@ from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.base import Identity
-from kv_transfer.worker.parts import WorkerParts
+from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import worker_identity
-from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S, eventually
@@ -147,7 +148,7 @@ class MiniCluster:
             self.prefills.remove(worker)
         else:
             self.decodes.remove(worker)
-        self.models.remove(worker._model)
+        self.models.remove(worker.model)
         await self._end(worker)
 
     async def stop(self) -> None:
@@ -161,7 +162,7 @@ class MiniCluster:
     @staticmethod
     async def _end(worker: PrefillWorker | DecodeWorker) -> None:
         await worker.stop()
-        await asyncio.to_thread(worker._model.runner.close)
+        await asyncio.to_thread(worker.model.runner.close)
 
     async def connect(self, worker: PrefillWorker | DecodeWorker) -> Connection:
         """As one more gateway, whose messages are the caller's to say and to hear."""
@@ -196,8 +197,8 @@ class MiniCluster:
             if model.host_pool is not None:
                 model.host_pool.check_idle()
         for worker in self.workers:
-            assert not worker._gateway_of, f"{worker.info.worker_id} still lists {list(worker._gateway_of)}"
-            assert worker._scheduler.num_running == worker._scheduler.num_waiting == 0
+            assert not worker.gateway_of, f"{worker.info.worker_id} still lists {list(worker.gateway_of)}"
+            assert worker.scheduler.num_running == worker.scheduler.num_waiting == 0
         assert not any(decode.reservations.num_waiting or decode.reservations.num_receiving for decode in self.decodes)
 
     async def flush_disks(self) -> None:

@@ -13,7 +13,7 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepPlan
 from engine.steps.runner import ModelRunner, PreparedStep
-from kv_transfer.messages import TokenEvent
+from kv_transfer.messages.requests import TokenEvent
 from tests.support.mini_cluster import Brake, MiniCluster, brake
 from tests.support.small_models import SmallModel, random_prompts
 
@@ -36,11 +36,11 @@ def sampled(seed: int) -> SamplingParams:
 
 
 def busy(cluster: MiniCluster) -> DecodeWorker:
-    return next(worker for worker in cluster.decodes if worker._gateway_of)
+    return next(worker for worker in cluster.decodes if worker.gateway_of)
 
 
 def waiting(cluster: MiniCluster) -> int:
-    return sum(worker._scheduler.num_waiting for worker in cluster.decodes)
+    return sum(worker.scheduler.num_waiting for worker in cluster.decodes)
 
 
 def sees_draining(cluster: MiniCluster) -> bool:
@@ -104,7 +104,7 @@ def is_long(num_tokens: int) -> Callable[[StepPlan], bool]:
 def prefills_braked(cluster: MiniCluster) -> Iterator[list[Brake]]:
     """Before the last chunk of `PROMPT`, when slabs of the others are on their way."""
     with ExitStack() as stack:
-        yield [stack.enter_context(brake(worker._model.runner, starts_beyond(100))) for worker in cluster.prefills]
+        yield [stack.enter_context(brake(worker.model.runner, starts_beyond(100))) for worker in cluster.prefills]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from cluster.gateway.generator import one_by_one
 from cluster.gateway.timeline import RequestTimeline
 from cluster.slo.classes import RequestSlo, RequestTerms
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages import RequestSpec
+from kv_transfer.messages.requests import RequestSpec
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import eventually

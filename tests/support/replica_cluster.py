@@ -9,16 +9,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 
-from decode_workers.role import DecodeRole
-from decode_workers.worker import DecodeWorker
+from decode_workers.worker import DecodeRole, DecodeWorker
 from engine.steps.loading import EngineConfig
-from kv_transfer.messages import Role
+from kv_transfer.messages.fields import Role
 from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.worker.parts import WorkerRole
+from kv_transfer.worker.base import WorkerRole
 from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
-from prefill_workers.role import PrefillRole
-from prefill_workers.worker import PrefillWorker
+from prefill_workers.worker import PrefillRole, PrefillWorker
 from tests.processes.host_segments import SHARED_MEMORY
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig
 from tests.support.small_models import SmallModel

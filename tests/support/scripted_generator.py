@@ -15,7 +15,9 @@ from cluster.gateway.generator import ServingLimits, Tokens
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.slo.classes import RequestTerms
 from engine.text.tokenizer import Tokenizer
-from kv_transfer.messages import Placement, RequestSpec, Role, TokenEvent
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
+from kv_transfer.messages.scheduling import Placement
 
 _WORDS: Final = (
     "the",

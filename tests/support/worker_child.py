@@ -20,10 +20,11 @@ import uvloop
 
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig, load_model
-from kv_transfer.messages import Endpoint, Role
-from kv_transfer.worker.parts import WorkerParts
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import worker_identity
-from kv_transfer.worker.transfer_config import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
 

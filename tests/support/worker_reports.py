@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kv_transfer.messages import Endpoint, StepCostReport, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.workers import StepCostReport, WorkerInfo, WorkerSnapshot
 
 NOWHERE = Endpoint(host="127.0.0.1", port=1, node_id="node")
 # A prompt of 1000 tokens takes 1.01 s, a decode step 10 ms and 1 ms more for each sequence.

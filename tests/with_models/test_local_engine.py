@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from decode_workers.local_engine import LocalEngine
-from decode_workers.states import Emission
+from decode_workers.scheduler import Emission
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from decode_workers.factory import decode_scheduler, step_overlap
-from decode_workers.scheduler import DecodeScheduler
-from decode_workers.states import DecodeState, Emission
+from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
+from decode_workers.worker import decode_scheduler, step_overlap
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepOutput, StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from engine.steps.loop import AsyncScheduling, StepLoop
 from engine.steps.runner import TokenSampler
+from kv_transfer.worker.base import block_allocator
 from tests.engine.steps.late_tokens import LateTokens
 from tests.support.model_families import VOCAB_SIZE
 from tests.support.waiting import eventually
@@ -38,7 +38,7 @@ def _model(folder: Path, kv_blocks: int) -> LoadedModel:
 
 
 def _scheduler(model: LoadedModel) -> DecodeScheduler:
-    return decode_scheduler(model, max_num_seqs=8, token_budget=20, layerkv=None)
+    return decode_scheduler(model, block_allocator(model), max_num_seqs=8, token_budget=20, layerkv=None)
 
 
 def _wishes() -> list[Sequence]:

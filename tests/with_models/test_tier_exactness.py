@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from decode_workers.local_engine import LocalEngine
-from decode_workers.offload_policy import Residency
+from decode_workers.offload_policy import OffloadPolicy
 from decode_workers.pacing import LayerKvConfig
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
@@ -110,10 +110,10 @@ def test_groups_that_wander_between_the_tiers_while_a_sequence_generates(models:
     """Not by the scheduler's own choice: any groups, at any step, there and back."""
     model, [prompt] = models(family), random_prompts([75], seed=4)
     engine, loaded = _local_engine(model, family, Shape(block_size=8, device=256, staging=160), 640)
-    residency, allocator = engine.scheduler.tiers, engine.scheduler.allocator
-    assert isinstance(residency, Residency)
+    policy, allocator = engine.scheduler.tiers, engine.scheduler.allocator
+    assert isinstance(policy, OffloadPolicy)
     seq = Sequence(request_id="r", attempt=0, params=greedy(40), prompt_token_ids=prompt)
-    residency._restore = lambda turn, queue: None  # type: ignore[method-assign]
+    policy._restore = lambda selection, queue: None  # type: ignore[method-assign]
     engine.add(seq)
     moves = iter([{0}, {1, 3}, {-1}, {2}, {-4, -2}, {0, 1}, {-1, -2, -3}, {0, 1, 2}, {-3}] * 9)
     placements = set()

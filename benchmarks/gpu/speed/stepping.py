@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from decode_workers.factory import decode_scheduler
+from decode_workers.worker import decode_scheduler
 from engine.cost_model.step_cost import StepWork
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence as TokenSequence
 from engine.sequence import SequenceKey, StepOutput, StepPlan
 from engine.steps.loading import LoadedModel
 from engine.steps.loop import AsyncScheduling, StepLoop
+from kv_transfer.worker.base import block_allocator
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -58,7 +59,9 @@ class Stepper:
         overlap: bool,
         mark: Callable[[], None] = lambda: None,
     ) -> None:
-        self._scheduler = decode_scheduler(model, max_num_seqs=max_num_seqs, token_budget=token_budget, layerkv=None)
+        self._scheduler = decode_scheduler(
+            model, block_allocator(model), max_num_seqs=max_num_seqs, token_budget=token_budget, layerkv=None
+        )
         runner = _MarkingRunner(model, mark)
         self._loop = StepLoop(
             runner,

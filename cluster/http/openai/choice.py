@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
-from kv_transfer.messages import TokenEvent
+from kv_transfer.messages.requests import TokenEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

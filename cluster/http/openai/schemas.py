@@ -22,7 +22,7 @@ from cluster.http.openai.fields import (
     Unsupported,
 )
 from engine.sampling.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from kv_transfer.messages import Role
+from kv_transfer.messages.fields import Role
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_MESSAGES = 2**14  # of a chat: what is made of more takes long at a stretch

@@ -18,7 +18,7 @@ from cluster.scheduler.placement.estimates import OutputLengths, Overhead, Promp
 from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot, WorkerTable
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
-from kv_transfer.messages import KnownWorker, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
 
 _ASSUMED_ERROR: Final = 0.5
 _ASSUMED_STEP_S: Final = 0.02

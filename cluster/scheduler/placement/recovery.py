@@ -15,7 +15,7 @@ from typing import Final
 from cluster.scheduler.placement.ledger import Booking, Ledger
 from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot
-from kv_transfer.messages import WorkerInfo
+from kv_transfer.messages.workers import WorkerInfo
 
 MAX_PENDING: Final = 65_536  # whose workers are not known; beyond it, the oldest is forgotten
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.cost_model.step_cost import StepCost, StepWork
-from kv_transfer.messages import WorkerInfo
+from kv_transfer.messages.workers import WorkerInfo
 
 RESIDUAL_STEP: Final = 0.125
 PROMPTS_OVER_S: Final = 10.0  # over which a worker's share of time for prompts is smoothed

@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.slo.classes import RequestSlo
-from kv_transfer.messages import (
-    BlockEvents,
-    BlockIndexSnapshot,
-    Place,
-    Placement,
-    Unplaceable,
-    WorkerInfo,
-    WorkerSnapshot,
-)
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.scheduling import Place, Placement, Unplaceable
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,9 @@ from itertools import count
 
 from cluster.simulation.routers.base import NobodyWaits, PlaceQuery
 from cluster.simulation.routers.fleet import Fleet, Member
-from kv_transfer.messages import (
-    BlockEvents,
-    BlockIndexSnapshot,
-    Placement,
-    Unplaceable,
-    WorkerInfo,
-    WorkerSnapshot,
-)
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.scheduling import Placement, Unplaceable
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from cluster.scheduler.block_index import BlockIndex
 from cluster.simulation.routers.base import PlaceQuery
 from cluster.simulation.worker_shape import WorkerShape
 from engine.cost_model.step_cost import StepCost, StepWork
-from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, WorkerInfo
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.workers import WorkerInfo
 
 _LEAST_ERROR: Final = 0.02
 

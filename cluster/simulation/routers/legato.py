@@ -12,16 +12,9 @@ from cluster.scheduler.placement.query import DecisionPolicy, Query
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.simulation.routers.base import PlaceQuery
 from cluster.simulation.routers.fleet import KnownCosts
-from kv_transfer.messages import (
-    BlockEvents,
-    BlockIndexSnapshot,
-    Placement,
-    Queued,
-    StepCostReport,
-    Unplaceable,
-    WorkerInfo,
-    WorkerSnapshot,
-)
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.scheduling import Placement, Queued, Unplaceable
+from kv_transfer.messages.workers import StepCostReport, WorkerInfo, WorkerSnapshot
 from kv_transfer.worker.cost_report import stated_report
 
 _UNBOUNDED: Final = 2**62

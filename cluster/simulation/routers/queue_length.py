@@ -11,15 +11,10 @@ from typing import Final
 
 from cluster.simulation.routers.base import NobodyWaits, PlaceQuery
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S
-from kv_transfer.messages import (
-    BlockEvents,
-    BlockIndexSnapshot,
-    Placement,
-    Role,
-    Unplaceable,
-    WorkerInfo,
-    WorkerSnapshot,
-)
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.scheduling import Placement, Unplaceable
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 _MIN_RETRY_AFTER_S: Final = 1.0
 

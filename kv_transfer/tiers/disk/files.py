@@ -7,8 +7,7 @@ little-endian and aligned to 4096 bytes, so that files can be read and written p
             | digest of each group's block u64[num_groups] | zeros | digest of the header so far u64
     body    the blocks of groups 0, 1, ... without gaps | zeros
 
-The digests tell accidents (a torn write, a rotten sector, another model's file), not forgers. Knows nothing of folders,
-slots or who owns what.
+The digests tell accidents (a torn write, a rotten sector, another model's file), not forgers.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ for life, so the kernel says which are free. Their number grows with the most wo
 subfolders nor lock files are ever removed, hence a lock always means the folder it lies in.
 
 A file appears under its name complete or not at all: it is written under a temporary name and renamed. Without `sync` a
-crash of the machine may still leave a named file with old or missing contents, which digests tell. Knows nothing of
-what the files mean.
+crash of the machine may still leave a named file with old or missing contents, which digests tell.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Who uses which file slot of a disk tier: a `BlockPool` that several threads share.
-
-A slot is a block of the pool and its key is `(hash, 0)`. Holds its lock for book-keeping only; does no I/O.
-"""
+"""The file slots of a disk tier: what they hold when it starts (`restore_slots`), and who uses which (`DiskSlots`)."""
 
 from __future__ import annotations
 
@@ -11,12 +8,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine.kv.block_pool import BlockLease, BlockPool, PoolObserver
 from engine.kv.eviction import EvictionPolicy
-from kv_transfer.messages import TierBlocks
+from kv_transfer.messages.workers import TierBlocks
+from kv_transfer.tiers.disk.files import ColumnFormat, DamagedColumnError, aligned_buffer
+from kv_transfer.tiers.disk.folder import DiskFolder, SlotFile
 from kv_transfer.tiers.memory import tier_blocks
 
 
 class DiskSlots:
-    """`restored`: (slot, hash) of content that is there already, least recently used first."""
+    """Who uses which slot: a `BlockPool` that several threads share. A slot is a block of it, its key `(hash, 0)`.
+
+    `restored`: (slot, hash) of content that is there already, least recently used first. The lock is held for
+    book-keeping only; there is no I/O.
+    """
 
     def __init__(
         self,
@@ -105,3 +108,38 @@ class DiskSlots:
         with self._changed:
             self._pool.release(lease)
             self._changed.notify_all()
+
+
+def restore_slots(folder: DiskFolder, form: ColumnFormat, num_slots: int) -> list[tuple[int, bytes]]:
+    """(slot, hash) of the files to keep, least recently used first; all slots are below `num_slots` and differ.
+
+    All other files are removed: damaged, of other models, second ones of a hash, and the oldest if the budget has
+    become too small for all. Only headers are read: whether a body is sound shows when it is loaded.
+    """
+    header = aligned_buffer(form.header_bytes)
+    kept: dict[bytes, int] = {}
+    for file in sorted(folder.files(), key=lambda file: (file.used_ns, file.slot), reverse=True):
+        prefix_hash = _sound_hash(folder, form, file, header)
+        if prefix_hash is None or prefix_hash in kept or len(kept) == num_slots:
+            folder.remove(file.slot)
+        else:
+            kept[prefix_hash] = file.slot
+    _move_below(folder, kept, num_slots)
+    return [(slot, prefix_hash) for prefix_hash, slot in reversed(kept.items())]
+
+
+def _sound_hash(folder: DiskFolder, form: ColumnFormat, file: SlotFile, header: memoryview) -> bytes | None:
+    with contextlib.suppress(OSError, DamagedColumnError):
+        folder.read(file.slot, header, form.file_bytes)
+        return form.hash_of(header)
+    return None
+
+
+def _move_below(folder: DiskFolder, kept: dict[bytes, int], num_slots: int) -> None:
+    """A smaller budget has fewer slots; files of the others move to those that are vacant."""
+    taken = set(kept.values())
+    vacant = (slot for slot in range(num_slots) if slot not in taken)
+    for prefix_hash, slot in list(kept.items()):
+        if slot >= num_slots:
+            kept[prefix_hash] = next(vacant)
+            folder.move(slot, kept[prefix_hash])

@@ -5,9 +5,9 @@ files as it owns blocks of memory: a slot is a block of the pool, and its file b
 its file is read or written, so no file is ever replaced under a reader.
 
 What is on disk is a cache and nothing else. A file that is damaged, torn by a crash or unreadable is a miss; a write
-that fails is dropped; neither ever fails a request. Knows nothing of sequences, nor of the tiers above.
+that fails is dropped; neither ever fails a request.
 
-`find`, `store`, `touch_later`, `predicted_load_s`, `counters` and `blocks` never wait for the disk and may be called on
+`holds`, `store`, `touch`, `predicted_load_s`, `counters` and `blocks` never wait for the disk and may be called on
 an event loop; the others block. All may be called from any thread, at the same time.
 """
 
@@ -24,13 +24,14 @@ from typing import Final
 
 from engine.kv.block_pool import OutOfBlocksError, PoolObserver
 from engine.kv.eviction import EvictionPolicy
-from kv_transfer.messages import TierBlocks
+from kv_transfer.messages.fields import SourceName
+from kv_transfer.messages.workers import TierBlocks
 from kv_transfer.tiers.disk.files import ColumnFormat, DamagedColumnError, aligned_buffer, copy_bytes
 from kv_transfer.tiers.disk.folder import MAX_SLOTS, DiskFolder, DiskTierError
-from kv_transfer.tiers.disk.health import DiskCounters, DiskHealth, WritePause
-from kv_transfer.tiers.disk.scan import restore_slots
-from kv_transfer.tiers.disk.slots import DiskSlots
+from kv_transfer.tiers.disk.health import ASSUMED_READ_BYTES_PER_S, DiskCounters, DiskHealth, WritePause
+from kv_transfer.tiers.disk.slots import DiskSlots, restore_slots
 from kv_transfer.tiers.disk.writer import DiskWriter
+from kv_transfer.tiers.sources import ColumnViews
 
 _TOUCH_EVERY_S: Final = 60.0
 _OUR_SHORTAGE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -47,11 +48,16 @@ class DiskLimits:
 
 
 class DiskTier:
-    """One process's part of a folder. Opening it reads the headers of what an earlier process has left there.
+    """One process's part of a folder, a `ColumnSource` and a `ColumnSink` of the tiers above.
+
+    Opening it reads the headers of what an earlier process has left there.
 
     Raises ValueError for a budget below one file and DiskTierError for a folder that cannot be used. `observers` are
     told of columns that come and go, in whatever thread that happens, and must not block.
     """
+
+    name: SourceName = "disk"
+    assumed_bytes_per_s = ASSUMED_READ_BYTES_PER_S
 
     def __init__(
         self,
@@ -72,18 +78,18 @@ class DiskTier:
         self._health.count(restored=len(restored))
         self._buffers: deque[memoryview] = deque()
         self._touched_at: dict[int, float] = {}  # slot -> when, on time.monotonic's clock
-        self._writer = DiskWriter(form, limits.queue_bytes, self._write_file, self.touch)
+        self._writer = DiskWriter(form, limits.queue_bytes, self._write_file, self.touch_now)
 
     @property
     def path(self) -> Path:
         """The subfolder that is this tier's."""
         return self._folder.path
 
-    def find(self, prefix_hash: bytes) -> bool:
+    def holds(self, prefix_hash: bytes) -> bool:
         """Whether the column is there, as far as is known without reading it."""
         return self._slots.find(prefix_hash) is not None
 
-    def load(self, hashes: Sequence[bytes], destinations: Sequence[Sequence[memoryview]]) -> list[bool]:
+    def load(self, hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
         """Read columns into writable views, one per layer group, each of the size of a block. Blocks.
 
         Where the answer is False, the column is not there or not sound, and its destinations are as they were.
@@ -98,24 +104,24 @@ class DiskTier:
         self._health.count(loaded=sum(results), missed=len(results) - sum(results))
         return results
 
-    def store(self, prefix_hash: bytes, blocks: Sequence[memoryview], done: Callable[[], None]) -> bool:
+    def store(self, prefix_hash: bytes, column: ColumnViews, on_done: Callable[[], None]) -> bool:
         """Have a column written, one block per layer group. Never blocks.
 
-        If True, the blocks must stay as they are until `done` is called: once, in another thread, whatever becomes of
-        the column. If False, `done` is not called: the column is there already, or it was dropped.
+        If True, the blocks must stay as they are until `on_done` is called: once, in another thread, whatever becomes
+        of the column. If False, `on_done` is not called: the column is there already, or it was dropped.
         """
-        assert [block.nbytes for block in blocks] == [self._form.block_bytes] * self._form.num_groups
-        if self.find(prefix_hash) or self._writer.has(prefix_hash):
+        assert [block.nbytes for block in column] == [self._form.block_bytes] * self._form.num_groups
+        if self.holds(prefix_hash) or self._writer.has(prefix_hash):
             return False
         if self._health.writing_pauses:
             self._health.count(dropped_paused=1)
             return False
-        if not self._writer.offer(prefix_hash, blocks, done):
+        if not self._writer.offer(prefix_hash, column, on_done):
             self._health.count(dropped_queue=1)
             return False
         return True
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
+    def touch_now(self, hashes: Sequence[bytes]) -> None:
         """Count the columns of a prefix, in its order, as used now: the last one will be evicted first. Blocks.
 
         For prefixes that were found in a tier above, and after their last column was stored: columns are written head
@@ -124,8 +130,8 @@ class DiskTier:
         with self._slots.hold(hashes) as slots:
             self._touch(slots)
 
-    def touch_later(self, hashes: Sequence[bytes]) -> None:
-        """`touch`, in another thread, after all that `store` took before is written. Dropped where too much waits."""
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """`touch_now` in another thread, after what `store` took before is written. Dropped where too much waits."""
         self._writer.touch(hashes)
 
     def predicted_load_s(self, num_columns: int) -> float:

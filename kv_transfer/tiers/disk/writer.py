@@ -1,6 +1,6 @@
 """The thread that brings columns to disk, behind a queue that drops rather than delays.
 
-Knows nothing of slots or of what may go wrong on a disk: the tier's `write_file` and `touch` do.
+What is written, and what may go wrong on a disk, is the tier's `write_file` and `touch`.
 """
 
 from __future__ import annotations

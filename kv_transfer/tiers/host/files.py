@@ -8,7 +8,7 @@ leaves nothing behind.
 **Nobody removes a file without holding its lock**, hence never one that is in use. A lock can still be won on a file
 that has just lost its name; the winner looks whether the name is there before it trusts its lock.
 
-Knows nothing of what is in a file beyond its header. Linux only.
+What is in a file beyond its header is `index`'s. Linux only.
 """
 
 from __future__ import annotations

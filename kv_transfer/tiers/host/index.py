@@ -7,8 +7,6 @@ before they may change until they stand under another one. Version 0 is a block 
 The versions tell a reader early and cheaply. What it may rely on is the digest: of the block's bytes, seeded with
 their key, so that no mixture of an old and a new record, or of old and new bytes, passes, in whatever order the
 processor made the writes visible. Digests are computed over the reader's own copy.
-
-Knows bytes and records; nothing of files, pools or who may write.
 """
 
 from __future__ import annotations

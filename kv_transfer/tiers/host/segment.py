@@ -1,12 +1,12 @@
 """A worker's host KV memory: shared with the other workers of its node, and outliving its owner.
 
-It is a file in a memory file system. Only its owner writes it; the others map it read-only (see `neighbours`). When
+It is a file in a memory file system. Only its owner writes it; the others map it read-only (see `peer_segments`). When
 the owner is killed, the next worker of the same application that wants a segment of the same shape adopts it with all
 the content that was published. Unlike the transports' segments it must have a name for that, so what a crash leaves
 behind goes by adoption, by the next application's `sweep`, or when somebody needs the room.
 
-Belongs to one thread, that of the worker's pool, except for what says otherwise. Knows records and files; whether a
-block is free, held or cached is its pool's affair, whose observer it is.
+Belongs to one thread, that of the worker's pool, except for what says otherwise. Whether a block is free, held or
+cached is its pool's affair, whose observer it is.
 
 Where a GPU copies from it or to it, it is pinned as long as it is mapped.
 """
@@ -14,15 +14,18 @@ Where a GPU copies from it or to it, it is pinned as long as it is mapped.
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engine.kv.block_pool import BlockKey
 from engine.memory.devices import Pin
 from engine.memory.host import map_memory
+from kernels.cpu.thread_team import work_alone
 from kv_transfer.tiers.host.files import LockedFile, adopt, create, free_bytes, remove_dead, sweep
 from kv_transfer.tiers.host.index import SegmentIndex, SegmentShape, block_digest
-from kv_transfer.tiers.host.late_digests import LateDigests
 from kv_transfer.transports.shared_memory.segment import SegmentError
 
 log = logging.getLogger(__name__)
@@ -133,8 +136,12 @@ class HostSegment:
         self._late.retract(block)
 
     def published(self) -> dict[BlockKey, int]:
-        """What neighbours can find now, and in which block: for checks, since the pool knows it better."""
-        return {record.key: block for block, record in self._index.valid_records()}
+        """What peers can find now, and in which block: for checks, since the pool knows it better."""
+        return {key: block for key, (block, _) in self.published_digests().items()}
+
+    def published_digests(self) -> dict[BlockKey, tuple[int, int]]:
+        """`published`, and the digest that goes with each block."""
+        return {record.key: (block, record.digest) for block, record in self._index.valid_records()}
 
     def close(self, *, unlink: bool) -> None:
         """End the ownership; nothing may write to the memory from here on. Without `unlink` the next worker adopts it.
@@ -169,3 +176,61 @@ def _make_room(folder: Path, scope: str, shape: SegmentShape) -> None:
             f"A host KV segment of {shape.num_bytes} bytes does not fit into {folder}, which has {free} left. Give the "
             "host tier less memory, make the file system larger, or name a folder in another memory file system."
         )
+
+
+class LateDigests:
+    """Publishes large blocks in a segment's index from its own thread, so that the pool's thread need not read them.
+
+    Whoever writes a block in a thread prepares its digest there; but a sequence that rests in host memory has its
+    blocks published by the pool's thread, hundreds of megabytes at a time. They are findable in the pool at once, by
+    peers a little later. Owns all changes of the index, which come from two threads.
+    """
+
+    def __init__(self, index: SegmentIndex) -> None:
+        self._index = index
+        self._lock = threading.Lock()  # of the index and all below
+        self._waiting: dict[int, object] = {}  # block -> the turn that it waits for
+        self._queue: deque[tuple[int, BlockKey, object]] = deque()
+        self._is_at_work = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="late-digests", initializer=work_alone)
+
+    def publish(self, block: int, key: BlockKey, digest: int) -> None:
+        with self._lock:
+            self._index.publish(block, key, digest)
+
+    def publish_later(self, block: int, key: BlockKey) -> None:
+        """The bytes must stay as they are until `retract`."""
+        turn = object()
+        with self._lock:
+            self._waiting[block] = turn
+            self._queue.append((block, key, turn))
+            if not self._is_at_work:
+                self._is_at_work = True
+                self._thread.submit(self._work)
+
+    def retract(self, block: int) -> None:
+        """Once this returns the bytes may change, also under the eyes of the thread."""
+        with self._lock:
+            self._waiting.pop(block, None)
+            self._index.retract(block)
+
+    def close(self) -> None:
+        """What was not published yet will not be. Waits for the block in hand."""
+        with self._lock:
+            self._waiting.clear()
+            self._queue.clear()
+        self._thread.shutdown()
+
+    def _work(self) -> None:
+        while (next_one := self._next()) is not None:
+            block, key, turn = next_one
+            digest = block_digest(key, self._index.block(block))
+            with self._lock:
+                if self._waiting.get(block) is turn:  # else the bytes may have changed while they were read
+                    del self._waiting[block]
+                    self._index.publish(block, key, digest)
+
+    def _next(self) -> tuple[int, BlockKey, object] | None:
+        with self._lock:
+            self._is_at_work = bool(self._queue)
+            return self._queue.popleft() if self._queue else None

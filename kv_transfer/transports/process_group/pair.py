@@ -1,7 +1,7 @@
 """Groups of two processes, made with `torch.distributed`: one end sends tensors, the other receives them, in order.
 
-NCCL between GPUs, gloo between CPUs. Knows how each is joined, moves bytes, and lets go of whoever waits in it. Does
-not know what is moved, nor how the two ends find each other: that is the store's business.
+NCCL between GPUs, gloo between CPUs. A group is joined through a store that lives on the two ends' connection, moves
+bytes, and lets go of whoever waits in it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, Final, Literal, Protocol
 
@@ -111,3 +112,58 @@ def join_group(store: Store, rank: Rank, *, device: torch.device, host: str, tim
         group = GlooGroup(store, rank, host=host, timeout_s=timeout_s)
     group.move(torch.zeros(1, dtype=torch.uint8, device=device))
     return group
+
+
+class PeerStore(Store):
+    """Where the two ends of a process group find each other: what one end sets, the other receives.
+
+    It lives on their authenticated connection, so nobody else can read or write it and no port is opened for it.
+    `send(key, value)` is called for each value that is set here, in the thread of `torch.distributed` that sets it.
+    """
+
+    def __init__(self, send: Callable[[str, bytes], None], *, timeout_s: float) -> None:
+        super().__init__()
+        self._send = send
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._words: dict[str, bytes] = {}
+        self._closed_because: str | None = None
+
+    def receive(self, key: str, value: bytes) -> None:
+        """The other end has set it."""
+        with self._changed:
+            self._words[key] = value
+            self._changed.notify_all()
+
+    def close(self, reason: str) -> None:
+        """Nothing will be received any more; who waits is told why. Idempotent."""
+        with self._changed:
+            self._closed_because = self._closed_because or reason
+            self._changed.notify_all()
+
+    # What torch calls:
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # bytes come, not text
+        self.receive(key, bytes(value))
+        self._send(key, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self._await([key], self._timeout_s)
+        return self._words[key]
+
+    def wait(self, keys: Collection[str], timeout: timedelta | None = None) -> None:
+        self._await(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: Collection[str]) -> bool:
+        return all(key in self._words for key in keys)
+
+    def _await(self, keys: Collection[str], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self.check(keys):
+                if self._closed_because is not None:
+                    raise RuntimeError(self._closed_because)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise RuntimeError(f"The other end of the group did not say {', '.join(keys)} in {timeout_s:g} s.")
+                self._changed.wait(left_s)

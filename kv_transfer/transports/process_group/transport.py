@@ -1,5 +1,7 @@
 """KV through process groups of `torch.distributed`: by NCCL from GPU to GPU, by gloo from CPU to CPU.
 
+Experimental (docs/gpu.md). Gloo is here to test all that is not NCCL's own; no setting offers it.
+
 Messages go over a connection, as they do everywhere. Each end that sends offers a group of two in which its slabs
 leave. A slab is announced, and moved when the receiver has room and has asked for it, so that nobody waits inside of a
 group for long: what NCCL has launched and cannot finish keeps a part of its GPU busy. The connection's end is the
@@ -12,24 +14,17 @@ import asyncio
 from dataclasses import replace
 from typing import Final
 
-from kv_transfer.connections.cancelling import to_the_end
 from kv_transfer.connections.connection import Hooks
+from kv_transfer.connections.event_loops import to_the_end
 from kv_transfer.connections.frames import FrameLimits
-from kv_transfer.connections.receive_queue import Inbox
-from kv_transfer.connections.sockets import Meeting, dial
-from kv_transfer.messages import (
-    Endpoint,
-    GroupAnswer,
-    GroupOffer,
-    GroupWord,
-    Message,
-    SlabAnnounced,
-    SlabsWanted,
-)
+from kv_transfer.connections.receive_queue import ReceiveQueue
+from kv_transfer.connections.sockets import PeerSocket, dial
+from kv_transfer.messages import Message
+from kv_transfer.messages.connections import GroupAnswer, GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, PeerRefusedError, SlabBytes
-from kv_transfer.transports.connected_link import ConnectedLink
-from kv_transfer.transports.delivering import deliver
-from kv_transfer.transports.process_group.ends import DistributedConfig, Incoming, Outgoing, Side
+from kv_transfer.transports.links import ConnectedLink, deliver
+from kv_transfer.transports.process_group.directions import DistributedConfig, Incoming, Outgoing, Side
 from kv_transfer.transports.slab_pool import PooledSlab, SlabPool
 from kv_transfer.transports.sockets import SocketTransport
 from kv_transfer.transports.tcp import peer_slab_bytes
@@ -41,40 +36,40 @@ _GRACE_S: Final = 0.5
 class DistributedLink(ConnectedLink):
     """One end of a link."""
 
-    def __init__(self, meeting: Meeting, config: DistributedConfig) -> None:
+    def __init__(self, peer_socket: PeerSocket, config: DistributedConfig) -> None:
         """Use `open_link`. Raises PeerRefusedError."""
-        slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, peer_slab_bytes(meeting.peer)))
-        self._inbox = Inbox(config.connection.inbox_bytes, self._read_on)
+        slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, peer_slab_bytes(peer_socket.peer)))
+        self._inbox = ReceiveQueue(config.connection.inbox_bytes, self._read_on)
         super().__init__(
-            meeting,
+            peer_socket,
             replace(config.connection, limits=FrameLimits(payload_bytes=0)),
             Hooks(intercept=self._on_message, on_closed=self._on_closed, inbox=self._inbox),
         )
         self._loop = asyncio.get_running_loop()
-        host = meeting.sock.getsockname()[0]
+        host = peer_socket.sock.getsockname()[0]
         self._side = Side(replace(config, slabs=slabs), host, self._connection.post, self._on_group_failed)
-        self._outgoing: Outgoing | None = None
-        self._incoming: Incoming | None = None
+        self.outgoing: Outgoing | None = None
+        self.incoming: Incoming | None = None
 
     async def offer(self) -> SlabPool[SlabBytes]:
         """Of a group that the peer has joined."""
         self._check_open()
-        if self._outgoing is None:
-            self._outgoing = Outgoing(self._side)
-        await self._outgoing.joined()
-        return self._outgoing.pool
+        if self.outgoing is None:
+            self.outgoing = Outgoing(self._side)
+        await self.outgoing.joined()
+        return self.outgoing.pool
 
     async def _send_slab(self, message: Message, slab: PooledSlab[SlabBytes]) -> None:
-        assert self._outgoing is not None and slab.belongs_to(self._outgoing.pool), "a slab goes out by its own link"
-        await self._connection.send(self._outgoing.announce(message, slab))
+        assert self.outgoing is not None and slab.belongs_to(self.outgoing.pool), "a slab goes out by its own link"
+        await self._connection.send(self.outgoing.announce(message, slab))
 
     async def receive(self) -> Delivery:
         return deliver(await self._inbox.get())
 
     async def close(self, reason: str) -> None:
         self._connection.close(reason)
-        if self._outgoing is not None:
-            self._outgoing.pool.close(self.closed or reason)
+        if self.outgoing is not None:
+            self.outgoing.pool.close(self.closed or reason)
         self._inbox.close(self.closed or reason)
         await to_the_end(self._wait_closed())
 
@@ -82,9 +77,9 @@ class DistributedLink(ConnectedLink):
         self._connection.read_on()
 
     async def _wait_closed(self) -> None:
-        """Of bounded length: a connection lingers, a lane ends or is left to itself."""
+        """Of bounded length: a connection lingers, a group ends or is left to itself."""
         await self._connection.wait_closed()
-        for direction in (self._outgoing, self._incoming):
+        for direction in (self.outgoing, self.incoming):
             if direction is not None:
                 await direction.wait_ended()
 
@@ -94,25 +89,23 @@ class DistributedLink(ConnectedLink):
         match message:
             case SlabAnnounced():
                 complaint = (
-                    "announces a slab without a group"
-                    if self._incoming is None
-                    else self._incoming.on_announced(message)
+                    "announces a slab without a group" if self.incoming is None else self.incoming.on_announced(message)
                 )
             case SlabsWanted(slabs=slabs):
-                if self._outgoing is None or not self._outgoing.on_wanted(slabs):
+                if self.outgoing is None or not self.outgoing.on_wanted(slabs):
                     complaint = "asks for slabs that were not announced to it"
             case GroupWord(offered=offered):
-                direction = self._incoming if offered else self._outgoing
+                direction = self.incoming if offered else self.outgoing
                 if direction is not None:
-                    direction.learn(message)
+                    direction.receive(message)
             case GroupOffer():
-                if self._incoming is not None:
+                if self.incoming is not None:
                     complaint = "offers a second group"
                 else:
-                    self._incoming = Incoming(self._side, self._inbox)
+                    self.incoming = Incoming(self._side, self._inbox)
             case GroupAnswer(refusal=refusal):
-                if self._outgoing is not None and refusal is not None:
-                    self._outgoing.on_joined(refusal)
+                if self.outgoing is not None and refusal is not None:
+                    self.outgoing.on_joined(refusal)
             case _:
                 return False
         if complaint is not None:
@@ -126,7 +119,7 @@ class DistributedLink(ConnectedLink):
 
     def _on_closed(self, reason: str) -> None:
         self._inbox.close(reason)
-        for direction in (self._outgoing, self._incoming):
+        for direction in (self.outgoing, self.incoming):
             if direction is not None:
                 direction.close(reason)
 
@@ -151,10 +144,10 @@ class DistributedCarrier:
         return self.purpose in endpoint.offers
 
     async def dial(self, endpoint: Endpoint, timeout_s: float) -> DistributedLink:
-        meeting = await dial(
+        peer_socket = await dial(
             endpoint, self._identity, purpose=self.purpose, timeout_s=timeout_s, attributes=self.attributes
         )
-        link = await open_link(meeting, self._config)
+        link = await open_link(peer_socket, self._config)
         try:
             # Whoever dials will send; and only now is there another carrier to fall back on. Of bounded length.
             await link.offer()
@@ -163,8 +156,8 @@ class DistributedCarrier:
             raise
         return link
 
-    async def accept(self, meeting: Meeting) -> DistributedLink:
-        return await open_link(meeting, self._config)
+    async def accept(self, peer_socket: PeerSocket) -> DistributedLink:
+        return await open_link(peer_socket, self._config)
 
     def close(self) -> None:
         pass
@@ -177,11 +170,11 @@ class DistributedTransport(SocketTransport):
         super().__init__(identity, [DistributedCarrier(identity, config or DistributedConfig())], host=host)
 
 
-async def open_link(meeting: Meeting, config: DistributedConfig) -> DistributedLink:
+async def open_link(peer_socket: PeerSocket, config: DistributedConfig) -> DistributedLink:
     try:
-        link = DistributedLink(meeting, config)
+        link = DistributedLink(peer_socket, config)
     except PeerRefusedError:
-        meeting.sock.close()
+        peer_socket.sock.close()
         raise
     await link.open()
     return link

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 from engine.memory.devices import Pin
 from engine.memory.host import map_memory
-from kv_transfer.messages import SegmentOffer
+from kv_transfer.messages.connections import SegmentOffer
 from kv_transfer.transports.base import SlabBytes
 
 # linux/fcntl.h, since 5.1; this Python does not name it.

@@ -15,13 +15,14 @@ from functools import partial
 from typing import Final
 
 from kv_transfer.connections.connection import ConnectionConfig, Hooks
+from kv_transfer.connections.event_loops import HomeLoop
 from kv_transfer.connections.frames import FrameLimits
-from kv_transfer.connections.home_loop import HomeLoop
-from kv_transfer.connections.sockets import Meeting, dial
-from kv_transfer.messages import Endpoint, Message, SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.connections.sockets import PeerSocket, dial
+from kv_transfer.messages import Message
+from kv_transfer.messages.connections import SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, SlabBytes
-from kv_transfer.transports.connected_link import ConnectedLink
-from kv_transfer.transports.delivering import deliver, delivery_of
+from kv_transfer.transports.links import ConnectedLink, deliver, delivery_of
 from kv_transfer.transports.shared_memory.segment import ProcSegments, SegmentError, Segments, supported
 from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool
 from kv_transfer.transports.sockets import CarrierUnavailableError, SocketTransport
@@ -132,10 +133,10 @@ class _Incoming:
 class SharedMemoryLink(ConnectedLink):
     """One end of a link."""
 
-    def __init__(self, meeting: Meeting, config: SharedMemoryConfig, segments: Segments) -> None:
+    def __init__(self, peer_socket: PeerSocket, config: SharedMemoryConfig, segments: Segments) -> None:
         """Use `open_link`."""
         super().__init__(
-            meeting,
+            peer_socket,
             replace(config.connection, limits=FrameLimits(payload_bytes=_PLACE.size)),
             Hooks(intercept=self._on_message, on_closed=self._on_closed),
         )
@@ -216,13 +217,13 @@ class SharedMemoryCarrier:
         return supported() and endpoint.node_id == self._identity.node_id
 
     async def dial(self, endpoint: Endpoint, timeout_s: float) -> SharedMemoryLink:
-        meeting = await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s)
-        link = await self.accept(meeting)
+        peer_socket = await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s)
+        link = await self.accept(peer_socket)
         await offer_in_time(link, timeout_s)
         return link
 
-    async def accept(self, meeting: Meeting) -> SharedMemoryLink:
-        return await open_link(meeting, self._config, ProcSegments(self._config.slabs.pin))
+    async def accept(self, peer_socket: PeerSocket) -> SharedMemoryLink:
+        return await open_link(peer_socket, self._config, ProcSegments(self._config.slabs.pin))
 
     def close(self) -> None:
         pass
@@ -237,8 +238,8 @@ class SharedMemoryTransport(SocketTransport):
         super().__init__(identity, [SharedMemoryCarrier(identity, config or SharedMemoryConfig())], host=host)
 
 
-async def open_link(meeting: Meeting, config: SharedMemoryConfig, segments: Segments) -> SharedMemoryLink:
-    link = SharedMemoryLink(meeting, config, segments)
+async def open_link(peer_socket: PeerSocket, config: SharedMemoryConfig, segments: Segments) -> SharedMemoryLink:
+    link = SharedMemoryLink(peer_socket, config, segments)
     await link.open()
     return link
 

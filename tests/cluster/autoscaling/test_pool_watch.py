@@ -19,7 +19,8 @@ from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.report import Outcome as Ending
 from cluster.slo.report import RequestEnd, Served, SloRecorder
 from cluster.slo.tracker import SloTracker
-from kv_transfer.messages import ChangeRole, PoolTarget, Role
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.workers import ChangeRole, PoolTarget
 from tests.cluster.scheduler.placement.placement_world import COST, ledger_of, query_of
 from tests.support.worker_reports import worker_info, worker_snapshot
 

@@ -13,7 +13,8 @@ from cluster.gateway import quarantine
 from cluster.gateway.quarantine import Quarantine
 from cluster.gateway.request_state import RequestRun, RequestState
 from engine.sampling.params import SamplingParams
-from kv_transfer.messages import Placement, RequestSpec, TokenEvent
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
+from kv_transfer.messages.scheduling import Placement
 from kv_transfer.worker.sequences import NUM_ALONE
 from tests.support.waiting import HANGS_S, eventually
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from cluster.gateway.request_state import TERMINAL, RequestRun, RequestState
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason
-from kv_transfer.messages import Placement, RequestSpec, TokenEvent
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
+from kv_transfer.messages.scheduling import Placement
 from tests.support.thoroughness import examples
 
 NUM_TOKENS = 7

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
-from kv_transfer.messages import Place, Placement, Unplaceable
+from kv_transfer.messages.scheduling import Place, Placement, Unplaceable
 from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 small_info = partial(worker_info, max_model_len=1000, num_blocks=100)

@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.scheduler.block_index import BlockIndex, PrefixReach
 from engine.kv.block_pool import BlockPool
-from kv_transfer.messages import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, Tier, decode, encode
+from kv_transfer.messages import decode, encode
+from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot
+from kv_transfer.messages.fields import Tier
 from kv_transfer.tiers import block_events
 from kv_transfer.tiers.block_events import BlockEventLog
 from tests.cluster.scheduler.block_index_tools import LAYER_GROUPS, digest_of, log_with_pool, store_columns

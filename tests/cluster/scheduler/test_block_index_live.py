@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
-from kv_transfer.messages import Endpoint
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.transports.base import Identity
 from kv_transfer.worker.port import Registration

@@ -8,7 +8,8 @@ import pytest
 
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from engine.kv.prefix import block_hashes
-from kv_transfer.messages import BlockEvents, BlockIndexSnapshot, Unplaceable
+from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.scheduling import Unplaceable
 from tests.cluster.scheduler.scheduler_world import (
     TARGETS,
     measured,

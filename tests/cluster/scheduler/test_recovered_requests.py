@@ -18,15 +18,8 @@ from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.slo.classes import RequestSlo, RequestTerms
 from engine.sampling.params import SamplingParams
-from kv_transfer.messages import (
-    Place,
-    Placement,
-    Queued,
-    RequestSpec,
-    StandingRequest,
-    TokenEvent,
-    Unplaceable,
-)
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
+from kv_transfer.messages.scheduling import Place, Placement, Queued, StandingRequest, Unplaceable
 from tests.cluster.scheduler.placement.placement_world import COST, ledger_of, query_of
 from tests.support.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 

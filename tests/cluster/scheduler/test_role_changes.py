@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from cluster.scheduler.role_changes import OVERDUE_S, RoleChanges
-from kv_transfer.messages import KnownWorker, Role, RoleAnswer, RoleRequest
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.scheduling import RoleAnswer, RoleRequest
+from kv_transfer.messages.workers import KnownWorker
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 

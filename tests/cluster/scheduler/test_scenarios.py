@@ -34,15 +34,8 @@ from cluster.scheduler.placement.worker_table import Row
 from cluster.scheduler.role_changes import RoleChanges
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from engine.kv.prefix import HASH_BYTES
-from kv_transfer.messages import (
-    BlockIndexSnapshot,
-    Place,
-    Placement,
-    Queued,
-    RoleRequest,
-    StandingRequest,
-    Unplaceable,
-)
+from kv_transfer.messages.blocks import BlockIndexSnapshot
+from kv_transfer.messages.scheduling import Place, Placement, Queued, RoleRequest, StandingRequest, Unplaceable
 from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.scheduler.placement.worker_table import Row
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
-from kv_transfer.messages import Placement, Queued, Unplaceable
+from kv_transfer.messages.scheduling import Placement, Queued, Unplaceable
 from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
 from tests.support.worker_reports import REPORT
 

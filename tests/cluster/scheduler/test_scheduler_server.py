@@ -15,16 +15,9 @@ from cluster.gateway.worker_connections import WorkerLinks
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
 from kv_transfer.connections.connection import connect
-from kv_transfer.messages import (
-    Endpoint,
-    Heartbeat,
-    KnownWorker,
-    Placement,
-    Register,
-    Replicas,
-    StandingRequest,
-    Unplaceable,
-)
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.scheduling import Placement, Replicas, StandingRequest, Unplaceable
+from kv_transfer.messages.workers import Heartbeat, KnownWorker, Register
 from kv_transfer.transports.base import Identity, LinkClosedError, TransportError
 from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
 from tests.support.waiting import HANGS_S, eventually

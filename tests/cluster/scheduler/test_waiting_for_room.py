@@ -9,7 +9,7 @@ import pytest
 
 from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.scheduler import GlobalScheduler
-from kv_transfer.messages import Placement, Queued, Unplaceable
+from kv_transfer.messages.scheduling import Placement, Queued, Unplaceable
 from tests.cluster.scheduler.scheduler_world import measured, place, placed
 from tests.support.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
-from kv_transfer.messages import Place, Placement, StandingRequest, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.scheduling import Place, Placement, StandingRequest
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 WORKERS = ("p1", "p2", "d1", "d2")

@@ -19,7 +19,8 @@ from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requ
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages import Placement, Unplaceable, WorkerSnapshot
+from kv_transfer.messages.scheduling import Placement, Unplaceable
+from kv_transfer.messages.workers import WorkerSnapshot
 
 COST = StepCost(base_s=0.004, prefill_token_s=3e-5, prefill_pair_s=1e-9, decode_s=2e-5, context_token_s=4e-8)
 SHAPE = WorkerShape(

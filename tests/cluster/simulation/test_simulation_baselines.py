@@ -25,13 +25,8 @@ from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workload.synthetic import Workload, draw_requests
 from cluster.slo.classes import RequestSlo
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages import (
-    BlockChange,
-    BlockEvents,
-    BlockIndexSnapshot,
-    Placement,
-    Unplaceable,
-)
+from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexSnapshot
+from kv_transfer.messages.scheduling import Placement, Unplaceable
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 BLOCK = 16

@@ -11,7 +11,7 @@ import pytest
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import StepCost, StepWork
-from kv_transfer.messages import Role
+from kv_transfer.messages.fields import Role
 from kv_transfer.worker.cost_report import cost_report, reported_cost
 
 TRUTH = StepCost(

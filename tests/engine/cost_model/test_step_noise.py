@@ -18,7 +18,7 @@ from cluster.slo.classes import NO_TARGETS
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.noise import RUN_STEPS, StepNoise
 from engine.cost_model.step_cost import StepCost, StepWork
-from kv_transfer.messages import StepCostReport
+from kv_transfer.messages.workers import StepCostReport
 from kv_transfer.worker.cost_report import cost_report, reported_noise
 
 COST = StepCost(base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=1e-3, context_token_s=1e-6)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Server, connect, serve
-from kv_transfer.messages import Ended
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity
 from tests.support.waiting import HANGS_S
 

@@ -11,7 +11,10 @@ from kv_transfer.connections import handshake as auth
 from kv_transfer.connections.connection import Connection, ConnectionConfig, connect, serve
 from kv_transfer.connections.frames import frame_head
 from kv_transfer.connections.sockets import dial, listening_socket
-from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Ended, Endpoint, Ping
+from kv_transfer.messages import PROTOCOL_VERSION
+from kv_transfer.messages.connections import Ping
+from kv_transfer.messages.requests import Cancel, Endpoint
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import LinkClosedError, PeerRefusedError
 from tests.kv_transfer.connections.serving import (
     GATEWAY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kv_transfer.connections.deadline_timer import DeadlineTimer
+from kv_transfer.connections.event_loops import DeadlineTimer
 from tests.support.waiting import eventually
 
 

@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.connections.frames import Frame, FrameLimits, FrameReader, MalformedFrameError, PlainBuffer, frame_head
-from kv_transfer.messages import Cancel, Ended, Message, Ping
+from kv_transfer.messages import Message
+from kv_transfer.messages.connections import Ping
+from kv_transfer.messages.requests import Cancel
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import HostSlab
 
 PATTERN = bytes(range(251))  # of no length that a buffer has

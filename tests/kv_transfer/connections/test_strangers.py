@@ -17,7 +17,7 @@ from kv_transfer.connections.connection import ConnectionConfig, Server, serve
 from kv_transfer.connections.frames import FrameLimits, frame_head
 from kv_transfer.connections.handshake import Handshake, hello_of
 from kv_transfer.connections.sockets import dial
-from kv_transfer.messages import Ended
+from kv_transfer.messages.scheduling import Ended
 from tests.kv_transfer.connections.serving import GATEWAY, WORKER, Run, assert_alive, connect_to, echo, serving
 from tests.support.loops import LOOP_KINDS, num_open_files, run_on
 from tests.support.waiting import HANGS_S, eventually, wait_until

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.handoff.actions import Admit, Copy, Drop, Fail, ReleaseLease, Send
-from kv_transfer.messages import Abort, KeepAlive, Verified
+from kv_transfer.messages.handoff import Abort, KeepAlive, Verified
 from tests.kv_transfer.handoff.handoff_world.model import NUM_LAYERS, TTL_S
 from tests.kv_transfer.handoff.handoff_world.scripted import (
     FENCE,

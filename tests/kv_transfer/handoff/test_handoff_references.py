@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.digest import combine, slab_digest
-from kv_transfer.messages import Commit, KeepAlive, Rejected, Reserved, SlabHeader, Ticket
+from kv_transfer.messages.handoff import Commit, KeepAlive, Rejected, SlabHeader
+from kv_transfer.messages.requests import Reserved, Ticket
 from tests.kv_transfer.handoff.handoff_world.decode import DecodeNode
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TTL_S, Packet, kv_of, request_spec
 from tests.kv_transfer.handoff.handoff_world.world import World

@@ -8,7 +8,8 @@ import pytest
 
 from kv_transfer.digest import combine
 from kv_transfer.handoff.actions import Fail, ReleaseSource, Send, SendSlab
-from kv_transfer.messages import Abort, Commit, KeepAlive, Ping, Rejected, Verified
+from kv_transfer.messages.connections import Ping
+from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, Verified
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TTL_S
 from tests.kv_transfer.handoff.handoff_world.scripted import (
     FENCE,

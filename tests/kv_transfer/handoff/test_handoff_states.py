@@ -10,7 +10,7 @@ import pytest
 
 from kv_transfer.handoff import receiver_state, sender_state
 from kv_transfer.handoff.actions import Action, ReceiverState, Send, SenderState
-from kv_transfer.messages import Abort, KeepAlive, Rejected, Verified
+from kv_transfer.messages.handoff import Abort, KeepAlive, Rejected, Verified
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, TTL_S
 from tests.kv_transfer.handoff.handoff_world.scripted import (
     FENCE,

@@ -68,7 +68,7 @@ def load(tier: DiskTier, *numbers: int) -> list[bool]:
 
 
 def present(tier: DiskTier, numbers: Sequence[int]) -> list[int]:
-    return [number for number in numbers if tier.find(hash_of(number))]
+    return [number for number in numbers if tier.holds(hash_of(number))]
 
 
 def files(tier: DiskTier) -> list[Path]:

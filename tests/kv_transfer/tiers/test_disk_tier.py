@@ -293,7 +293,7 @@ def bytes_on_disk(folder: Path) -> int:
 def test_a_prefix_loses_its_tail_first(tmp_path: Path) -> None:
     with opened(tmp_path, 4) as tier:
         store(tier, 1, 2, 3, 4)
-        tier.touch([hash_of(number) for number in (1, 2, 3, 4, 5)])
+        tier.touch_now([hash_of(number) for number in (1, 2, 3, 4, 5)])
         store(tier, 9, 10)
         assert present(tier, [1, 2, 3, 4, 9, 10]) == [1, 2, 9, 10]
         assert load(tier, 1, 2) == [True, True]
@@ -307,7 +307,7 @@ def test_a_prefix_is_touched_when_all_of_it_is_written(tmp_path: Path) -> None:
     with opened(tmp_path, 4) as tier:
         for number in numbers:
             assert tier.store(hash_of(number), blocks_of(number), lambda: None)
-        tier.touch_later([hash_of(number) for number in numbers])
+        tier.touch([hash_of(number) for number in numbers])
         assert tier.flush(HANGS_S)
         store(tier, 9)
         assert present(tier, [*numbers, 9]) == [1, 2, 3, 9]

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
 from kv_transfer.tiers.disk.files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
-from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
 from tests.kv_transfer.tiers.prefix_bench import SlowSink, Tiers, opened
@@ -43,9 +42,9 @@ def disk_of(folder: Path) -> DiskTier:
     return DiskTier(folder, form, DiskLimits(budget_bytes=2**20))
 
 
-async def write(disk: DiskTier, columns: DiskColumns, digests: Sequence[bytes]) -> None:
+async def write(disk: DiskTier, digests: Sequence[bytes]) -> None:
     """As a worker does that computed them."""
-    async with opened(Tiers(sink=columns)) as bench:
+    async with opened(Tiers(sink=disk)) as bench:
         fill(bench.device, digests)
         bench.tiers.stored(digests)
         await bench.settled()
@@ -55,14 +54,13 @@ async def write(disk: DiskTier, columns: DiskColumns, digests: Sequence[bytes]) 
 async def test_a_neighbours_host_memory_and_the_own_disk_serve_one_prefix(tmp_path: Path) -> None:
     digests = hashes(8)
     segment = neighbour(tmp_path, digests[:4])
-    neighbours = Neighbours(tmp_path, SCOPE, "model", None)
+    neighbours = PeerSegments(tmp_path, SCOPE, "model", None)
     disk = disk_of(tmp_path / "disk")
-    columns = DiskColumns(disk)
     try:
-        await write(disk, columns, digests)
+        await write(disk, digests)
         for digest in digests[:4]:  # so that only the neighbour has these
-            assert columns.holds(digest)
-        async with opened(Tiers(NeighbourSource(neighbours, GROUPS), columns)) as bench:
+            assert disk.holds(digest)
+        async with opened(Tiers(PeerColumns(neighbours, GROUPS), disk)) as bench:
             assert bench.tiers.missing(digests).num_reachable == 8
             assert await bench.promote(digests) == 8
             assert all(holds(bench.host, digest) for digest in digests)
@@ -77,10 +75,10 @@ async def test_a_neighbour_that_lies_is_a_miss(tmp_path: Path) -> None:
     """Bytes that are not those of the digest."""
     digests = hashes(3)
     segment = neighbour(tmp_path, digests)
-    neighbours = Neighbours(tmp_path, SCOPE, "model", None)
+    neighbours = PeerSegments(tmp_path, SCOPE, "model", None)
     try:
         segment.block(1 * GROUPS + 1)[7] ^= 1
-        async with opened(Tiers(NeighbourSource(neighbours, GROUPS))) as bench:
+        async with opened(Tiers(PeerColumns(neighbours, GROUPS))) as bench:
             assert bench.tiers.missing(digests).num_reachable == 3
             assert await bench.promote(digests) == 1
             assert [holds(bench.host, digest) for digest in digests] == [True, False, True]
@@ -92,14 +90,13 @@ async def test_a_neighbour_that_lies_is_a_miss(tmp_path: Path) -> None:
 async def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
     digests = hashes(3)
     disk = disk_of(tmp_path)
-    columns = DiskColumns(disk)
     try:
-        await write(disk, columns, digests)
+        await write(disk, digests)
         paths = sorted(disk.path.glob("*.kv"))
         damaged = bytearray(paths[1].read_bytes())
         damaged[4096 + 100] ^= 1
         paths[1].write_bytes(damaged)
-        async with opened(Tiers(columns)) as bench:
+        async with opened(Tiers(disk)) as bench:
             assert await bench.promote(digests) == 1
             assert bench.tiers.missing(digests).num_reachable == 1
     finally:

@@ -11,7 +11,7 @@ import torch
 
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout
-from kv_transfer.messages import SourceName
+from kv_transfer.messages.fields import SourceName
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.sources import ColumnViews
 from tests.support.waiting import HANGS_S

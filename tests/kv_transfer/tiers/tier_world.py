@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from decode_workers.offload_policy import Residency
+from decode_workers.offload_policy import OffloadPolicy
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import DecodeScheduler
 from engine.cost_model.step_cost import StepCost
@@ -23,11 +23,10 @@ from engine.kv.block_pool import BlockKey, BlockPool
 from engine.kv.cache import KVCache, KVLayout
 from engine.kv.prefix import block_hashes
 from engine.sequence import Sequence, SequenceKey, StepPlan
-from kv_transfer.tiers.column_sources import DiskColumns, NeighbourSource
 from kv_transfer.tiers.disk.files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
 from kv_transfer.tiers.host.index import block_digest
-from kv_transfer.tiers.host.neighbours import Neighbours
+from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
@@ -137,11 +136,12 @@ class Worker:
         for block, key in self.segment.restored():
             self.host.pool.restore(block, key)
         self.host.pool.observe(self.segment)
-        self.neighbours = Neighbours(SHARED_MEMORY, sizes.scope, "ghost", self.segment.path, rescan_s=0.0, follow_s=0.0)
+        self.neighbours = PeerSegments(
+            SHARED_MEMORY, sizes.scope, "ghost", self.segment.path, rescan_s=0.0, follow_s=0.0
+        )
         self.disk = DiskTier(sizes.disk_folder, FORM, DiskLimits(budget_bytes=sizes.disk_columns * FORM.file_bytes))
-        columns = DiskColumns(self.disk)
-        sources: list[ColumnSource] = [NeighbourSource(self.neighbours, GROUPS), columns]
-        self.tiers = PrefixTiers(self.device, self.host, sources=sources, sink=columns)
+        sources: list[ColumnSource] = [PeerColumns(self.neighbours, GROUPS), self.disk]
+        self.tiers = PrefixTiers(self.device, self.host, sources=sources, sink=self.disk)
         self.allocator = BlockAllocator(
             self.device.pool, layer_groups=GROUPS, block_size=BLOCK_SIZE, host_pool=self.host.pool
         )
@@ -181,8 +181,7 @@ class Worker:
         for memory in (self.device, self.host):
             memory.pool.check()
             truth.check(memory.pool, memory.memory)
-        records = {record.key: (block, record.digest) for block, record in self.segment._index.valid_records()}
-        assert records == {
+        assert self.segment.published_digests() == {
             key: (block, block_digest(key, self.segment.block(block)))
             for key, block in self.host.pool._block_of.items()
         }, "what neighbours are told is not what is there"
@@ -190,7 +189,7 @@ class Worker:
     def check_disk(self, truth: Truth, digests: list[bytes]) -> None:
         for digest in digests:
             column = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in range(GROUPS)]
-            if self.disk.find(digest) and self.disk.load([digest], [column])[0]:
+            if self.disk.holds(digest) and self.disk.load([digest], [column])[0]:
                 truth.check_column(digest, column)
 
     def scribble(self) -> None:
@@ -221,7 +220,7 @@ class DecodeNode(Worker):
     def open_scheduler(self) -> None:
         config = LayerKvConfig(max_in_flight=8, growth_tokens=4, max_steps_without_prefill=3)
         cost = StepCost(base_s=0.01, prefill_token_s=1e-3, prefill_pair_s=0.0, decode_s=0.0, context_token_s=0.0)
-        residency = Residency(
+        residency = OffloadPolicy(
             self.allocator,
             config,
             staging_columns=self.sizes.staging_columns,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kv_transfer.messages import Ended
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Delivery, Link, Slab
 
 

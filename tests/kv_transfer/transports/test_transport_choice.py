@@ -12,8 +12,11 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
-from kv_transfer.connections.sockets import Meeting, dial
-from kv_transfer.messages import Ended, Endpoint, Message, Ping, SegmentOffer, SlabsFreed
+from kv_transfer.connections.sockets import PeerSocket, dial
+from kv_transfer.messages import Message
+from kv_transfer.messages.connections import Ping, SegmentOffer, SlabsFreed
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 from kv_transfer.transports.choose import TransportKind, open_transport
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
@@ -129,7 +132,7 @@ async def test_losing_one_connection_ends_a_tcp_link_with_all_of_them() -> None:
         link = await transport.connect(endpoint, timeout_s=HANGS_S)
         peer = await assert_carries(link, far)
         assert isinstance(link, TcpLink)
-        link._connections[2].close("a stripe broke")
+        link.connections[2].close("a stripe broke")
         for end in (link, peer):
             with pytest.raises(LinkClosedError, match="a stripe broke"):
                 await asyncio.wait_for(end.receive(), HANGS_S)
@@ -142,9 +145,9 @@ async def test_a_link_that_is_never_completed_is_given_up(monkeypatch: pytest.Mo
     monkeypatch.setattr("kv_transfer.transports.tcp._ASSEMBLY_TIMEOUT_S", 0.2)
     async with listening("tcp") as (far, endpoint):
         attributes = {"link": "1", "stripes": "2", "number": "0", "slab_bytes": "1000"}
-        meeting = await dial(endpoint, PREFILL, purpose="kv-tcp", timeout_s=HANGS_S, attributes=attributes)
-        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(meeting.sock, 1), HANGS_S) == b""
-        meeting.sock.close()
+        peer_socket = await dial(endpoint, PREFILL, purpose="kv-tcp", timeout_s=HANGS_S, attributes=attributes)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(peer_socket.sock, 1), HANGS_S) == b""
+        peer_socket.sock.close()
         assert far.links.empty()
 
 
@@ -162,16 +165,16 @@ async def test_a_connection_of_no_possible_link_is_closed(
     attributes: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with listening("tcp") as (_, endpoint):
-        meeting = await dial(endpoint, PREFILL, purpose="kv-tcp", timeout_s=HANGS_S, attributes=attributes)
-        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(meeting.sock, 1), HANGS_S) == b""
-        meeting.sock.close()
+        peer_socket = await dial(endpoint, PREFILL, purpose="kv-tcp", timeout_s=HANGS_S, attributes=attributes)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(peer_socket.sock, 1), HANGS_S) == b""
+        peer_socket.sock.close()
         assert "of its link: it must be" in caplog.text
 
 
 async def forge(endpoint: Endpoint, sent: Sequence[tuple[Message, bytes]]) -> Connection:
     """A member of the cluster that says `sent` on a shared-memory link of its own."""
-    meeting: Meeting = await dial(endpoint, PREFILL, purpose="kv-shm", timeout_s=HANGS_S)
-    connection = Connection(meeting, ConnectionConfig(), Hooks())
+    peer_socket: PeerSocket = await dial(endpoint, PREFILL, purpose="kv-shm", timeout_s=HANGS_S)
+    connection = Connection(peer_socket, ConnectionConfig(), Hooks())
     await connection.start()
     for message, payload in sent:
         await connection.send(message, [memoryview(payload)] if payload else ())

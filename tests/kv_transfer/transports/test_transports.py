@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kv_transfer.transports.base import Identity, Transport
-from kv_transfer.transports.cuda_ipc.transport import DeviceTransport
+from kv_transfer.transports.cuda_ipc import DeviceTransport
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
-from kv_transfer.transports.process_group.ends import DistributedConfig
+from kv_transfer.transports.process_group.directions import DistributedConfig
 from kv_transfer.transports.process_group.transport import DistributedTransport
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryTransport
 from kv_transfer.transports.slab_pool import SlabConfig

@@ -24,7 +24,8 @@ from typing import Protocol
 
 import pytest
 
-from kv_transfer.messages import Cancel, Ended, Endpoint
+from kv_transfer.messages.requests import Cancel, Endpoint
+from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Delivery, Identity, Link, LinkClosedError, PeerRefusedError, Transport
 from kv_transfer.transports.slab_pool import SlabConfig
 from tests.kv_transfer.transports.slab_content import content, send

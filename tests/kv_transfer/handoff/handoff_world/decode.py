@@ -9,20 +9,9 @@ from engine.kv.block_pool import BlockLease, BlockPool, OutOfBlocksError
 from kv_transfer.digest import slab_digest
 from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.handoff.receiver_state import HandoffReceiver
-from kv_transfer.messages import (
-    Abort,
-    Cancel,
-    Commit,
-    Endpoint,
-    KeepAlive,
-    Message,
-    Refused,
-    RequestSpec,
-    Reserve,
-    Reserved,
-    SlabHeader,
-    Ticket,
-)
+from kv_transfer.messages import Message
+from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, SlabHeader
+from kv_transfer.messages.requests import Cancel, Endpoint, Refused, RequestSpec, Reserve, Reserved, Ticket
 from tests.kv_transfer.handoff.handoff_world.model import (
     BLOCK_SIZE,
     DECODE,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kv_transfer.messages import Cancel, Message, Refused, RequestSpec, Reserve, Reserved, Start
+from kv_transfer.messages import Message
+from kv_transfer.messages.requests import Cancel, Refused, RequestSpec, Reserve, Reserved, Start
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, GATEWAY, request_spec
 
 RESERVE_WAIT_S = 5.0

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.sampling.params import SamplingParams
-from kv_transfer.messages import Message, RequestSpec
+from kv_transfer.messages import Message
+from kv_transfer.messages.requests import RequestSpec
 
 NUM_LAYERS: Final = 2
 BLOCK_SIZE: Final = 2

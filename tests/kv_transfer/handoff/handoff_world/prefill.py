@@ -10,7 +10,7 @@ from engine.sequence import SequenceKey
 from kv_transfer.digest import slab_digest
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff.sender_state import HandoffSender
-from kv_transfer.messages import Cancel, RequestSpec, Start, Ticket
+from kv_transfer.messages.requests import Cancel, RequestSpec, Start, Ticket
 from tests.kv_transfer.handoff.handoff_world.decode import Surroundings
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TOKEN_BYTES, Packet, kv_of
 

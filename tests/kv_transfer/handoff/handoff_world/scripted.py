@@ -9,7 +9,9 @@ from engine.sequence import SequenceKey
 from kv_transfer.handoff.actions import Action, Copy, Send
 from kv_transfer.handoff.receiver_state import HandoffReceiver, ReceiverMessage
 from kv_transfer.handoff.sender_state import HandoffSender
-from kv_transfer.messages import Commit, Endpoint, Fence, Ping, Rejected, RequestSpec, SlabHeader, Ticket, Verified
+from kv_transfer.messages.connections import Ping
+from kv_transfer.messages.handoff import Commit, Rejected, SlabHeader, Verified
+from kv_transfer.messages.requests import Endpoint, Fence, RequestSpec, Ticket
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TTL_S, request_spec
 
 _Action = TypeVar("_Action", bound=Action)

@@ -10,17 +10,9 @@ from collections.abc import Callable
 
 from engine.sequence import SequenceKey
 from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReleaseLease, ReleaseSource, Send, SendSlab
-from kv_transfer.messages import (
-    Abort,
-    Commit,
-    KeepAlive,
-    Message,
-    Rejected,
-    Reserved,
-    SlabHeader,
-    Ticket,
-    Verified,
-)
+from kv_transfer.messages import Message
+from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
+from kv_transfer.messages.requests import Reserved, Ticket
 from tests.kv_transfer.handoff.handoff_world.decode import DecodeNode
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, Packet, request_spec
 from tests.kv_transfer.handoff.handoff_world.prefill import CHUNK_TOKENS, PrefillNode

@@ -1,7 +1,7 @@
 """The two directions of a link over process groups: what this end sends, and what it receives.
 
-Each owns its slabs, and a group in a lane of its own. They react to messages and know no connection: what they have to
-say they `post`, and what goes wrong ends the link through `fail`.
+Each owns its slabs, and a group in a thread of its own. They react to messages and know no connection: what they
+have to say they `post`, and what goes wrong ends the link through `fail`.
 """
 
 from __future__ import annotations
@@ -14,33 +14,23 @@ from functools import partial
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from engine.memory.devices import CPU
 from kv_transfer.connections.connection import ConnectionConfig
+from kv_transfer.connections.event_loops import HomeLoop
 from kv_transfer.connections.frames import Frame
-from kv_transfer.connections.home_loop import HomeLoop
-from kv_transfer.connections.receive_queue import Inbox
-from kv_transfer.messages import (
-    GroupAnswer,
-    GroupOffer,
-    GroupWord,
-    MalformedMessageError,
-    Message,
-    SlabAnnounced,
-    SlabsWanted,
-    decode,
-    encode,
-)
-from kv_transfer.transports.arenas import arena_on, as_tensor
+from kv_transfer.connections.receive_queue import ReceiveQueue
+from kv_transfer.messages import MalformedMessageError, Message, decode, encode
+from kv_transfer.messages.connections import GroupAnswer, GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
 from kv_transfer.transports.base import SlabBytes
-from kv_transfer.transports.process_group.lane import GroupLane
-from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, Rank, join_group
-from kv_transfer.transports.process_group.store import WordStore
-from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool
+from kv_transfer.transports.process_group.group_thread import GroupThread
+from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PeerStore, Rank, join_group
+from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool, private_arena
 from kv_transfer.transports.sockets import CarrierUnavailableError
 
 _MAX_WAITING: Final = 1024  # slabs that one peer has announced: more than any pool has
-_LANE_END_S: Final = 2.0
+_GROUP_END_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +58,17 @@ class Side:
     post: Callable[[Message], None]
     fail: Callable[[str], None]
 
-    def store(self, *, offered: bool) -> WordStore:
+    def store(self, *, offered: bool) -> PeerStore:
         home = HomeLoop()
 
-        def tell(key: str, value: bytes) -> None:
+        def send(key: str, value: bytes) -> None:
             home.run(self.post, GroupWord(offered=offered, key=key, value=value))
 
-        return WordStore(tell, timeout_s=self.config.join_timeout_s)
+        return PeerStore(send, timeout_s=self.config.join_timeout_s)
 
-    def lane(self, store: WordStore, rank: Rank, on_joined: Callable[[str | None], None]) -> GroupLane:
+    def group_thread(self, store: PeerStore, rank: Rank, on_joined: Callable[[str | None], None]) -> GroupThread:
         timeout_s = self.config.join_timeout_s
-        return GroupLane(
+        return GroupThread(
             partial(join_group, store, rank, device=self.config.device, host=self.host, timeout_s=timeout_s),
             timeout_s=self.config.move_timeout_s,
             on_joined=on_joined,
@@ -97,7 +87,7 @@ class Outgoing:
         self._announced: dict[int, PooledSlab[SlabBytes]] = {}
         self._store = side.store(offered=True)
         side.post(GroupOffer())
-        self._lane = side.lane(self._store, SENDER, self.on_joined)
+        self.group = side.group_thread(self._store, SENDER, self.on_joined)
 
     async def joined(self) -> None:
         """Wait for both ends. Raises CarrierUnavailableError with the words of the one that could not."""
@@ -115,8 +105,8 @@ class Outgoing:
         if not self._joined.done():
             self._joined.set_result(refusal)
 
-    def learn(self, word: GroupWord) -> None:
-        self._store.learn(word.key, word.value)
+    def receive(self, word: GroupWord) -> None:
+        self._store.receive(word.key, word.value)
 
     def announce(self, message: Message, slab: PooledSlab[SlabBytes]) -> SlabAnnounced:
         self._announced[slab.index] = slab
@@ -128,7 +118,7 @@ class Outgoing:
             slab = self._announced.pop(index, None)
             if slab is None:
                 return False
-            self._lane.move(as_tensor(slab.view), slab.discard)
+            self.group.move(as_tensor(slab.view), slab.discard)
         return True
 
     def close(self, reason: str) -> None:
@@ -137,26 +127,26 @@ class Outgoing:
             self._announced.popitem()[1].discard()
         self._store.close(reason)
         self.on_joined(reason)
-        self._lane.abort()
+        self.group.abort()
 
     async def wait_ended(self) -> None:
-        await self._lane.wait_ended(_LANE_END_S)
+        await self.group.wait_ended(_GROUP_END_S)
 
 
 class Incoming:
     """The peer's group, and room for the slabs that arrive in it."""
 
-    def __init__(self, side: Side, inbox: Inbox) -> None:
+    def __init__(self, side: Side, inbox: ReceiveQueue) -> None:
         self._side = side
         self._inbox = inbox
         config = side.config.slabs
         self._staging = SlabPool(arena_on(side.config.device, config), config, on_free=self._ask)
         self._waiting: deque[tuple[SlabAnnounced, Message]] = deque()
         self._store = side.store(offered=False)
-        self._lane = side.lane(self._store, RECEIVER, lambda refusal: side.post(GroupAnswer(refusal=refusal)))
+        self.group = side.group_thread(self._store, RECEIVER, lambda refusal: side.post(GroupAnswer(refusal=refusal)))
 
-    def learn(self, word: GroupWord) -> None:
-        self._store.learn(word.key, word.value)
+    def receive(self, word: GroupWord) -> None:
+        self._store.receive(word.key, word.value)
 
     def on_announced(self, announced: SlabAnnounced) -> str | None:
         """What is wrong with it, if anything is."""
@@ -175,10 +165,10 @@ class Incoming:
         self._waiting.clear()
         self._staging.close(reason)
         self._store.close(reason)
-        self._lane.abort()
+        self.group.abort()
 
     async def wait_ended(self) -> None:
-        await self._lane.wait_ended(_LANE_END_S)
+        await self.group.wait_ended(_GROUP_END_S)
 
     def _ask(self) -> None:
         """For as many as there is room for; in the order in which they will be received."""
@@ -190,7 +180,19 @@ class Incoming:
                 break
             self._waiting.popleft()
             frame = Frame(message, slab, len(announced.message))
-            self._lane.move(as_tensor(slab.view), partial(self._inbox.put, frame))
+            self.group.move(as_tensor(slab.view), partial(self._inbox.put, frame))
             wanted.append(announced.slab)
         if wanted:
             self._side.post(SlabsWanted(slabs=wanted))
+
+
+def arena_on(device: torch.device, config: SlabConfig) -> SlabBytes:
+    """Freed with the last view of it."""
+    if device.type == "cpu":
+        return private_arena(config)
+    return torch.empty(config.arena_bytes, dtype=torch.uint8, device=device)
+
+
+def as_tensor(view: SlabBytes) -> Tensor:
+    """Its bytes `[num_bytes]`, uint8, without a copy; the memory lives as long as the tensor."""
+    return view if isinstance(view, Tensor) else torch.frombuffer(view, dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """One end of a process group in a thread of its own, so that no event loop waits in `torch.distributed`.
 
-Everything has a deadline: who is late, or fails, is reported once on the loop, and the lane is aborted by its owner.
+Everything has a deadline: who is late, or fails, is reported once on the loop, and its owner aborts it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from kv_transfer.connections.home_loop import HomeLoop
+from kv_transfer.connections.event_loops import HomeLoop
 from kv_transfer.transports.process_group.pair import PairGroup
 
 _Job = tuple[Tensor, Callable[[], None]]
 
 
-class GroupLane:
+class GroupThread:
     """Joins a group, then moves slabs in the order of the calls. Belongs to the loop that it is made on.
 
     `on_joined(refusal)` is called on the loop once, `on_failed(reason)` at most once after it. A daemon thread, as what
@@ -48,6 +48,16 @@ class GroupLane:
         self._aborted = False
         self._thread = threading.Thread(target=self._run, name="kv-group", daemon=True)
         self._thread.start()
+
+    @property
+    def num_moving(self) -> int:
+        """Slabs whose move is not over."""
+        return len(self._timers)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still holds on to the group."""
+        return self._thread.is_alive()
 
     def move(self, slab: Tensor, on_moved: Callable[[], None]) -> None:
         """`on_moved` is called on the loop when the memory is free again, or what was to come is there."""
@@ -90,7 +100,7 @@ class GroupLane:
             self._aborter = threading.Thread(target=self._group.abort, name="kv-group-abort", daemon=True)
             self._aborter.start()
 
-    # --- in the lane's thread ---
+    # --- in the group's thread ---
 
     def _run(self) -> None:
         if self._join_group():

@@ -1,10 +1,11 @@
-"""What a worker tells of its memory tiers: numbers that others keep, brought together. Counts nothing itself."""
+"""What a worker reports of its memory tiers: numbers that others keep, brought together for its snapshots."""
 
 from __future__ import annotations
 
 from engine.kv.block_pool import BlockPool
 from engine.steps.loading import LoadedModel
-from kv_transfer.messages import DiskReport, Tier, TierBlocks, TiersReport
+from kv_transfer.messages.fields import Tier
+from kv_transfer.messages.workers import DiskReport, TierBlocks, TiersReport
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.memory import tier_blocks
 from kv_transfer.worker.prefix_loading import PrefixLoading

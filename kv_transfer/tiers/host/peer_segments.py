@@ -1,7 +1,7 @@
 """The host KV memory of the other workers of this node, for reading.
 
-Maps their segments and follows which content they hold. A neighbour may rewrite a block, close its segment or be
-killed at any moment, so what `find` says is a hint, and `load` verifies what it brings. A dead neighbour's segment
+Maps their segments and follows which content they hold. A peer may rewrite a block, close its segment or be
+killed at any moment, so what `find` says is a hint, and `load` verifies what it brings. A dead peer's segment
 stays of use until it is adopted, and after that. Never writes, locks or removes anything.
 
 `find` does no more than look at memory, apart from a listing of the folder every `rescan_s`; `load` copies, and may be
@@ -24,8 +24,10 @@ import numpy.typing as npt
 from torch import Tensor, uint8
 
 from engine.kv.block_pool import BlockKey
+from kv_transfer.messages.fields import SourceName
 from kv_transfer.tiers.host.files import open_segment, segment_paths
 from kv_transfer.tiers.host.index import SegmentIndex, fingerprint_digest
+from kv_transfer.tiers.sources import ColumnViews
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ Destination = memoryview | Tensor
 """Writable, contiguous, on the CPU, and as large as a block."""
 
 
-class Neighbours:
+class PeerSegments:
     """The segments of a scope and fingerprint, save the own one. `refresh` now and then, even if nobody asks.
 
     A segment that was removed keeps its memory while it is mapped here, hence until the next `refresh` or `find`.
@@ -71,11 +73,11 @@ class Neighbours:
 
     @property
     def num_keys(self) -> int:
-        """Blocks on offer, those that several neighbours hold counted several times."""
+        """Blocks on offer, those that several peers hold counted several times."""
         return sum(len(segment.block_of) for segment in self._segments.values())
 
     def find(self, key: BlockKey) -> bool:
-        """Whether a neighbour seems to have that content."""
+        """Whether a peer seems to have that content."""
         self.refresh()
         return any(key in segment.block_of for segment in self._segments.values())
 
@@ -136,8 +138,27 @@ class Neighbours:
         return _Segment(SegmentIndex(memory, shape))
 
 
+class PeerColumns:
+    """Host memory of the node's other workers. A column may be put together from several of them."""
+
+    name: SourceName = "neighbours"  # as metrics and messages call it
+    assumed_bytes_per_s = 2e9
+
+    def __init__(self, peers: PeerSegments, num_groups: int) -> None:
+        self._peers = peers
+        self._num_groups = num_groups
+
+    def holds(self, prefix_hash: bytes) -> bool:
+        return all(self._peers.find((prefix_hash, group)) for group in range(self._num_groups))
+
+    def load(self, hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
+        keys = [(prefix_hash, group) for prefix_hash in hashes for group in range(self._num_groups)]
+        loaded = self._peers.load(keys, [view for column in destinations for view in column])
+        return [all(loaded[start : start + self._num_groups]) for start in range(0, len(keys), self._num_groups)]
+
+
 class _Segment:
-    """One neighbour's segment, and what is known of its content."""
+    """One peer's segment, and what is known of its content."""
 
     def __init__(self, index: SegmentIndex) -> None:
         self.block_of: dict[BlockKey, int] = {}

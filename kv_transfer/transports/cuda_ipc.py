@@ -2,7 +2,7 @@
 
 The link is that of shared memory (`shm`); other is only where segments lie, and that they are mapped through a
 descriptor which goes from one process's mailbox to the other's. What memory of a device is lies behind `DeviceMemory`:
-`cuda_memory` is a GPU's, and `SealedMemory` is the same in memory of the host, for machines without one.
+`CudaMemory` is a GPU's, and `SealedMemory` is the same in memory of the host, for machines without one.
 
 No events pass between the two processes. A slab is announced with its digest, which the host has only once the device
 has filled it; it is freed once the digest of what was written is there.
@@ -10,14 +10,21 @@ has filled it; it is freed once the digest of what was written is there.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import socket
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from kv_transfer.connections.sockets import Meeting, dial
-from kv_transfer.messages import Endpoint, SegmentOffer
+import torch
+from torch import Tensor
+
+from engine.memory.gpu import GpuMemory, GpuMemoryError
+from kv_transfer.connections.sockets import PeerSocket, dial
+from kv_transfer.messages.connections import SegmentOffer
+from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, SlabBytes
-from kv_transfer.transports.cuda_ipc.mailbox import Mailbox, MailboxError, post_file
 from kv_transfer.transports.shared_memory.segment import OwnSegment, Segment, SegmentError, map_file, supported
 from kv_transfer.transports.shared_memory.transport import (
     SharedMemoryConfig,
@@ -149,14 +156,18 @@ class DeviceCarrier:
         return supported() and same_node and self.offers[0] in endpoint.offers
 
     async def dial(self, endpoint: Endpoint, timeout_s: float) -> SharedMemoryLink:
-        meeting = await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s, attributes=self.attributes)
-        link = await self.accept(meeting)
+        peer_socket = await dial(
+            endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s, attributes=self.attributes
+        )
+        link = await self.accept(peer_socket)
         await offer_in_time(link, timeout_s)
         return link
 
-    async def accept(self, meeting: Meeting) -> SharedMemoryLink:
-        peer_mailbox = meeting.peer.attributes.get("mailbox", "")
-        return await open_link(meeting, self._config, DeviceSegments(self._memory, self._own_mailbox(), peer_mailbox))
+    async def accept(self, peer_socket: PeerSocket) -> SharedMemoryLink:
+        peer_mailbox = peer_socket.peer.attributes.get("mailbox", "")
+        return await open_link(
+            peer_socket, self._config, DeviceSegments(self._memory, self._own_mailbox(), peer_mailbox)
+        )
 
     def close(self) -> None:
         if self._mailbox is not None:
@@ -181,3 +192,112 @@ class DeviceTransport(SocketTransport):
         host: str = "127.0.0.1",
     ) -> None:
         super().__init__(identity, [DeviceCarrier(identity, memory, config or SharedMemoryConfig())], host=host)
+
+
+_MAX_KEPT: Final = 64  # files that nobody has asked for; beyond it, the oldest are closed
+_MAX_NAME_BYTES: Final = 256
+
+
+class MailboxError(Exception):
+    """The file could not be posted or is not there; a sentence says why."""
+
+
+class Mailbox:
+    """Takes open files from other processes of the machine, without a name in any file system. Linux only.
+
+    A datagram socket whose address is known to whom it was told. What arrives waits in it until it is asked for by the
+    name that it came under; names are secrets of the two ends. Never waits: what was posted before its name was told
+    has arrived when it is asked for.
+    """
+
+    def __init__(self) -> None:
+        self.address = f"legato-{secrets.token_hex(16)}"
+        self._files: dict[str, int] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(_abstract(self.address))
+
+    def take(self, name: str) -> int:
+        """A descriptor, the caller's from now on. Raises MailboxError."""
+        self._receive_all()
+        file = self._files.pop(name, None)
+        if file is None:
+            raise MailboxError("No file has come under the name that was told.")
+        return file
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _receive_all(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, files, _, _ = socket.recv_fds(self._socket, _MAX_NAME_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                self._keep(data.decode(errors="replace"), files)
+
+    def _keep(self, name: str, files: list[int]) -> None:
+        if len(files) != 1 or name in self._files:  # no message of ours
+            for file in files:
+                os.close(file)
+            return
+        self._files[name] = files[0]
+        if len(self._files) > _MAX_KEPT:
+            os.close(self._files.pop(next(iter(self._files))))
+
+
+def post_file(address: str, name: str, file: int) -> None:
+    """To the mailbox of that address. The descriptor stays the caller's. Raises MailboxError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(_abstract(address))
+            socket.send_fds(sock, [name.encode()], [file])
+        except OSError as error:
+            raise MailboxError(
+                f"A file cannot be handed to the peer ({error}): the two processes must run on one machine and in the"
+                " same network namespace."
+            ) from error
+
+
+def _abstract(address: str) -> bytes:
+    return b"\0" + address.encode()
+
+
+class CudaAllocation:
+    """Memory of this process; freed with the last mapping of it, here or there."""
+
+    def __init__(self, view: Tensor, file: int) -> None:
+        self.view = view
+        self.name = f"legato-{secrets.token_hex(16)}"
+        self.file = file
+
+    def close_file(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def close(self) -> None:
+        self.close_file()
+        self.view = self.view[:0].clone()
+
+
+class CudaMemory:
+    """Of one GPU, which another process can map if it uses the same one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.place = f"cuda {torch.cuda.get_device_properties(device).uuid}"
+        self._memory = GpuMemory(device)
+
+    def allocate(self, num_bytes: int) -> CudaAllocation:
+        try:
+            return CudaAllocation(*self._memory.allocate(num_bytes))
+        except GpuMemoryError as error:
+            raise SegmentError(str(error)) from error
+
+    def map(self, file: int, offer: SegmentOffer) -> Tensor:
+        try:
+            return self._memory.map(file, offer.num_bytes)
+        except GpuMemoryError as error:
+            raise SegmentError(str(error)) from error

@@ -1,1 +1,0 @@
-"""KV between processes that use one GPU, by memory of it that both map."""

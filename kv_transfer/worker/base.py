@@ -1,0 +1,352 @@
+"""What every worker is, whatever its role: what it is made of, and its life from its start to its stop.
+
+`Worker` is the base of prefill and decode workers. It meets gateways and the scheduler, drives the steps, finds out who
+makes them fail, drains, and reports itself; a role adds what is computed, and the KV that it sends or receives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from engine.kv.allocation import BlockAllocator
+from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
+from engine.steps.calibration import calibrate
+from engine.steps.fault_finding import FaultFinder
+from engine.steps.in_flight import StepSkippedError
+from engine.steps.loading import LoadedModel
+from engine.steps.loop import OVERDUE_S, StepLoop
+from kv_transfer.connections.event_loops import LoopThread
+from kv_transfer.digest import DigestKind
+from kv_transfer.messages import Message
+from kv_transfer.messages.fields import Role
+from kv_transfer.messages.requests import Endpoint, FailureCause
+from kv_transfer.messages.workers import TiersReport, WorkerInfo, WorkerSnapshot
+from kv_transfer.tiers.block_events import BlockEventLog
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.worker.cost_report import cost_report
+from kv_transfer.worker.port import GatewayId, GatewayPort, Registration, warn_of_order, worker_info
+from kv_transfer.worker.prefix_loading import PrefixLoading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What a worker gets from its maker. The transport is its own, all else outlives it.
+
+    `lower_tiers` and `events` are of the model's own pools. `on_order` gets what the scheduler sends. `home`: the role
+    of the pool that it belongs to, whatever its own; None: its own. `digest_kind`: what it would have for itself.
+    """
+
+    model: LoadedModel
+    identity: Identity
+    transport: Transport
+    locate_scheduler: Callable[[], Awaitable[Endpoint]]
+    host: str = "127.0.0.1"  # to listen on
+    lower_tiers: PrefixTiers | None = None
+    events: BlockEventLog | None = None
+    on_order: Callable[[Message], None] = warn_of_order
+    home: Role | None = None
+    digest_kind: DigestKind = "xxh3_64"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """`max_waiting` requests wait at most, further ones are refused; a snapshot goes out every `heartbeat_s`.
+
+    `calibration_s`: how long steps are tried out before the worker takes requests; 0: they are learnt from requests.
+    `overdue_s`: see `StepLoop`; gateways are told.
+    """
+
+    max_waiting: int = 256
+    heartbeat_s: float = 0.5
+    calibration_s: float = 0.0
+    overdue_s: float = OVERDUE_S
+
+
+def block_allocator(model: LoadedModel) -> BlockAllocator:
+    """Who gives a scheduler's sequences their blocks, from the pools of this model."""
+    return BlockAllocator(
+        model.block_pool,
+        layer_groups=model.layout.num_layer_groups,
+        block_size=model.layout.block_size,
+        prefix_caching=model.prefix_caching,
+        host_pool=model.host_pool,
+    )
+
+
+class WorkerRole(Protocol):
+    """How workers of one role are made. Plain data, so that it can be sent to where the worker will run."""
+
+    def make(self, parts: WorkerParts) -> Worker: ...
+
+
+class Scheduler(Protocol):
+    """What both roles' schedulers have for the worker that drives them."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_uncomputed_tokens(self) -> int: ...
+
+    def abandon_step(self) -> None: ...
+
+
+class Worker(ABC):
+    """One worker of a replica, on the main loop. A role makes `scheduler` in its constructor.
+
+    `gateway_of` holds the requests that a gateway waits for; what is here beyond them is on its way out.
+    """
+
+    role: ClassVar[Role]
+    scheduler: Scheduler
+    steps: StepLoop  # from `start` on
+    info: WorkerInfo  # once it has started
+
+    def __init__(self, parts: WorkerParts, config: WorkerConfig, *, step_tokens: int) -> None:
+        """`step_tokens`: what one step may compute at most."""
+        model = self.model = parts.model
+        self.parts = parts
+        self._worker_config = config
+        self._step_tokens = step_tokens
+        self.allocator = block_allocator(model)
+        self.prefix = PrefixLoading(
+            parts.lower_tiers,
+            self.allocator,
+            prefill_s=self._prefill_s,
+            on_over=self._on_prefix,
+            on_room=self._on_room,
+        )
+        self.gateway_of: dict[SequenceKey, GatewayId] = {}
+        self._faults = FaultFinder(model)
+        self._is_leaving = False
+        self._has_left = asyncio.Event()
+        self._num_snapshots = 0
+
+    async def start(self) -> None:
+        """Listen, register, run. Returns when the worker can take requests."""
+        self._thread = LoopThread("kv")
+        self._port = GatewayPort(self.parts.identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
+        self.steps = await self._open()
+        if calibration_s := self._worker_config.calibration_s:
+            await self.steps.calibrate(lambda: calibrate(self.model, budget_s=calibration_s).cost)
+        endpoint = await self._port.start(self.parts.host)
+        self.info = worker_info(
+            self.model,
+            self.parts.identity,
+            self.role,
+            endpoint,
+            chunk_tokens=self._step_tokens,
+            max_num_seqs=self._max_num_seqs,
+            home=self.parts.home,
+        )
+        self._registration = Registration(
+            self.parts.identity,
+            self.info,
+            locate_scheduler=self.parts.locate_scheduler,
+            snapshot=self.snapshot,
+            period_s=self._worker_config.heartbeat_s,
+            events=self.parts.events,
+            on_order=self.parts.on_order,
+        )
+        self.steps.start()
+        self._registration.start()
+
+    @property
+    def healthy(self) -> bool:
+        """False: it cannot be helped, the replica should be replaced."""
+        return self.steps.healthy and self.model.runner.healthy
+
+    @abstractmethod
+    def snapshot(self) -> WorkerSnapshot:
+        """What the scheduler is told of this moment. Each has a number, so that of two the later one is known."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait until nothing is held here, at most so long; whether that is so."""
+        self._is_leaving = True
+        self._note_idle()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_left.wait(), timeout_s)
+        return self._has_left.is_set()
+
+    def give_up(self, reason: str) -> None:
+        """Let go of all that is left, for other workers to go on with. `drain` first, and again until it is gone."""
+        for key in list(self.gateway_of):
+            self._fail(key, reason, True, "moved")
+            self._let_go(key, reason)
+        self._on_room()
+
+    async def stop(self) -> None:
+        """Leave at once: what is unfinished fails over to other workers."""
+        await self._registration.stop()
+        await self._port.close(f"the {self.role} worker stops")
+        await self.steps.stop()
+        self.prefix.close()
+        self._close()
+        await self._thread.run(self.parts.transport.close())
+        self._thread.stop()
+
+    # --- what a role adds ---
+
+    @abstractmethod
+    async def _open(self) -> StepLoop:
+        """Make what sends or receives KV, on `_thread`, and the loop of steps."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Stop what `_open` made, except for the steps, which have stopped."""
+
+    @abstractmethod
+    def _on_message(self, gateway: GatewayId, message: Message) -> None:
+        """A gateway has sent this."""
+
+    @abstractmethod
+    def _on_gateway_lost(self, gateway: GatewayId) -> None:
+        """Nobody waits for this gateway's requests any more."""
+
+    @abstractmethod
+    def _on_prefix(self, seq: Sequence) -> None:
+        """What could be had of the sequence's prefix is in host memory."""
+
+    @abstractmethod
+    def _plan(self) -> StepPlan:
+        """The next step."""
+
+    @abstractmethod
+    def _finish(self, plan: StepPlan, output: StepOutput) -> None:
+        """Take in what a step brought; what there is for gateways is sent by the caller."""
+
+    @abstractmethod
+    def _suspect(self, plan: StepPlan) -> None:
+        """A step of several failed: each of them computes alone from now on, or goes elsewhere."""
+
+    @abstractmethod
+    def _set_aside(self, accused: Sequence) -> None:
+        """Its step failed, and it was alone in it: compute it no further."""
+
+    @abstractmethod
+    def _let_go(self, key: SequenceKey, reason: str) -> None:
+        """Nobody wants the sequence any more: its blocks are free as soon as nothing uses them."""
+
+    @abstractmethod
+    def _is_idle(self) -> bool:
+        """Whether nothing is held here."""
+
+    @property
+    def _max_num_seqs(self) -> int:
+        """How many sequences may be held at once; 0: their number is not bounded."""
+        return 0
+
+    # --- for roles ---
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        """Predicted, for computing so many tokens here."""
+        return self.model.costs.prefill_s(num_tokens, self._step_tokens)
+
+    def _snapshot(self, tiers: TiersReport) -> WorkerSnapshot:
+        """What both roles report."""
+        self._num_snapshots += 1
+        host_pool = self.model.host_pool
+        return WorkerSnapshot(
+            worker_id=self.parts.identity.worker_id,
+            sequence_number=self._num_snapshots,
+            draining=self._is_leaving or not self.healthy,  # until it is replaced
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
+            blocks_available=self.model.block_pool.num_available,
+            num_leases=self.model.block_pool.num_leases,
+            host_blocks_available=0 if host_pool is None else host_pool.num_available,
+            step_cost=cost_report(self.steps.costs),
+            tiers=tiers,
+        )
+
+    def _on_room(self) -> None:
+        """Something left, or blocks are free: whoever waits for that may go on, also when no step is going on."""
+        self._note_idle()
+        self.steps.wake()
+
+    def _refused_as_leaving(self, gateway: GatewayId, key: SequenceKey) -> bool:
+        """Send a newcomer elsewhere if the worker drains; it was placed before that was known."""
+        if self._is_leaving:
+            reason = f"the {self.role} worker is about to stop"
+            self._port.fail(gateway, key, reason, retryable=True, cause="moved")
+        return self._is_leaving
+
+    def _fail(
+        self, key: SequenceKey, reason: str, retryable: bool, cause: FailureCause = "fault", flush: bool = True
+    ) -> None:
+        """Tell its gateway, if one waits for it, that the attempt ends here."""
+        gateway = self.gateway_of.pop(key, None)
+        if gateway is not None:
+            self._port.fail(gateway, key, reason, retryable=retryable, cause=cause, flush=flush)
+
+    def _end(self, key: SequenceKey, reason: str, cause: FailureCause) -> None:
+        """The attempt fails here and now, to go on elsewhere."""
+        self._fail(key, reason, True, cause)
+        self._let_go(key, reason)
+        self._on_room()
+
+    # --- what the step loop calls ---
+
+    def _plan_step(self) -> StepPlan:
+        if self._faults.probe is not None:
+            return self._faults.probe
+        plan = self._plan()
+        self._port.computing(plan, self.gateway_of)
+        return plan
+
+    def _finish_step(self, plan: StepPlan, output: StepOutput) -> None:
+        self._faults.succeeded()
+        if plan is self._faults.probe:
+            self._blame(self._faults.end_probe())
+            return
+        self._finish(plan, output)
+        self._port.flush()
+        self._on_room()
+
+    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        if plan is self._faults.probe:
+            self._faults.end_probe()
+            self._give_up_device()
+            return
+        self.scheduler.abandon_step()
+        self._on_room()
+        if isinstance(error, StepSkippedError):
+            return
+        accused = self._faults.failed(plan, error)
+        if accused is None:
+            self._suspect(plan)
+            return
+        self._set_aside(accused)
+        if not self._faults.begin_probe(accused):
+            self._blame(accused)
+
+    def _on_overdue(self, is_overdue: bool) -> None:
+        self._port.step_overdue(is_overdue)
+
+    def _blame(self, seq: Sequence) -> None:
+        """Its steps fail, and the device computes others."""
+        self._end(seq.key, f"its steps fail, alone as well: {self._faults.why}", "raised")
+
+    def _give_up_device(self) -> None:
+        """It computes nothing: everyone has to go elsewhere. Whose step it was may be the reason."""
+        reason = "the worker computes nothing any more"
+        for key in list(self.gateway_of):
+            cause: FailureCause = "broke" if self._faults.was_there(key) else "moved"
+            self._fail(key, reason, True, cause, flush=False)
+            self._let_go(key, reason)
+        self._port.flush()
+        self._on_room()
+
+    def _note_idle(self) -> None:
+        if self._is_leaving and self._is_idle():
+            self._has_left.set()
