@@ -89,6 +89,15 @@ def test_paths_that_newcomers_read_exist() -> None:
     _told(missing())
 
 
+def test_every_folder_of_the_product_is_in_the_layout() -> None:
+    """Those of two levels; deeper ones are rooms of theirs."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    product = [ROOT / name for name in FOLDERS if name not in ("benchmarks", "docs")]
+    folders = [*product, *(path.parent for top in product for path in top.glob("*/__init__.py"))]
+    names = [f"{folder.relative_to(ROOT).as_posix()}/" for folder in folders]
+    assert [name for name in names if f"| `{name}` |" not in text] == []
+
+
 def test_modules_that_newcomers_read_exist() -> None:
     """By their dotted names; the last part may be a class or a function of the module."""
 
