@@ -16,8 +16,10 @@ from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMEN
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "cluster", "decode_workers", "docs", "engine", "kernels", "kv_transfer", "prefill_workers")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
-# The others tell what was tried and decided once, with the names of that time.
-CURRENT = [page for page in PAGES if page.parent.name not in ("log", "decisions")]
+# The log tells what was tried once, with the names of that time. A decision's files are named as they are called now, its
+# commands and settings as they were.
+NAMED = [page for page in PAGES if page.parent.name != "log"]
+CURRENT = [page for page in NAMED if page.parent.name != "decisions"]
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
 # What a newcomer reads: every path, module and setting that these pages name in backticks is there.
 FIRST = [ROOT / "README.md", ROOT / "docs" / "README.md", ROOT / "docs" / "architecture.md", *GUIDE]
@@ -71,7 +73,7 @@ def test_files_that_are_named_exist() -> None:
     paths = [path.as_posix() for path in found]
 
     def missing() -> Iterator[str]:
-        for page, name in _names(CURRENT, r"`((?:\w[\w.-]*/)*\w[\w.-]*\.(?:py|yaml|md))`"):
+        for page, name in _names(NAMED, r"`((?:\w[\w.-]*/)*\w[\w.-]*\.(?:py|yaml|md))`"):
             if not any(path.endswith(f"/{name}") for path in paths):
                 yield f"{page.relative_to(ROOT)} names {name}"
 
