@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from cluster.config.table import setting_rows
 from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
+from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, StreamOptions
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "cluster", "decode_workers", "docs", "engine", "kernels", "kv_transfer", "prefill_workers")
@@ -202,3 +204,20 @@ def test_variables_that_legato_sets_are_listed() -> None:
     """For clusters that others start."""
     text = (ROOT / "docs/guide/configuration.md").read_text(encoding="utf-8")
     assert [name for name in RAY_ENVIRONMENT | SERVE_ENVIRONMENT if name not in text] == []
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ChatMessage, StreamOptions])
+def test_fields_of_requests_are_listed(body: type[BaseModel]) -> None:
+    assert set(body.model_fields) - _words_in_backticks(ROOT / "docs/guide/http-api.md") == set()
+
+
+def test_error_codes_are_listed() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster").rglob("*.py"))
+    codes = set(re.findall(r'\b(?:default_)?code(?:: str)? ?= ?"(\w+)"', sources))
+    general = {"not_found", "conflict"}  # never sent: what raises these errors names a code of its own
+    assert codes > general
+    assert codes - general - _words_in_backticks(ROOT / "docs/guide/http-api.md") == set()
+
+
+def _words_in_backticks(page: Path) -> set[str]:
+    return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")))))
