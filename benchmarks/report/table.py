@@ -174,7 +174,8 @@ def write_table() -> None:
     sections = [_section(part, report) for part, report in stored.items()]
     measured = [stored[part]["results"] for part in GOODPUT if part in stored and stored[part]["status"] == "ok"]
     sections.append(f"## goodput: beside the bounds\n\n{goodput_overview(measured)}")
-    (RESULTS / "README.md").write_text("\n".join(["# Results", "", _HEAD, "", *sections]), encoding="utf-8")
+    parts = "Parts: " + " · ".join(f"[{part}](#{part})" for part in stored) + "."
+    (RESULTS / "README.md").write_text("\n".join(["# Results", "", _HEAD, "", parts, "", *sections]), encoding="utf-8")
 
 
 def headline() -> Json:

@@ -1,4 +1,4 @@
-"""The table of every setting in `docs/operations.md`, made from the configuration's own fields.
+"""The table of every setting in `docs/guide/configuration.md`, made from the configuration's own fields.
 
 `python -m cluster.config.table` prints it.
 """

@@ -273,6 +273,6 @@ async def test_without_a_scheduler_nothing_is_claimed_of_its_index(llama: SmallM
 
 
 def test_every_metric_of_the_workers_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "metrics.md").read_text(encoding="utf-8")
     told = {family.name + ("_total" if family.type == "counter" else "") for family in WorkerMetrics(list).collect()}
     assert told == set(re.findall(r"`(legato_(?:worker|pool)_\w+)(?:\{[\w,]+\})?`", text))

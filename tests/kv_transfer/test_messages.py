@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-import subprocess
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -99,14 +97,11 @@ def test_every_message_survives_the_wire(kind: type[Any]) -> None:
 
 
 def test_every_process_knows_every_message() -> None:
-    """Whoever imports the package can decode all of them, and all that is one is registered."""
+    """All that is one is registered; `test_new_interpreters` asks a new one what it knows."""
     folder = Path(messages.__file__).parent
     modules = [importlib.import_module(f"{messages.__name__}.{path.stem}") for path in folder.glob("[a-z]*.py")]
     defined = {kind for module in modules for kind in vars(module).values() if _is_message(kind)}
     assert defined == set(_KINDS)
-    script = "from kv_transfer.messages import KINDS; print(*KINDS)"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    assert set(told.stdout.split()) == set(KINDS)
 
 
 def _is_message(kind: object) -> bool:

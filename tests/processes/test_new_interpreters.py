@@ -11,6 +11,7 @@ import pytest
 
 from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
 from engine.kv.prefix import block_hashes
+from kv_transfer.messages import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -66,3 +67,7 @@ def test_the_command_prints_what_a_shell_takes() -> None:
     assert set(printed.splitlines()) >= {f"export {name}={value}" for name, value in RAY_ENVIRONMENT.items()}
     assert set(printed.splitlines()) >= {f"export {name}={value}" for name, value in SERVE_ENVIRONMENT.items()}
     assert "export RAY_AUTH_MODE=token" in printed
+
+
+def test_whoever_imports_the_messages_can_decode_all_of_them() -> None:
+    assert set(printed_by("from kv_transfer.messages import KINDS; print(*KINDS)").split()) == set(KINDS)

@@ -1,4 +1,4 @@
-"""What the documentation names is there: pages, headings, files, commands, configurations and metrics."""
+"""What the documentation names is there: pages, paths, modules, commands, settings, configurations and metrics."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from benchmarks.__main__ import PARTS
+from cluster.config.table import setting_rows
 from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
+from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, StreamOptions
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("benchmarks", "cluster", "decode_workers", "docs", "engine", "kernels", "kv_transfer", "prefill_workers")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
-# The others tell what was tried and decided once, with the names of that time.
-CURRENT = [page for page in PAGES if page.name != "log.md" and page.parent.name != "decisions"]
+# The log tells what was tried once, with the names of that time. A decision's files are named as they are called now,
+# its commands and settings as they were.
+NAMED = [page for page in PAGES if page.parent.name != "log"]
+CURRENT = [page for page in NAMED if page.parent.name != "decisions"]
+GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+# What a newcomer reads: every path, module and setting that these pages name in backticks is there.
+FIRST = [ROOT / "README.md", ROOT / "docs" / "README.md", ROOT / "docs" / "architecture.md", *GUIDE]
+LOG = ROOT / "docs" / "log"
 
 
 def _names(pages: list[Path], pattern: str) -> Iterator[tuple[Path, str]]:
@@ -66,22 +74,81 @@ def test_files_that_are_named_exist() -> None:
     paths = [path.as_posix() for path in found]
 
     def missing() -> Iterator[str]:
-        for page, name in _names(CURRENT, r"`((?:\w[\w.-]*/)*\w[\w.-]*\.(?:py|yaml|md))`"):
+        for page, name in _names(NAMED, r"`((?:\w[\w.-]*/)*\w[\w.-]*\.(?:py|yaml|md))`"):
             if not any(path.endswith(f"/{name}") for path in paths):
                 yield f"{page.relative_to(ROOT)} names {name}"
 
     _told(missing())
 
 
+def test_paths_that_newcomers_read_exist() -> None:
+    """From the repository's root or from the page's folder: files, and folders with a slash at their end."""
+
+    def missing() -> Iterator[str]:
+        for page, name in _names(FIRST, rf"`((?:{'|'.join((*FOLDERS, 'ray_configs', 'tests'))})/[\w./-]*)`"):
+            if not (ROOT / name).exists():
+                yield f"{page.relative_to(ROOT)} names {name}"
+
+    _told(missing())
+
+
+def test_every_folder_of_the_product_is_in_the_layout() -> None:
+    """Those of two levels; deeper ones are rooms of theirs."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    product = [ROOT / name for name in FOLDERS if name not in ("benchmarks", "docs")]
+    folders = [*product, *(path.parent for top in product for path in top.glob("*/__init__.py"))]
+    names = [f"{folder.relative_to(ROOT).as_posix()}/" for folder in folders]
+    assert [name for name in names if f"| `{name}` |" not in text] == []
+
+
+def test_modules_that_newcomers_read_exist() -> None:
+    """By their dotted names; the last part may be a class or a function of the module."""
+
+    def missing() -> Iterator[str]:
+        for page, name in _names(FIRST, rf"`((?:{'|'.join(FOLDERS)})(?:\.\w+)+)(?:\(\))?`"):
+            if not re.search(r"\.(?:py|md|yaml|json)$", name) and not _is_there(name):
+                yield f"{page.relative_to(ROOT)} names {name}"
+
+    _told(missing())
+
+
+def _is_there(dotted: str) -> bool:
+    parent, _, last = dotted.rpartition(".")
+    for base in (dotted, parent):
+        path = ROOT / base.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if file.exists():
+            return (
+                base == dotted
+                or re.search(rf"^(?:class|def|async def) {last}\b|^{last}\b", file.read_text(), re.MULTILINE)
+                is not None
+            )
+    return False
+
+
+def test_settings_that_the_guide_names_exist() -> None:
+    """A leaf of the tree, or a branch of it."""
+    paths = [row.path for row in setting_rows()]
+    roots = "|".join({path.partition(".")[0] for path in paths if "." in path})
+
+    def missing() -> Iterator[str]:
+        for page, name in _names(FIRST, rf"`((?:{roots})(?:\.\w+)+)(?<!\.yaml)(?:: [^`]*)?`"):
+            if not any(path == name or path.startswith(f"{name}.") for path in paths):
+                yield f"{page.relative_to(ROOT)} names the setting {name}"
+
+    _told(missing())
+
+
 def test_commands_that_are_named_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    parts = set(re.findall(r'"(\w+)": \("benchmarks\.', (ROOT / "benchmarks" / "__main__.py").read_text()))
 
     def missing() -> Iterator[str]:
         for page, module in _names(CURRENT, r"python -m ((?:benchmarks|cluster|kernels)(?:\.\w+)*)"):
             if importlib.util.find_spec(module) is None:
                 yield f"{page.relative_to(ROOT)}: python -m {module}"
         for page, part in _names(CURRENT, r"python -m benchmarks (\w+)"):
-            if part not in PARTS:
+            if part not in parts:
                 yield f"{page.relative_to(ROOT)}: python -m benchmarks {part}"
         for page, target in _names(CURRENT, r"(?:`|^)make ([a-z-]+)"):
             if target not in targets:
@@ -90,7 +157,7 @@ def test_commands_that_are_named_exist() -> None:
     _told(missing())
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/start.md"])
 def test_every_configuration_is_listed(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [path.name for path in sorted((ROOT / "ray_configs").glob("*.yaml")) if path.name not in text] == []
@@ -98,12 +165,36 @@ def test_every_configuration_is_listed(page: str) -> None:
 
 def test_every_page_is_listed_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    pages = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))]
+    pages = [path.relative_to(ROOT).as_posix() for path in (*sorted((ROOT / "docs").glob("*.md")), *GUIDE)]
     assert [page for page in pages if f"]({page})" not in text] == []
 
 
+def test_every_page_is_listed_in_the_index() -> None:
+    docs = ROOT / "docs"
+    text = (docs / "README.md").read_text(encoding="utf-8")
+    pages = [
+        path.relative_to(docs).as_posix()
+        for path in (*sorted(docs.glob("*.md")), *GUIDE)
+        if path.parent != docs or path.name != "README.md"
+    ]
+    assert [page for page in pages if f"]({page})" not in text] == []
+
+
+def test_every_page_of_the_log_is_listed_and_begins_with_what_is_known() -> None:
+    """Three lines, before the first entry; and the entries come newest first."""
+    index = (LOG / "README.md").read_text(encoding="utf-8")
+    for page in sorted(LOG.glob("*.md")):
+        if page.name == "README.md":
+            continue
+        head, *entries = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert f"]({page.name})" in index, f"{page.name} is not in docs/log/README.md"
+        assert len(re.findall(r"^\* ", head, flags=re.MULTILINE)) == 3, f"{page.name} does not begin with three lines"
+        dates = [entry[:10] for entry in entries]
+        assert dates and dates == sorted(dates, reverse=True), f"{page.name} is not newest first"
+
+
 def test_metrics_are_listed_and_no_others() -> None:
-    told = set(re.findall(r"`(legato_\w+)", (ROOT / "docs/operations.md").read_text(encoding="utf-8")))
+    told = set(re.findall(r"`(legato_\w+)", (ROOT / "docs/guide/metrics.md").read_text(encoding="utf-8")))
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster").rglob("*.py"))
     made = set(re.findall(r'"(legato_\w+)"', sources))
     assert {name.removesuffix("_total") for name in told} == {name.removesuffix("_total") for name in made}
@@ -111,5 +202,22 @@ def test_metrics_are_listed_and_no_others() -> None:
 
 def test_variables_that_legato_sets_are_listed() -> None:
     """For clusters that others start."""
-    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/guide/configuration.md").read_text(encoding="utf-8")
     assert [name for name in RAY_ENVIRONMENT | SERVE_ENVIRONMENT if name not in text] == []
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ChatMessage, StreamOptions])
+def test_fields_of_requests_are_listed(body: type[BaseModel]) -> None:
+    assert set(body.model_fields) - _words_in_backticks(ROOT / "docs/guide/http-api.md") == set()
+
+
+def test_error_codes_are_listed() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster").rglob("*.py"))
+    codes = set(re.findall(r'\b(?:default_)?code(?:: str)? ?= ?"(\w+)"', sources))
+    general = {"not_found", "conflict"}  # never sent: what raises these errors names a code of its own
+    assert codes > general
+    assert codes - general - _words_in_backticks(ROOT / "docs/guide/http-api.md") == set()
+
+
+def _words_in_backticks(page: Path) -> set[str]:
+    return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")))))

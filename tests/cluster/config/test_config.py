@@ -304,5 +304,5 @@ def test_every_setting_is_described() -> None:
 
 
 def test_the_documentation_has_every_setting() -> None:
-    documentation = (ROOT / "docs" / "operations.md").read_text()
+    documentation = (ROOT / "docs" / "guide" / "configuration.md").read_text()
     assert settings_table() in documentation, "run `python -m cluster.config.table` and put its table there"
