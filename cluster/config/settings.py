@@ -2,8 +2,8 @@
 
 The tree is what `args` of the application in a Serve config file holds (see `ray_configs/`); `cluster.config.load`
 loads it. Knows what is plausible in itself; what depends on the model or the machine (does the context fit the KV
-memory?) is checked when a worker starts. `docs/guide/configuration.md` has a table of every setting, which a test compares with
-this file.
+memory?) is checked when a worker starts. `docs/guide/configuration.md` has a table of every setting, which a test
+compares with this file.
 
 What no operator has a reason to turn is a constant: a default of the component configs, or a named value in
 `cluster.config.build`. `tuning` changes these for a test of a whole cluster, or for an experiment.
