@@ -17,11 +17,12 @@ from cluster.http.api import Api
 
 logger = logging.getLogger(__name__)
 
+# Those that `cluster.http.openai.fields` raises, whose sentences are whole.
+_OUR_CODES = ("invalid_type", "invalid_value", "unsupported_parameter", "unsupported_value")
 _CODES: Mapping[str, str] = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
-    "unsupported_parameter": "unsupported_parameter",
-    "unsupported_value": "unsupported_value",
+    **{code: code for code in _OUR_CODES},
 }
 
 
@@ -96,7 +97,7 @@ def _sentence(param: str, problem: Mapping[str, Any]) -> str:
         return f"Unrecognized request argument supplied: {param}. Check its spelling, or leave it out."
     if kind == "missing":
         return f"{param} is missing. It is required, so send it."
-    if kind in ("invalid_type", "invalid_value", "unsupported_parameter", "unsupported_value"):
+    if kind in _OUR_CODES:
         return f"{param}: {message}."
     return f"{param}: {message[:1].lower()}{message[1:]}, but it is {_shown(problem.get('input'))}."
 

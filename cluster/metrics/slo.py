@@ -118,6 +118,7 @@ def _budgets(totals: list[SeriesSnapshot]) -> Iterator[Family]:
 
 
 def _counters(counts: Mapping[SeriesKey, Counts], gateway: str) -> Iterator[Family]:
+    """What this gateway has counted since its start, whichever workers the requests were on."""
     own = (*_CLASS, "gateway")
     promises = CounterMetricFamily(
         "legato_slo_promises", "Requests with targets, by whether they met them", labels=(*own, "result")

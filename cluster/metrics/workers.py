@@ -3,6 +3,9 @@ their steps cost.
 
 Workers listen for no scraper. What they count travels with their snapshots to every gateway, so whichever gateway is
 asked shows all workers, each under its own label, some seconds old at most.
+
+A new number is counted where it happens, is a field of `WorkerSnapshot` or of a report in it, which the worker's
+`_snapshot` fills, and has a `_Family` here and a row in `docs/guide/metrics.md`.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from engine.cost_model.step_cost import StepCost
 
 MODELS: Final = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.1-70b": LLAMA_3_1_70B}
 DEVICES: Final = {"h100": H100_SXM, "a100": A100_SXM, "l40s": L40S}
+# `cluster.simulation.arguments.ROUTER_NAMES` has the names once more, for a command line that imports next to nothing.
 ROUTERS: Final[dict[str, Callable[[KnownCosts], Router]]] = {
     "legato": LegatoRouter,
     "legato-queues": lambda costs: QueueLengthRouter(),

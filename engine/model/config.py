@@ -18,6 +18,8 @@ from engine.checkpoint.packing import WeightPacking
 from engine.model.rope import ROPE_KINDS, RopeConfig, yarn_magnitude
 from kernels.interface import Activation
 
+# Another family is named here; its sizes and choices are read below; `engine.checkpoint.weights` knows the names and
+# shapes of its tensors, `engine.model.shards` how ranks cut them; `tests/support/model_families.py` makes a small one.
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

@@ -28,7 +28,9 @@ class SamplingParams:
     """How the tokens of one sequence are chosen and when it ends.
 
     `seed` together with a token's position fixes all randomness (see `engine.sampling.philox`), so that a sequence
-    continues identically in another batch, after a preemption, or on another worker.
+    continues identically in another batch, after a preemption, or on another worker. It is part of the messages
+    `Reserve` and `Start`, so a new field raises `PROTOCOL_VERSION`; both samplers heed it, `sampler` and
+    `device_sampler`.
 
     Raises ValueError with advice on any value outside its range, NaN included.
     """

@@ -220,7 +220,10 @@ def _plan_prefill(segment: Segment, geometry: CacheGeometry, window: int | None,
 
 
 def _plan_tiles(segment: Segment, base: int, window: int | None, dtype: torch.dtype) -> Iterator[_Tile]:
-    """Tiles over keys that begin with token `base`. A tile's keys end with its last query's: nothing after is seen."""
+    """Tiles over keys that begin with token `base`. A tile's keys end with its last query's: nothing after is seen.
+
+    A prompt from its start, no longer than the window, is one tile without a bias: plain causal attention.
+    """
     count = segment.num_queries
     before = segment.context_len - count  # position of the first query
     if before == 0 and (window is None or window >= count):

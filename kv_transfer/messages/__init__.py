@@ -16,6 +16,9 @@ from kv_transfer.messages import blocks, connections, decisions, handoff, reques
 from kv_transfer.messages.codec import KINDS, MalformedMessageError, Message, decode, encode
 
 PROTOCOL_VERSION: Final = 5
+"""Raise it when a message or a field is added, removed or changed (`SamplingParams` and `WorkerSnapshot` travel in
+some), and renew the encodings in `tests/kv_transfer/test_messages.py`: processes of two versions do not talk to each
+other."""
 
 __all__ = [
     "KINDS",

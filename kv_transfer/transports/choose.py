@@ -20,6 +20,7 @@ from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import Carrier, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpConfig
 
+# `cluster.config.settings.TransferSettings` has these once more, since who loads a configuration loads no torch.
 TransportKind = Literal["auto", "cuda_ipc", "nccl", "shm", "tcp"]
 
 # The carriers of each kind, in the order in which they are tried.

@@ -31,7 +31,11 @@ class CarrierUnavailableError(PeerRefusedError):
 
 
 class Carrier(Protocol):
-    """Makes links of one kind."""
+    """One way for KV bytes between two processes, such as shared memory: makes its links.
+
+    A `SocketTransport` tries its carriers in order. Another way is a carrier, and an entry of
+    `kv_transfer.transports.choose`; `transfer.transport` in `cluster.config.settings` names it for users.
+    """
 
     @property
     def purpose(self) -> str:

@@ -1,8 +1,9 @@
 """The endpoints for operators: the cluster's workers, its decisions, how promises are kept, and metrics.
 
 Each asks the `ClusterView` or the SLO account of its gateway. For one that asks the scheduler something new: a route
-here, a method of `ClusterView`, its implementation in `SchedulerClient`, a message, and what the scheduler's server
-answers it with.
+here, a method of `ClusterView` (`cluster.gateway.generator`), its implementation in `SchedulerClient` and in the two
+that stand in for it (`tests/support/scripted_generator.py`, `benchmarks/serving/gateway_server.py`), messages, what the
+scheduler's server answers, and a line in `docs/guide/http-api.md`.
 """
 
 from __future__ import annotations

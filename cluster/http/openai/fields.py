@@ -1,6 +1,7 @@
 """Fields of OpenAI's requests that take several forms, each normalised to one.
 
-Every validator raises `PydanticCustomError(code, sentence)`: the code and the sentence reach the client as they are.
+Every validator raises `PydanticCustomError(code, sentence)`. Code and sentence reach the client as they are where
+`cluster.http.error_responses` knows the code; any other becomes `invalid_value`.
 Knows nothing of the model (vocabulary, context): `cluster.http.parse` checks what depends on it.
 """
 

@@ -32,7 +32,8 @@ class KnownCosts:
 
     @classmethod
     def of(cls, prefill: WorkerShape, decode: WorkerShape) -> KnownCosts:
-        """With about the error that workers would find in their own predictions: that of the noise, and some."""
+        """The workers' true costs, with about the error that they would measure of themselves: 0.8 of the noise of
+        decode steps, at least 2 %. Hand-offs cost nothing."""
         error = max(_LEAST_ERROR, 0.8 * decode.step_noise)
         return cls(
             prefill=replace(prefill.cost, relative_error=error),

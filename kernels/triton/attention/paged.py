@@ -52,6 +52,8 @@ class GpuAttention:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
     ) -> Tensor:
+        """Attention of one layer; `k` and `v` are in the cache already. The first call plans the step, and sends it
+        up."""
         if self._work is None:
             shape = AttentionShape(
                 operands=Operands.of(q, self._geometry, softcap, self._window),
