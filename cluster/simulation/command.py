@@ -40,7 +40,7 @@ MODELS: Final = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.1-70b": LLAMA_3_1_70B}
 DEVICES: Final = {"h100": H100_SXM, "a100": A100_SXM, "l40s": L40S}
 ROUTERS: Final[dict[str, Callable[[KnownCosts], Router]]] = {
     "legato": LegatoRouter,
-    "legato-queues": lambda costs: QueueLengthRouter(),
+    "legato-queues": lambda costs: QueueLengthRouter(prefill_tokens_per_s=costs.prefill_tokens_per_s),
     "round-robin": lambda costs: RoundRobin(),
     "least-tokens": lambda costs: LeastOutstandingTokens(),
     "colocated": lambda costs: Colocated(),

@@ -15,7 +15,7 @@ from typing import Final
 from kv_transfer.messages import blocks, connections, decisions, handoff, requests, scheduling, workers
 from kv_transfer.messages.codec import KINDS, MalformedMessageError, Message, decode, encode
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 
 __all__ = [
     "KINDS",
