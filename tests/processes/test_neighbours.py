@@ -11,6 +11,7 @@ import torch
 
 from engine.kv.block_pool import BlockPool
 from kv_transfer.tiers.host import peer_segments as neighbours_module
+from kv_transfer.tiers.host.files import segment_paths
 from kv_transfer.tiers.host.index import SegmentIndex
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from tests.processes.host_segment_child import (
@@ -199,12 +200,11 @@ def test_who_finds_does_not_wait_for_who_brings_the_index_up_to_date(
     neighbours = neighbours_of(scope)
     neighbours.refresh()
     listing, go = threading.Event(), threading.Event()
-    list_segments = neighbours_module.segment_paths
 
     def list_slowly(folder: Path, scope: str) -> list[Path]:
         listing.set()
         assert go.wait(HANGS_S)
-        return list_segments(folder, scope)
+        return segment_paths(folder, scope)
 
     monkeypatch.setattr(neighbours_module, "segment_paths", list_slowly)
     refresher = threading.Thread(target=neighbours.refresh)
