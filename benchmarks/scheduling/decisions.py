@@ -93,8 +93,6 @@ def _idle(info: WorkerInfo) -> WorkerSnapshot:
         queued_prefill_tokens=0,
         blocks_available=info.num_blocks,
         num_leases=0,
-        prefill_tokens_per_s=0.0,
-        decode_step_s=0.0,
     )
 
 

@@ -128,8 +128,6 @@ class ScriptedWorker:
             queued_prefill_tokens=0,
             blocks_available=1_000_000,
             num_leases=len(self._active),
-            prefill_tokens_per_s=0.0,
-            decode_step_s=0.0,
         )
 
 

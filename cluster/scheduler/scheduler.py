@@ -130,6 +130,10 @@ class GlobalScheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether it was asked for and is told `Queued` so far."""
+        return request_id in self._waiting
+
     @property
     def num_booked(self) -> int:
         """Requests that were placed and have not ended."""

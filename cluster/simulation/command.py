@@ -41,7 +41,7 @@ DEVICES: Final = {"h100": H100_SXM, "a100": A100_SXM, "l40s": L40S}
 # `cluster.simulation.arguments.ROUTER_NAMES` has the names once more, for a command line that imports next to nothing.
 ROUTERS: Final[dict[str, Callable[[KnownCosts], Router]]] = {
     "legato": LegatoRouter,
-    "legato-queues": lambda costs: QueueLengthRouter(),
+    "legato-queues": lambda costs: QueueLengthRouter(prefill_tokens_per_s=costs.prefill_tokens_per_s),
     "round-robin": lambda costs: RoundRobin(),
     "least-tokens": lambda costs: LeastOutstandingTokens(),
     "colocated": lambda costs: Colocated(),

@@ -69,9 +69,7 @@ class SimulatedWorker:
     def worker_id(self) -> str:
         return self.info.worker_id
 
-    def _snapshot(
-        self, *, running: int, waiting: int, queued_tokens: int, prefill_tokens_per_s: float, decode_step_s: float
-    ) -> WorkerSnapshot:
+    def _snapshot(self, *, running: int, waiting: int, queued_tokens: int) -> WorkerSnapshot:
         self._num_snapshots += 1
         return WorkerSnapshot(
             worker_id=self.worker_id,
@@ -82,8 +80,6 @@ class SimulatedWorker:
             queued_prefill_tokens=queued_tokens,
             blocks_available=self.pool.num_available,
             num_leases=self.pool.num_leases,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            decode_step_s=decode_step_s,
         )
 
 
@@ -119,7 +115,6 @@ class SimulatedDecode(SimulatedWorker):
             repetitions=self._repetitions,
             noise=shape.noise(epoch),
         )
-        self._decode_step_s = 0.0
 
     def reserve(self, seq: Sequence, grant: Callable[[], None], refuse: Refuse) -> None:
         """`grant` or `refuse(reason, retry_after_s)` is called, at once or when it is known."""
@@ -164,8 +159,6 @@ class SimulatedDecode(SimulatedWorker):
             running=self.scheduler.num_running,
             waiting=len(self._pending) + self.scheduler.num_waiting,
             queued_tokens=self.scheduler.num_uncomputed_tokens,
-            prefill_tokens_per_s=0.0,
-            decode_step_s=self._decode_step_s,
         )
 
     def _takes(self, seq: Sequence, refuse: Refuse) -> bool:
@@ -260,8 +253,6 @@ class SimulatedPrefill(SimulatedWorker):
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             queued_tokens=self.scheduler.num_uncomputed_tokens,
-            prefill_tokens_per_s=self.shape.token_budget / self.shape.cost.prefill_s(self.shape.token_budget),
-            decode_step_s=0.0,
         )
 
     def _plan(self) -> StepPlan:

@@ -127,6 +127,10 @@ class BlockPool:
         """The block that holds the content named by `key`, or None. Takes nothing: `adopt` it at once."""
         return self._block_of.get(key)
 
+    def findable(self) -> dict[BlockKey, int]:
+        """All that `find` knows at this moment: each key's block."""
+        return dict(self._block_of)
+
     def adopt(self, lease: BlockLease, blocks: Iterable[int], *, is_reuse: bool = True) -> None:
         """Let the lease share blocks that `find` returned. Their content may be read, never written. All or nothing.
 

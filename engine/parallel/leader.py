@@ -153,6 +153,11 @@ class GroupLeader:
     def healthy(self) -> bool:
         return self._broken is None and all(process.is_alive for process in self._processes)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the other ranks' processes, by rank."""
+        return [process.pid for process in self._processes]
+
     def wait_until_loaded(self) -> None:
         self._expect(READY, LOAD_S)
         self._meeting.cleanup()

@@ -37,6 +37,11 @@ class RankProcess:
         self.tell(spec.to_bytes())
 
     @property
+    def pid(self) -> int:
+        """Of the rank's process, for whoever looks at it from outside."""
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 

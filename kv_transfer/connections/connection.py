@@ -168,6 +168,10 @@ class Connection:
         self._wire.finish()
         self._timer = self._loop.call_later(self._config.linger_s, self._wire.abort)
 
+    def abort(self) -> None:
+        """Cut the connection at once, without a word to the peer: to it, this process is gone."""
+        self._wire.abort()
+
     async def wait_closed(self) -> None:
         """Until the socket is gone: at most `linger_s` after `close`."""
         await self._gone.wait()
@@ -283,6 +287,11 @@ class Server:
     @property
     def endpoint(self) -> Endpoint:
         return self._listener.endpoint
+
+    @property
+    def num_strangers(self) -> int:
+        """Who has been accepted and has not proved itself."""
+        return self._listener.num_strangers
 
     async def close(self, reason: str = "the server closes") -> None:
         """Stop listening, close every connection in order with `reason` and cancel its handler; idempotent."""

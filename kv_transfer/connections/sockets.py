@@ -108,6 +108,11 @@ class Listener:
         self.endpoint = Endpoint(host=advertised_host or host, port=port, node_id=identity.node_id)
         self._accepting = asyncio.create_task(self._accept_forever(), name=f"accept on port {port}")
 
+    @property
+    def num_strangers(self) -> int:
+        """Who has been accepted and has not proved itself."""
+        return len(self._strangers)
+
     async def close(self) -> None:
         """Stop listening and cancel what its sockets are used for; idempotent."""
         self._accepting.cancel()

@@ -114,8 +114,6 @@ class WorkerSnapshot:
     context_tokens: Count = 0  # of the running decodes, together
     num_local_waiting: Count = 0  # prompts that a decode worker is to compute itself, and has not
     num_pending: Count = 0  # reservations that wait for room
-    prefill_tokens_per_s: NonNegative = 0.0  # of simulated workers; 0: see `step_cost`
-    decode_step_s: NonNegative = 0.0
     step_cost: StepCostReport | None = None  # None until there is one
     tiers: TiersReport = field(default_factory=TiersReport)
 

@@ -30,7 +30,7 @@ from kv_transfer.tiers.host.files import remove_if_last, sweep
 from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
-from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.tiers.prefix_tiers import PrefixTiers, PrefixTiersConfig
 from kv_transfer.tiers.sources import ColumnSource
 from kv_transfer.transports.shared_memory.segment import SegmentError
 
@@ -45,8 +45,11 @@ MAX_HOST_SHARE = 0.9
 class WorkerTiers:
     """What a worker's model and scheduler get of its tiers, and the one who closes them."""
 
-    def __init__(self, config: TiersConfig, engine: EngineConfig, secret: bytes) -> None:
+    def __init__(
+        self, config: TiersConfig, engine: EngineConfig, secret: bytes, prefix_config: PrefixTiersConfig | None = None
+    ) -> None:
         self._config = config
+        self._prefix_config = prefix_config
         self._engine = engine
         # Applications do not share KV: whoever does not know the secret cannot name another one's files.
         self._scope = hashlib.blake2b(secret, digest_size=16, person=b"legato-scope").hexdigest()
@@ -55,6 +58,11 @@ class WorkerTiers:
         self._disk: DiskTier | None = None
         self._following: asyncio.Task[None] | None = None
         self._prefix: PrefixTiers | None = None
+
+    @property
+    def segment(self) -> HostSegment | None:
+        """The model's host memory, from `load` on; None where it is private to this worker, or there is none."""
+        return self._segment
 
     def load(self) -> LoadedModel:
         """The model with its host memory. Blocks for long; raises ValueError where the configuration cannot be met."""
@@ -82,7 +90,9 @@ class WorkerTiers:
             self._disk = _open_disk(self._config.disk, self._fingerprint(model.layout), model.layout, events)
             sources.append(self._disk)
         device = TierMemory(model.sequence_kv, model.block_pool)
-        self._prefix = PrefixTiers(device, host, sources=sources, sink=self._disk, disk=self._disk)
+        self._prefix = PrefixTiers(
+            device, host, sources=sources, sink=self._disk, disk=self._disk, config=self._prefix_config
+        )
         return self._prefix
 
     def _own_and_peers(

@@ -20,6 +20,7 @@ from engine.steps.fault_finding import FaultFinder
 from engine.steps.in_flight import StepSkippedError
 from engine.steps.loading import LoadedModel
 from engine.steps.loop import OVERDUE_S, StepLoop
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Message
@@ -164,6 +165,11 @@ class Worker(ABC):
     def healthy(self) -> bool:
         """False: it cannot be helped, the replica should be replaced."""
         return self.steps.healthy and self.model.runner.healthy
+
+    @property
+    def connections(self) -> list[Connection]:
+        """To the gateways that are here now."""
+        return list(self._port.connections.values())
 
     @abstractmethod
     def snapshot(self) -> WorkerSnapshot:

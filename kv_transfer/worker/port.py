@@ -113,6 +113,11 @@ class GatewayPort:
         self._warned_alone: set[GatewayId] = set()  # that the step is one sequence's
         self._server: Server | None = None
 
+    @property
+    def connections(self) -> dict[GatewayId, Connection]:
+        """To the gateways that are here now."""
+        return dict(self._connections)
+
     async def start(self, host: str) -> Endpoint:
         self._server = await serve(host, self._identity, self._serve_gateway)
         return self._server.endpoint

@@ -64,7 +64,6 @@ def test_a_preempted_sequence_comes_before_new_reservations() -> None:
 def test_a_prompt_in_host_memory_is_computed_beside_an_endless_stream_of_short_ones() -> None:
     """Decodes in host memory take most of the ring in every step, and other prompts need none of it."""
     bench = Bench(columns=8, host_columns=60, staging_columns=14, max_num_seqs=4, step_s=0.06)
-    bench.tiers._restore = lambda selection, queue: None  # type: ignore[method-assign]  # so that they stay where they are
     device = bench.hand_over("device", [2] * 8, max_tokens=400)
     decodes = [bench.hand_over(f"h{number}", [3, number + 4] * 10, max_tokens=80) for number in range(3)]
     assert not device.host_groups and all(seq.host_groups for seq in decodes)
@@ -81,6 +80,7 @@ def test_a_prompt_in_host_memory_is_computed_beside_an_endless_stream_of_short_o
         come()
         bench.step()
     assert prompt.num_computed == 40, "a chunk every five steps"
+    assert bench.tiers.num_restores == 0, "they stay where they are"
 
 
 def test_a_long_sequence_has_its_turns_although_short_ones_would_always_fit() -> None:

@@ -300,8 +300,8 @@ class DecodeMachine(RuleBasedStateMachine):
         """What has ended is held exactly as long as a step in flight uses it."""
         self.lingering = {key for key in self.lingering if self._is_in_flight(key)}
         assert all(self.scheduler.state(key) is DecodeState.ENDED for key in self.lingering)
-        ended = [key for key in self.scheduler._entries if self.scheduler.state(key) is DecodeState.ENDED]
-        assert set(ended) == self.lingering
+        assert not any(self.scheduler.state(key) is DecodeState.ENDED for key in self.stories)
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.stories.keys() | self.lingering)
 
     def _is_in_flight(self, key: SequenceKey) -> bool:
         """After a step is over."""

@@ -244,7 +244,6 @@ def test_however_late_the_others_are_what_a_token_s_time_fetches_goes_with_each_
     waiting = [bench.hand_over(f"h{number}", [4, number + 3] * 12, max_tokens=7) for number in range(3)]
     assert [bool(seq.host_groups) for seq in (*running, *waiting)] == [False] * 3 + [True] * 3
     bench.step()
-    bench.tiers._restore = lambda selection, queue: None  # type: ignore[method-assign]  # so that they stay where they are
     turns: Counter[str] = Counter()
     for _ in range(3):
         names = _names(bench.step())
@@ -252,6 +251,7 @@ def test_however_late_the_others_are_what_a_token_s_time_fetches_goes_with_each_
         assert len(names) == 3 + num_staged
         turns.update(name for name in names if name.startswith("h"))
     assert set(turns.values()) == {num_staged}, "in turn"
+    assert bench.tiers.num_restores == 0, "they stay where they are"
 
 
 def test_a_prompt_is_computed_beside_late_decodes_every_so_often() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import OverloadedError
-from decode_workers.worker import DecodeWorker
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
@@ -86,9 +85,11 @@ async def test_a_prefix_in_host_memory_is_copied_in(llama: SmallModel) -> None:
 
 
 @asynccontextmanager
-async def only_on_disk(model: SmallModel, folder: Path) -> AsyncIterator[tuple[MiniCluster, DecodeWorker]]:
+async def only_on_disk(
+    model: SmallModel, folder: Path, **config: Any
+) -> AsyncIterator[tuple[MiniCluster, DecodeWorker]]:
     """A decode worker that has answered PROMPT and has it on disk alone, and takes computing for slow."""
-    async with cluster_of(model, num_prefill=0, disk=folder) as cluster:
+    async with cluster_of(model, num_prefill=0, disk=folder, **config) as cluster:
         worker = cluster.decodes[0]
         cluster.believe(COMPUTING_IS_SLOW)
         assert await ask(cluster, "first", PROMPT) == (model.local(PROMPT, TOKENS).tokens, 0)
@@ -116,14 +117,15 @@ async def test_a_prefix_on_disk_that_is_computed_faster_is_not_loaded(llama: Sma
 @asynccontextmanager
 async def slow_disk(cluster: MiniCluster) -> AsyncIterator[Event]:
     """Loads wait until the event is set, at the latest when this is over."""
-    [source] = [source for source in cluster.tiers[0]._sources if source.name == "disk"]
-    load, go = source.load, Event()
+    disk = cluster.tiers[0].disk
+    assert disk is not None
+    load, go = disk.load, Event()
 
     def slow(hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
         assert go.wait(HANGS_S)
         return load(hashes, destinations)
 
-    source.load = slow  # type: ignore[method-assign]
+    disk.load = slow  # type: ignore[method-assign]
     try:
         yield go
     finally:
@@ -153,15 +155,14 @@ async def test_what_loads_counts_as_waiting_and_lets_others_pass(llama: SmallMod
 
 
 async def test_a_full_queue_counts_what_loads(llama: SmallModel, tmp_path: Path) -> None:
-    async with only_on_disk(llama, tmp_path) as (cluster, worker), slow_disk(cluster), loading(cluster):
-        worker._config = replace(worker._config, max_waiting=1)
+    config = DecodeWorkerConfig(max_waiting=1)
+    async with only_on_disk(llama, tmp_path, decode=config) as (cluster, _), slow_disk(cluster), loading(cluster):
         with pytest.raises(OverloadedError):
             await asyncio.wait_for(ask(cluster, "other", PROMPT[:40]), HANGS_S)
 
 
 async def test_a_prefix_that_does_not_come_in_time_is_computed(llama: SmallModel, tmp_path: Path) -> None:
-    async with only_on_disk(llama, tmp_path) as (cluster, _), slow_disk(cluster):
-        cluster.tiers[0]._up._timeout_s = 0.2
+    async with only_on_disk(llama, tmp_path, load_timeout_s=0.2) as (cluster, _), slow_disk(cluster):
         assert await ask(cluster, "second", PROMPT) == (llama.local(PROMPT, TOKENS).tokens, 0)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -16,18 +18,18 @@ from fastapi import FastAPI
 
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.http.app import create_app
-from decode_workers.worker import DecodeWorker
 from engine.sequence import SequenceKey
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages import Message
 from kv_transfer.messages.requests import RequestSpec, Reserve, Start, TokenEvent
-from kv_transfer.worker.port import GatewayId
+from kv_transfer.worker.port import GatewayId, GatewayPort, Registration
 from tests.http.http_fuzz import Answer, Sent, call
 from tests.support.http_server import MODEL, scripted_api
 from tests.support.mini_cluster import MiniCluster, cluster_of
 from tests.support.small_models import SmallModel
 from tests.support.waiting import eventually
+from tests.support.worker_reports import worker_snapshot
 
 pytestmark = pytest.mark.model
 
@@ -57,13 +59,30 @@ def text_of(error: Exception) -> str:
 
 
 class FailingWorker:
-    """In the place of what a decode worker does with requests: they fail, in every way that a worker can tell of."""
+    """A decode worker whose requests fail, in every way that a worker can tell of."""
 
-    def __init__(self, worker: DecodeWorker, rng: random.Random) -> None:
-        self._port = worker._port
+    def __init__(self, worker_id: str, cluster: MiniCluster, rng: random.Random) -> None:
+        self.worker_id = worker_id
+        self._cluster = cluster
+        self._port = GatewayPort(cluster.identity(worker_id), on_message=self._on_message, on_lost=lambda gateway: None)
         self._rng = rng
         self._ways = [*[self._fail, self._end, self._refuse, self._never, self._fail_late] * 8, self._die]
-        self._port._on_message = self._on_message
+
+    async def start(self) -> None:
+        endpoint = await self._port.start("127.0.0.1")
+        numbers = itertools.count(1)
+        self._registration = Registration(
+            self._cluster.identity(self.worker_id),
+            replace(self._cluster.prefills[0].info, worker_id=self.worker_id, role="decode", endpoint=endpoint),
+            locate_scheduler=self._cluster.locate,
+            snapshot=lambda: worker_snapshot(self.worker_id, next(numbers)),
+            period_s=0.1,
+        )
+        self._registration.start()
+
+    async def stop(self) -> None:
+        await self._registration.stop()
+        await self._port.close("the test is over")
 
     def _on_message(self, gateway: GatewayId, message: Message) -> None:
         if isinstance(message, Reserve | Start):
@@ -88,11 +107,11 @@ class FailingWorker:
         self._port.refuse(gateway, request, reason, None)
 
     def _die(self, gateway: GatewayId, request: RequestSpec, reason: str) -> None:
-        self._port._connections[gateway].close(reason[:100])
+        self._port.connections[gateway].close(reason[:100])
 
 
-def links_are_up(cluster: MiniCluster) -> bool:
-    return all(cluster.orchestrator.links.is_up(worker.info.worker_id) for worker in cluster.workers)
+def links_are_up(cluster: MiniCluster, workers: list[FailingWorker]) -> bool:
+    return all(cluster.orchestrator.links.is_up(worker.worker_id) for worker in workers)
 
 
 def app_of(cluster: MiniCluster, tokenizer: Tokenizer) -> FastAPI:
@@ -121,12 +140,14 @@ async def test_no_reason_of_a_worker_reaches_a_client(
     caplog.set_level(logging.INFO, logger="cluster.gateway.orchestrator")
     config = OrchestratorConfig(max_attempts=2, retry_delay_s=0.001)
     said: set[str] = set()
-    async with cluster_of(llama, num_decode=2, orchestrator=config) as cluster:
+    async with cluster_of(llama, num_decode=0, orchestrator=config) as cluster, AsyncExitStack() as stack:
         app = app_of(cluster, Tokenizer(smollm2_folder))
-        for seed, worker in enumerate(cluster.decodes):
-            FailingWorker(worker, random.Random(seed))
+        workers = [FailingWorker(f"decode-{seed}", cluster, random.Random(seed)) for seed in range(2)]
+        for worker in workers:
+            await worker.start()
+            stack.push_async_callback(worker.stop)
         for number in range(500):
-            await eventually(lambda: links_are_up(cluster), what="a link that was cut is not made again")
+            await eventually(lambda: links_are_up(cluster, workers), what="a link that was cut is not made again")
             answer = await asked(app, number, stream=number % 2 == 0)
             message = check(answer)
             request_id = f"{answer.headers[b'x-request-id'].decode()}-0"

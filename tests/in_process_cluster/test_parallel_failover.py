@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 
 import pytest
 
@@ -42,5 +44,5 @@ def kill_a_rank(cluster: MiniCluster) -> DecodeWorker:
     [busy] = [worker for worker in cluster.decodes if worker.gateway_of]
     group = busy.model.runner.group
     assert group is not None
-    group._processes[0]._process.kill()
+    os.kill(group.pids[0], signal.SIGKILL)
     return busy

@@ -150,8 +150,7 @@ async def test_a_new_scheduler_knows_what_runs(llama: SmallModel) -> None:
         await placed(cluster, "alone")
 
         scheduler = await restarted(cluster, num_running=5)
-        prompts = scheduler.ledger._workers[cluster.prefills[0].info.worker_id].queue
-        assert prompts.keys() == {"computes", "alone"}
+        assert set(scheduler.ledger.queue(cluster.prefills[0].info.worker_id)) == {"computes", "alone"}
         requests.append(asyncio.create_task(run(cluster, "new", loose)))
         placement = await placed(cluster, "new")
         assert scheduler.num_waiting == 0
@@ -186,7 +185,7 @@ async def test_a_gateway_that_dies_leaves_nothing(llama: SmallModel) -> None:
     async with cluster_of(llama) as cluster, crowd(cluster):
         request = await waiter(cluster)
         await cluster.orchestrator.stop()
-        await eventually(lambda: not cluster.scheduler._asked_by)
+        await eventually(lambda: not cluster.scheduler.num_asked)
         assert cluster.scheduler.scheduler.num_waiting == 0
         request.cancel()
         with suppress(asyncio.CancelledError):

@@ -191,8 +191,7 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
 
 async def test_decisions_are_written_down(llama: SmallModel, tmp_path: Path) -> None:
     log = tmp_path / "decisions.jsonl"
-    async with cluster_of(llama) as cluster:
-        cluster.scheduler._decision_log = LineLog(log)
+    async with cluster_of(llama, decision_log=LineLog(log)) as cluster:
         await run(cluster, "r", terms(1000.0))
         await eventually(log.exists)
         assert [json.loads(line)["request_id"] for line in log.read_text().splitlines()] == ["r"]

@@ -88,8 +88,8 @@ class Trap:
             await asyncio.sleep(0.005)
 
     async def _replace(self, worker: PrefillWorker | DecodeWorker) -> None:
-        for connection in list(worker._port._connections.values()):
-            connection._wire.abort()  # before its step ends: nobody hears of that
+        for connection in worker.connections:
+            connection.abort()  # before its step ends: nobody hears of that
         self._holds[worker.info.worker_id].set()
         await self._cluster.remove(worker)
         add = self._cluster.add_prefill if isinstance(worker, PrefillWorker) else self._cluster.add_decode

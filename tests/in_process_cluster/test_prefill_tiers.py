@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from engine.sequence import StepPlan
 from kv_transfer.tiers.disk.files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.sources import ColumnViews
 from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.mini_cluster import (
@@ -24,7 +26,7 @@ from tests.support.mini_cluster import (
     mini_cluster,
 )
 from tests.support.small_models import SmallModel, greedy, random_prompts
-from tests.support.waiting import eventually
+from tests.support.waiting import HANGS_S, eventually
 
 BLOCK_BYTES = 16 * 256  # of one layer: 16 tokens
 PROMPT = random_prompts([150], seed=7)[0]
@@ -212,10 +214,16 @@ async def test_a_damaged_file_is_computed_again(llama: SmallModel, tmp_path: Pat
 
 
 async def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(llama: SmallModel, tmp_path: Path) -> None:
-    async with cluster_with_disk(llama, tmp_path) as (cluster, _):
+    async with cluster_with_disk(llama, tmp_path) as (cluster, disk):
         worker = cluster.prefills[0]
         cluster.believe(COMPUTING_IS_SLOW)
-        worker.prefix._on_over = lambda key: None  # it never hears that it is over
+        load, go = disk.load, Event()
+
+        def slow(hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
+            assert go.wait(HANGS_S)
+            return load(hashes, destinations)
+
+        disk.load = slow  # type: ignore[method-assign]
         async with aclosing(cluster.stream("stuck", PROMPT, TOKENS)) as events:
             waiting = asyncio.ensure_future(anext(events))
             await eventually(lambda: worker.scheduler.num_waiting == 1)
@@ -225,6 +233,7 @@ async def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(llama: 
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
         await eventually(lambda: worker.scheduler.num_waiting == 0)
+        go.set()
 
 
 # --- prompts split over both tiers ---

@@ -197,7 +197,7 @@ async def test_an_operator_may_order_it(llama: SmallModel) -> None:
         assert replica.worker is not None
         assert (replica.worker.info.role, replica.worker.info.home) == ("prefill", "decode")
         assert worker_id_of(replica) != old
-        await eventually(lambda: old not in cluster.scheduler._workers)
+        await eventually(lambda: old not in cluster.scheduler.scheduler.ledger.table)
         with pytest.raises(NotFoundError, match=f"no worker is called {old}"):
             await gateway.scheduler.change_role(old, "decode", 60.0)
         assert await tokens(cluster, "after", PROMPT, greedy()) == expected

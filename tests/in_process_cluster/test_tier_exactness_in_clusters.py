@@ -194,9 +194,8 @@ async def _leave_prefix_in(cluster: MiniCluster, case: Case, folder: Path) -> No
     if case.source == "damaged disk":
         await asyncio.to_thread(_damage, folder)
     if case.source == "neighbour":
-        source = cluster.tiers[0]._sources[0]
-        digests = _prefix_digests(cluster)
-        await eventually(lambda: all(map(source.holds, digests)), what="the neighbour does not have it")
+        tiers, digests = cluster.tiers[0], _prefix_digests(cluster)
+        await eventually(lambda: tiers.missing(digests).num_reachable == len(digests), what="the neighbour lacks it")
 
 
 def _prefix_digests(cluster: MiniCluster) -> list[bytes]:

@@ -6,6 +6,7 @@ Any thread may queue and wait. On a machine with a GPU its own streams.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ class LazyStream:
         self._num_done = 0
         self.num_waits = 0  # by a thread of the host
         self.allocated: list[int] = []  # bytes
+        self._buffers: list[weakref.ref[Tensor]] = []
 
     def queue(self, work: Callable[[], object]) -> None:
         with _WORKING:
@@ -43,7 +45,14 @@ class LazyStream:
 
     def empty(self, num_bytes: int) -> Tensor:
         self.allocated.append(num_bytes)
-        return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device())
+        buffer = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device())
+        self._buffers.append(weakref.ref(buffer))
+        return buffer
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Of what was allocated, that somebody still has."""
+        return sum(len(buffer) for buffer in (known() for known in self._buffers) if buffer is not None)
 
     def reach(self, place: int) -> None:
         with _WORKING:

@@ -110,7 +110,7 @@ def test_buffers_are_used_again_and_bounded() -> None:
     for count in (1, 3, 9, 16, 1, 16, 9):
         world.fill(count)
     assert world.outward[0].allocated == [32, 128, 512], "of one at a time, each size once at most"
-    assert sum(map(len, world.copies._outward._lanes[0]._kept)) <= 128 + 512
+    assert world.outward[0].num_kept_bytes <= 128 + 512
 
 
 def test_nothing_runs_on_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:

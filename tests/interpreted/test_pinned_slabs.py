@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from engine.steps.loading import EngineConfig
 from kv_transfer.tiers import worker_tiers
 from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
+from kv_transfer.transports import choose
 from kv_transfer.transports.base import Identity, LinkClosedError, Transport
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
@@ -170,12 +172,13 @@ def test_a_segment_that_cannot_be_made_or_mapped_leaves_nothing_pinned(recorder:
     assert recorder.num_unpinned == 1
 
 
-def test_on_a_cpu_nothing_is_pinned() -> None:
+def test_on_a_cpu_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pinning_for(CPU) is None
     assert type(private_arena(SlabConfig()).obj).__name__ == "mmap", "no more than it ever was"
-    transport = TransferConfig().open(Identity(worker_id="w", node_id="n", secret=b"", compatibility={}), "127.0.0.1")
-    carriers = transport._carriers.values()  # type: ignore[attr-defined]
-    assert {carrier._config.slabs.pin for carrier in carriers} == {None}
+    opened: dict[str, Any] = {}
+    monkeypatch.setattr(choose, "open_transport", lambda *_, **options: opened.update(options))
+    TransferConfig().open(Identity(worker_id="w", node_id="n", secret=b"", compatibility={}), "127.0.0.1")
+    assert [opened[name].slabs.pin for name in ("shm", "tcp", "groups")] == [None] * 3
 
 
 def test_arenas_are_pinned_for_the_device_that_there_is() -> None:

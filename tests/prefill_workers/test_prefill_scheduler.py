@@ -48,7 +48,8 @@ class PrefillMachine(RuleBasedStateMachine):
         self.allocator = BlockAllocator(
             self.pool, layer_groups=layer_groups, block_size=BLOCK_SIZE, host_pool=self.host_pool
         )
-        self.runner = GhostRunner(self.allocator)
+        self.kv: dict[tuple[str, int, int], int] = {}
+        self.runner = GhostRunner(self.allocator, self.kv)
         placement = host_placement(self.allocator, COLUMNS, rate)
         self.scheduler = PrefillScheduler(
             self.allocator,
@@ -63,11 +64,11 @@ class PrefillMachine(RuleBasedStateMachine):
     def copy_down(self) -> None:
         """What write-through does, at any moment, as far as there is room."""
         assert self.host_pool is not None
-        for key, block in self.pool._block_of.items():
+        for key, block in self.pool.findable().items():
             if self.host_pool.find(key) is None and self.host_pool.num_available:
                 lease = self.host_pool.lease(1)
                 for offset in range(BLOCK_SIZE):
-                    self.runner._kv["host", lease.blocks[0], offset] = self.runner._kv["device", block, offset]
+                    self.kv["host", lease.blocks[0], offset] = self.kv["device", block, offset]
                 self.host_pool.publish(lease, lease.blocks[0], key)
                 self.host_pool.release(lease)
 

@@ -34,4 +34,4 @@ def one_step(runner: ModelRunner) -> None:
 
 def other_ranks(runner: ModelRunner) -> list[psutil.Process]:
     assert runner.group is not None
-    return [psutil.Process(process._process.pid) for process in runner.group._processes]
+    return [psutil.Process(pid) for pid in runner.group.pids]

@@ -110,7 +110,7 @@ async def test_no_record_ever_tells_of_bytes_that_are_not_there(scope: str, seed
             pool.drop_cached()
         if chooser.random() < 0.1:
             check_records(segment)
-    await eventually(lambda: segment.published() == pool._block_of)
+    await eventually(lambda: segment.published() == pool.findable())
     check_records(segment)
     for key, block in segment.published().items():
         number = int.from_bytes(key[0], "little")

@@ -11,6 +11,7 @@ import torch
 
 from engine.kv.block_pool import BlockPool
 from kv_transfer.tiers.host import peer_segments as neighbours_module
+from kv_transfer.tiers.host.files import segment_paths
 from kv_transfer.tiers.host.index import SegmentIndex
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from tests.processes.host_segment_child import (
@@ -21,7 +22,6 @@ from tests.processes.host_segment_child import (
     content_of,
     fill,
     key_of,
-    number_of,
     open_segment,
     restored_pool,
     words,
@@ -192,17 +192,31 @@ def test_segments_come_and_go_but_the_folder_is_listed_only_now_and_then(scope: 
     assert mappings(path) == 0
 
 
-def test_who_finds_does_not_wait_for_who_brings_the_index_up_to_date(scope: str) -> None:
+def test_who_finds_does_not_wait_for_who_brings_the_index_up_to_date(
+    scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     segment = open_segment(SHARED_MEMORY, scope)
     fill(segment, BlockPool(NUM_BLOCKS, observers=[segment]), 1)
     neighbours = neighbours_of(scope)
     neighbours.refresh()
+    listing, go = threading.Event(), threading.Event()
+
+    def list_slowly(folder: Path, scope: str) -> list[Path]:
+        listing.set()
+        assert go.wait(HANGS_S)
+        return segment_paths(folder, scope)
+
+    monkeypatch.setattr(neighbours_module, "segment_paths", list_slowly)
+    refresher = threading.Thread(target=neighbours.refresh)
+    refresher.start()
+    assert listing.wait(HANGS_S)
     found = []
-    with neighbours._lock:
-        finder = threading.Thread(target=lambda: found.append(neighbours.find(key_of(1))), daemon=True)
-        finder.start()
-        finder.join(timeout=HANGS_S)
+    finder = threading.Thread(target=lambda: found.append(neighbours.find(key_of(1))), daemon=True)
+    finder.start()
+    finder.join(timeout=HANGS_S / 2)
     assert found == [True]
+    go.set()
+    refresher.join()
     segment.close(unlink=True)
 
 
@@ -243,14 +257,11 @@ def test_a_destination_of_another_size_is_refused(scope: str) -> None:
 
 
 def test_a_neighbours_memory_cannot_be_written(scope: str) -> None:
-    segment = open_segment(SHARED_MEMORY, scope)
-    fill(segment, BlockPool(NUM_BLOCKS, observers=[segment]), 1)
-    neighbours = neighbours_of(scope)
-    assert neighbours.find(key_of(1))
-    [mapped] = neighbours._segments.values()
-    with pytest.raises(ValueError, match="read-only"):
-        mapped._index.retract(0)
-    with pytest.raises(TypeError, match="read-only"):
-        mapped._index.blocks[0] = 1
-    assert {number_of(key) for key in segment.published()} == {1}
-    segment.close(unlink=True)
+    with worker("hold", scope) as other:
+        path, _ = other.opened()
+        neighbours = neighbours_of(scope)
+        assert neighbours.find(key_of(1))
+        [mapped] = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+        assert mapped.split()[1] == "r--s"
+        neighbours.close()
+        other.end()

@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.autoscaling.watch import PoolsPlan
 from cluster.gateway.generator import one_by_one
+from cluster.gateway.line_log import LineLog
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
@@ -32,7 +33,7 @@ from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import TiersConfig
 from kv_transfer.tiers.memory import TierMemory
-from kv_transfer.tiers.prefix_tiers import PrefixTiers
+from kv_transfer.tiers.prefix_tiers import PrefixTiers, PrefixTiersConfig
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.base import Identity
@@ -66,8 +67,10 @@ class MiniClusterConfig:
     policy: SchedulerPolicy = field(default_factory=lambda: SchedulerPolicy(stale_after_s=HANGS_S))
     overdue_s: float = HANGS_S  # of a step, beyond its prediction: a brake, or a busy machine, must not pass for a hang
     pools: PoolsPlan | None = None
+    decision_log: LineLog | None = None
     prefill_sources: tuple[ColumnSource, ...] = ()  # below the prefill workers' host memory, if they have any
     prefill_sink: ColumnSink | None = None
+    load_timeout_s: float = HANGS_S  # what is loaded, and what computed, must not depend on how busy the machine is
     tiers: TiersConfig | None = None  # of all workers, as they are opened in production; the engines' `host_bytes` then
     # do not count
 
@@ -81,13 +84,13 @@ class MiniCluster:
             prefill=replace(config.prefill, overdue_s=config.overdue_s),
             decode=replace(config.decode, overdue_s=config.overdue_s),
         )
+        self._prefix_config = PrefixTiersConfig(load_timeout_s=config.load_timeout_s)
         self.secret = secrets.token_bytes(32)
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []
         self.models: list[LoadedModel] = []
         self.tiers: list[PrefixTiers] = []  # of the workers in `models` that have some
         self._close_tiers: list[Callable[[], Awaitable[None]]] = []
-        self._worker_tiers: list[WorkerTiers] = []
 
     @property
     def workers(self) -> list[PrefillWorker | DecodeWorker]:
@@ -111,13 +114,17 @@ class MiniCluster:
     async def start_scheduler(self) -> None:
         """Also to replace one that was stopped."""
         self.scheduler = SchedulerServer(
-            self.config.policy, self.identity("scheduler"), broadcast_period_s=0.2, pools=self.config.pools
+            self.config.policy,
+            self.identity("scheduler"),
+            broadcast_period_s=0.2,
+            decision_log=self.config.decision_log,
+            pools=self.config.pools,
         )
         await self.scheduler.start("127.0.0.1")
 
     def new_orchestrator(self, on_slo: Callable[[bytes], None] = lambda report: None) -> Orchestrator:
         """One more gateway, for the caller to start and stop."""
-        return Orchestrator(self.identity("gateway"), self.config.orchestrator, self._locate, on_slo)
+        return Orchestrator(self.identity("gateway"), self.config.orchestrator, self.locate, on_slo)
 
     async def ready(self, timeout_s: float = HANGS_S) -> None:
         """Until the gateway is connected to every worker."""
@@ -138,8 +145,8 @@ class MiniCluster:
 
     async def remove(self, worker: PrefillWorker | DecodeWorker) -> None:
         """A worker dies in the middle of whatever it does, and what it held with it: nobody hears a word of it."""
-        for connection in list(worker._port._connections.values()):
-            connection._wire.abort()
+        for connection in worker.connections:
+            connection.abort()
         await self.retire(worker)
 
     async def retire(self, worker: PrefillWorker | DecodeWorker) -> None:
@@ -203,9 +210,9 @@ class MiniCluster:
 
     async def flush_disks(self) -> None:
         """Until all that was given to the workers' disk tiers lies in files, and nothing is held any more."""
-        for tiers in self._worker_tiers:
-            if tiers._disk is not None:
-                assert await asyncio.to_thread(tiers._disk.flush, HANGS_S)
+        for tiers in self.tiers:
+            if tiers.disk is not None:
+                assert await asyncio.to_thread(tiers.disk.flush, HANGS_S)
         await eventually(lambda: self.num_held == 0, what="blocks are held")
 
     @property
@@ -218,7 +225,13 @@ class MiniCluster:
         if model.host_cache is None or model.host_pool is None:
             return None
         device, host = TierMemory(model.sequence_kv, model.block_pool), TierMemory(model.host_cache, model.host_pool)
-        tiers = PrefixTiers(device, host, sources=self.config.prefill_sources, sink=self.config.prefill_sink)
+        tiers = PrefixTiers(
+            device,
+            host,
+            sources=self.config.prefill_sources,
+            sink=self.config.prefill_sink,
+            config=self._prefix_config,
+        )
         self._close_tiers.append(tiers.close)
         return tiers
 
@@ -226,7 +239,8 @@ class MiniCluster:
         """Of a member without a model: a gateway, the scheduler."""
         return Identity(worker_id=worker_id, node_id="node", secret=self.secret, compatibility={})
 
-    async def _locate(self) -> Endpoint:
+    async def locate(self) -> Endpoint:
+        """Of the scheduler that there is now."""
         return self.scheduler.endpoint
 
     def _load(self, options: dict[str, object], role: Role) -> WorkerParts:
@@ -245,22 +259,20 @@ class MiniCluster:
             identity = self._worker_identity(model, role)
             lower = self._private_tiers(model) if role == "prefill" else None
         else:
-            worker_tiers = WorkerTiers(self.config.tiers, engine, self.secret)
+            worker_tiers = WorkerTiers(self.config.tiers, engine, self.secret, self._prefix_config)
             self._close_tiers.append(worker_tiers.close)
-            self._worker_tiers.append(worker_tiers)
             model = worker_tiers.load()
             identity = self._worker_identity(model, role)
             events = BlockEventLog(identity.worker_id, layer_groups=model.layout.num_layer_groups)
             lower = worker_tiers.open(model, events)
         self.models.append(model)
         if lower is not None:
-            lower._up._timeout_s = HANGS_S  # what is loaded and what is computed must not depend on how busy we are
             self.tiers.append(lower)
         return WorkerParts(
             model=model,
             identity=identity,
             transport=self.config.transfer.open(identity, "127.0.0.1", model.kv_cache.tensor.device),
-            locate_scheduler=self._locate,
+            locate_scheduler=self.locate,
             lower_tiers=lower,
             events=events,
             digest_kind=self.config.digest_kinds.get(
@@ -316,10 +328,11 @@ class Brake:
 @contextlib.contextmanager
 def brake(runner: ModelRunner, stops: Callable[[StepPlan], bool] = lambda plan: True) -> Iterator[Brake]:
     """The runner hangs in such a step for as long as the context lasts, or until released."""
-    held = Brake(runner.run, stops)
+    run = runner.run
+    held = Brake(run, stops)
     runner.run = held.run  # type: ignore[method-assign,assignment]
     try:
         yield held
     finally:
         held.release()
-        runner.run = held._run  # type: ignore[method-assign]
+        runner.run = run  # type: ignore[method-assign]

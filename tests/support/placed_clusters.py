@@ -32,7 +32,7 @@ async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniClus
         await cluster.idle()
         scheduler = cluster.scheduler.scheduler
         await eventually(lambda: not scheduler.num_booked, what="the scheduler still counts requests")
-        assert (scheduler.num_waiting, scheduler.next_at(), cluster.scheduler._asked_by) == (0, None, {})
+        assert (scheduler.num_waiting, scheduler.next_at(), cluster.scheduler.num_asked) == (0, None, 0)
 
 
 def knows_costs(cluster: MiniCluster) -> bool:

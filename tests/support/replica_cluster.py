@@ -58,7 +58,7 @@ class ReplicaCluster(MiniCluster):
         engine = replace(defaults, **options)  # type: ignore[arg-type]
         tiers = WorkerTiers(self._tiers_config, engine, self.secret)
         site = ReplicaSite(name=secrets.token_hex(4), node_id="node", host="127.0.0.1", secret=self.secret)
-        replica = WorkerReplica(role, roles, tiers, self.config.transfer, site, self._locate)
+        replica = WorkerReplica(role, roles, tiers, self.config.transfer, site, self.locate)
         await replica.start()
         self.replicas.append(replica)
         self.models.append(replica.model)
@@ -72,7 +72,7 @@ class ReplicaCluster(MiniCluster):
 
     async def changed(self, replica: WorkerReplica) -> None:
         await asyncio.wait_for(replica.changed(), HANGS_S)
-        assert replica.healthy, replica._failure
+        assert replica.healthy, "it did not become the other, see the log"
         self.update()
         await self.ready()
 

@@ -50,7 +50,5 @@ def worker_snapshot(worker_id: str, number: int = 1, **changes: object) -> Worke
         queued_prefill_tokens=0,
         blocks_available=2000,
         num_leases=0,
-        prefill_tokens_per_s=0.0,
-        decode_step_s=0.0,
     )
     return replace(snapshot, **changes)  # type: ignore[arg-type]

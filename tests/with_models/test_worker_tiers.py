@@ -39,9 +39,9 @@ def files(folder: Path) -> list[Path]:
 def killed(folder: Path, model: SmallModel) -> Path:
     """What a worker leaves that had no chance to clean up."""
     tiers = started(folder, model)
-    assert tiers._segment is not None
-    tiers._segment.close(unlink=False)
-    return tiers._segment.path
+    assert tiers.segment is not None
+    tiers.segment.close(unlink=False)
+    return tiers.segment.path
 
 
 async def test_a_worker_that_ends_leaves_what_killed_ones_left_to_the_others(llama: SmallModel) -> None:
@@ -52,8 +52,8 @@ async def test_a_worker_that_ends_leaves_what_killed_ones_left_to_the_others(lla
         await first.close()
         assert left.exists(), "the application goes on"
         adopter = started(folder, llama)
-        assert adopter._segment is not None
-        assert (adopter._segment.path, adopter._segment.adopted) == (left, True)
+        assert adopter.segment is not None
+        assert (adopter.segment.path, adopter.segment.adopted) == (left, True)
         await second.close()
         await adopter.close()
         assert not files(folder)

@@ -20,12 +20,16 @@ from cluster.scheduler.placement.worker_table import Row, Slot, WorkerTable
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
 from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
 
-_ASSUMED_ERROR: Final = 0.5
-_ASSUMED_STEP_S: Final = 0.02
-# What a sequence adds to a step, and a token of its context, as shares of the step: wrong by as much as you like, but
-# with nothing at all, workers would look the same however many decode there.
-_DECODE_SHARE: Final = 0.02
-_CONTEXT_TOKEN_SHARE: Final = 1e-5
+# Of a worker that reports none. What a sequence adds to a step, and a token of its context, is wrong by as much as you
+# like, but with nothing at all, workers would look the same however many decode there.
+_ASSUMED_COST: Final = StepCost(
+    base_s=0.02,
+    prefill_token_s=1.0 / ASSUMED_PREFILL_TOKENS_PER_S,
+    prefill_pair_s=0.0,
+    decode_s=4e-4,
+    context_token_s=2e-7,
+    relative_error=0.5,
+)
 
 
 @dataclass(slots=True)
@@ -333,7 +337,7 @@ class Ledger:
         self.table.advance(row, now)
         worker.snapshot, worker.heard_at = snapshot, now
         if cost is not None or not worker.is_measured:
-            self.table.set_cost(row, cost or _assumed_cost(snapshot))
+            self.table.set_cost(row, cost or _ASSUMED_COST)
             worker.is_measured = cost is not None
         self.table.rows[Row.DRAINING, row] = snapshot.draining
         self._correct_queue(worker, now)
@@ -385,16 +389,3 @@ def _seconds_of(bookings: Iterable[Booking], num_tokens: float) -> float:
         seconds += booking.prefill_s * min(1.0, num_tokens / max(booking.uncached_tokens, 1.0))
         num_tokens -= booking.uncached_tokens
     return seconds
-
-
-def _assumed_cost(snapshot: WorkerSnapshot) -> StepCost:
-    """Of a worker that reports none: from its measured rates, as far as it has any."""
-    step_s = snapshot.decode_step_s or _ASSUMED_STEP_S
-    return StepCost(
-        base_s=step_s,
-        prefill_token_s=1.0 / (snapshot.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S),
-        prefill_pair_s=0.0,
-        decode_s=_DECODE_SHARE * step_s,
-        context_token_s=_CONTEXT_TOKEN_SHARE * step_s,
-        relative_error=_ASSUMED_ERROR,
-    )

@@ -43,6 +43,11 @@ class KnownCosts:
             max_num_seqs=decode.max_num_seqs,
         )
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Of a prefill worker that computes full chunks."""
+        return self.prefill_chunk_tokens / self.prefill.prefill_s(self.prefill_chunk_tokens)
+
 
 @dataclass(slots=True, eq=False)
 class Placed:

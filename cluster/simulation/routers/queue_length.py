@@ -41,11 +41,6 @@ class _Replica:
         unreported = sum(a.num_tokens for a in self.assignments.values() if not a.reported)
         return self.snapshot.queued_prefill_tokens + unreported
 
-    def retry_after_s(self, num_tokens: int) -> float:
-        """Predicted seconds until `num_tokens` of the queue are computed."""
-        speed = self.snapshot.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S
-        return max(_MIN_RETRY_AFTER_S, num_tokens / speed)
-
     def load(self) -> float:
         """Predicted KV of everything placed here and not ended, as a share of its memory."""
         capacity = self.info.num_blocks // self.info.layer_groups * self.info.block_size
@@ -55,8 +50,15 @@ class _Replica:
 class QueueLengthRouter(NobodyWaits):
     wants_blocks = False
 
-    def __init__(self, max_queued_tokens: int = 131_072) -> None:
+    def __init__(
+        self,
+        max_queued_tokens: int = 131_072,
+        *,
+        prefill_tokens_per_s: float = ASSUMED_PREFILL_TOKENS_PER_S,
+    ) -> None:
+        """`prefill_tokens_per_s`: the speed of a prefill worker, which tells whom it turns away when to come back."""
         self._max_queued_tokens = max_queued_tokens
+        self._prefill_tokens_per_s = prefill_tokens_per_s
         self._replicas: dict[str, _Replica] = {}
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
@@ -83,7 +85,8 @@ class QueueLengthRouter(NobodyWaits):
         excess = computing.queued_tokens() - self._max_queued_tokens
         if excess > 0:
             reason = f"{computing.queued_tokens()} prompt tokens are waiting"
-            return self._unplaceable(request, reason, computing.retry_after_s(excess))
+            speed = ASSUMED_PREFILL_TOKENS_PER_S if prefill is None else self._prefill_tokens_per_s
+            return self._unplaceable(request, reason, max(_MIN_RETRY_AFTER_S, excess / speed))
         kv_tokens = request.num_tokens + request.max_new_tokens
         decode.assignments[request.request_id] = _Assignment(0, kv_tokens, now)
         computing.assignments[request.request_id] = _Assignment(request.num_tokens, kv_tokens, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from cluster.scheduler.block_index import PrefixReach
@@ -22,9 +22,11 @@ def _identity(worker_id: str) -> Identity:
     return Identity(worker_id=worker_id, node_id="node", secret=b"secret of the test", compatibility={})
 
 
-def _registration(worker_id: str, server: SchedulerServer, log: BlockEventLog, period_s: float) -> Registration:
+def _registration(
+    worker_id: str, scheduler: Callable[[], SchedulerServer], log: BlockEventLog, period_s: float
+) -> Registration:
     async def locate() -> Endpoint:
-        return server.endpoint
+        return scheduler().endpoint
 
     numbers = iter(range(1, 1_000_000))
     info = worker_info(worker_id, layer_groups=LAYER_GROUPS)
@@ -40,7 +42,7 @@ def _registration(worker_id: str, server: SchedulerServer, log: BlockEventLog, p
 
 @asynccontextmanager
 async def _worker(server: SchedulerServer, log: BlockEventLog, period_s: float = 0.02) -> AsyncIterator[Registration]:
-    registration = _registration("worker", server, log, period_s)
+    registration = _registration("worker", lambda: server, log, period_s)
     registration.start()
     try:
         yield registration
@@ -100,13 +102,8 @@ async def test_a_worker_finds_a_new_scheduler_and_tells_it_everything() -> None:
     log, pool = log_with_pool(num_blocks=40)
     store_columns(pool, [1, 2])
     async with _server() as first, _server() as second:
-        registration = _registration("worker", first, log, 0.02)
         current = [first]
-
-        async def locate() -> Endpoint:
-            return current[0].endpoint
-
-        registration._locate_scheduler = locate
+        registration = _registration("worker", lambda: current[0], log, 0.02)
         registration.start()
         try:
             await eventually(lambda: first.block_index.num_columns("worker") == 2)

@@ -164,11 +164,10 @@ def test_what_no_worker_can_hold_never_comes_back() -> None:
 
 def test_too_long_a_queue_turns_away_and_says_for_how_long() -> None:
     scheduler = scheduler_of("p1", "d1", max_queued_tokens=1000)
+    slow = replace(REPORT, base_s=0.0, prefill_token_s=0.01)
     waits = []
     for number, queued in enumerate((1500, 3000, 9000), 2):
-        scheduler.heartbeat(
-            small_snapshot("p1", number, queued_prefill_tokens=queued, prefill_tokens_per_s=100.0), float(number)
-        )
+        scheduler.heartbeat(small_snapshot("p1", number, queued_prefill_tokens=queued, step_cost=slow), float(number))
         waits.append(refused(scheduler).retry_after_s)
     assert waits == [pytest.approx(seconds, rel=0.01) for seconds in (5.0, 20.0, 80.0)]
     scheduler.heartbeat(small_snapshot("p1", 9, queued_prefill_tokens=1000), 9.0)

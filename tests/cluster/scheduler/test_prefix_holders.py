@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scheduler.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members
+from cluster.scheduler.prefix_holders import PrefixHolders, members
 from engine.kv.prefix import HASH_BYTES
 
 COLUMNS = [bytes([number]) * HASH_BYTES for number in range(6)]
@@ -51,21 +49,6 @@ def test_nothing_is_left_of_those_who_are_gone(changes: list[tuple[bytes, int, i
         holders.put(b"".join(COLUMNS), worker, bytes(len(COLUMNS)))
     assert holders.reaches(b"".join(COLUMNS)) == {}
     assert len(holders) == holders.num_shared_sets == 0
-
-
-def test_a_table_that_grows_and_shrinks_says_what_a_dictionary_does() -> None:
-    rng, holders, plain = random.Random(0), PrefixHolders(), dict[bytes, int]()
-    columns = [number.to_bytes(HASH_BYTES, "little") for number in range(6000)]
-    for _ in range(120):
-        some = rng.sample(columns, 500)
-        tiers = bytes(rng.choice([0, DEVICE, HOST | DISK]) for _ in some)
-        holders.put(b"".join(some), 5, tiers)
-        plain.update(zip(some, tiers, strict=True))
-        assert len(holders) == sum(bool(held) for held in plain.values())
-    for column in columns:
-        held = plain.get(column, 0)
-        expected = {(1, 1, 1): 1 << 5} if held == DEVICE else {(0, 1, 1): 1 << 5} if held else {}
-        assert holders.reaches(column) == expected
 
 
 def test_a_set_of_workers_is_told_by_its_members() -> None:

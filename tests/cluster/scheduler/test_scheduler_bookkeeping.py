@@ -110,7 +110,8 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @invariant()
     def who_was_not_answered_waits(self) -> None:
-        assert self.scheduler._waiting.keys() == self.answered_by.keys()
+        assert {name for name in self.REQUESTS if self.scheduler.is_waiting(name)} == self.answered_by.keys()
+        assert self.scheduler.num_waiting == len(self.answered_by)
         assert (self.scheduler.next_at() is None) == (not self.answered_by)
 
     def teardown(self) -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
-from cluster.gateway.scheduler_client import SchedulerClient, _Question
+from cluster.gateway import scheduler_client
+from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerLinks
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
-from kv_transfer.connections.connection import connect
+from kv_transfer.connections.connection import Connection, Server, connect, serve
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Placement, Replicas, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import Heartbeat, KnownWorker, Register
-from kv_transfer.transports.base import Identity, LinkClosedError, TransportError
+from kv_transfer.transports.base import Identity, LinkClosedError
 from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
 from tests.support.waiting import HANGS_S, eventually
 
@@ -44,13 +45,28 @@ async def _server(**policy: object) -> AsyncIterator[SchedulerServer]:
 
 
 @asynccontextmanager
-async def _client(server: SchedulerServer, standing: Sequence[StandingRequest] = ()) -> AsyncIterator[SchedulerClient]:
+async def _scripted(scheduler: Callable[[Connection], Awaitable[None]]) -> AsyncIterator[Server]:
+    """What a gateway takes for the scheduler."""
+    server = await serve("127.0.0.1", _identity("scheduler"), scheduler)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def _client(
+    server: SchedulerServer | Server, standing: Sequence[StandingRequest] = (), *, knows: Sequence[KnownWorker] = ()
+) -> AsyncIterator[SchedulerClient]:
+    """Connected; `knows`: the workers that it has heard of from an earlier scheduler."""
+
     async def locate() -> Endpoint:
         return server.endpoint
 
     client = SchedulerClient(
         _identity("gateway"), locate, _no_links(), lambda workers: None, standing=lambda: list(standing)
     )
+    client.workers = {info.worker_id: (info, snapshot) for info, snapshot in knows}
     client.start()
     try:
         await eventually(lambda: client.is_connected)
@@ -137,10 +153,11 @@ async def test_a_gateway_tells_what_stands_when_it_comes_and_takes_it_along_when
         assert server.scheduler.num_booked == 0
 
 
-async def test_what_a_gateway_places_itself_is_told_to_a_scheduler_that_was_too_slow() -> None:
-    async with _server() as server, _client(server) as client:
-        client.workers = {"d1": _known("d1")}
-        client._settles_at = float("inf")
+async def test_what_a_gateway_places_itself_is_told_to_a_scheduler_that_was_too_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_client, "SETTLE_S", HANGS_S)
+    async with _server() as server, _client(server, knows=[_known("d1")]) as client:
         assert (await client.place(place("r"))).decode == "d1", "the scheduler knows no worker"
         await eventually(lambda: server.scheduler.num_unbooked == 1)
         server.scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
@@ -197,13 +214,6 @@ def _known(worker_id: str, load: int = 0, draining: bool = False, **info: object
     return small_info(worker_id, **info), small_snapshot(worker_id, queued_prefill_tokens=load, draining=draining)
 
 
-def _asked(client: SchedulerClient, attempt: int) -> _Question:
-    """What the client remembers of a request that it has asked the scheduler for."""
-    question = _Question(asyncio.get_running_loop().create_future(), asyncio.timeout(None))
-    client._waiting["r", attempt] = question
-    return question
-
-
 async def test_alone_the_better_of_two_is_taken() -> None:
     client = _alone(_known("p1", 500), _known("p2"), _known("d1"), _known("d2", 500))
     for n in range(8):
@@ -233,22 +243,31 @@ async def test_alone_without_any_decode_worker_there_is_none() -> None:
         await _alone(_known("p1")).place(place())
 
 
-async def test_a_new_scheduler_s_ignorance_does_not_count() -> None:
+async def test_a_new_scheduler_s_ignorance_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """It turns a request away, and in the next moment hears of a worker that the gateway has known all along."""
-    client = _alone(_known("d1"))
-    question = _asked(client, 0)
-    client._settles_at = float("inf")
-    client._on_message(Replicas(workers=[]))
-    client._on_message(Unplaceable(request_id="r", attempt=0, reason="no decode worker is ready", retry_after_s=1.0))
-    client._on_message(Replicas(workers=[_known("p1"), _known("d2")]))
-    assert isinstance(question.answer.exception(), TransportError), "the gateway places it itself"
-    assert client.workers.keys() == {"p1", "d2"}
+    monkeypatch.setattr(scheduler_client, "SETTLE_S", HANGS_S)
+
+    async def ignorant(gateway: Connection) -> None:
+        gateway.post(Replicas(workers=[]))
+        await gateway.receive()
+        gateway.post(Unplaceable(request_id="r", attempt=0, reason="no decode worker is ready", retry_after_s=1.0))
+        await gateway.receive()  # where the gateway has placed it
+        gateway.post(Replicas(workers=[_known("p1"), _known("d2")]))
+        async for _ in gateway:
+            pass
+
+    async with _scripted(ignorant) as server, _client(server, knows=[_known("d1")]) as client:
+        assert (await client.place(place("r"))).decode == "d1", "the gateway places it itself"
+        await eventually(lambda: client.workers.keys() == {"p1", "d2"})
 
 
 async def test_a_late_answer_is_none_to_a_newer_attempt() -> None:
-    client = _alone(_known("d1"))
-    newer = _asked(client, 1).answer
-    client._on_message(Placement(request_id="r", attempt=0, prefill=None, decode="dead"))
-    assert not newer.done()
-    client._on_message(Placement(request_id="r", attempt=1, prefill=None, decode="d1"))
-    assert newer.done()
+    async def late(gateway: Connection) -> None:
+        await gateway.receive()
+        gateway.post(Placement(request_id="r", attempt=0, prefill=None, decode="dead"))
+        gateway.post(Placement(request_id="r", attempt=1, prefill=None, decode="d1"))
+        async for _ in gateway:
+            pass
+
+    async with _scripted(late) as server, _client(server) as client:
+        assert (await client.place(place("r", attempt=1))).decode == "d1"

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.scheduling.eviction_policies import EVICTION_NAMES, EvictionName, eviction_policy
 from engine.kv.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
+from engine.kv.eviction import AgedLru
 
 
 def _publish_columns(pool: BlockPool, lease: BlockLease, layer_groups: int) -> None:
@@ -178,19 +179,55 @@ def test_a_block_that_nobody_holds_cannot_be_published() -> None:
         pool.publish(lease, 1 - lease.blocks[0], _KEY)
 
 
-@pytest.mark.parametrize("damage", ["reference", "free twice", "lost", "key"])
-def test_check_finds_damage(damage: str) -> None:
-    pool = BlockPool(3)
-    pool.lease(1)
-    if damage == "reference":
-        pool._references[0] += 1
-    elif damage == "free twice":
-        pool._free.append(pool._free[0])
-    elif damage == "lost":
-        pool._free.pop()
-    else:
-        pool._key_of[pool._free[0]] = _KEY
-    with pytest.raises(AssertionError):
+class _Forgetful(AgedLru):
+    """An eviction policy that loses what it is given."""
+
+    def add(self, block: int, key: BlockKey) -> None:
+        pass
+
+
+class _Grasping(AgedLru):
+    """An eviction policy that would have a held block evicted."""
+
+    def __len__(self) -> int:
+        return int(not self.is_done)
+
+    def evict(self) -> int:
+        self.is_done = True
+        return 0
+
+    is_done = False
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        ("reference", "reference counts differ"),
+        ("free twice", "on the free list twice"),
+        ("held and free", "in two states"),
+        ("lost", "in no state"),
+        ("key", "prefix keys and blocks disagree"),
+    ],
+)
+def test_check_finds_damage(damage: str, complaint: str) -> None:
+    pool = BlockPool(
+        3, eviction={"lost": _Forgetful, "free twice": _Grasping, "held and free": _Grasping}.get(damage, AgedLru)()
+    )
+    lease = pool.lease(1)
+    pool.publish(lease, lease.blocks[0], _KEY)
+    match damage:
+        case "reference":
+            lease.blocks.append(1)
+        case "held and free":
+            pool.drop_cached()
+        case "free twice":
+            pool.drop_cached()
+            pool.release(lease)
+        case "lost":
+            pool.release(lease)
+        case "key":
+            pool._key_of[1] = _KEY
+    with pytest.raises(AssertionError, match=complaint):
         pool.check()
 
 

@@ -13,7 +13,7 @@ from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import KnownTokens, PendingOutput
 from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
-from engine.steps.loop import AsyncScheduling, StepLoop
+from engine.steps.loop import MAX_CONSECUTIVE_FAILURES, AsyncScheduling, StepLoop
 from engine.steps.runner import PreparedStep
 from tests.engine.steps.late_tokens import LateTokens
 from tests.support.waiting import eventually
@@ -153,14 +153,17 @@ async def test_a_step_whose_tokens_turn_out_bad_fails_with_the_one_that_went_on_
 
 
 async def test_with_a_step_that_fails_goes_the_one_ahead_of_it() -> None:
-    bad, ahead, good = plans = [_plan() for _ in range(3)]
+    """Never so many in a row that the loop counts as unhealthy."""
+    plans = [_plan() for _ in range(3 * MAX_CONSECUTIVE_FAILURES)]
     bench = Bench(*plans)
-    bench.fails = {id(bad)}
+    bench.fails = {id(bad) for bad in plans[::3]}
     async with _running(bench):
-        await eventually(lambda: bench.told(good)[-1:] == ["finished"])
-        assert bench.told(bad)[-1] == "failed: hiccup"
-        assert bench.told(ahead) == ["prepared", "failed: the step before it failed"]
-        assert bench.loop._num_failures == 0, "the last one went well"
+        await eventually(lambda: bench.told(plans[-1])[-1:] == ["finished"])
+        for bad, ahead, good in zip(plans[::3], plans[1::3], plans[2::3], strict=True):
+            assert bench.told(bad)[-1] == "failed: hiccup"
+            assert bench.told(ahead) == ["prepared", "failed: the step before it failed"]
+            assert bench.told(good)[-1] == "finished"
+        assert bench.loop.healthy
 
 
 async def test_a_step_that_fails_after_the_one_before_it_went_well_takes_nothing_with_it() -> None:

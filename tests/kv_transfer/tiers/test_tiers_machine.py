@@ -179,10 +179,10 @@ class TiersMachine(RuleBasedStateMachine):
     def restart(self, at_decode: bool, crash: bool) -> None:
         worker = self.workers[not at_decode]
         self.loop.run_until_complete(worker.close(crash=crash))
-        kept = set(worker.host.pool._block_of) if crash else set()
+        kept = set(worker.host.pool.findable()) if crash else set()
         self.loop.run_until_complete(_open(worker))
         assert worker.segment.adopted is crash
-        assert set(worker.host.pool._block_of) == kept, "a crash loses no block in host memory"
+        assert set(worker.host.pool.findable()) == kept, "a crash loses no block in host memory"
 
     # --- what must hold ---
 

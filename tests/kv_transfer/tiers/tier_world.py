@@ -107,7 +107,7 @@ class Truth:
 
     def check(self, pool: BlockPool, cache: KVCache) -> None:
         words = _words(cache)
-        for key, block in pool._block_of.items():
+        for key, block in pool.findable().items():
             assert words[block].tolist() == self._of[key], f"block {block} is found by a name that is not its content's"
 
     def check_column(self, digest: bytes, column: list[memoryview]) -> None:
@@ -183,7 +183,7 @@ class Worker:
             truth.check(memory.pool, memory.memory)
         assert self.segment.published_digests() == {
             key: (block, block_digest(key, self.segment.block(block)))
-            for key, block in self.host.pool._block_of.items()
+            for key, block in self.host.pool.findable().items()
         }, "what neighbours are told is not what is there"
 
     def check_disk(self, truth: Truth, digests: list[bytes]) -> None:

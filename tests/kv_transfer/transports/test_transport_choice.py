@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +22,6 @@ from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRef
 from kv_transfer.transports.choose import TransportKind, open_transport
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shared_memory import segment
-from kv_transfer.transports.shared_memory import transport as shm
 from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError, map_segment
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
@@ -181,7 +181,7 @@ async def forge(endpoint: Endpoint, sent: Sequence[tuple[Message, bytes]]) -> Co
     return connection
 
 
-PLACE = shm._PLACE.pack
+PLACE = struct.Struct("<IQQ").pack  # slab, offset in the segment, length
 
 
 @pytest.mark.parametrize(
