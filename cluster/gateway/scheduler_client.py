@@ -85,7 +85,7 @@ class SchedulerClient:
         self._standing = standing
         self._connection: Connection | None = None
         # By request and attempt: an answer that comes too late for one attempt is none to the next.
-        self._waiting: dict[tuple[str, int], _Question] = {}
+        self._awaiting_placement: dict[tuple[str, int], _Question] = {}
         self._asked: dict[int, asyncio.Future[Decisions | RoleAnswer]] = {}  # by number
         self._ask_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
@@ -104,7 +104,7 @@ class SchedulerClient:
 
     async def place(self, request: Place) -> Placement:
         """Where to run this attempt. Raises OverloadedError, RequestTooLargeError or UnavailableError."""
-        answer = await self._ask(request)
+        answer = await self._ask_where(request)
         if isinstance(answer, Placement):
             return answer
         if answer.retry_after_s is None:
@@ -124,7 +124,7 @@ class SchedulerClient:
 
     async def decisions(self, limit: int, *, as_text: bool = False) -> list[str]:
         """The scheduler's newest decisions, newest first; UnavailableError while it cannot be asked."""
-        told = await self._put(AskDecisions(ask_id=next(self._ask_ids), limit=limit, as_text=as_text))
+        told = await self._ask(AskDecisions(ask_id=next(self._ask_ids), limit=limit, as_text=as_text))
         assert isinstance(told, Decisions)
         return told.decisions
 
@@ -132,7 +132,7 @@ class SchedulerClient:
         """Have the scheduler tell the worker. Raises NotFoundError or ConflictError where it does not, and
         UnavailableError while it cannot be asked."""
         question = RoleRequest(ask_id=next(self._ask_ids), worker_id=worker_id, role=role, drain_s=drain_s)
-        answer = await self._put(question)
+        answer = await self._ask(question)
         assert isinstance(answer, RoleAnswer)
         require_ordered(answer)
 
@@ -185,7 +185,7 @@ class SchedulerClient:
         if self._connection is None:
             self.workers.pop(worker_id, None)
 
-    async def _put(self, question: AskDecisions | RoleRequest) -> Decisions | RoleAnswer:
+    async def _ask(self, question: AskDecisions | RoleRequest) -> Decisions | RoleAnswer:
         answer: asyncio.Future[Decisions | RoleAnswer] = asyncio.get_running_loop().create_future()
         self._asked[question.ask_id] = answer
         try:
@@ -198,7 +198,7 @@ class SchedulerClient:
             del self._asked[question.ask_id]
         raise UnavailableError("The global scheduler cannot be asked now. Try again.", retry_after_s=RETRY_S)
 
-    async def _ask(self, request: Place) -> Placement | Unplaceable:
+    async def _ask_where(self, request: Place) -> Placement | Unplaceable:
         connection = self._connection
         if connection is None or connection.silent_s >= SILENCE_S:
             return self._place_alone(request)
@@ -206,7 +206,7 @@ class SchedulerClient:
         key = (request.request_id, request.attempt)
         try:
             async with asyncio.timeout(PLACE_TIMEOUT_S) as patience:
-                self._waiting[key] = _Question(answer, patience)
+                self._awaiting_placement[key] = _Question(answer, patience)
                 await connection.post_large(request)  # it names every block of the prompt
                 return await answer
         except TransportError:
@@ -215,7 +215,7 @@ class SchedulerClient:
             self.ended(request.request_id)  # an answer that comes yet is not to be booked
             return self._place_alone(request)
         finally:
-            self._waiting.pop(key, None)
+            self._awaiting_placement.pop(key, None)
 
     def _place_alone(self, request: Place) -> Placement | Unplaceable:
         """By the scheduler's rules on who can take it; who of them does is the better of two random ones."""
@@ -279,7 +279,7 @@ class SchedulerClient:
             self.indexes, self.pools = {}, {}
             connection.close("the gateway reconnects")
             lost: list[asyncio.Future[Any]] = [
-                *(question.answer for question in self._waiting.values()),
+                *(question.answer for question in self._awaiting_placement.values()),
                 *self._asked.values(),
             ]
             for answer in lost:
@@ -297,7 +297,7 @@ class SchedulerClient:
                 self.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
                 self._on_replicas([info for info, _ in workers])
             case Placement() | Unplaceable() | Queued():
-                question = self._waiting.get((message.request_id, message.attempt))
+                question = self._awaiting_placement.get((message.request_id, message.attempt))
                 if question is not None and not question.answer.done():
                     self._on_answer(question, message)
             case Decisions() | RoleAnswer():

@@ -16,7 +16,7 @@ import pytest
 
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.gateway.line_log import LineLog
-from cluster.gateway.request_log import RequestRecorder, read_log
+from cluster.gateway.request_log import RequestRecorder, logged_cluster, read_log
 from cluster.scheduler.scheduler import Answer, GlobalScheduler, SchedulerPolicy
 from cluster.simulation.whatif import what_if
 from cluster.slo.classes import INTERACTIVE, SloConfig
@@ -160,7 +160,10 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
     slo = SloConfig(classes=(INTERACTIVE,), default="interactive")
     log = tmp_path / "logs" / "requests.jsonl"
     async with cluster_of(llama) as cluster:
-        recorder = RequestRecorder(log, slo, cluster.orchestrator.scheduler.reports, secret=b"a secret")
+        workers = cluster.orchestrator.scheduler.reports
+        # The log's first line says what steps cost, so no line is written before the gateway has heard of that.
+        await eventually(lambda: logged_cluster(workers(), slo) is not None)
+        recorder = RequestRecorder(log, slo, workers, secret=b"a secret")
         serve = partial(run, cluster, on_ended=recorder.ended)
         await asyncio.gather(*(serve(f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
         with brake(cluster.prefills[0].model.runner), pytest.raises(OverloadedError):
