@@ -7,32 +7,25 @@ step by step, are in tests/kv_transfer/handoff/scenarios/.
 2. `sender_state`, `receiver_state`: the two ends as pure state machines, with a table of states and events each.
    `coverage`: which tokens of which layer were announced and which have arrived; each end has one per attempt.
 3. `sender`, `receiver`: the drivers, which run the machines on a worker's threads, against links and a KV cache.
-4. `slab_copy`: between KV blocks and slabs, with the threads that wait for a device; `gpu_slab_copy`: the same on a
-GPU.
+4. `slab_copy`: between KV blocks and slabs, with the threads that wait for a device; `gpu_slab_copy`:
+   the same on a GPU.
 
 Which thread does which leg of one slab's way:
 
-| worker  | thread              | what
-  |
-  |---------|---------------------|------------------------------------------------------------------------------------------|
-| prefill | compute             | computes the layer; the hook `LayerStream.on_layer` tells the main loop
-  | | prefill | main loop           | `KvSender.layer_ready` ▶ `HandoffSender.on_layer_ready` ▶ `SendSlab`
-        |
-| prefill | KV loop             | waits for a free slab of the link (`Link.acquire`)
-  | | prefill | KV loop or copy [1] | `fill_slab`: gathers the tokens and digests them, once the device has stored them
-        |
-| prefill | KV loop             | sends header and slab
-  | | prefill | main loop           | `HandoffSender.on_slab_sent`; after the last slab and the first token, the
-  `Commit`      |
-| decode  | KV loop             | receives header and bytes, holds them
-  | | decode  | main loop           | `HandoffReceiver.on_message` ▶ `Copy`
-        |
-| decode  | KV loop or copy [1] | `write_slab`: writes the blocks, reads them back, digests; frees the slab
-  | | decode  | main loop           | `HandoffReceiver.on_copied`; after the last one ▶ `Admit`: `DecodeScheduler`
-  decodes it  |
-| decode  | KV loop             | sends `Verified`
-  | | prefill | main loop           | `HandoffSender.on_message` ▶ `ReleaseSource`: `PrefillScheduler` frees the source
-  blocks |
+| worker  | thread              | what                                                                         |
+|---------|---------------------|------------------------------------------------------------------------------|
+| prefill | compute             | computes the layer; the hook `LayerStream.on_layer` tells the main loop      |
+| prefill | main loop           | `KvSender.layer_ready` ▶ `HandoffSender.on_layer_ready` ▶ `SendSlab`         |
+| prefill | KV loop             | waits for a free slab of the link (`Link.acquire`)                           |
+| prefill | KV loop or copy [1] | `fill_slab`: gathers and digests the tokens, once the device has stored them |
+| prefill | KV loop             | sends header and slab                                                        |
+| prefill | main loop           | `HandoffSender.on_slab_sent`; after the last slab and first token: `Commit`  |
+| decode  | KV loop             | receives header and bytes, holds them                                        |
+| decode  | main loop           | `HandoffReceiver.on_message` ▶ `Copy`                                        |
+| decode  | KV loop or copy [1] | `write_slab`: writes the blocks, reads them back, digests; frees the slab    |
+| decode  | main loop           | `HandoffReceiver.on_copied`; after the last one ▶ `Admit`: it decodes        |
+| decode  | KV loop             | sends `Verified`                                                             |
+| prefill | main loop           | `HandoffSender.on_message` ▶ `ReleaseSource`: the source blocks are free     |
 
 [1] A copy thread where a device has to be waited for, so that no loop does.
 
