@@ -138,6 +138,7 @@ def served_cluster(
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
             start_new_session=True,
+            preexec_fn=heed_interrupts,
         )
     children: list[psutil.Process] = []
     try:
@@ -163,6 +164,12 @@ def _is_healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def heed_interrupts() -> None:
+    """In a child, before its program starts: Ctrl-C is to end it, though a shell that runs the tests in the background
+    has all that they start ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_with_its_children(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> None:

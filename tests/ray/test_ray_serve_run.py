@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from tests.cluster.deployment.test_capacity import CPU_FILES
-from tests.ray.served_cluster import MODEL, end_with_its_children, listening_sockets, post_job
+from tests.ray.served_cluster import MODEL, end_with_its_children, heed_interrupts, listening_sockets, post_job
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -70,6 +70,7 @@ def serve_run(path: Path, folder: Path) -> Iterator[ServeRun]:
             env=environment,
             cwd=ROOT,
             start_new_session=True,
+            preexec_fn=heed_interrupts,
         )
     children: list[psutil.Process] = []
     try:

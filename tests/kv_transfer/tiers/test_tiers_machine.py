@@ -211,6 +211,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     async def _run_out(self, worker: DecodeNode | PrefillNode) -> None:
         """Everyone is answered in a bounded number of steps, and then nothing is held."""
+        if worker.plan is not None:  # it may be of such alone as have left
+            self._gets_on(worker)
         for _ in range(60 * len(worker.stories) + 20):
             # At times its threads hold what it waits for.
             await eventually(lambda: not worker.stories or self._gets_on(worker), STARVES_S, "someone starves")
