@@ -16,13 +16,11 @@ each sequence. Commands (what is in brackets may be left out):
     why                                                                   the newest decision's candidates
     load                                                                  what is booked where
 
-After a change that is meant, LEGATO_REWRITE_SCENARIOS=1 writes what came of each step into the files: read the diff.
+After a change that is meant, REWRITE_SCENARIOS=1 writes what came of each step into the files: read the diff.
 """
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.blocks import BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Place, Placement, Queued, RoleRequest, StandingRequest, Unplaceable
+from tests.support.stories import check_story, told_again
 from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
@@ -51,11 +50,11 @@ class World:
         self.roles = RoleChanges()
         self._reports = 0
 
-    def do(self, line: str) -> str:
+    def do(self, line: str) -> list[str]:
         name, *words = line.split()
         options = dict(word.split("=", 1) for word in words if "=" in word)
         command: Callable[..., list[str]] = getattr(self, f"on_{name}")
-        return "\n".join(command([word for word in words if "=" not in word], options)) or "ok"
+        return command([word for word in words if "=" not in word], options) or ["ok"]
 
     def on_worker(self, names: list[str], options: dict[str, str]) -> list[str]:
         for name in names:
@@ -207,30 +206,13 @@ def _told(answer: Placement | Unplaceable | Queued, who: str) -> str:
     return f"{who}rejected, retry {again}: {answer.reason}"
 
 
-def play(text: str) -> str:
-    """The story with what came of each step."""
-    world, told = World(), list[str]()
-    for step in text.strip().split("\n\n"):
-        lines = step.split("\n")
-        head = lines[: lines.index("----")] if "----" in lines else lines
-        told.append("\n".join(head))
-        if commands := [line for line in head if not line.startswith("#")]:
-            told[-1] += "\n----\n" + "\n".join(map(world.do, commands))
-    return "\n\n".join(told) + "\n"
-
-
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_a_story_goes_as_it_is_told(path: Path) -> None:
-    told, came = path.read_text(), play(path.read_text())
-    if os.environ.get("LEGATO_REWRITE_SCENARIOS"):
-        path.write_text(came)
-        return
-    difference = difflib.unified_diff(told.splitlines(), came.splitlines(), "as told", "as it went", lineterm="")
-    assert told == came, "\n" + "\n".join(difference)
+    check_story(path, World().do)
 
 
 def test_a_story_that_goes_otherwise_says_where() -> None:
     assert len(SCENARIOS) >= 20
     assert len(_hashes("a", 1)) == HASH_BYTES
     told = "worker p1 d1\n----\nok\n\nplace a\n----\nrejected\n"
-    assert play(told) == told.replace("rejected", "placed: p1 -> d1, first token after 1.01 s")
+    assert told_again(told, World().do) == told.replace("rejected", "placed: p1 -> d1, first token after 1.01 s")

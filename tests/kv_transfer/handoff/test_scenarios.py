@@ -7,33 +7,24 @@ writes down what happens now, for `git diff` to show.
 
 from __future__ import annotations
 
-import difflib
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.kv_transfer.handoff.handoff_world.story import Story
+from tests.support.stories import MARK, check_story, told_again
 
 FOLDER = Path(__file__).parent / "scenarios"
-MARK = "----"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.txt")))
 def test_story(name: str) -> None:
-    path = FOLDER / f"{name}.txt"
-    told = path.read_text()
-    found = told_again(told)
-    if os.environ.get("REWRITE_SCENARIOS"):
-        path.write_text(found)
-    elif found != told:
-        lines = difflib.unified_diff(told.splitlines(), found.splitlines(), f"{name}.txt", "what happens", lineterm="")
-        pytest.fail("\n".join(lines), pytrace=False)
+    check_story(FOLDER / f"{name}.txt", Story().run)
 
 
 def test_a_story_that_went_otherwise_is_told_as_it_went() -> None:
     told = f"# Remark.\n\nreserve r tokens=2\n{MARK}\ndecode is asleep\n\nunder way\n"
-    assert told_again(told).splitlines() == [
+    assert told_again(told, Story().run).splitlines() == [
         "# Remark.",
         "",
         "reserve r tokens=2",
@@ -45,18 +36,3 @@ def test_a_story_that_went_otherwise_is_told_as_it_went() -> None:
         MARK,
         "nothing happens",
     ]
-
-
-def told_again(text: str) -> str:
-    """The story with what its commands bring in place of what it says that they do."""
-    story, lines = Story(), []
-    is_output = False
-    for line in text.splitlines():
-        if not line or line.startswith("#"):
-            is_output = False
-            lines.append(line)
-        elif line == MARK:
-            is_output = True
-        elif not is_output:
-            lines += [line, MARK, *story.run(line)]
-    return "\n".join(lines) + "\n"
