@@ -38,7 +38,6 @@ NEEDED = (
     "pydantic",
     "msgpack",
     "xxhash",
-    "ddsketch",
     "uvloop",
     "psutil",
     "filelock",

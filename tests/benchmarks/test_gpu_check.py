@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +62,13 @@ def test_what_its_python_lacks_is_told_before_anything_runs(
     said = capsys.readouterr()
     assert said.err.endswith("lacks: no_such_package\n")
     assert said.out == ""
+
+
+def test_what_it_asks_for_is_what_the_project_installs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
+    declared = {re.split(r"[^\w-]", line, maxsplit=1)[0].replace("-", "_") for line in lines}
+    assert set(gpu_check.NEEDED) - declared == set()
 
 
 def test_every_step_runs_programs_and_tests_that_exist() -> None:
