@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import kernels as cpu
-from kernels.cpu.memory import PRIVATE, PackingMemory
+from kernels.cpu.memory import PackingMemory, private_memory
 from kernels.fused_layers import FusedLayers, Layer, LayersForm
 from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
 from kernels.native import attention as native_attention
@@ -25,7 +25,7 @@ class NativeCpuKernels:
     """See `kernels.interface.Kernels`. `activation_bits`: of what is multiplied by quantised weights."""
 
     def __init__(
-        self, library: ctypes.CDLL, activation_bits: ActivationBits = 8, memory: PackingMemory = PRIVATE
+        self, library: ctypes.CDLL, activation_bits: ActivationBits = 8, memory: PackingMemory = private_memory
     ) -> None:
         self._library = library
         self._activation_bits = activation_bits
