@@ -22,8 +22,9 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import Shard
-from kernels.fused_layers import FusedLayers, FusingKernels, Layer, LayersForm, LayersStep
-from kernels.interface import Kernels, Linear, PagedAttention
+from kernels.interface import Kernels, Layer, LayersForm, Linear, PagedAttention
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.layers import NativeLayers
 from kernels.quantised_weight import QuantisedWeight, side_by_side
 
 
@@ -179,12 +180,16 @@ class Model:
         attentions = [step.attentions[window] for window in self.windows]
         if self.fused is None or not self.fused.takes(attentions):
             return 0
-        rotations = [step.rotations[rope] for rope in self._rotary]
-        inputs = LayersStep(
-            cache=step.kv_cache.tensor, slots=step.batch.slot_mapping, rotations=rotations, attentions=attentions
-        )
         num_layers = self.config.num_layers - (0 if step.batch.everyone_samples else 1)
-        self.fused.run(x, normed, inputs, num_layers)
+        self.fused.run(
+            x,
+            normed,
+            cache=step.kv_cache.tensor,
+            slots=step.batch.slot_mapping,
+            rotations=[step.rotations[rope] for rope in self._rotary],
+            attentions=attentions,
+            num_layers=num_layers,
+        )
         return num_layers
 
     def _plan_attentions(self, batch: Batch, kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:
@@ -246,8 +251,8 @@ class Model:
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, weight, self.config.rms_norm_eps)
 
-    def _fuse(self) -> FusedLayers | None:
-        if not isinstance(self._kernels, FusingKernels):
+    def _fuse(self) -> NativeLayers | None:
+        if not isinstance(self._kernels, NativeCpuKernels):
             return None
         config, ropes, windows = self.config, list(self._rotary), list(self.windows)
         form = LayersForm(
