@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.quantised_weights import load_mixed_weights
+from engine.checkpoint.weights import load_weights
 from engine.kv.cache import KVCache, KVLayout
 from engine.memory.host import keep_freed_memory
 from engine.model.transformer import Model
@@ -87,7 +87,7 @@ def load(leader: Connection, spec: RankSpec) -> Follower:
     word = leader.recv_bytes()
     assert word == JOIN, f"a leader begins with {JOIN!r}, not with {word!r}"
     ranks = join_ranks(spec)
-    weights = load_mixed_weights(
+    weights = load_weights(
         Path(spec.model_folder),
         spec.config,
         spec.quantisation,

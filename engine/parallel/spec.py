@@ -29,7 +29,7 @@ class RankSpec:
     """`layout` is of the rank's own KV.
 
     `rendezvous` is a file in which the ranks find each other. Every act of the group has to end within `timeout_s`.
-    `batch_invariant`, `activation_bits`: see `kernels_for`; `quantisation`: see `load_mixed_weights`.
+    `batch_invariant`, `activation_bits`: see `kernels_for`; `quantisation`: see `load_weights`.
     """
 
     model_folder: str

@@ -16,9 +16,8 @@ import torch
 
 from engine.checkpoint.packed_weights import Sharing, packing_memory
 from engine.checkpoint.quantisation import Quantisation
-from engine.checkpoint.quantised_weights import load_mixed_weights
 from engine.checkpoint.store import resolve_model
-from engine.checkpoint.weights import AnyWeights
+from engine.checkpoint.weights import Weights, load_weights
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepCost
@@ -200,8 +199,8 @@ class _Loading:
             return None
         return StepThreads(torch.get_num_threads())
 
-    def _weights(self, group: GroupLeader | None) -> AnyWeights:
-        return load_mixed_weights(
+    def _weights(self, group: GroupLeader | None) -> Weights:
+        return load_weights(
             self.folder,
             self.config,
             self.quantisation,
