@@ -59,15 +59,12 @@ def unpack_batch(message: Tensor, on_device: Tensor) -> Batch:
         Segment(first_row=first, num_queries=count, context_len=context, block_table=table.reshape(num_groups, columns))
         for (first, count, context, columns), table in zip(fields.tolist(), blocks, strict=True)
     ]
-    nothing = on_device[:0]
     return Batch(
         token_ids=token_ids,
         positions=positions,
         slot_mapping=slots.view(num_groups, num_tokens),
         segments=tuple(segments),
         output_rows=output_rows,
-        awaited_rows=nothing,
-        awaited_from=nothing,
         sampling_items=(),
         prompt_spans=(),
     )
