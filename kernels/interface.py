@@ -3,7 +3,7 @@
 Knows shapes only: no models, no sequences.
 
 Shape legend: T packed tokens, B rows of one token, S tokens of context, H key/value heads, Q query heads, D head size,
-G layer groups.
+G layer groups, E hidden size.
 """
 
 from __future__ import annotations
@@ -162,3 +162,33 @@ class GraphKernels(Kernels, Protocol):
     ) -> StandingAttention:
         """See `plan_attention`."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer's weights, fused and packed. Norms that a family does not have are None."""
+
+    attention_norm: Tensor  # [E]
+    qkv: Linear  # E -> (Q + 2H) * D
+    qk_norm: Tensor | None  # [Q + H, D]
+    output: Linear  # Q * D -> E
+    attention_output_norm: Tensor | None  # [E]
+    mlp_norm: Tensor  # [E]
+    gate_up: Linear  # E -> 2 * intermediate
+    down: Linear  # intermediate -> E
+    mlp_output_norm: Tensor | None  # [E]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersForm:
+    """What a model's layers have in common, and by what they differ beside their weights."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    softcap: float | None
+    activation: Activation
+    rotations: Sequence[int]  # which of a step's rotations each layer turns by
+    attentions: Sequence[int]  # which of a step's attentions is each layer's

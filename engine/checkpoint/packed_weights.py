@@ -13,9 +13,9 @@ import os
 import struct
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import BinaryIO, Final, Literal
 
 import torch
 from filelock import FileLock, Timeout
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import kernels
 from kernels.cache_folder import default_cache_dir, is_private, private_folder
-from kernels.cpu.memory import PRIVATE, PackingMemory, huge_zeros
+from kernels.cpu.memory import PackingMemory, huge_zeros, private_memory
 
 logger = logging.getLogger(__name__)
 
@@ -49,78 +49,47 @@ def packing_memory(
     elsewhere, where each step would be slower, it is copied.
     """
     if sharing == "off":
-        return PRIVATE
+        return private_memory
     path = default_cache_dir() / "packed" / f"{_digest(folder, facts)}.weights"
     try:
         private_folder(path.parent)
         if not _is_whole(path):
             _make(path, build)
         os.utime(path)  # used last
-        return _SharedMemory(path, keep_slow=sharing == "on").memory
+        return _packed_before(_mapped(path, keep_slow=sharing == "on"))
     except (OSError, Timeout) as error:
         logger.warning("Packed weights are private to this worker: %s", error)
-        return PRIVATE
+        return private_memory
 
 
-class _FileMemory:
-    """Writes what is packed, and keeps nothing."""
+def _packed_before(packed: Tensor) -> PackingMemory:
+    """Gives parts of `packed [bytes]` of uint8, in their order."""
+    used = 0
 
-    def __init__(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+    def lay_out(num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
+        nonlocal used
+        start = used + -used % _ALIGNMENT
+        used = start + num_elements * dtype.itemsize
+        assert used <= len(packed), "the model asks for more than was packed"
+        return packed[start:used].view(dtype)
 
-    def lay_out(self, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
-        packed = huge_zeros([num_elements], dtype)
-        fill(packed)
-        self._file.write(bytes(-self._file.tell() % _ALIGNMENT))
-        self._file.write(packed.view(torch.uint8).numpy().data)
-        return packed.new_empty(0)
-
-    def finish(self) -> None:
-        """All of it is on the disk when this returns."""
-        self._file.write(_TRAILER.pack(_MAGIC, self._file.tell()))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        # Who maps the file reads it in large pages; what writing left in memory lies in small ones.
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self.close()
-
-    def close(self) -> None:
-        self._file.close()
+    return lay_out
 
 
-class _KnownMemory:
-    """What was packed before, `packed [bytes]` of uint8."""
-
-    def __init__(self, packed: Tensor) -> None:
-        self._packed = packed
-        self._used = 0
-
-    def lay_out(self, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
-        start = self._used + -self._used % _ALIGNMENT
-        self._used = start + num_elements * dtype.itemsize
-        assert self._used <= len(self._packed), "the model asks for more than was packed"
-        return self._packed[start : self._used].view(dtype)
-
-
-class _SharedMemory:
-    """The mapped file, or a copy of it."""
-
-    def __init__(self, path: Path, *, keep_slow: bool) -> None:
-        with path.open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        mapped = _tensor(mapping)[: len(mapping) - _TRAILER.size]
-        share = _large_pages(mapping, mapped)
-        is_fast = share >= _LARGE_PAGES
-        if not is_fast and not keep_slow:
-            mapped = huge_zeros([len(mapped)], torch.uint8).copy_(mapped)
-        self.memory = _KnownMemory(mapped)
-        logger.info(
-            "%.0f MB of packed weights %s, %.0f %% in large pages",
-            len(mapped) / 1e6,
-            "are shared with other workers" if is_fast or keep_slow else "were copied, since the file is mapped slowly",
-            share * 100,
-        )
+def _mapped(path: Path, *, keep_slow: bool) -> Tensor:
+    """The bytes of the file in place, or a copy of them."""
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    mapped = _tensor(mapping)[: len(mapping) - _TRAILER.size]
+    share = _large_pages(mapping, mapped)
+    keep = share >= _LARGE_PAGES or keep_slow
+    logger.info(
+        "%.0f MB of packed weights %s, %.0f %% in large pages",
+        len(mapped) / 1e6,
+        "are shared with other workers" if keep else "are copied, since the file is mapped slowly",
+        share * 100,
+    )
+    return mapped if keep else huge_zeros([len(mapped)], torch.uint8).copy_(mapped)
 
 
 def _tensor(mapping: mmap.mmap) -> Tensor:
@@ -164,16 +133,29 @@ def _make(path: Path, build: Callable[[PackingMemory], object]) -> None:
     with FileLock(path.with_suffix(".lock"), timeout=_MAKING_S):
         if _is_whole(path):  # another process was faster
             return
-        part = path.with_suffix(".part")  # a killed process may have left one
-        memory = _FileMemory(part)
+        part = path.with_suffix(".part")
+        part.unlink(missing_ok=True)  # a killed process may have left one
         try:
-            build(memory)
-            memory.finish()
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                build(partial(_append, file))
+                file.write(_TRAILER.pack(_MAGIC, file.tell()))
+                file.flush()
+                os.fsync(file.fileno())
+                # Who maps the file reads it in large pages; what writing left in memory lies in small ones.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             part.replace(path)
         finally:
-            memory.close()
             part.unlink(missing_ok=True)
     _make_room(path)
+
+
+def _append(file: BinaryIO, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
+    """A `PackingMemory`, but for the file: writes what is packed, and keeps nothing."""
+    packed = private_memory(num_elements, dtype, fill)
+    file.write(bytes(-file.tell() % _ALIGNMENT))
+    file.write(packed.view(torch.uint8).numpy().data)
+    return packed.new_empty(0)
 
 
 def _make_room(newest: Path) -> None:

@@ -1,12 +1,15 @@
-"""A model's tensors, read from safetensors and checked against its config. Nothing else is ever opened.
+"""A model's tensors, read from its checkpoint, checked against its config, and cut for a shard.
 
-Knows the names and shapes of checkpoints; not what is computed with them.
+Projections may be of 4 or 8 bits: stored so, or rounded as they are loaded. Knows the names and shapes of tensors and
+which kinds of checkpoints there are; not how each of them stores blocks, nor what is computed with them. Nothing but
+safetensors and GGUF files is ever opened.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,68 +18,62 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.checkpoint.gguf.store import GGUF_NAME
+from engine.checkpoint.packing import WeightPacking
+from engine.checkpoint.quantisation import Quantisation
 from engine.memory.devices import CPU
 from engine.model.config import ModelConfig
 from engine.model.shards import WHOLE, Part, Shard
 from kernels.quantised_weight import QuantisedWeight
 
-Weights = dict[str, Tensor]
-"""By their names in the checkpoint. Who builds a model takes the tensors out, so that none is held twice."""
-
-MixedWeights = dict[str, Tensor | QuantisedWeight]
-"""The same where projections may be quantised. A quantised `lm_head.weight` is there even if it is the embedding."""
-
-AnyWeights = Weights | MixedWeights
+Weights = dict[str, Tensor | QuantisedWeight]
+"""By their names in the checkpoint; only projections may be quantised. A quantised `lm_head.weight` is there even if it
+is the embedding. Who builds a model takes the tensors out, so that none is held twice."""
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that some old checkpoints saved
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def load_weights(
     folder: str | Path,
     config: ModelConfig,
+    quantisation: Quantisation | None = None,
     *,
     dtype: torch.dtype,
     shard: Shard = WHOLE,
     device: torch.device = CPU,
 ) -> Weights:
-    """Every tensor of the model, or what a shard has of it, as `dtype`; nothing else is read from the files.
+    """Every tensor of the model, or what a shard has of it, as `dtype` where it is not quantised.
 
-    They go to `device` one by one, straight from the file: host memory never holds more than one of them beside those
-    that belong there. Raises ValueError if one lacks, has a wrong shape, or is unknown.
+    A shard's values are those of the whole. They go to `device` one by one, straight from the file: host memory never
+    holds more than one of them beside those that belong there. Raises ValueError if one lacks, has a wrong shape, or is
+    unknown, if the model is to be rounded by `quantisation` and is quantised already, and as `Quantisation.quantise`.
     """
-    require_loadable(dtype)
-    tensors = stored_tensors(Path(folder), config, shard=shard, device=device)
-    return {name: tensor.to(dtype).contiguous() for name, tensor in tensors}  # some columns are not, as they are read
-
-
-def require_loadable(dtype: torch.dtype) -> None:
-    """Raises ValueError."""
     if dtype not in LOADABLE_DTYPES:
         raise ValueError(f"weights can be loaded as float32, bfloat16 or float16, not as {dtype}")
+    weights: Weights = {}
+    # What is rounded is rounded on the CPU.
+    for name, stored in _stored(Path(folder), config, quantisation, CPU if quantisation else device):
+        is_quantised = quantisation is not None or isinstance(stored, QuantisedWeight)
+        is_head_too = is_quantised and name == _EMBEDDING and config.tied_embeddings
+        for target in (name, _HEAD) if is_head_too else (name,):
+            part = shard.part(target, config)
+            if part is not None:
+                weight = _part_of(stored, part, quantisation, target)
+                if isinstance(weight, QuantisedWeight) and not is_projection(target):
+                    weight = weight.dequantise(dtype)
+                # Some columns are not contiguous, as they are read.
+                weights[target] = weight.to(device, dtype).contiguous() if isinstance(weight, Tensor) else weight
+    return weights
 
 
-def stored_tensors(
-    folder: Path, config: ModelConfig, *, shard: Shard = WHOLE, device: torch.device = CPU
-) -> Iterator[tuple[str, Tensor]]:
-    """What a shard has of every tensor of the model, as it is stored, one by one. Raises ValueError: see above."""
-    expected = expected_shapes(config)
-    optional = {"lm_head.weight"} if config.tied_embeddings else set()
-    found: set[str] = set()
-    unknown: list[str] = []
-    for path in weight_files(folder):
-        for name, tensor in _tensors(path, device):
-            if name in expected:
-                found.add(name)
-                tensor.require(expected[name])
-                part = shard.part(name, config)
-                if part is not None:
-                    yield name, tensor.read(part)
-            elif name not in optional and not name.endswith(_DERIVED):
-                unknown.append(name)
-    complain(folder, "lacks", sorted(expected.keys() - found))
-    complain(folder, "has unknown", unknown)
+def is_projection(name: str) -> bool:
+    """Whether a tensor of this name is multiplied with activations, and so may be quantised."""
+    return name.endswith("_proj.weight") or name == _HEAD
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -120,7 +117,89 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "self_attn.k_norm.weight", (config.head_dim,)
 
 
-def weight_files(folder: Path) -> list[Path]:
+@dataclass(frozen=True, slots=True)
+class _FileTensor:
+    """A tensor of an open file, of which nothing has been read yet."""
+
+    name: str
+    path: Path
+    file: Any  # safetensors' handle
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def read(self, part: Part) -> Tensor:
+        """Of the file, which is mapped, only this part is read. Raises ValueError for a type that is not loadable."""
+        tensor: Tensor = self.file.get_slice(self.name)[part] if part else self.file.get_tensor(self.name)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise ValueError(
+                f"{self.name} in {self.path} is {tensor.dtype}; only float32, bfloat16 and float16 can be loaded"
+            )
+        return tensor
+
+
+_Stored = Tensor | QuantisedWeight | _FileTensor
+
+
+def _part_of(stored: _Stored, part: Part, quantisation: Quantisation | None, target: str) -> Tensor | QuantisedWeight:
+    """What is loaded as `target`. The whole is not kept for a part of it."""
+    rows, columns = (*part, slice(None), slice(None))[:2]
+    if isinstance(stored, _FileTensor):
+        if quantisation is None:
+            return stored.read(part)
+        stored = stored.read(())
+        if is_projection(target):
+            rounding = quantisation.of_the_head if target == _HEAD else quantisation
+            return rounding.quantise_part(stored, rows, columns)
+    if not part:
+        return stored
+    return stored.part(rows, columns) if isinstance(stored, QuantisedWeight) else stored[part].clone()
+
+
+def _stored(
+    folder: Path, config: ModelConfig, quantisation: Quantisation | None, device: torch.device
+) -> Iterator[tuple[str, _Stored]]:
+    """Every tensor of the model, one by one. Raises ValueError: see `load_weights`."""
+    gguf_file = folder / GGUF_NAME
+    is_gguf = gguf_file.exists()
+    if quantisation is not None and (is_gguf or config.packing is not None):
+        raise ValueError(
+            f"the model in {folder} is quantised already, so model.quantization: {quantisation.name} would round it"
+            " twice; leave it out"
+        )
+    if is_gguf:
+        from engine.checkpoint.gguf.checkpoint import (
+            stored_gguf_tensors,  # takes seconds to import: only who reads such a file pays
+        )
+
+        return _checked(gguf_file.resolve(), config, stored_gguf_tensors(gguf_file))
+    files = _weight_files(folder)
+    if config.packing is not None:
+        return _checked(folder, config, _unpacked(files, config.packing))
+    return _checked(folder, config, (tensor for path in files for tensor in _tensors(path, device)))
+
+
+def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stored]]) -> Iterator[tuple[str, _Stored]]:
+    expected = expected_shapes(config)
+    optional = {_HEAD} if config.tied_embeddings else set()
+    found: set[str] = set()
+    unknown: list[str] = []
+    for name, tensor in stored:
+        if name in expected:
+            found.add(name)
+            if (shape := tuple(tensor.shape)) != expected[name]:
+                raise ValueError(
+                    f"{name} in {where} has the shape {shape}; the model's config asks for {expected[name]}"
+                )
+            yield name, tensor
+        elif name not in optional and not name.endswith(_DERIVED):
+            unknown.append(name)
+    _complain(where, "lacks", sorted(expected.keys() - found))
+    _complain(where, "has unknown", unknown)
+
+
+def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"
@@ -137,41 +216,34 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredTensor:
-    """A tensor of an open file, of which nothing has been read yet."""
-
-    name: str
-    path: Path
-    file: Any  # safetensors' handle
-
-    def require(self, shape: tuple[int, ...]) -> None:
-        """Raises ValueError if it is not of this shape."""
-        found = tuple(self.file.get_slice(self.name).get_shape())
-        if found != shape:
-            raise ValueError(f"{self.name} in {self.path} has the shape {found}; the model's config asks for {shape}")
-
-    def read(self, part: Part) -> Tensor:
-        """Of the file, which is mapped, only this part is read. Raises ValueError for a type that is not loadable."""
-        tensor: Tensor = self.file.get_slice(self.name)[part] if part else self.file.get_tensor(self.name)
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise ValueError(
-                f"{self.name} in {self.path} is {tensor.dtype}; only float32, bfloat16 and float16 can be loaded"
-            )
-        return tensor
-
-
-def _tensors(path: Path, device: torch.device) -> Iterator[tuple[str, _StoredTensor]]:
+def _tensors(path: Path, device: torch.device) -> Iterator[tuple[str, _FileTensor]]:
     """While the iterator lasts, so does the open file."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict: it has no iterator
-                yield name, _StoredTensor(name, path, file)
+                yield name, _FileTensor(name, path, file)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
 
 
-def complain(folder: Path, what: str, names: list[str]) -> None:
+def _unpacked(files: list[Path], packing: WeightPacking) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
+    """The parts of a projection become one; they may lie in different files."""
+    with ExitStack() as opened:
+        handles = [opened.enter_context(safe_open(path, framework="pt")) for path in files]
+        parts = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - not a dict
+        for name, handle in parts.items():
+            stem, _, kind = name.rpartition(".")
+            if kind == "qweight":
+                mine = {part: parts[f"{stem}.{part}"] for part in _PACKED_PARTS if f"{stem}.{part}" in parts}
+                lacking = [f"{stem}.{part}" for part in _PACKED_PARTS[:3] if part not in mine]
+                _complain(files[0].parent, "lacks", lacking)
+                tensors = {part: source.get_tensor(f"{stem}.{part}") for part, source in mine.items()}
+                yield f"{stem}.weight", packing.unpack(tensors, f"{stem} in {files[0].parent}")
+            elif kind not in _PACKED_PARTS:
+                yield name, handle.get_tensor(name)
+
+
+def _complain(folder: Path, what: str, names: list[str]) -> None:
     """Raises ValueError if there are any."""
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

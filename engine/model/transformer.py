@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.checkpoint.weights import AnyWeights
+from engine.checkpoint.weights import Weights
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import Shard
-from kernels.fused_layers import FusedLayers, FusingKernels, Layer, LayersForm, LayersStep
-from kernels.interface import Kernels, Linear, PagedAttention
+from kernels.interface import Kernels, Layer, LayersForm, Linear, PagedAttention
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.layers import NativeLayers
 from kernels.quantised_weight import QuantisedWeight, side_by_side
 
 
@@ -104,7 +105,7 @@ class Model:
     the same calls.
     """
 
-    def __init__(self, config: ModelConfig, weights: AnyWeights, kernels: Kernels, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, ranks: Ranks | None = None) -> None:
         self.config = config if ranks is None else ranks.shard.config(config)
         config = self.config
         self._kernels = kernels
@@ -179,12 +180,16 @@ class Model:
         attentions = [step.attentions[window] for window in self.windows]
         if self.fused is None or not self.fused.takes(attentions):
             return 0
-        rotations = [step.rotations[rope] for rope in self._rotary]
-        inputs = LayersStep(
-            cache=step.kv_cache.tensor, slots=step.batch.slot_mapping, rotations=rotations, attentions=attentions
-        )
         num_layers = self.config.num_layers - (0 if step.batch.everyone_samples else 1)
-        self.fused.run(x, normed, inputs, num_layers)
+        self.fused.run(
+            x,
+            normed,
+            cache=step.kv_cache.tensor,
+            slots=step.batch.slot_mapping,
+            rotations=[step.rotations[rope] for rope in self._rotary],
+            attentions=attentions,
+            num_layers=num_layers,
+        )
         return num_layers
 
     def _plan_attentions(self, batch: Batch, kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:
@@ -246,8 +251,8 @@ class Model:
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, weight, self.config.rms_norm_eps)
 
-    def _fuse(self) -> FusedLayers | None:
-        if not isinstance(self._kernels, FusingKernels):
+    def _fuse(self) -> NativeLayers | None:
+        if not isinstance(self._kernels, NativeCpuKernels):
             return None
         config, ropes, windows = self.config, list(self._rotary), list(self.windows)
         form = LayersForm(
@@ -263,7 +268,7 @@ class Model:
         )
         return self._kernels.fuse_layers(self._layers, self._final_norm, form)
 
-    def _layer(self, weights: AnyWeights, prefix: str) -> Layer:
+    def _layer(self, weights: Weights, prefix: str) -> Layer:
         sandwich = self.config.sandwich_norms
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
         return Layer(
@@ -278,7 +283,7 @@ class Model:
             mlp_output_norm=self._norm(weights, prefix + "post_feedforward_layernorm") if sandwich else None,
         )
 
-    def _head_weight(self, weights: AnyWeights) -> Tensor | QuantisedWeight:
+    def _head_weight(self, weights: Weights) -> Tensor | QuantisedWeight:
         """`[V, E]`, or a rank's rows of it."""
         if "lm_head.weight" in weights:
             return weights.pop("lm_head.weight")
@@ -289,24 +294,24 @@ class Model:
     def _summed(self, linear: Linear) -> Linear:
         return linear if self._ranks is None else _Summed(linear, self._ranks)
 
-    def _linear(self, weights: AnyWeights, *names: str) -> Linear:
+    def _linear(self, weights: Weights, *names: str) -> Linear:
         """The projections of one input as one, their outputs side by side."""
         parts = [weights.pop(f"{name}.weight") for name in names]
         biases = [_tensor(weights, f"{name}.bias") for name in names if f"{name}.bias" in weights]
         return pack_projections(self._kernels, parts, torch.cat(biases) if biases else None, self.dtype)
 
-    def _norm(self, weights: AnyWeights, name: str) -> Tensor:
+    def _norm(self, weights: Weights, name: str) -> Tensor:
         weight = _tensor(weights, f"{name}.weight")
         offset = self.config.norm_weight_offset
         return weight if offset == 0.0 else weight.float() + offset  # 1 + w would lose bits of w in bfloat16
 
-    def _qk_norm(self, weights: AnyWeights, prefix: str) -> Tensor:
+    def _qk_norm(self, weights: Weights, prefix: str) -> Tensor:
         """The queries' weight for each query head, then the keys' for each key head."""
         q_norm, k_norm = (self._norm(weights, f"{prefix}self_attn.{name}_norm") for name in "qk")
         return torch.cat((q_norm.expand(self.config.num_heads, -1), k_norm.expand(self.config.num_kv_heads, -1)))
 
 
-def _tensor(weights: AnyWeights, name: str) -> Tensor:
+def _tensor(weights: Weights, name: str) -> Tensor:
     weight = weights.pop(name)
     assert isinstance(weight, Tensor), f"{name} is no projection"
     return weight

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.model.batch import Batch
 from kernels.interface import Segment
 
+_SIZES = 4  # numbers that a message begins with: tokens, layer groups, output rows, segments
 _SEGMENT_FIELDS = 4  # first row, queries, context, columns of its table
 
 
@@ -38,48 +39,40 @@ def pack_batch(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
 
 def num_on_device(message: Tensor) -> int:
     """How many numbers the second part of a batch has, by its first one."""
-    num_tokens, num_groups, num_rows, _ = map(int, _Reader(message.numpy()).take(4))
+    num_tokens, num_groups, num_rows, _ = _sizes(message.numpy())
     return (2 + num_groups) * num_tokens + num_rows
 
 
 def unpack_batch(message: Tensor, on_device: Tensor) -> Batch:
     """The batch as it computes. It says nothing of who samples."""
-    reader = _Reader(message.numpy())
-    num_tokens, num_groups, num_rows, num_segments = reader.take(4).tolist()
+    content = message.numpy()
+    num_tokens, num_groups, num_rows, num_segments = _sizes(content)
     counts = [num_tokens, num_tokens, num_groups * num_tokens, num_rows]
     token_ids, positions, slots, output_rows = torch.split(on_device, counts)
-    segments = reader.take(num_segments * _SEGMENT_FIELDS).reshape(num_segments, _SEGMENT_FIELDS).tolist()
-    nothing = on_device[:0]
+    numbers, tables = np.split(content, [(_SIZES + num_segments * _SEGMENT_FIELDS) * 8])
+    fields = numbers.view(np.int64)[_SIZES:].reshape(num_segments, _SEGMENT_FIELDS)
+    ends = np.cumsum(num_groups * fields[:, -1])
+    lacking = 4 * int(ends[-1]) - len(tables)
+    assert not lacking, f"a message of a step ends {lacking} bytes too early"
+    blocks = np.split(tables.view(np.int32), ends[:-1])
+    segments = [
+        Segment(first_row=first, num_queries=count, context_len=context, block_table=table.reshape(num_groups, columns))
+        for (first, count, context, columns), table in zip(fields.tolist(), blocks, strict=True)
+    ]
     return Batch(
         token_ids=token_ids,
         positions=positions,
         slot_mapping=slots.view(num_groups, num_tokens),
-        segments=tuple(reader.segment(num_groups, *fields) for fields in segments),
+        segments=tuple(segments),
         output_rows=output_rows,
-        awaited_rows=nothing,
-        awaited_from=nothing,
         sampling_items=(),
         prompt_spans=(),
     )
 
 
-class _Reader:
-    """Takes arrays off the front of a message, without copying them."""
-
-    def __init__(self, message: npt.NDArray[np.uint8]) -> None:
-        self._rest = message
-
-    def take(self, count: int) -> npt.NDArray[np.int64]:
-        return self._bytes(count * 8).view(np.int64)
-
-    def segment(self, num_groups: int, first_row: int, num_queries: int, context_len: int, num_columns: int) -> Segment:
-        table = self._bytes(num_groups * num_columns * 4).view(np.int32).reshape(num_groups, num_columns)
-        return Segment(first_row=first_row, num_queries=num_queries, context_len=context_len, block_table=table)
-
-    def _bytes(self, count: int) -> npt.NDArray[np.uint8]:
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        assert len(taken) == count, f"a message of a step ends {count - len(taken)} bytes too early"
-        return taken
+def _sizes(message: npt.NDArray[np.uint8]) -> list[int]:
+    sizes: list[int] = message[: _SIZES * 8].view(np.int64).tolist()
+    return sizes
 
 
 def _joined(parts: Iterable[npt.NDArray[np.generic]], dtype: type[np.generic]) -> npt.NDArray[np.generic]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store  # where they have types
@@ -27,12 +27,8 @@ _NCCL_SETTINGS: Final = {
 }
 
 
-class Mark(Protocol):
-    """A place in what a device was given to do."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-        ...
+Mark = Callable[[], bool]
+"""Of a place in what a device was given to do: whether the device has come to it."""
 
 
 def require_devices(device: torch.device, degree: int) -> None:
@@ -60,7 +56,7 @@ def add_device_backend(
 ) -> Callable[[], None]:
     """Have `ranks` do by NCCL what it is asked to with tensors on GPUs. The result aborts that, from any thread."""
     if device.type == "cpu":
-        return _nothing_to_abort
+        return do_nothing
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
@@ -78,7 +74,7 @@ def mark_on(device: torch.device) -> Mark | None:
         return None
     event: torch.cuda.Event = cast(Any, torch.cuda).Event()  # untyped there
     event.record(torch.cuda.current_stream(device))
-    return event
+    return event.query
 
 
 def wait_for(device: torch.device) -> None:
@@ -87,7 +83,7 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _nothing_to_abort() -> None:
+def do_nothing() -> None:
     pass
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.quantised_weights import load_mixed_weights
+from engine.checkpoint.weights import load_weights
 from engine.kv.cache import KVCache, KVLayout
 from engine.memory.host import keep_freed_memory
 from engine.model.transformer import Model
@@ -31,54 +31,8 @@ from kernels.ops import kernels_for
 logger = logging.getLogger(__name__)
 
 
-class Follower:
-    """One rank's part of the model, at its leader's command."""
-
-    def __init__(self, model: Model, layout: KVLayout, ranks: RankGroup) -> None:
-        self._model = model
-        self._layout = layout
-        self._kv_cache: KVCache | None = None
-        self._ranks = ranks
-
-    @torch.inference_mode()
-    def serve(self, leader: Connection) -> None:
-        """Until an exception: EOFError when the leader has ended the group, RanksApartError when a rank has failed."""
-        while True:
-            word, number = word_and_number(leader.recv_bytes())
-            if word == STEP:
-                self._compute(number)
-            elif word == KV:
-                self._take_kv(recv_handle(leader), number)
-            else:
-                assert word == LOGITS, f"a leader says nothing like {word!r}"
-                self._compute_logits(number)
-
-    def _take_kv(self, memory: int, num_blocks: int) -> None:
-        self._kv_cache = None
-        try:
-            self._kv_cache = shared_cache(self._layout, num_blocks, self._model.device, memory)
-        finally:
-            os.close(memory)
-
-    def _compute(self, num_bytes: int) -> None:
-        message = torch.empty(num_bytes, dtype=torch.uint8)
-        self._ranks.tell(message)
-        on_device = torch.empty(num_on_device(message), dtype=torch.int64, device=self._model.device)
-        self._ranks.tell(on_device)
-        batch = unpack_batch(message, on_device)
-        assert self._kv_cache is not None, "a leader gives the ranks their KV before the first step"
-        self._model.forward(batch, self._kv_cache)
-        if not len(batch.output_rows):
-            self._ranks.meet()
-
-    def _compute_logits(self, num_rows: int) -> None:
-        config = self._model.config
-        hidden = torch.empty(num_rows, config.hidden_size, dtype=self._model.dtype, device=self._model.device)
-        self._ranks.tell(hidden)
-        self._model.logits(hidden)
-
-
-def load(leader: Connection, spec: RankSpec) -> Follower:
+def load(leader: Connection, spec: RankSpec) -> tuple[Model, RankGroup]:
+    """This rank's part of the model, and its end of the group."""
     torch.set_num_threads(spec.num_threads)
     keep_freed_memory()
     device = torch.device(spec.device)
@@ -87,7 +41,7 @@ def load(leader: Connection, spec: RankSpec) -> Follower:
     word = leader.recv_bytes()
     assert word == JOIN, f"a leader begins with {JOIN!r}, not with {word!r}"
     ranks = join_ranks(spec)
-    weights = load_mixed_weights(
+    weights = load_weights(
         Path(spec.model_folder),
         spec.config,
         spec.quantisation,
@@ -99,7 +53,45 @@ def load(leader: Connection, spec: RankSpec) -> Follower:
     with torch.inference_mode():
         model = Model(spec.config, weights, kernels, ranks)
     leader.send_bytes(READY)
-    return Follower(model, spec.layout, ranks)
+    return model, ranks
+
+
+@torch.inference_mode()
+def serve(leader: Connection, model: Model, layout: KVLayout, ranks: RankGroup) -> None:
+    """Compute at the leader's command, with KV of this `layout`.
+
+    Until an exception: EOFError when the leader has ended the group, RanksApartError when a rank has failed.
+    """
+    kv_cache: KVCache | None = None
+    while True:
+        word, number = word_and_number(leader.recv_bytes())
+        if word == STEP:
+            assert kv_cache is not None, "a leader gives the ranks their KV before the first step"
+            _compute(model, kv_cache, ranks, num_bytes=number)
+        elif word == KV:
+            kv_cache = None  # its memory goes first
+            memory = recv_handle(leader)
+            try:
+                kv_cache = shared_cache(layout, number, model.device, memory)
+            finally:
+                os.close(memory)
+        else:
+            assert word == LOGITS, f"a leader says nothing like {word!r}"
+            hidden = torch.empty(number, model.config.hidden_size, dtype=model.dtype, device=model.device)
+            ranks.tell(hidden)
+            model.logits(hidden)
+
+
+def _compute(model: Model, kv_cache: KVCache, ranks: RankGroup, num_bytes: int) -> None:
+    """A step, of which the leader tells in a message of so many bytes."""
+    message = torch.empty(num_bytes, dtype=torch.uint8)
+    ranks.tell(message)
+    on_device = torch.empty(num_on_device(message), dtype=torch.int64, device=model.device)
+    ranks.tell(on_device)
+    batch = unpack_batch(message, on_device)
+    model.forward(batch, kv_cache)
+    if not len(batch.output_rows):
+        ranks.meet()
 
 
 def main() -> None:
@@ -108,7 +100,9 @@ def main() -> None:
     threading.Thread(target=_end_with_leader, name="leader-watch", daemon=True).start()
     leader = Connection(int(sys.argv[1]))
     try:
-        load(leader, RankSpec.from_bytes(leader.recv_bytes())).serve(leader)
+        spec = RankSpec.from_bytes(leader.recv_bytes())
+        model, ranks = load(leader, spec)
+        serve(leader, model, spec.layout, ranks)
     except EOFError:
         return
     except RanksApartError as error:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (  # where they have types
 
 from engine.memory.devices import CPU
 from engine.model.shards import Shard
-from engine.parallel.device_link import add_device_backend
+from engine.parallel.device_link import add_device_backend, do_nothing
 from engine.parallel.spec import RankSpec
 
 _LOCAL = "127.0.0.1"  # a group is of one node
@@ -43,10 +43,12 @@ class RankGroup:
     RanksApartError; on a GPU it waits instead, until `leave`.
 
     `store` is where the ranks find each other, `device` where they compute. The constructor returns when all have come.
+    `before_sum`, which a leader sets, is called at the beginning of each sum.
     """
 
     def __init__(self, shard: Shard, store: Store, *, timeout_s: float, device: torch.device = CPU) -> None:
         self.shard = shard
+        self.before_sum = do_nothing
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub gives it another name
@@ -67,6 +69,7 @@ class RankGroup:
         takes longer than a second act, 2 (N - 1) / N times, as in a ring: its own part of everybody's, and everybody's
         sums. The bits are the same.
         """
+        self.before_sum()
         num_ranks = self.shard.degree
         if num_ranks == 2 or partial_TE.nbytes < _IN_PARTS_FROM_BYTES:
             return _added(self._gather(partial_TE))

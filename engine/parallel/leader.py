@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,12 +27,11 @@ from engine.model.config import ModelConfig
 from engine.model.shards import Shard, check_degree
 from engine.model.transformer import LayerHooks, Model
 from engine.parallel.batches import pack_batch
-from engine.parallel.device_link import mark_on, rank_device
+from engine.parallel.device_link import do_nothing, mark_on, rank_device
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import GroupKV, shard_layout, shared_memory
-from engine.parallel.processes import GroupError, RankProcess
+from engine.parallel.processes import GroupError, GroupWatch, RankProcess, end_of
 from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, with_number
-from engine.parallel.watch import GroupWatch, end_of
 from kernels.quantised_weight import ActivationBits
 
 logger = logging.getLogger(__name__)
@@ -43,52 +41,6 @@ START_S = 120.0  # for the processes to start
 JOIN_S = 90.0  # for the ranks to find each other
 LOAD_S = 1800.0  # for the slowest rank to load its weights
 _LOOK_S = 2.0  # for the end of a process to show, when something else has told of it
-
-
-class LeaderRanks:
-    """Rank 0's end of the group, which knows how far a pass is by its sums: each layer has two.
-
-    Before the second one of a layer every rank has stored and read its KV, and none has begun with the next layer. On a
-    GPU that holds of what the stream is given next.
-    """
-
-    def __init__(self, ranks: RankGroup) -> None:
-        self._ranks = ranks
-        self.shard = ranks.shard
-        self.join, self.tell, self.meet = ranks.join, ranks.tell, ranks.meet
-        self._num_sums = 0
-        self._told: Callable[[int], None] = _nobody
-
-    def sum(self, partial_TE: Tensor) -> Tensor:
-        layer, is_second = divmod(self._num_sums, 2)
-        self._num_sums += 1
-        if is_second:
-            self._told(layer)
-        return self._ranks.sum(partial_TE)
-
-    @contextmanager
-    def layers_told(self, hooks: LayerHooks | None, num_layers: int) -> Iterator[Callable[[int], None]]:
-        """For one pass, which begins with this context. Gives what to call when a layer is over without sums."""
-        self._num_sums = 0
-        self._told = _nobody if hooks is None else partial(_tell, hooks, num_layers)
-        if hooks is not None:
-            hooks.before_store(0)
-        try:
-            yield self._told
-        finally:
-            self._told = _nobody
-
-
-def _nobody(layer: int) -> None:
-    pass
-
-
-def _tell(hooks: LayerHooks, num_layers: int, layer: int) -> None:
-    """A layer is over; the next one may begin when this returns."""
-    hooks.stored(layer)
-    hooks.attended(layer)
-    if layer + 1 < num_layers:
-        hooks.before_store(layer + 1)
 
 
 class GroupLeader:
@@ -120,7 +72,7 @@ class GroupLeader:
         self._broken: str | None = None  # guarded by the lock
         self._processes: list[RankProcess] = []
         self._watch: GroupWatch | None = None
-        self._leave: Callable[[], None] = _nothing_to_leave
+        self._leave: Callable[[], None] = do_nothing
         # The last rank to find the others needs the file for longer than the first.
         self._meeting = tempfile.TemporaryDirectory(prefix="legato-ranks-")
         rendezvous = str(Path(self._meeting.name) / "ranks")
@@ -143,7 +95,7 @@ class GroupLeader:
         ]
         try:
             self._processes.extend(map(RankProcess, specs[1:]))
-            self.ranks = LeaderRanks(self._join(specs[0]))
+            self.ranks = self._join(specs[0])
             self.give_kv(num_blocks)
         except BaseException:
             self.close()
@@ -219,7 +171,7 @@ class GroupLeader:
             self._broken = self._broken or "it was closed"
         if self._watch is not None:
             self._watch.close()
-        leave, self._leave = self._leave, _nothing_to_leave
+        leave, self._leave = self._leave, do_nothing
         # A thread of its own, since NCCL may take its time; what waits for the others on this rank's GPU ends by it.
         threading.Thread(target=leave, name="rank-leave", daemon=True).start()
         for process in self._processes:
@@ -270,10 +222,6 @@ class GroupLeader:
         self.close()
 
 
-def _nothing_to_leave() -> None:
-    pass
-
-
 class GroupModel:
     """All ranks' parts of a model as one, offering a runner what `Model` does. `model` is rank 0's part."""
 
@@ -288,14 +236,46 @@ class GroupModel:
 
         Both come late rather than early: `stored` only with `attended`.
         """
-        leader, num_layers = self._leader, self._model.config.num_layers
-        with leader.together(), leader.ranks.layers_told(hooks, num_layers) as told:
+        leader = self._leader
+        with leader.together(), self._telling(hooks) as layer_over:
             leader.tell_step(batch)
             hidden = self._model.forward(batch, kv_cache)
             if not len(batch.output_rows):  # the last layer ended without a sum over the ranks
                 leader.ranks.meet()
-                told(num_layers - 1)
+                layer_over(self._model.config.num_layers - 1)
         return hidden
+
+    @contextmanager
+    def _telling(self, hooks: LayerHooks | None) -> Iterator[Callable[[int], None]]:
+        """For one pass, which begins with this context. Gives what to call when a layer is over without sums.
+
+        How far the pass is shows by its sums, of which each layer has two: before the second one every rank has stored
+        and read its KV, and none has begun with the next layer. On a GPU that holds of what the stream is given next.
+        """
+        num_sums = 0
+
+        def before_sum() -> None:
+            nonlocal num_sums
+            layer, is_second = divmod(num_sums, 2)
+            num_sums += 1
+            if is_second:
+                layer_over(layer)
+
+        def layer_over(layer: int) -> None:
+            """The next one may begin when this returns."""
+            if hooks is not None:
+                hooks.stored(layer)
+                hooks.attended(layer)
+                if layer + 1 < self._model.config.num_layers:
+                    hooks.before_store(layer + 1)
+
+        if hooks is not None:
+            hooks.before_store(0)
+        self._leader.ranks.before_sum = before_sum
+        try:
+            yield layer_over
+        finally:
+            self._leader.ranks.before_sum = do_nothing
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[R, E] -> [R, V]` float32."""

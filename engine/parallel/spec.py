@@ -6,12 +6,11 @@ import json
 from dataclasses import asdict, dataclass
 
 import torch
+from pydantic import TypeAdapter
 
-from engine.checkpoint.packing import WeightPacking
 from engine.checkpoint.quantisation import Quantisation
 from engine.kv.cache import KVLayout
-from engine.model.config import LayerConfig, ModelConfig
-from engine.model.rope import RopeConfig
+from engine.model.config import ModelConfig
 from kernels.quantised_weight import ActivationBits
 
 # From the leader, after the specification. A word may be followed by a number, eight bytes, little-endian.
@@ -29,7 +28,7 @@ class RankSpec:
     """`layout` is of the rank's own KV.
 
     `rendezvous` is a file in which the ranks find each other. Every act of the group has to end within `timeout_s`.
-    `batch_invariant`, `activation_bits`: see `kernels_for`; `quantisation`: see `load_mixed_weights`.
+    `batch_invariant`, `activation_bits`: see `kernels_for`; `quantisation`: see `load_weights`.
     """
 
     model_folder: str
@@ -53,15 +52,9 @@ class RankSpec:
         fields = json.loads(told)
         layout, config, quantisation = (fields.pop(name) for name in ("layout", "config", "quantisation"))
         layout["dtype"] = getattr(torch, layout["dtype"])
-        config["layers"] = tuple(
-            LayerConfig(window=x["window"], rope=RopeConfig(**x["rope"])) for x in config["layers"]
-        )
-        config["eos_token_ids"] = tuple(config["eos_token_ids"])
-        if config["packing"] is not None:
-            config["packing"] = WeightPacking(**config["packing"])
         return cls(
             layout=KVLayout(**layout),
-            config=ModelConfig(**config),
+            config=TypeAdapter(ModelConfig).validate_python(config),
             quantisation=None if quantisation is None else Quantisation(**quantisation),
             **fields,
         )

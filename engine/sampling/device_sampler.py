@@ -9,7 +9,7 @@ Imported only where there is a GPU, since the kernels need Triton.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from kernels.triton.sampling.rows import (
     pack_edits,
     pack_rows,
 )
-from kernels.triton.sampling.sample import DeviceSample, best_of_splits, sample
+from kernels.triton.sampling.sample import best_of_splits, sample
 
 
 def edits_of(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> Words:
@@ -69,34 +69,32 @@ def _spread(token_ids: TokenIds, some_ids: TokenIds, amounts: Row) -> Row:
     return spread
 
 
-class _Download:
-    """Tensors on their way to host memory; what the device is given later is not waited for."""
+def _download(*tensors: Tensor) -> Callable[[], list[Tensor]]:
+    """Waits for the tensors, which are on their way to host memory, and for nothing that the device is given later."""
+    host = [_to_host(tensor) for tensor in tensors]
+    if not any(tensor.is_pinned() for tensor in host):
+        return lambda: host
+    arrived = torch.Event("cuda")
+    arrived.record()
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._host = [_to_host(tensor) for tensor in tensors]
-        self._arrived: torch.Event | None = None
-        if any(tensor.is_pinned() for tensor in self._host):
-            self._arrived = torch.Event("cuda")
-            self._arrived.record()
+    def wait() -> list[Tensor]:
+        arrived.synchronize()
+        return host
 
-    def wait(self) -> list[Tensor]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._host
+    return wait
 
 
 class PendingSample:
     """A batch's tokens, as soon as the device has come to them."""
 
-    def __init__(self, rows: list[Sequence], sample: DeviceSample) -> None:
+    def __init__(self, rows: list[Sequence], token_ids: Tensor, logprobs: RowLogprobs | None) -> None:
         self._rows = rows
-        self.token_ids = sample.token_ids  # [B] int64, on the device; -1 where no token can be chosen
-        logprobs = sample.logprobs
-        self._download = _Download([sample.token_ids, *(() if logprobs is None else _tensors_of(logprobs))])
+        self.token_ids = token_ids  # [B] int64, on the device; -1 where no token can be chosen
+        self._wait = _download(token_ids, *(logprobs or ()))
 
     def finish(self) -> list[SampledToken]:
         """Wait for them. Raises InvalidLogitsError for rows of which no token can be chosen."""
-        ids, *found = self._download.wait()
+        ids, *found = self._wait()
         token_ids = ids.tolist()
         _require_tokens(token_ids, [f"request {seq.request_id}" for seq in self._rows])
         if not found:
@@ -123,7 +121,7 @@ class DeviceSampler:
         """Have them sampled, without waiting for it. There must be rows."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         packed = pack_rows([self._options(seq) for seq in rows], self.vocab_size)
-        return PendingSample(rows, sample(_rows_of(logits), packed, _uploaded(packed, logits.device)))
+        return PendingSample(rows, *sample(_rows_of(logits), packed, _uploaded(packed, logits.device)))
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """For each row of `logits [T, vocab_size]`, the log-probability of the token that did follow.
@@ -139,7 +137,7 @@ class DeviceSampler:
         followed = torch.tensor(next_token_ids, device=logits.device)
         best_values, _ = best_of_splits(logits)
         logprobs = row_logprobs(logits, best_values, followed, _uploaded(packed, logits.device), num_top)
-        best, *tensors = _Download([best_values.amax(dim=1), *_tensors_of(logprobs)]).wait()
+        best, *tensors = _download(best_values.amax(dim=1), *logprobs)()
         checked = [0 if math.isfinite(value) else -1 for value in best.tolist()]
         _require_tokens(checked, [f"prompt position {index}" for index in range(len(checked))])
         return [logprobs for logprobs in _logprobs(tensors, [num_top] * len(checked)) if logprobs is not None]
@@ -177,12 +175,8 @@ def _to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _tensors_of(logprobs: RowLogprobs) -> tuple[Tensor, Tensor, Tensor]:
-    return logprobs.chosen, logprobs.top_ids, logprobs.top
-
-
 def _logprobs(found: list[Tensor], wanted: list[int | None]) -> list[TokenLogprobs | None]:
-    """From the host's copies of `_tensors_of`; None for rows that want none."""
+    """From the host's copies of a `RowLogprobs`; None for rows that want none."""
     chosen, top_ids, top = (tensor.numpy() for tensor in found)
     chosen, top = np.maximum(chosen, MIN_LOGPROB), np.maximum(top, MIN_LOGPROB)
     return [

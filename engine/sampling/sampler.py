@@ -3,8 +3,7 @@
 A draw is the Gumbel-max trick: the surviving token with the largest sum of logit and noise, where the noise is a pure
 function of the request's seed, the new token's position and its id (`engine.sampling.philox`). So the sampler has no
 state, and a token depends on nothing but its own row of logits and its own request: not on the batch, nor on the
-worker. What is done to a row first, and in which order, is told in `engine.sampling.logits` and
-`engine.sampling.truncation`.
+worker. What is done to a row first, and in which order, is told in `engine.sampling.logits`.
 
 Log-probabilities are those that the model gave: before bias, penalties, temperature and filtering.
 
@@ -21,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.logits import Row, adjusted, is_adjusted, tempered
+from engine.sampling.logits import Row, adjusted, is_adjusted, is_filtered, kth_largest, survivors, tempered
 from engine.sampling.pending_output import KnownTokens
 from engine.sampling.philox import gumbel, noise
-from engine.sampling.truncation import is_filtered, kth_largest, survivors
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 from kernels.native.sampling import argmax_candidates
 

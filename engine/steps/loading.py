@@ -16,9 +16,8 @@ import torch
 
 from engine.checkpoint.packed_weights import Sharing, packing_memory
 from engine.checkpoint.quantisation import Quantisation
-from engine.checkpoint.quantised_weights import load_mixed_weights
 from engine.checkpoint.store import resolve_model
-from engine.checkpoint.weights import AnyWeights
+from engine.checkpoint.weights import Weights, load_weights
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepCost
@@ -37,9 +36,10 @@ from engine.steps.decode_graphs import DecodeGraphLimits
 from engine.steps.memory_profile import DeviceShare, StepSize
 from engine.steps.runner import ModelRunner
 from engine.steps.threads import StepThreads
-from kernels.cpu.memory import PackingKernels, PackingMemory
+from kernels.cpu.memory import PackingMemory
 from kernels.cpu.thread_team import dissolve_team
 from kernels.interface import GraphKernels, Kernels
+from kernels.native.kernels import NativeCpuKernels
 from kernels.ops import kernels_for
 from kernels.quantised_weight import ActivationBits
 
@@ -138,14 +138,14 @@ class _Loading:
 
     def _sharing_kernels(self) -> Kernels:
         """With packed weights where other workers of the machine have theirs, if these kernels can."""
-        if not isinstance(self.kernels, PackingKernels):
+        if not isinstance(self.kernels, NativeCpuKernels):
             return self.kernels
         facts = f"{self.kernels.packing} {self.layout.dtype} {self.quantisation}"
         memory = packing_memory(self.folder, facts, self._pack_all, self.share_weights)
         return self.kernels.packing_into(memory)
 
     def _pack_all(self, memory: PackingMemory) -> None:
-        assert isinstance(self.kernels, PackingKernels)
+        assert isinstance(self.kernels, NativeCpuKernels)
         with torch.inference_mode():
             Model(self.config, self._weights(None), self.kernels.packing_into(memory))
 
@@ -195,12 +195,12 @@ class _Loading:
         )
 
     def _threads(self, group: GroupLeader | None) -> StepThreads | None:
-        if group is not None or not isinstance(self.kernels, PackingKernels):  # or results would depend on them
+        if group is not None or not isinstance(self.kernels, NativeCpuKernels):  # or results would depend on them
             return None
         return StepThreads(torch.get_num_threads())
 
-    def _weights(self, group: GroupLeader | None) -> AnyWeights:
-        return load_mixed_weights(
+    def _weights(self, group: GroupLeader | None) -> Weights:
+        return load_weights(
             self.folder,
             self.config,
             self.quantisation,

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.checkpoint.weights import AnyWeights
+from engine.checkpoint.weights import Weights
 from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.model.batch import Batch, build_batch
 from engine.model.config import ModelConfig
@@ -79,7 +79,7 @@ class ModelRunner:
     def __init__(
         self,
         config: ModelConfig,
-        weights: AnyWeights,
+        weights: Weights,
         kv_cache: KVCache,
         *,
         sampler: TokenSampler,

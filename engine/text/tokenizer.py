@@ -1,7 +1,7 @@
 """Text to token ids and back: whole texts, chats, and streams of tokens.
 
-`Tokenizer` wraps the tokenizer of a checkpoint folder. `IncrementalDetokenizer` turns one sequence's tokens into text
-as they come; `StopChecker` looks for stop strings in that text. The gateway uses all three.
+`Tokenizer` wraps the tokenizer of a checkpoint folder, and its chat template. `IncrementalDetokenizer` turns one
+sequence's tokens into text as they come; `StopChecker` looks for stop strings in that text. The gateway uses all three.
 
 Text is the concatenation of its tokens' bytes, decoded as UTF-8. That holds for the two kinds of tokenizer that the
 supported model families use, and lets text be produced token by token in constant time. How they spell bytes is read
@@ -16,7 +16,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,8 @@ import tokenizers
 from jinja2 import TemplateError
 
 from engine.checkpoint.cache import Json, remembered
-from engine.text.chat_template import ChatTemplate, Message
+
+Message = dict[str, Any]
 
 Spelling = Callable[[str], bytes]
 """A token as the vocabulary writes it -> the bytes it stands for."""
@@ -101,7 +102,10 @@ class Tokenizer:
         """Raises ValueError where the folder has no tokenizer of a supported kind."""
         known = remembered("tokenizer", _files(folder), lambda: _read(folder))
         self._backend = tokenizers.Tokenizer.from_str(known["backend"])
-        self._chat = ChatTemplate(known["chat_templates"], known["special_tokens"])
+        self._chat_templates: dict[str, str] = known["chat_templates"]
+        self._special_tokens: dict[str, Any] = known["special_tokens"]
+        if self.has_chat_template:
+            _chat_renderer()  # now, and not when the first chat waits for it
         self._spell, self.strips_leading_space = read_spelling(json.loads(self._backend.to_str())["decoder"])
         self._bytes: dict[int, bytes] = {}  # filled as tokens come: spelling all of a large vocabulary takes a while
         added = self._backend.get_added_tokens_decoder()
@@ -112,7 +116,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat.exists
+        return bool(self._chat_templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ValueError for text that is no Unicode: half of a surrogate pair.
@@ -178,7 +182,9 @@ class Tokenizer:
                 "this model has no chat template: it is a base model, made to continue text; use /v1/completions"
             )
         try:
-            prompt = self._chat.render(
+            prompt = render_chat(
+                self._chat_templates,
+                self._special_tokens,
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -226,6 +232,56 @@ def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
             break
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(i for i in (*ids, tokenizer_eos) if i is not None)
+
+
+def render_chat(
+    templates: Mapping[str, str],
+    special_tokens: Mapping[str, Any],
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: Sequence[Any] | None = None,
+    documents: Sequence[Any] | None = None,
+    **variables: Any,
+) -> str:
+    """The text of a chat's prompt, rendered by transformers, in its sandbox: templates come with checkpoints, from
+    anybody.
+
+    `templates`: by name, "default" and perhaps "tool_use". `special_tokens` are known to them by name. Members of
+    messages that are None count as absent, as templates expect it. Raises ValueError or what jinja2 raises where the
+    template refuses the messages.
+    """
+    if not messages:
+        raise ValueError("there is nothing for the chat template to render: a chat needs at least one message")
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("a last message that is to be continued leaves no room for the beginning of another one")
+    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    (text,), _ = _chat_renderer()(
+        conversations=[given],
+        tools=tools,
+        documents=documents,
+        chat_template=_chosen(templates, with_tools=tools is not None),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **{**special_tokens, **variables},
+    )
+    return str(text)
+
+
+def _chosen(templates: Mapping[str, str], *, with_tools: bool) -> str:
+    if with_tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" not in templates:
+        raise ValueError(f"the model has chat templates {sorted(templates)}, but none that is the default")
+    return templates["default"]
+
+
+def _chat_renderer() -> Any:
+    # Not at the top: it brings transformers along, and a model without a template can do without.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
 
 
 class IncrementalDetokenizer:

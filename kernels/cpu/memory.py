@@ -10,38 +10,16 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from kernels.interface import Kernels
-
 _PAGE_BYTES = 2 << 20
-_ARENA_BYTES = 64 << 20
+_SHARED_BYTES = 64 << 20  # of one mapping for small tensors: by itself each would fall short of a page
 _LINE_BYTES = 64
 
-
-class _Arena:
-    """One mapping that small tensors share: by itself each would fall short of a page."""
-
-    def __init__(self, num_bytes: int) -> None:
-        # Python would share it with children otherwise, and shared memory gets large pages on few machines.
-        self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._used = 0
-
-    def take(self, num_bytes: int) -> memoryview | None:
-        start = -(-self._used // _LINE_BYTES) * _LINE_BYTES
-        if start + num_bytes > len(self._mapping):
-            return None
-        self._used = start + num_bytes
-        return memoryview(self._mapping)[start : self._used]
-
-
 _lock = threading.Lock()
-_arena: _Arena | None = None
+_rest = memoryview(b"")  # of the newest mapping for small tensors; guarded by the lock
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -49,58 +27,40 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
     The memory goes back to the machine with the last tensor that lies in the same mapping.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = _own(num_bytes) if num_bytes > _ARENA_BYTES // 4 else _shared(num_bytes)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(*shape)
+    count = math.prod(shape)
+    num_bytes = count * dtype.itemsize
+    memory = _mapped(num_bytes) if num_bytes > _SHARED_BYTES // 4 else _taken(num_bytes)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
 
 
-def _own(num_bytes: int) -> memoryview:
-    memory = _Arena(-(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES).take(num_bytes)
-    assert memory is not None
-    return memory
+def _mapped(num_bytes: int) -> memoryview:
+    """A mapping of so many bytes, in whole pages."""
+    # Python would share it with children otherwise, and shared memory gets large pages on few machines.
+    mapping = mmap.mmap(-1, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)
 
 
-def _shared(num_bytes: int) -> memoryview:
-    global _arena
+def _taken(num_bytes: int) -> memoryview:
+    """A part of a mapping that small tensors share. Starts a cache line."""
+    global _rest
     with _lock:
-        memory = None if _arena is None else _arena.take(num_bytes)
-        if memory is None:
-            _arena = _Arena(_ARENA_BYTES)
-            memory = _arena.take(num_bytes)
-    assert memory is not None
-    return memory
+        if num_bytes > len(_rest):
+            _rest = _mapped(_SHARED_BYTES)
+        taken, _rest = _rest[:num_bytes], _rest[-(-num_bytes // _LINE_BYTES) * _LINE_BYTES :]
+    return taken
 
 
-class PackingMemory(Protocol):
-    def lay_out(self, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
-        """`[num_elements]`, only to be read: what `fill` makes of zeros, or made of them before. Starts a cache line.
+PackingMemory = Callable[[int, torch.dtype, Callable[[Tensor], None]], Tensor]
+"""Where packed weights lie: (elements, type, fill) -> `[elements]`, only to be read, from the start of a cache line.
 
-        For one model, always asked in the same order.
-        """
-        ...
+They hold what `fill` makes of zeros, or made of them before. For one model it is always asked in the same order.
+"""
 
 
-class PrivateMemory:
-    """In large pages of the process."""
-
-    def lay_out(self, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
-        packed = huge_zeros([num_elements], dtype)
-        fill(packed)
-        return packed
-
-
-PRIVATE = PrivateMemory()
-
-
-@runtime_checkable
-class PackingKernels(Kernels, Protocol):
-    """The operators of a device whose packed weights can lie anywhere in the host's memory."""
-
-    @property
-    def packing(self) -> str:
-        """Equal where equal weights are packed into equal bytes by the same code."""
-        ...
-
-    def packing_into(self, memory: PackingMemory) -> Kernels:
-        """The same operators, whose weights lie there."""
-        ...
+def private_memory(num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
+    """A `PackingMemory`: large pages of this process."""
+    packed = huge_zeros([num_elements], dtype)
+    fill(packed)
+    return packed

@@ -3,40 +3,64 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cpu import kernels as cpu
-from kernels.cpu.memory import PRIVATE, PackingMemory
-from kernels.fused_layers import FusedLayers, Layer, LayersForm
-from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, PagedAttention, Segment
+from kernels.cpu.memory import PackingMemory, private_memory
+from kernels.interface import (
+    Activation,
+    CacheGeometry,
+    KVSlots,
+    Layer,
+    LayersForm,
+    Linear,
+    PagedAttention,
+    Segment,
+)
 from kernels.native import attention as native_attention
-from kernels.native import elementwise as native_elementwise
 from kernels.native import layers as native_layers
-from kernels.native.elementwise import NativeElementwise
+from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, declare
 from kernels.native.linear import can_pack_linear, can_pack_quantised, pack_linear, pack_quantised
 from kernels.quantised_weight import ActivationBits, QuantisedWeight
+
+# Norms, rotary embeddings and gated activations: see `src/elementwise.cpp`. There is one of each for each of the types.
+_PARAMETERS: dict[str, list[Any]] = {
+    "rms_norm": [Pointer, Size, Size, Size, Size, Pointer, Float, Pointer],
+    "add_rms_norm": [Pointer, Pointer, Size, Size, Pointer, Float, Pointer, Pointer],
+    "rotate_and_store": [Pointer, Size, Pointer, Size, Pointer, Pointer, *[Size] * 4, *[Pointer] * 5],
+    "gated_silu": [Pointer, Size, Size, Pointer],
+    "gated_gelu_tanh": [Pointer, Size, Size, Pointer],
+}
 
 
 class NativeCpuKernels:
     """See `kernels.interface.Kernels`. `activation_bits`: of what is multiplied by quantised weights."""
 
     def __init__(
-        self, library: ctypes.CDLL, activation_bits: ActivationBits = 8, memory: PackingMemory = PRIVATE
+        self, library: ctypes.CDLL, activation_bits: ActivationBits = 8, memory: PackingMemory = private_memory
     ) -> None:
         self._library = library
         self._activation_bits = activation_bits
         self._memory = memory
-        self._elementwise = NativeElementwise(library)
+        self._functions = {
+            (kind, *types): declare(library, _name(kind, types), parameters)
+            for kind, parameters in _PARAMETERS.items()
+            for types in itertools.product(TYPE_NAMES, repeat=2 if "norm" in kind else 1)
+        }
 
     @property
     def packing(self) -> str:
+        """Equal where equal weights are packed into equal bytes by the same code."""
         return Path(self._library._name).name  # a digest of all sources and of the compiler
 
     def packing_into(self, memory: PackingMemory) -> NativeCpuKernels:
+        """The same operators, whose packed weights lie there."""
         return NativeCpuKernels(self._library, self._activation_bits, memory)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -50,26 +74,73 @@ class NativeCpuKernels:
         return self.pack_linear(weight.dequantise(dtype), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if native_elementwise.takes(x, weight):
-            return self._elementwise.rms_norm(x, weight, eps)
-        return cpu.rms_norm(x, weight, eps)
+        normalise = self._functions.get(("rms_norm", x.dtype, weight.dtype))
+        if normalise is None:
+            return cpu.rms_norm(x, weight, eps)
+        rows, row_stride, heads = _norm_layout(x, weight)
+        out = x.new_empty(x.shape)
+        width = x.shape[-1]
+        normalise(x.data_ptr(), rows, row_stride, heads, width, weight.data_ptr(), eps, out.data_ptr())
+        return out
 
     def add_rms_norm(self, residual: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if native_elementwise.takes(y, weight):
-            return self._elementwise.add_rms_norm(residual, y, weight, eps)
-        return cpu.add_rms_norm(residual, y, weight, eps)
+        normalise = self._functions.get(("add_rms_norm", y.dtype, weight.dtype))
+        if normalise is None:
+            return cpu.add_rms_norm(residual, y, weight, eps)
+        assert residual.is_contiguous() and y.is_contiguous() and weight.is_contiguous()
+        normed, total = torch.empty_like(y), torch.empty_like(y)
+        normalise(
+            residual.data_ptr(),
+            y.data_ptr(),
+            y.shape[0],
+            y.shape[1],
+            weight.data_ptr(),
+            eps,
+            normed.data_ptr(),
+            total.data_ptr(),
+        )
+        return normed, total
 
     def rotate_and_store(
         self, qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots
     ) -> tuple[Tensor, Tensor]:
-        if native_elementwise.takes(qk):
-            return self._elementwise.rotate_and_store(qk, v, cos, signed_sin, into)
-        return cpu.rotate_and_store(qk, v, cos, signed_sin, into)
+        rotate = self._functions.get(("rotate_and_store", qk.dtype))
+        if rotate is None:
+            return cpu.rotate_and_store(qk, v, cos, signed_sin, into)
+        num_tokens, num_kv_heads, head_dim = v.shape
+        num_heads = qk.shape[1] - num_kv_heads
+        assert _has_packed_heads(qk) and _has_packed_heads(v) and cos.is_contiguous() and signed_sin.is_contiguous()
+        assert into.keys.is_contiguous() and into.values.is_contiguous() and into.slots.is_contiguous()
+        assert v.dtype == cos.dtype == signed_sin.dtype == into.keys.dtype == into.values.dtype == qk.dtype
+        q, k = qk.new_empty((num_tokens, num_heads, head_dim)), qk.new_empty(v.shape)
+        rotate(
+            qk.data_ptr(),
+            qk.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            cos.data_ptr(),
+            signed_sin.data_ptr(),
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            into.slots.data_ptr(),
+            q.data_ptr(),
+            k.data_ptr(),
+            into.keys.data_ptr(),
+            into.values.data_ptr(),
+        )
+        return q, k
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        if native_elementwise.takes(gate_up):
-            return self._elementwise.gated_activation(gate_up, activation)
-        return cpu.gated_activation(gate_up, activation)
+        compute = self._functions.get((f"gated_{activation}", gate_up.dtype))
+        if compute is None:
+            return cpu.gated_activation(gate_up, activation)
+        assert gate_up.is_contiguous()
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((num_rows, width))
+        compute(gate_up.data_ptr(), num_rows, width, out.data_ptr())
+        return out
 
     def plan_attention(
         self, segments: Sequence[Segment], geometry: CacheGeometry, *, window: int | None, dtype: torch.dtype
@@ -78,5 +149,30 @@ class NativeCpuKernels:
             return native_attention.plan_attention(self._library, segments, geometry, window=window, dtype=dtype)
         return cpu.plan_attention(segments, geometry, window=window, dtype=dtype)
 
-    def fuse_layers(self, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm) -> FusedLayers | None:
+    def fuse_layers(
+        self, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm
+    ) -> native_layers.NativeLayers | None:
+        """All layers of a model in one call, after which comes the `final_norm [E]`: between separate calls lies time.
+
+        None where these layers hold something that can only be called separately.
+        """
         return native_layers.fuse_layers(self._library, layers, final_norm, form)
+
+
+def _name(kind: str, types: tuple[torch.dtype, ...]) -> str:
+    return f"{kind}_{'_by_'.join(TYPE_NAMES[dtype] for dtype in types)}"
+
+
+def _norm_layout(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
+    """Rows, numbers from one to the next, and heads in each: those of the weight's last but one dimension."""
+    assert weight.is_contiguous() and x.shape[-weight.dim() :] == weight.shape
+    if weight.dim() == 1:
+        assert x.is_contiguous()
+        return x.numel() // x.shape[-1], x.shape[-1], 1
+    assert x.dim() == 3 and _has_packed_heads(x)
+    return x.shape[0], x.stride(0), x.shape[1]
+
+
+def _has_packed_heads(x: Tensor) -> bool:
+    """Whether the heads of a token lie side by side, `[T, H, D]`."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]

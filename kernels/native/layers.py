@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.fused_layers import Layer, LayersForm, LayersStep
-from kernels.interface import Linear, PagedAttention
+from kernels.interface import Layer, LayersForm, Linear, PagedAttention
 from kernels.native.attention import NativeAttention
 from kernels.native.library import Flag, Float, Pointer, Size, declare
 from kernels.native.linear import NativeLinear, QuantisedLinear
@@ -96,7 +95,7 @@ def fuse_layers(
 
 
 class NativeLayers:
-    """See `kernels.fused_layers.FusedLayers`."""
+    """The layers of one model. Not for two threads at once."""
 
     def __init__(
         self, library: ctypes.CDLL, types: str, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm
@@ -119,22 +118,40 @@ class NativeLayers:
         self._scratch = torch.empty(0)  # for the largest step so far
 
     def takes(self, attentions: Sequence[PagedAttention]) -> bool:
+        """Whether steps with such attention can be run."""
         return all(isinstance(attention, NativeAttention) for attention in attentions)
 
-    def run(self, x: Tensor, normed: Tensor, step: LayersStep, num_layers: int) -> None:
-        assert x.is_contiguous() and normed.is_contiguous() and step.cache.is_contiguous()
-        assert step.slots.is_contiguous() and all(turns.is_contiguous() for pair in step.rotations for turns in pair)
-        _, layers_per_group, *rest = step.cache.shape
+    def run(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        *,
+        cache: Tensor,
+        slots: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        attentions: Sequence[PagedAttention],
+        num_layers: int,
+    ) -> None:
+        """The first `num_layers`, with results that are the same to the bit as those of separate calls.
+
+        `x [T, E]`, the residual stream, and `normed [T, E]`, its norm by the first layer's weight, become those after
+        these layers, the norm being by the weight of what follows them. `cache` is `[blocks, layers per group, 2,
+        block_size, H, D]`, `slots [G, T]` int64 as in `KVSlots`, `rotations` the step's cosines and signed sines,
+        `[T, 1, D]` each: `LayersForm` says which of them, and of the `attentions`, is each layer's.
+        """
+        assert x.is_contiguous() and normed.is_contiguous() and cache.is_contiguous()
+        assert slots.is_contiguous() and all(turns.is_contiguous() for pair in rotations for turns in pair)
+        _, layers_per_group, *rest = cache.shape
         self._shape.layers_per_group = layers_per_group
         self._shape.layer_numbers = torch.Size(rest).numel()
-        rotations = [_Rotary(cos.data_ptr(), sin.data_ptr()) for cos, sin in step.rotations]
-        plans = [_plan_address(attention) for attention in step.attentions]
+        turns = [_Rotary(cos.data_ptr(), sin.data_ptr()) for cos, sin in rotations]
+        plans = [_plan_address(attention) for attention in attentions]
         record = _Step(
             rows=len(x),
-            rotations=(_Rotary * len(rotations))(*rotations),
+            rotations=(_Rotary * len(turns))(*turns),
             attention_plans=(Pointer * len(plans))(*plans),
-            slots=step.slots.data_ptr(),
-            cache=step.cache.data_ptr(),
+            slots=slots.data_ptr(),
+            cache=cache.data_ptr(),
             x=x.data_ptr(),
             normed=normed.data_ptr(),
             scratch=self._reserve(len(x), x.dtype),

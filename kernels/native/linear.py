@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.memory import PRIVATE, PackingMemory
+from kernels.cpu.memory import PackingMemory, private_memory
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
 from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight
 
@@ -58,7 +58,7 @@ def can_pack_linear(weight: Tensor) -> bool:
 
 
 def pack_linear(
-    library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, memory: PackingMemory = PRIVATE
+    library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, memory: PackingMemory = private_memory
 ) -> NativeLinear:
     name = TYPE_NAMES[weight.dtype]
     packed_size = declare(library, "linear_packed_size", [Size, Size], Size)
@@ -70,7 +70,7 @@ def pack_linear(
         rows = weight.contiguous()
         pack(rows.data_ptr(), num_inputs, num_outputs, packed.data_ptr())
 
-    packed = memory.lay_out(packed_size(num_inputs, num_outputs), weight.dtype, fill)
+    packed = memory(packed_size(num_inputs, num_outputs), weight.dtype, fill)
     return NativeLinear(
         compute=declare(library, f"linear_{name}", parameters),
         packed=packed,
@@ -109,7 +109,7 @@ def pack_quantised(
     weight: QuantisedWeight,
     bias: Tensor | None,
     activation_bits: ActivationBits,
-    memory: PackingMemory = PRIVATE,
+    memory: PackingMemory = private_memory,
 ) -> QuantisedLinear:
     packed_bytes = declare(library, "quantised_packed_bytes", [*[Size] * 4, Flag, Flag], Size)
     pack = declare(library, "quantised_pack", [*[Pointer] * 3, *[Size] * 5, Flag, Pointer])
@@ -126,7 +126,7 @@ def pack_quantised(
         parts = [None if part is None else part.data_ptr() for part in (codes, scales, minimums)]
         pack(*parts, *sizes, form.lowest, wide, packed.data_ptr())
 
-    packed = memory.lay_out(packed_bytes(*sizes, wide, form.has_minimums), torch.uint8, fill)
+    packed = memory(packed_bytes(*sizes, wide, form.has_minimums), torch.uint8, fill)
     return QuantisedLinear(
         compute=declare(library, "quantised_linear", parameters),
         packed=packed,

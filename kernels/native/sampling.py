@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,6 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
     "likely": ([Pointer, Size, Float, Size, Pointer, Pointer], Size),
     "words": ([Pointer, Size, ctypes.c_uint64, ctypes.c_uint32, Pointer], None),
 }
-
-
-class TopLogits(NamedTuple):
-    """The values of a row that are close to the largest."""
-
-    values: npt.NDArray[np.float32]  # [n], in the row's order
-    mass: float  # the sum of exp(value) of the whole row, to one part in a million
 
 
 def argmax_candidates(
@@ -48,10 +41,11 @@ def argmax_candidates(
     return None if count < 0 else (ids[:count], bits[:count])
 
 
-def top_logits(relative: npt.NDArray[np.float32], radius: float) -> TopLogits | None:
-    """The values of the row `relative [V]`, whose largest is 0, that are -`radius` or more.
+def top_logits(relative: npt.NDArray[np.float32], radius: float) -> tuple[npt.NDArray[np.float32], float] | None:
+    """The values of the row `relative [V]`, whose largest is 0, that are -`radius` or more, in the row's order.
 
-    None is NaN. None: the machine has no C++ kernels, or they are too many to be worth it.
+    And the mass of the whole row, the sum of exp(value), to one part in a million. No value is NaN. None: the machine
+    has no C++ kernels, or they are too many to be worth it.
     """
     function = _function("likely")
     if function is None:
@@ -60,7 +54,7 @@ def top_logits(relative: npt.NDArray[np.float32], radius: float) -> TopLogits | 
     values, mass = np.empty(TOP_CAPACITY + _LANES, dtype=np.float32), ctypes.c_double()
     found = values.ctypes.data, ctypes.addressof(mass)
     count = function(relative.ctypes.data, len(relative), -radius, TOP_CAPACITY, *found)
-    return None if count < 0 else TopLogits(values[:count], mass.value)
+    return None if count < 0 else (values[:count], mass.value)
 
 
 def random_bits(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -> npt.NDArray[np.uint32] | None:

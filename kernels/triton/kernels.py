@@ -26,7 +26,9 @@ from kernels.interface import (
 )
 from kernels.quantised_weight import QuantisedWeight
 from kernels.triton import activation, rms_norm, rotary
-from kernels.triton.attention import paged as gpu_attention
+from kernels.triton.attention.paged import SHARE_FROM_BYTES, DecodeBuffers, GpuAttention
+from kernels.triton.attention.tiles import Operands, architecture
+from kernels.triton.attention.work_lists import AttentionShape
 from kernels.triton.matmul import InvariantLinear
 
 
@@ -80,14 +82,8 @@ class GpuKernels:
     def plan_attention(
         self, segments: Sequence[Segment], geometry: CacheGeometry, *, window: int | None, dtype: torch.dtype
     ) -> PagedAttention:
-        return gpu_attention.plan_attention(
-            segments,
-            geometry,
-            window=window,
-            dtype=dtype,
-            device=self.device,
-            batch_invariant=self.batch_invariant,
-        )
+        del dtype  # the queries tell
+        return GpuAttention(segments, geometry, window=window, device=self.device, batch_invariant=self.batch_invariant)
 
     def standing_attention(
         self,
@@ -99,13 +95,18 @@ class GpuKernels:
         softcapped: bool,
         dtype: torch.dtype,
     ) -> StandingAttention:
-        return gpu_attention.standing_attention(
-            geometry,
-            limits,
+        operands = Operands(
+            dtype=dtype,
+            geometry=geometry,
+            softcapped=softcapped,
+            windowed=window is not None,
+            architecture=architecture(self.device),
+        )
+        shape = AttentionShape(
+            operands=operands,
             num_heads=num_heads,
             window=window,
-            softcapped=softcapped,
-            dtype=dtype,
-            device=self.device,
             batch_invariant=self.batch_invariant,
+            share_from_bytes=SHARE_FROM_BYTES,
         )
+        return DecodeBuffers(shape, limits, self.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.interface import CacheGeometry, Segment
-from kernels.triton.attention.paged import plan_attention
+from kernels.triton.attention.paged import GpuAttention
 from tests.support.interpreted import device
 
 _NUM_GROUPS = 2  # of layers, each with blocks of its own
@@ -59,11 +59,10 @@ class World:
         )
 
     def actual(self, *, batch_invariant: bool = False, share_from_bytes: int | None = None) -> Tensor:
-        plan = plan_attention(
+        plan = GpuAttention(
             self.segments,
             self.geometry,
             window=self.case.window,
-            dtype=self.q.dtype,
             device=self.q.device,
             batch_invariant=batch_invariant,
             share_from_bytes=share_from_bytes,

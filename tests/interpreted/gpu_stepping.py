@@ -38,5 +38,5 @@ def stepper_on(kernels: Kernels, folder: Path, dtype: torch.dtype = torch.float3
     kv_cache = KVCache(layout, 200, device())
     kv_cache.tensor.fill_(torch.nan)
     sampler = RecordingSampler()
-    weights = {name: tensor.to(device()) for name, tensor in load_weights(folder, config, dtype=dtype).items()}
+    weights = load_weights(folder, config, dtype=dtype, device=device())
     return Stepper(ModelRunner(config, weights, kv_cache, sampler=sampler, kernels=kernels)), sampler

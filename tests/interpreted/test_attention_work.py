@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.interface import Segment
-from kernels.triton.attention.device_work import DecodeBuffers, DecodeLimits
-from kernels.triton.attention.paged import CapturedAttention
+from kernels.interface import Segment, StandingLimits
+from kernels.triton.attention.paged import DecodeBuffers
 from kernels.triton.attention.tiles import SPLIT_TOKENS, Operands
 from kernels.triton.attention.work_lists import AttentionShape, plan_work
 from tests.interpreted.attention_worlds import Case, World, assert_like_twin, build
@@ -53,12 +52,10 @@ def test_a_window_leaves_blocks_and_splits_out() -> None:
     assert work.table.shape[1] % 4 == 0
 
 
-def limits_of(segments: Sequence[Segment], num_queries: int) -> DecodeLimits:
-    return DecodeLimits(
+def limits_of(segments: Sequence[Segment]) -> StandingLimits:
+    return StandingLimits(
         num_segments=len(segments),
-        num_queries=num_queries,
-        num_columns=sum(segment.block_table.shape[1] for segment in segments),
-        num_splits=sum(-(-segment.context_len // SPLIT_TOKENS) for segment in segments),
+        context_tokens=sum(segment.context_len for segment in segments),
         num_layer_groups=2,
     )
 
@@ -69,13 +66,13 @@ def test_buffers_of_a_graph_take_one_step_after_another(batch_invariant: bool) -
     case = Case(segments=((1, 600), (1, 5), (1, 560)), num_heads=4, head_dim=16, shared=SPLIT_TOKENS)
     world = build(case, torch.float16)
     shape = shape_of(world, batch_invariant=batch_invariant, share_from_bytes=0)
-    buffers = DecodeBuffers(shape, limits_of(world.segments, 1), device())
-    attention, before = CapturedAttention(buffers), buffers.work
+    buffers = DecodeBuffers(shape, limits_of(world.segments), device())
+    before = buffers.work
     addresses = {name: words.data_ptr() for name, words in before.lists.items()}
     for chosen in ([0, 1, 2], [1], [0, 2], [1, 2]):
         segments = [world.segments[index] for index in chosen]
         buffers.fill(segments)
-        out = attention.attend(
+        out = before.attend(
             world.q, world.q, world.q, world.cache_rows, group=world.group, scale=world.scale, softcap=None
         )
         for segment in segments:
@@ -87,12 +84,12 @@ def test_buffers_of_a_graph_take_one_step_after_another(batch_invariant: bool) -
 
 def test_a_step_too_large_for_its_graph_is_refused() -> None:
     world = build(Case(segments=((1, 600), (2, 40)), num_heads=4), torch.float16)
-    short = DecodeBuffers(shape_of(world), limits_of(world.segments[1:], 2), device())
+    short = DecodeBuffers(shape_of(world), limits_of(world.segments[1:]), device())
     with pytest.raises(ValueError, match="its CUDA graph has room for"):
         short.fill(world.segments)
-    few = DecodeBuffers(shape_of(world), limits_of(world.segments, 1), device())
-    with pytest.raises(ValueError, match="for segments of up to 1 queries"):
+    few = DecodeBuffers(shape_of(world), limits_of(world.segments), device())
+    with pytest.raises(ValueError, match="for segments of one query each"):
         few.fill(world.segments)
     prompt = build(Case(segments=((20, 20),), num_heads=4), torch.float16)
     with pytest.raises(ValueError, match="tiles, but its CUDA graph has room"):
-        DecodeBuffers(shape_of(prompt), limits_of(prompt.segments, 8), device()).fill(prompt.segments)
+        DecodeBuffers(shape_of(prompt), limits_of(prompt.segments), device()).fill(prompt.segments)

@@ -23,7 +23,7 @@ from engine.steps.runner import ModelRunner
 from kernels import reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import CacheGeometry, GraphKernels, PagedAttention, Segment, StandingLimits
-from kernels.triton.attention.paged import BufferedAttention
+from kernels.triton.attention.paged import DecodeBuffers
 from kernels.triton.kernels import GpuKernels
 from tests.interpreted.gpu_stepping import SMALL_VOCABULARY, stepper_on
 from tests.support.interpreted import device
@@ -58,10 +58,10 @@ class CountingRecorder:
 class PoisonedAttention:
     """Before each step, all that an earlier one left in the buffers is spoilt."""
 
-    attention: BufferedAttention
+    attention: DecodeBuffers
 
     def fill(self, segments: Sequence[Segment]) -> None:
-        work = self.attention.buffers.work
+        work = self.attention.work
         for words in work.lists.values():
             words.fill_(1 << 30)
         work.partials.sums.fill_(torch.nan)
@@ -87,7 +87,7 @@ class PoisoningKernels(GpuKernels):
         attention = GpuKernels.standing_attention(
             self, geometry, limits, num_heads=num_heads, window=window, softcapped=softcapped, dtype=dtype
         )
-        assert isinstance(attention, BufferedAttention)
+        assert isinstance(attention, DecodeBuffers)
         return PoisonedAttention(attention)
 
 

@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.sampling.device_sampler import DeviceSampler
-from engine.sampling.logits import tempered
+from engine.sampling.logits import survivors, tempered
 from engine.sampling.params import SamplingParams
 from engine.sampling.philox import gumbel as defined_noise
 from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler
-from engine.sampling.truncation import survivors
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 from engine.steps.loading import sampler_for
 from kernels.triton.sampling.floor import find_floors

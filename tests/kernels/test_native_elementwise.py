@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.interface import Activation, KVSlots
-from kernels.native.elementwise import NativeElementwise
+from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import native_library
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -18,8 +18,8 @@ LIBRARIES = [library for library in (native_library(),) if library is not None] 
 
 
 @pytest.fixture(params=LIBRARIES, ids=["native"] * len(LIBRARIES))
-def native(request: pytest.FixtureRequest) -> NativeElementwise:
-    return NativeElementwise(request.param)
+def native(request: pytest.FixtureRequest) -> NativeCpuKernels:
+    return NativeCpuKernels(request.param)
 
 
 def assert_like_twin(actual: Tensor, expected: Tensor) -> None:
@@ -32,9 +32,7 @@ def assert_like_twin(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 7), (5, 576), (70, 523)])
-def test_norms(
-    native: NativeElementwise, dtype: torch.dtype, weight_dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
+def test_norms(native: NativeCpuKernels, dtype: torch.dtype, weight_dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(shape).to(dtype) * 3, torch.randn(shape).to(dtype)
     weight = torch.randn(shape[1]).to(weight_dtype)
@@ -45,7 +43,7 @@ def test_norms(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normed_where_they_lie(native: NativeElementwise, dtype: torch.dtype) -> None:
+def test_heads_are_normed_where_they_lie(native: NativeCpuKernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     heads = torch.randn(4, 9, 33).to(dtype)[:, :5]
     weight = torch.randn(5, 33)
@@ -62,7 +60,7 @@ def _turns(num_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, 
 @pytest.mark.parametrize("num_tokens", [1, 6, 70])
 @pytest.mark.parametrize("head_dim", [2, 64, 80])
 def test_rotation_leaves_keys_and_values_in_their_slots_and_nowhere_else(
-    native: NativeElementwise, dtype: torch.dtype, num_tokens: int, head_dim: int
+    native: NativeCpuKernels, dtype: torch.dtype, num_tokens: int, head_dim: int
 ) -> None:
     torch.manual_seed(0)
     num_heads, num_kv_heads = 5, 2
@@ -85,7 +83,7 @@ def test_rotation_leaves_keys_and_values_in_their_slots_and_nowhere_else(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_activations_of_any_size_of_number(
-    native: NativeElementwise, dtype: torch.dtype, activation: Activation
+    native: NativeCpuKernels, dtype: torch.dtype, activation: Activation
 ) -> None:
     gate = torch.cat((torch.linspace(-120, 120, 40_003), torch.linspace(-4, 4, 997))).to(dtype)
     gate_up = torch.cat((gate, torch.ones_like(gate))).unsqueeze(0)
@@ -94,7 +92,7 @@ def test_activations_of_any_size_of_number(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_others(native: NativeElementwise, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_the_others(native: NativeCpuKernels, dtype: torch.dtype) -> None:
     """The larger batches are computed by all threads."""
     torch.manual_seed(0)
     x, weight = torch.randn(130, 2 * 300).to(dtype), torch.randn(600)

@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.parallel.processes import GroupError, RankProcess
-from engine.parallel.watch import GroupWatch
+from engine.parallel.processes import GroupError, GroupWatch, RankProcess
 from tests.processes.rank_groups import one_step, other_ranks, start, whole_prompt
 from tests.support.model_families import build_oracle
 from tests.support.waiting import HANGS_S, wait_until
@@ -67,11 +66,6 @@ def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: Path, monk
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
 
 
-class NeverReached:
-    def query(self) -> bool:
-        return False
-
-
 class ImpatientWatch(GroupWatch):
     def __init__(self, processes: Sequence[RankProcess], on_lost: Callable[[str], None], *, within_s: float) -> None:
         super().__init__(processes, on_lost, within_s=0.2)
@@ -79,7 +73,7 @@ class ImpatientWatch(GroupWatch):
 
 def test_a_device_that_does_not_come_to_a_steps_end_ends_the_group(checkpoint: Path, monkeypatch: Any) -> None:
     """As a GPU's ranks would that wait for one another: the step was queued, and nobody's process has ended."""
-    monkeypatch.setattr("engine.parallel.leader.mark_on", lambda device: NeverReached())
+    monkeypatch.setattr("engine.parallel.leader.mark_on", lambda device: lambda: False)
     monkeypatch.setattr("engine.parallel.leader.GroupWatch", ImpatientWatch)
     runner = start(checkpoint)
     _, _, plan = whole_prompt(runner, [5, 6, 7], 2)  # of which nothing is sampled: told of once

@@ -24,8 +24,8 @@ from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.gguf.blocks import quantised_weight
 from engine.checkpoint.gguf.checkpoint import convert_gguf
 from engine.checkpoint.quantisation import Quantisation
-from engine.checkpoint.quantised_weights import load_mixed_weights
 from engine.checkpoint.store import resolve_model
+from engine.checkpoint.weights import load_weights
 from engine.model.config import ModelConfig
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
@@ -145,7 +145,7 @@ def test_a_file_is_loaded_in_its_blocks(gguf_file: Path, tmp_path: Path) -> None
     assert sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink()) < 50_000
     assert resolve_model(str(gguf_file)) == folder
     config = ModelConfig.from_folder(folder)
-    weights = load_mixed_weights(folder, config, None, dtype=torch.float32)
+    weights = load_weights(folder, config, dtype=torch.float32)
     convert_gguf(gguf_file, tmp_path / "converted", progress=lambda message: None)
     converted = load_file(tmp_path / "converted" / "model.safetensors")
     head = {"lm_head.weight": converted["model.embed_tokens.weight"]} if config.tied_embeddings else {}
@@ -166,7 +166,7 @@ def test_a_file_generates_what_its_values_generate(gguf_file: Path, tmp_path: Pa
     for path in folder.iterdir():
         if not path.is_symlink():
             shutil.copy(path, stored)
-    weights = load_mixed_weights(folder, ModelConfig.from_folder(folder), None, dtype=torch.float32)
+    weights = load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float32)
     values = {
         name: weight.dequantise(torch.float32) if isinstance(weight, QuantisedWeight) else weight
         for name, weight in weights.items()
@@ -192,7 +192,7 @@ def test_what_cannot_be_done_with_it_is_said(gguf_file: Path, tmp_path: Path) ->
     folder = resolve_model(str(gguf_file))
     config = ModelConfig.from_folder(folder)
     with pytest.raises(ValueError, match="quantised already"):
-        load_mixed_weights(folder, config, Quantisation(name="int8", group_size=32), dtype=torch.float32)
+        load_weights(folder, config, Quantisation(name="int8", group_size=32), dtype=torch.float32)
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF but no more")
     with pytest.raises(ValueError, match=r"damaged\.gguf cannot be used as the GGUF file"):
@@ -225,7 +225,7 @@ def test_a_damaged_file_is_refused_in_words(gguf_file: Path) -> None:
         damaged.write_bytes(mutated(data, seed))
         try:
             folder = resolve_model(str(damaged))
-            load_mixed_weights(folder, ModelConfig.from_folder(folder), None, dtype=torch.float32)
+            load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float32)
         except ValueError as error:
             assert "gguf" in str(error).lower() or str(folder) in str(error), error
             refused += 1

@@ -19,7 +19,7 @@ from engine.checkpoint.packed_weights import packing_memory
 from engine.checkpoint.quantisation import Quantisation
 from engine.sequence import Sequence, TokenLogprobs
 from engine.steps.loading import EngineConfig, load_model
-from kernels.cpu.memory import PRIVATE, PackingMemory
+from kernels.cpu.memory import PackingMemory, private_memory
 from kernels.native.library import native_library
 from tests.support.model_families import build_oracle
 from tests.support.small_models import greedy, random_prompts
@@ -52,7 +52,7 @@ def fill_with(number: int) -> Callable[[Tensor], None]:
 
 
 def pack_two(memory: PackingMemory) -> list[Tensor]:
-    return [memory.lay_out(5, torch.bfloat16, fill_with(3)), memory.lay_out(70, torch.uint8, fill_with(4))]
+    return [memory(5, torch.bfloat16, fill_with(3)), memory(70, torch.uint8, fill_with(4))]
 
 
 def refuse(memory: PackingMemory) -> None:
@@ -62,7 +62,7 @@ def refuse(memory: PackingMemory) -> None:
 def numbers(memory: PackingMemory) -> list[list[float]]:
     """What lies there, asked for without saying what it is."""
     nothing = fill_with(0)
-    first, second = memory.lay_out(5, torch.bfloat16, nothing), memory.lay_out(70, torch.uint8, nothing)
+    first, second = memory(5, torch.bfloat16, nothing), memory(70, torch.uint8, nothing)
     assert first.data_ptr() % 64 == second.data_ptr() % 64 == 0
     return [first.tolist(), second.tolist()]
 
@@ -121,7 +121,7 @@ def test_another_users_folder_is_not_used(
     for kind in (cache, cache.parent / "native"):
         kind.mkdir(parents=True)
         give_away(kind, monkeypatch)
-    assert packing_memory(folder, "facts", pack_two, "on") is PRIVATE
+    assert packing_memory(folder, "facts", pack_two, "on") is private_memory
     assert native_library.__wrapped__() is None, "whatever was loaded before"
     assert "belongs to another user" in caplog.text and "LEGATO_CACHE" in caplog.text
 
@@ -141,7 +141,7 @@ def test_other_facts_and_other_files_are_packed_anew(folder: Path, cache: Path) 
 
 
 def test_off_touches_no_file(folder: Path, cache: Path) -> None:
-    assert packing_memory(folder, "facts", refuse, "off") is PRIVATE
+    assert packing_memory(folder, "facts", refuse, "off") is private_memory
     assert not cache.exists()
 
 
@@ -177,7 +177,7 @@ from pathlib import Path
 from engine.checkpoint.packed_weights import packing_memory
 
 def pack(memory):
-    memory.lay_out(5, torch.bfloat16, lambda packed: None)
+    memory(5, torch.bfloat16, lambda packed: None)
     os._exit(9)
 
 packing_memory(Path(sys.argv[1]), "facts", pack, "on")
@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_written_costs_only_memory(
 ) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where the folder should be")
-    assert packing_memory(folder, "facts", pack_two, "on") is PRIVATE
+    assert packing_memory(folder, "facts", pack_two, "on") is private_memory
     assert "private to this worker" in caplog.text
 
 

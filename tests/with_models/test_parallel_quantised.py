@@ -14,8 +14,7 @@ from torch import Tensor
 
 from engine.checkpoint.gguf.store import gguf_folder
 from engine.checkpoint.quantisation import Quantisation
-from engine.checkpoint.quantised_weights import load_mixed_weights
-from engine.checkpoint.weights import AnyWeights
+from engine.checkpoint.weights import Weights, load_weights
 from engine.kv.cache import KVCache
 from engine.model.config import ModelConfig
 from engine.model.shards import WHOLE, Shard
@@ -83,11 +82,11 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Quantis
 
 def loaded(
     folder: Path, quantisation: Quantisation | None, shard: Shard, dtype: torch.dtype = torch.float32
-) -> AnyWeights:
-    return load_mixed_weights(folder, ModelConfig.from_folder(folder), quantisation, dtype=dtype, shard=shard)
+) -> Weights:
+    return load_weights(folder, ModelConfig.from_folder(folder), quantisation, dtype=dtype, shard=shard)
 
 
-def values_of(weights: AnyWeights) -> dict[str, Tensor]:
+def values_of(weights: Weights) -> dict[str, Tensor]:
     return {
         name: weight.dequantise(torch.float32) if isinstance(weight, QuantisedWeight) else weight
         for name, weight in weights.items()

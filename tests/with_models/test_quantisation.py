@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.quantisation import Quantisation
-from engine.checkpoint.quantised_weights import is_projection
+from engine.checkpoint.weights import is_projection
 from engine.sequence import Sequence
 from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model, model_fingerprint
 from kernels.native.library import native_library

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.text.chat_template import ChatTemplate
-from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer, read_spelling
+from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer, read_spelling, render_chat
 
 TEXTS = [
     "Plain English, with  two spaces and a trailing one ",
@@ -180,12 +179,11 @@ def test_chats_that_no_template_could_render_are_refused(smollm2: Tokenizer) -> 
 
 
 def test_a_template_for_tools_is_taken_where_tools_are_given() -> None:
-    template = ChatTemplate(
-        {"default": "plain {{bos_token}}", "tool_use": "{{tools|length}} tools"}, {"bos_token": "<s>"}
-    )
+    templates = {"default": "plain {{bos_token}}", "tool_use": "{{tools|length}} tools"}
     chat = [{"role": "user", "content": "Hi"}]
-    assert template.render(chat, add_generation_prompt=True, continue_final_message=False) == "plain <s>"
-    assert template.render(chat, add_generation_prompt=True, continue_final_message=False, tools=[{}]) == "1 tools"
+    render = partial(render_chat, templates, {"bos_token": "<s>"}, chat)
+    assert render(add_generation_prompt=True, continue_final_message=False) == "plain <s>"
+    assert render(add_generation_prompt=True, continue_final_message=False, tools=[{}]) == "1 tools"
 
 
 @unhurried

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.checkpoint.quantisation import Quantisation
-from engine.checkpoint.quantised_weights import load_mixed_weights
+from engine.checkpoint.weights import load_weights
 from engine.model.config import ModelConfig
 from kernels.quantised_weight import QuantisedWeight
 from tests.support.model_families import build_oracle
@@ -99,7 +99,7 @@ def test_values_are_those_of_the_format(tmp_path: Path, quantization: dict[str, 
     torch.manual_seed(0)
     expected = write_packed(tmp_path, quantization, symmetric=symmetric)
     config = ModelConfig.from_folder(tmp_path)
-    weights = load_mixed_weights(tmp_path, config, None, dtype=torch.float32)
+    weights = load_weights(tmp_path, config, dtype=torch.float32)
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
         if isinstance(weight, QuantisedWeight):
@@ -117,7 +117,7 @@ def test_groups_that_are_not_side_by_side_are_refused(tmp_path: Path) -> None:
     tensors[name] = tensors[name].flip(0)
     save_file(tensors, file)
     with pytest.raises(ValueError, match="desc_act: false"):
-        load_mixed_weights(tmp_path, ModelConfig.from_folder(tmp_path), None, dtype=torch.float32)
+        load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
 
 
 LOST = "model.layers.1.mlp.up_proj.qzeros"
@@ -130,7 +130,7 @@ def test_what_lacks_is_named(tmp_path: Path) -> None:
         kept = {name: tensor for name, tensor in load_file(file).items() if name != LOST}
         save_file(kept, file)
     with pytest.raises(ValueError, match=LOST):
-        load_mixed_weights(tmp_path, ModelConfig.from_folder(tmp_path), None, dtype=torch.float32)
+        load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ def test_it_is_not_rounded_twice(tmp_path: Path) -> None:
     write_packed(tmp_path, AWQ)
     config = ModelConfig.from_folder(tmp_path)
     with pytest.raises(ValueError, match="quantised already"):
-        load_mixed_weights(tmp_path, config, Quantisation(name="int4", group_size=32), dtype=torch.float32)
+        load_weights(tmp_path, config, Quantisation(name="int4", group_size=32), dtype=torch.float32)

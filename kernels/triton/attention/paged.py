@@ -6,48 +6,48 @@ Segments of few query rows go to the decode kernel, split by split; longer ones 
 `batch_invariant` each is the same alone and in any batch, but the two round differently, and so may splits that several
 sequences read together; with it, all kernels take the same tiles in the same order.
 
+Lists of work go to memory of their own, or to where a CUDA graph reads them.
+
 Shape legend: see `kernels.interface` and `kernels.triton.attention.tiles`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import CacheGeometry, PagedAttention, Segment, StandingLimits
+from kernels.interface import CacheGeometry, Segment, StandingLimits
 from kernels.triton.attention.cascade import cascade_attention
-from kernels.triton.attention.decode import decode_attention, merge_splits
-from kernels.triton.attention.device_work import DecodeBuffers, DecodeLimits, DeviceWork, send_up
+from kernels.triton.attention.decode import NARROW_ROWS, WIDE_ROWS, PartialSums, decode_attention, merge_splits
 from kernels.triton.attention.prefill import prefill_attention
-from kernels.triton.attention.tiles import Operands, architecture
-from kernels.triton.attention.work_lists import AttentionShape, plan_work
+from kernels.triton.attention.tiles import SEGMENT_FIELDS, SPLIT_TOKENS, Operands
+from kernels.triton.attention.work_lists import AttentionShape, AttentionWork, Words, plan_work
 
 SHARE_FROM_BYTES = 16 << 20
+# Programs of the decode kernels for each processor: what fits at once of the narrow ones. Not measured yet.
+_PROGRAMS_PER_PROCESSOR = 4
+_ALIGNMENT = 4  # words: a kernel is compiled anew where a pointer is not aligned to 16 bytes
 
 
+@dataclass(slots=True)
 class GpuAttention:
-    """One step's attention. The work is planned at the first layer, when the number of query heads is known."""
+    """One step's attention, see `kernels.interface.Kernels.plan_attention`; segments may come in any order.
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        geometry: CacheGeometry,
-        *,
-        window: int | None,
-        device: torch.device,
-        batch_invariant: bool,
-        share_from_bytes: int | None,
-    ) -> None:
-        self._segments = segments
-        self._geometry = geometry
-        self._window = window
-        self._device = device
-        self._batch_invariant = batch_invariant
-        self._share_from_bytes = share_from_bytes
-        self._work: DeviceWork | None = None
+    The work is planned at the first layer, when the number of query heads is known.
+    """
+
+    segments: Sequence[Segment]
+    geometry: CacheGeometry
+    _: KW_ONLY
+    window: int | None
+    device: torch.device
+    batch_invariant: bool = False
+    share_from_bytes: int | None = SHARE_FROM_BYTES
+    _work: DeviceWork | None = field(default=None, init=False)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
@@ -56,132 +56,173 @@ class GpuAttention:
         up."""
         if self._work is None:
             shape = AttentionShape(
-                operands=Operands.of(q, self._geometry, softcap, self._window),
+                operands=Operands.of(q, self.geometry, softcap, self.window),
                 num_heads=q.shape[1],
-                window=self._window,
-                batch_invariant=self._batch_invariant,
-                share_from_bytes=self._share_from_bytes,
+                window=self.window,
+                batch_invariant=self.batch_invariant,
+                share_from_bytes=self.share_from_bytes,
             )
-            self._work = send_up(plan_work(self._segments, shape), shape, self._device)
-        return launch(self._work, q, cache_rows, self._geometry, group, self._window, scale, softcap)
+            self._work = send_up(plan_work(self.segments, shape), shape, self.device)
+        return self._work.attend(q, k, v, cache_rows, group=group, scale=scale, softcap=softcap)
 
 
-class CapturedAttention:
-    """Attention over whatever `buffers` were filled with last: what a CUDA graph captures.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWork:
+    """The lists of an `AttentionWork` on the device, and what the host decides about their launches.
 
-    `num_segments`: of the graph's largest step; None: as many as there is room for.
+    What is 0 is not launched.
     """
 
-    def __init__(self, buffers: DecodeBuffers, num_segments: int | None = None) -> None:
-        self._shape = buffers.shape
-        self._work = buffers.work if num_segments is None else buffers.work_for(num_segments)
+    shape: AttentionShape
+    lists: Mapping[str, Tensor]
+    partials: PartialSums  # memory for sums that are merged later
+    narrow: int  # programs
+    wide: int
+    shared: int
+    tiles: int
+    merged: int  # segments
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
     ) -> Tensor:
-        shape = self._shape
-        return launch(self._work, q, cache_rows, shape.operands.geometry, group, shape.window, scale, softcap)
+        """One layer of layer group `group`, `[T, Q, D]`. Rows of no segment hold anything."""
+        shape = self.shape
+        geometry, window = shape.operands.geometry, shape.window
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lists, partials = self.lists, self.partials
+        table, segments, counts = lists["table"][group], lists["segments"], lists["counts"]
+        if self.tiles:
+            prefill_attention(
+                q, cache_rows, out, table=table, segments=segments, tiles=lists["tiles"], num_tiles=self.tiles,
+                geometry=geometry, window=window, scale=scale, softcap=softcap, batch_invariant=shape.batch_invariant,
+            )  # fmt: skip
+        for index, (name, programs) in enumerate((("narrow", self.narrow), ("wide", self.wide))):
+            if programs:
+                decode_attention(
+                    q, cache_rows, out, partials, table=table, segments=segments, items=lists[name],
+                    num_items=counts[index:], num_programs=programs, geometry=geometry, window=window,
+                    scale=scale, softcap=softcap, wide=name == "wide",
+                )  # fmt: skip
+        if self.shared:
+            cascade_attention(
+                q, cache_rows, partials, table=table, segments=segments, items=lists["shared"], num_items=counts[2:],
+                members=lists["members"], num_programs=self.shared, geometry=geometry, scale=scale, softcap=softcap,
+            )  # fmt: skip
+        if self.merged:
+            merge_splits(
+                out, partials, segments=segments, num_segments=self.merged, geometry=geometry, scale=scale,
+                softcap=softcap,
+            )  # fmt: skip
+        return out
 
 
-@dataclass(frozen=True, slots=True)
-class BufferedAttention:
-    """`kernels.interface.StandingAttention`: graphs of all sizes read the same buffers."""
+def send_up(work: AttentionWork, shape: AttentionShape, device: torch.device) -> DeviceWork:
+    packed, places = _pack(work.lists())
+    words = _pinned(packed, device).to(device, non_blocking=True)
+    most, heads = num_programs(device), shape.operands.geometry.num_kv_heads
+    return DeviceWork(
+        shape=shape,
+        lists=_views(words, places),
+        partials=PartialSums.of(max(work.num_slots, 1), shape.operands.geometry, max(work.slot_rows, 1), device),
+        narrow=min(len(work.narrow) * heads, most),
+        wide=min(len(work.wide) * heads, most),
+        shared=min(len(work.shared) * heads, most),
+        tiles=len(work.tiles),
+        merged=work.num_decodes if work.num_slots else 0,
+    )
 
-    buffers: DecodeBuffers
+
+class DecodeBuffers:
+    """`kernels.interface.StandingAttention`: work for steps of decode alone, always at the same addresses and with the
+    same launches. Graphs of all sizes read the same buffers."""
+
+    def __init__(self, shape: AttentionShape, limits: StandingLimits, device: torch.device) -> None:
+        self._shape = shape
+        self._limits = limits
+        # However the context is shared out among the segments; with a window, one begins amid a split.
+        self._num_splits = limits.context_tokens // SPLIT_TOKENS + 2 * limits.num_segments
+        most = min(self._num_splits * shape.operands.geometry.num_kv_heads, num_programs(device))
+        shares = shape.share_from_bytes is not None and shape.window is None
+        packed, places = _pack(self._room())
+        self._words = torch.from_numpy(packed).to(device)
+        self.work = DeviceWork(
+            shape=shape,
+            lists=_views(self._words, places),
+            partials=PartialSums.of(self._num_splits, shape.operands.geometry, shape.group, device),
+            narrow=0 if shape.batch_invariant else most,
+            wide=most if shape.batch_invariant or shape.group > NARROW_ROWS else 0,
+            shared=most if shares else 0,
+            tiles=0,
+            merged=limits.num_segments,
+        )
 
     def fill(self, segments: Sequence[Segment]) -> None:
-        self.buffers.fill(segments)
+        """Put a step in, before it is replayed and on the stream of the replay. Raises ValueError beyond the limits."""
+        work = plan_work(segments, self._shape)
+        lists = self._room()
+        for name, words in work.lists().items():
+            room = lists[name]
+            if any(have > most for have, most in zip(words.shape, room.shape, strict=True)):
+                raise ValueError(f"a step has {words.shape} {name}, but its CUDA graph has room for {room.shape}")
+            room[tuple(slice(0, have) for have in words.shape)] = words
+        if work.slot_rows > self.work.partials.slot_rows:
+            raise ValueError("a step's CUDA graph is for segments of one query each")
+        packed, _ = _pack(lists)
+        self._words.copy_(_pinned(packed, self._words.device), non_blocking=True)
 
-    def of(self, num_segments: int) -> PagedAttention:
-        return CapturedAttention(self.buffers, num_segments)
+    def of(self, num_segments: int) -> DeviceWork:
+        """For a graph whose steps have no more than so many segments."""
+        assert num_segments <= self._limits.num_segments, "the buffers are too small for such a graph"
+        return replace(self.work, merged=num_segments)
 
-
-def plan_attention(
-    segments: Sequence[Segment],
-    geometry: CacheGeometry,
-    *,
-    window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    batch_invariant: bool = False,
-    share_from_bytes: int | None = SHARE_FROM_BYTES,
-) -> GpuAttention:
-    """See `kernels.interface.Kernels.plan_attention`; segments may come in any order."""
-    del dtype  # the queries tell
-    return GpuAttention(
-        segments,
-        geometry,
-        window=window,
-        device=device,
-        batch_invariant=batch_invariant,
-        share_from_bytes=share_from_bytes,
-    )
-
-
-def standing_attention(
-    geometry: CacheGeometry,
-    limits: StandingLimits,
-    *,
-    num_heads: int,
-    window: int | None,
-    softcapped: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    batch_invariant: bool = False,
-    share_from_bytes: int | None = SHARE_FROM_BYTES,
-) -> BufferedAttention:
-    """See `kernels.interface.GraphKernels.standing_attention`."""
-    operands = Operands(
-        dtype=dtype,
-        geometry=geometry,
-        softcapped=softcapped,
-        windowed=window is not None,
-        architecture=architecture(device),
-    )
-    shape = AttentionShape(
-        operands=operands,
-        num_heads=num_heads,
-        window=window,
-        batch_invariant=batch_invariant,
-        share_from_bytes=share_from_bytes,
-    )
-    return BufferedAttention(DecodeBuffers(shape, DecodeLimits.of(limits, geometry.block_size), device))
+    def _room(self) -> dict[str, Words]:
+        limits, num_splits = self._limits, self._num_splits
+        num_columns = limits.context_tokens // self._shape.operands.geometry.block_size + limits.num_segments
+        shapes = {
+            "counts": (4,),
+            "segments": (limits.num_segments, SEGMENT_FIELDS),
+            "table": (limits.num_layer_groups, -(-num_columns // _ALIGNMENT) * _ALIGNMENT),
+            "narrow": (num_splits, 3),
+            "wide": (num_splits * -(-self._shape.group // WIDE_ROWS), 3),
+            "shared": (num_splits, 3),
+            "members": (num_splits,),
+            "tiles": (0, 2),
+        }
+        return {name: np.zeros(shape, dtype=np.int32) for name, shape in shapes.items()}
 
 
-def launch(
-    work: DeviceWork,
-    q: Tensor,
-    cache_rows: Tensor,
-    geometry: CacheGeometry,
-    group: int,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """One layer of layer group `group`, `[T, Q, D]`. Rows of no segment hold anything."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sizes, lists, partials = work.sizes, work.lists, work.partials
-    table, segments, counts = lists["table"][group], lists["segments"], lists["counts"]
-    if sizes.tiles:
-        prefill_attention(
-            q, cache_rows, out, table=table, segments=segments, tiles=lists["tiles"], num_tiles=sizes.tiles,
-            geometry=geometry, window=window, scale=scale, softcap=softcap, batch_invariant=work.batch_invariant,
-        )  # fmt: skip
-    for index, (name, num_programs) in enumerate((("narrow", sizes.narrow), ("wide", sizes.wide))):
-        if num_programs:
-            decode_attention(
-                q, cache_rows, out, partials, table=table, segments=segments, items=lists[name],
-                num_items=counts[index:], num_programs=num_programs, geometry=geometry, window=window,
-                scale=scale, softcap=softcap, wide=name == "wide",
-            )  # fmt: skip
-    if sizes.shared:
-        cascade_attention(
-            q, cache_rows, partials, table=table, segments=segments, items=lists["shared"], num_items=counts[2:],
-            members=lists["members"], num_programs=sizes.shared, geometry=geometry, scale=scale, softcap=softcap,
-        )  # fmt: skip
-    if sizes.merged:
-        merge_splits(
-            out, partials, segments=segments, num_segments=sizes.merged, geometry=geometry, scale=scale,
-            softcap=softcap,
-        )  # fmt: skip
-    return out
+def num_programs(device: torch.device) -> int:
+    """Programs that keep the device busy; a few where programs run one after another."""
+    if device.type != "cuda":
+        return 2
+    return _PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_Places = Mapping[str, tuple[int, tuple[int, ...]]]
+
+
+def _pack(lists: Mapping[str, Words]) -> tuple[Words, _Places]:
+    """All lists in one, and where each one went: first word, shape."""
+    places: dict[str, tuple[int, tuple[int, ...]]] = {}
+    stop = 0
+    for name, words in lists.items():
+        places[name] = (stop, words.shape)
+        stop += -(-words.size // _ALIGNMENT) * _ALIGNMENT
+    packed = np.zeros(stop, dtype=np.int32)
+    for name, words in lists.items():
+        start = places[name][0]
+        packed[start : start + words.size] = words.reshape(-1)
+    return packed, places
+
+
+def _views(words: Tensor, places: _Places) -> Mapping[str, Tensor]:
+    return {name: words[start : start + int(np.prod(shape))].view(shape) for name, (start, shape) in places.items()}
+
+
+def _pinned(words: Words, device: torch.device) -> Tensor:
+    """What a copy to `device` can take without the host's waiting: torch keeps the memory until the copy is done."""
+    if device.type != "cuda":
+        return torch.from_numpy(words)
+    pinned = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
+    pinned.numpy()[:] = words
+    return pinned

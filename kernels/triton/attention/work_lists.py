@@ -59,12 +59,10 @@ class AttentionWork:
     slot_rows: int
 
     def lists(self) -> Mapping[str, Words]:
+        """By name; `counts` are what the device reads in place of a launch parameter."""
         names = ("segments", "table", "narrow", "wide", "shared", "members", "tiles")
-        return {name: getattr(self, name) for name in names}
-
-    def counts(self) -> Words:
-        """What the device reads in place of a launch parameter."""
-        return np.array([len(self.narrow), len(self.wide), len(self.shared), 0], dtype=np.int32)
+        counts = np.array([len(self.narrow), len(self.wide), len(self.shared), 0], dtype=np.int32)
+        return {"counts": counts} | {name: getattr(self, name) for name in names}
 
 
 def plan_work(segments: Sequence[Segment], shape: AttentionShape) -> AttentionWork:

@@ -1,4 +1,4 @@
-"""The least likely token that top-k and top-p keep, without sorting: steps 6 and 7 of `engine.sampling.truncation`.
+"""The least likely token that top-k and top-p keep, without sorting: steps 6 and 7 of `engine.sampling.logits`.
 
 As on the CPU, the tokens near the best one are collected first: those within the smallest of some distances that holds
 enough of them (top-k), or enough mass (top-p). That takes two passes over the vocabulary, and leaves few.

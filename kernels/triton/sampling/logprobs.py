@@ -7,7 +7,7 @@ id first among equals.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -68,8 +68,7 @@ def logprobs_kernel(
             tl.store(top_logprobs + out, (tl.load(logits + found) - best).to(tl.float64) - log_mass)
 
 
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
+class RowLogprobs(NamedTuple):
     """On the device; natural logarithms in float64, minus infinity for what is impossible."""
 
     chosen: Tensor  # [B]

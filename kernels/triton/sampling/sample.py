@@ -1,4 +1,4 @@
-"""From logits to tokens on a GPU: what `engine.sampling.logits`, `.truncation` and `.philox` define, with their ties.
+"""From logits to tokens on a GPU: what `engine.sampling.logits` and `.philox` define, with their ties.
 
 Up to five launches, none of which waits for the host: the best token of every row; edits (bias, penalties, bans); the
 least likely token that top-k and top-p keep (`kernels.triton.sampling.floor`); a draw; log-probabilities
@@ -15,7 +15,6 @@ Legend: B rows, V tokens of the vocabulary, S splits of it. The words of a row: 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -115,18 +114,11 @@ def choose_kernel(
     tl.store(token_ids + row, tl.where(valid, chosen, -1).to(tl.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSample:
-    """On the device. `logprobs` of rows that did not ask for any mean nothing; None: no row did."""
+def sample(logits: Tensor, packed: PackedRows, words: Tensor) -> tuple[Tensor, RowLogprobs | None]:
+    """The next token of each row of `logits [B, V]` (float32, the last dimension contiguous), and log-probabilities.
 
-    token_ids: Tensor  # [B] int64; -1: no token can be chosen
-    logprobs: RowLogprobs | None
-
-
-def sample(logits: Tensor, packed: PackedRows, words: Tensor) -> DeviceSample:
-    """The next token of each row of `logits [B, V]` (float32, the last dimension contiguous).
-
-    `words` is `packed.words` on the device of `logits`. Nothing waits for the device.
+    Tokens are `[B]` int64, -1 where none can be chosen. Log-probabilities of rows that did not ask for any mean
+    nothing; None: no row did. `words` is `packed.words` on the device of `logits`. Nothing waits for the device.
     """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     assert len(logits) == packed.num_rows > 0
@@ -151,7 +143,7 @@ def sample(logits: Tensor, packed: PackedRows, words: Tensor) -> DeviceSample:
         num_splits=num_splits,
     )
     logprobs = None if packed.num_top < 0 else row_logprobs(logits, raw_best[0], token_ids, rows, packed.num_top)
-    return DeviceSample(token_ids, logprobs)
+    return token_ids, logprobs
 
 
 def best_of_splits(logits: Tensor) -> tuple[Tensor, Tensor]:

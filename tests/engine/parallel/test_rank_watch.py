@@ -7,8 +7,7 @@ from multiprocessing import Pipe
 from queue import Queue
 from typing import cast
 
-from engine.parallel.processes import RankProcess
-from engine.parallel.watch import GroupWatch
+from engine.parallel.processes import GroupWatch, RankProcess
 from tests.support.waiting import HANGS_S, wait_until
 
 
@@ -48,7 +47,7 @@ def test_the_end_of_a_process_is_told_of_though_nothing_is_expected() -> None:
 
 def test_a_device_that_does_not_come_to_a_mark_is_told_of() -> None:
     watching, _, lost = watch(0.05)
-    watching.expect(Place())
+    watching.expect(Place().query)
     assert "did not come to the end of a step within 0.05 s" in lost.get(timeout=HANGS_S)
     watching.close()
 
@@ -58,7 +57,7 @@ def test_of_many_marks_the_last_one_is_looked_at_next() -> None:
     first, between, last = Place(), Place(), Place()
     first.reached = True
     for place in (first, between, last):
-        watching.expect(place)
+        watching.expect(place.query)
     assert "did not come" in lost.get(timeout=HANGS_S)
     assert (first.num_asked, between.num_asked, last.num_asked) == (1, 0, 1)
     watching.close()
@@ -69,7 +68,7 @@ def test_marks_that_were_come_to_are_forgotten() -> None:
     for _ in range(2):  # the watch goes back to sleep, and wakes again
         place = Place()
         place.reached = True
-        watching.expect(place)
+        watching.expect(place.query)
         wait_until(place.was_asked)
     assert lost.empty()
     watching.close()

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from engine.sampling.logits import adjusted, tempered
+from engine.sampling.logits import adjusted, survivors, tempered
 from engine.sampling.sampler import Sampler
-from engine.sampling.truncation import survivors
 from engine.sequence import Sequence
 from tests.engine.sampling.sampling_twin import (
     EOS,

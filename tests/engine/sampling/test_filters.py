@@ -8,13 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import engine.sampling.logits
 import engine.sampling.philox
-import engine.sampling.truncation
 import kernels.native.sampling
-from engine.sampling.logits import Row, tempered
+from engine.sampling.logits import Row, is_filtered, survivors, tempered
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
-from engine.sampling.truncation import is_filtered, survivors
 from kernels.native.library import native_library
 from kernels.native.sampling import top_logits
 from tests.engine.sampling.sampling_twin import params_of, random_logits, sequence
@@ -32,7 +31,7 @@ def assert_as_defined(row: Row, params: SamplingParams) -> None:
     relative = tempered(row, params.temperature)
     ids = survivors(relative, params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.sampling.truncation, "top_logits", lambda *_: None)
+        patch.setattr(engine.sampling.logits, "top_logits", lambda *_: None)
         expected = survivors(relative, params)
     assert (None if ids is None else ids.tolist()) == (None if expected is None else expected.tolist())
 
@@ -67,7 +66,7 @@ def test_usual_floors_are_found_among_the_likely(
     for row in rows:  # as peaked as a language model's
         row[:40] += np.linspace(16.0, 8.0, 40, dtype=np.float32)
         assert_as_defined(row, params)
-    monkeypatch.delattr(engine.sampling.truncation, "_nucleus_floor")
+    monkeypatch.delattr(engine.sampling.logits, "_nucleus_floor")
     for row in rows:
         survivors(tempered(row, temperature), params)
 
@@ -92,7 +91,7 @@ def test_a_close_thing_is_left_to_the_definition(monkeypatch: pytest.MonkeyPatch
         asked.append(top_p)
         return floor
 
-    monkeypatch.setattr(engine.sampling.truncation, "_nucleus_floor", defined)
+    monkeypatch.setattr(engine.sampling.logits, "_nucleus_floor", defined)
     survivors(row, params_of(top_p=0.6))
     assert not asked
     survivors(row, params_of(top_p=0.5))
@@ -106,8 +105,9 @@ def test_the_likely_and_the_mass_of_the_row(radius: float, vocab_size: int) -> N
     relative = tempered(row_of(3, vocab_size), 1.0)
     found = top_logits(relative, radius)
     assert found is not None
-    assert found.values.tolist() == relative[relative >= -radius].tolist()
-    assert found.mass == pytest.approx(np.exp(relative.astype(np.float64)).sum(), rel=1e-6)
+    values, mass = found
+    assert values.tolist() == relative[relative >= -radius].tolist()
+    assert mass == pytest.approx(np.exp(relative.astype(np.float64)).sum(), rel=1e-6)
 
 
 @native
@@ -115,7 +115,7 @@ def test_more_than_there_is_room_for_are_not_given() -> None:
     capacity = kernels.native.sampling.TOP_CAPACITY
     found = top_logits(np.zeros(capacity, dtype=np.float32), 1.0)
     assert found is not None
-    assert found.values.tolist() == [0.0] * capacity
+    assert found[0].tolist() == [0.0] * capacity
     assert top_logits(np.zeros(capacity + 1, dtype=np.float32), 1.0) is None
     assert_as_defined(np.zeros(VOCAB, dtype=np.float32), params_of(top_p=0.5))
 
@@ -125,7 +125,7 @@ def test_tokens_are_the_same_without_the_kernels(changes: dict[str, float], monk
     logits = torch.from_numpy(np.stack([row_of(number) for number in range(20)]))
     rows = [sequence(params_of(seed=number, **changes), output=[1, 2, 3]) for number in range(20)]
     drawn = Sampler(VOCAB).sample(logits, rows)
-    monkeypatch.setattr(engine.sampling.truncation, "top_logits", lambda *_: None)
+    monkeypatch.setattr(engine.sampling.logits, "top_logits", lambda *_: None)
     monkeypatch.setattr(engine.sampling.philox, "random_bits", lambda *_, **__: None)
     assert Sampler(VOCAB).sample(logits, rows) == drawn
     assert len({token.token_id for token in drawn}) > 5
