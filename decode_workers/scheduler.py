@@ -16,7 +16,6 @@ from decode_workers.local_prefill import LocalPrefill
 from decode_workers.offload_policy import NoOffload, OffloadPolicy, StepSelection
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import (
-    BlockCopy,
     FinishReason,
     SampledToken,
     ScheduledSequence,
@@ -55,39 +54,7 @@ class Emission:
     index: int
     token: SampledToken
     finish: FinishReason | None
-    prompt_logprobs: list[TokenLogprobs] | None
-
-
-class Emissions:
-    """Turns what steps sampled into sequences' next tokens, and says which one is the last.
-
-    Owns the log-probabilities of prompts that are computed in chunks, until their first token takes them along.
-    """
-
-    def __init__(self, *, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
-        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
-
-    def keep(self, seq: Sequence, logprobs: list[TokenLogprobs] | None) -> None:
-        """Of a chunk of its prompt."""
-        if logprobs and seq.wants_prompt_logprobs:
-            self._prompt_logprobs.setdefault(seq.key, []).extend(logprobs)
-
-    def emit(self, seq: Sequence, sampled: SampledToken) -> Emission:
-        """The sequence has this token from now on, and with `finish` set no more."""
-        seq.output_token_ids.append(sampled.token_id)
-        finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
-        return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, self._prompt_logprobs.pop(seq.key, None))
-
-    def is_last_in_flight(self, seq: Sequence) -> bool:
-        """Its last token, by its number, is on its way."""
-        num_output = len(seq.output_token_ids) + seq.num_awaited
-        return num_output >= seq.params.max_tokens or seq.num_tokens_ahead >= self._max_model_len
-
-    def forget(self, key: SequenceKey) -> None:
-        """The sequence is gone. Unknown ids are fine."""
-        self._prompt_logprobs.pop(key, None)
+    prompt_logprobs: list[TokenLogprobs] | None  # with the first token of a sequence that asked for them
 
 
 class StepInFlight:
@@ -97,41 +64,6 @@ class StepInFlight:
         self.plan = plan
         self.moving = moving
         self.keys = {item.seq.key for item in plan.items} | {seq.key for seq in moving}
-
-
-class StepsInFlight:
-    """The steps that are planned and not over: one, or two where the next is planned ahead.
-
-    They end in the order in which they began. Keeps what sequences have ahead of them (`num_computing`, `num_awaited`).
-    """
-
-    def __init__(self) -> None:
-        self._in_flight: deque[StepInFlight] = deque()
-
-    def __len__(self) -> int:
-        return len(self._in_flight)
-
-    def __contains__(self, key: SequenceKey) -> bool:
-        """Whether a step uses what this sequence holds."""
-        return any(key in step.keys for step in self._in_flight)
-
-    @property
-    def are_moving(self) -> bool:
-        return any(step.moving for step in self._in_flight)
-
-    def begin(self, plan: StepPlan, moving: list[Sequence]) -> None:
-        self._in_flight.append(StepInFlight(plan, moving))
-        for item in plan.items:
-            item.seq.num_computing += item.num_tokens
-            item.seq.num_awaited += item.samples
-
-    def end(self) -> StepInFlight:
-        """The oldest is over: what it gave its sequences ahead is theirs now, or has come to nothing."""
-        step = self._in_flight.popleft()
-        for item in step.plan.items:
-            item.seq.num_computing -= item.num_tokens
-            item.seq.num_awaited -= item.samples
-        return step
 
 
 class DecodeScheduler:
@@ -156,11 +88,12 @@ class DecodeScheduler:
         self._tiers = tiers or NoOffload(allocator, max_num_seqs=max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
         self._entries: dict[SequenceKey, Entry] = {}
         self._local = LocalPrefill(allocator, self._host_groups_for)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
-        self._emissions = Emissions(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
-        self._in_flight = StepsInFlight()
+        self._in_flight: deque[StepInFlight] = deque()  # one, or two where the next is planned ahead; they end in order
         self._was_alone = False  # the step planned last was a suspect's
         self.num_preemptions = 0
         self.num_host_landings = 0
@@ -296,10 +229,10 @@ class DecodeScheduler:
         next step has to wait: where blocks have to move or be taken from someone, or where there is nothing to do.
         """
         assert len(self._in_flight) == 1, "a step is planned ahead of one that is in flight"
-        running = [seq for seq in self._running if not self._emissions.is_last_in_flight(seq)]
+        running = [seq for seq in self._running if not self._is_last_in_flight(seq)]
         waits = (
             bool(self._suspects())
-            or self._in_flight.are_moving
+            or any(step.moving for step in self._in_flight)
             or self._local.needs_host_memory
             or not self._tiers.stays_put(running)
         )
@@ -326,7 +259,7 @@ class DecodeScheduler:
                 items = self._local.chunk_alone(seq, self._token_budget, selection.ring_left)
             plan = StepPlan(tuple(items), tuple(selection.copies))
             if plan.items or plan.copies:
-                self._in_flight.begin(plan, selection.moving)
+                self._begin_step(plan, selection.moving)
                 self._was_alone = True
                 return plan
         return None
@@ -337,15 +270,15 @@ class DecodeScheduler:
         items = [ScheduledSequence(seq, 1) for seq in selection.ready]
         wanted = min(self._token_budget - len(items), self._local.num_unplanned_tokens)
         budget = self._tiers.prefill_budget(running, now, wanted)
-        copies = selection.copies + self._start_local(budget, selection)
+        self._start_local(budget, selection)
         chunks = self._local.chunks(budget, selection.ring_left)
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
         self._tiers.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in chunks))
         items += chunks
-        plan = StepPlan(tuple(items), tuple(copies))
+        plan = StepPlan(tuple(items), tuple(selection.copies))
         if plan.items or plan.copies:
-            self._in_flight.begin(plan, selection.moving)
+            self._begin_step(plan, selection.moving)
         return plan
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
@@ -361,15 +294,25 @@ class DecodeScheduler:
                 continue
             item.seq.num_computed += item.num_tokens
             self._allocator.publish(item.seq)
-            self._emissions.keep(item.seq, logprobs)
+            if logprobs and item.seq.wants_prompt_logprobs:
+                item.seq.prompt_logprobs += logprobs
             if sampled is not None:
                 emissions.append(self._emit(entry, sampled))
         self._release_ended(step)
         return emissions
 
+    def _begin_step(self, plan: StepPlan, moving: list[Sequence]) -> None:
+        self._in_flight.append(StepInFlight(plan, moving))
+        for item in plan.items:
+            item.seq.num_computing += item.num_tokens
+            item.seq.num_awaited += item.samples
+
     def _end_step(self, *, ok: bool) -> StepInFlight:
-        """Of two the older one. Settles its moves."""
-        step = self._in_flight.end()
+        """Of two the older one: what it gave its sequences ahead is theirs now, or has come to nothing."""
+        step = self._in_flight.popleft()
+        for item in step.plan.items:
+            item.seq.num_computing -= item.num_tokens
+            item.seq.num_awaited -= item.samples
         for seq in step.moving:
             if not self._allocator.settle(seq, ok) and self._entries[seq.key].state is not DecodeState.ENDED:
                 self._put_back(seq)  # its prefix did not come, and its blocks are gone
@@ -379,20 +322,32 @@ class DecodeScheduler:
         """What was held for this step alone."""
         for key in step.keys:
             entry = self._entries.get(key)
-            if entry is not None and entry.state is DecodeState.ENDED and key not in self._in_flight:
+            if entry is not None and entry.state is DecodeState.ENDED and not self._is_in_flight(key):
                 self._release(entry.seq)
 
+    def _is_in_flight(self, key: SequenceKey) -> bool:
+        """Whether a step uses what this sequence holds."""
+        return any(key in step.keys for step in self._in_flight)
+
+    def _is_last_in_flight(self, seq: Sequence) -> bool:
+        """Its last token, by its number, is on its way."""
+        num_output = len(seq.output_token_ids) + seq.num_awaited
+        return num_output >= seq.params.max_tokens or seq.num_tokens_ahead >= self._max_model_len
+
     def _emit(self, entry: Entry, sampled: SampledToken) -> Emission:
+        """The sequence has this token from now on, and with `finish` set no more."""
         seq = entry.seq
+        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs or None, []
         if entry.state is DecodeState.PREFILLING:
             entry.state = DecodeState.RUNNING
             self._local.remove(seq)
             self._running.append(seq)
         seq.num_alone = max(seq.num_alone - 1, 0)
-        emission = self._emissions.emit(seq, sampled)
-        if emission.finish is not None:
+        seq.output_token_ids.append(sampled.token_id)
+        finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
+        if finish is not None:
             self._end(entry)
-        return emission
+        return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, prompt_logprobs)
 
     def _host_groups_for(self, num_tokens: int) -> frozenset[int] | None:
         """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now."""
@@ -423,28 +378,24 @@ class DecodeScheduler:
         self._entries[seq.key].state = DecodeState.WAITING
         self._local.put_back(seq)
 
-    def _start_local(self, budget: int, selection: StepSelection) -> list[BlockCopy]:
-        """Returns the copies that prefix hits of new sequences need."""
-        copies: list[BlockCopy] = []
-        for started in self._local.start(budget, self._tiers.max_in_flight - self.num_running):
-            self._entries[started.seq.key].state = DecodeState.PREFILLING
-            self.num_host_landings += bool(started.seq.host_groups)
-            if started.copies:
-                selection.moving.append(started.seq)
-                copies += started.copies
-        return copies
+    def _start_local(self, budget: int, selection: StepSelection) -> None:
+        """Prompts that get blocks now, with the copies that their prefix hits need."""
+        for seq, copies in self._local.start(budget, self._tiers.max_in_flight - self.num_running):
+            self._entries[seq.key].state = DecodeState.PREFILLING
+            self.num_host_landings += bool(seq.host_groups)
+            if copies:
+                selection.move(seq, copies)
 
     def _end(self, entry: Entry) -> None:
         """It takes part in nothing any more; its blocks are free as soon as no step in flight uses them."""
         seq = entry.seq
-        self._emissions.forget(seq.key)
         self._tiers.forget(seq.key)
         if entry.state in (DecodeState.WAITING, DecodeState.PREFILLING):
             self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:
             self._running.remove(seq)
         entry.state = DecodeState.ENDED
-        if seq.key not in self._in_flight:
+        if not self._is_in_flight(seq.key):
             self._release(seq)
 
     def _release(self, seq: Sequence) -> None:

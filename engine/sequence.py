@@ -87,6 +87,9 @@ class Sequence:
     # of those, tokens that were brought to the host tier for it
     num_brought: dict[Literal["neighbours", "disk"], int] = field(default_factory=dict)
     prefix: PrefixHasher | None = None  # of the tokens hashed so far; tokens never change, so it is only extended
+    prompt_logprobs: list[TokenLogprobs] = field(
+        default_factory=list
+    )  # if wanted, of the prompt tokens computed so far
     num_published: int = 0  # leading full blocks already made findable in the prefix cache
     num_alone: int = 0  # of its next tokens, those whose steps nobody shares: it may be what makes steps fail
     accepted_at: float = field(default_factory=time.monotonic)  # this and the next: seconds of `time.monotonic()`

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.memory.streams import queued_on
-from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs, finish_reason
+from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
 from engine.steps.loop import StepLoop
 from kv_transfer.handoff.sender import HandoffTimeline, KvSender, ignore_timeline
 from kv_transfer.messages import Message
@@ -62,7 +62,6 @@ class PrefillWorker(Worker):
             host_groups=placement.host_groups,
             shared_tokens=lambda: self.steps.costs.shared_tokens(),
         )
-        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
 
     async def _open(self) -> StepLoop:
         self._sender = KvSender(
@@ -160,8 +159,8 @@ class PrefillWorker(Worker):
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         for item, logprobs in zip(plan.items, output.prompt_logprobs, strict=True):
-            if logprobs and item.seq.wants_prompt_logprobs and item.seq.key in self.gateway_of:
-                self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
+            if logprobs and item.seq.wants_prompt_logprobs:
+                item.seq.prompt_logprobs += logprobs
         completed = self.prefix.completed_by(plan)
         first_tokens = self.scheduler.finish_step(plan, output)
         self.prefix.stored(completed)
@@ -173,6 +172,7 @@ class PrefillWorker(Worker):
 
     def _first_token(self, seq: Sequence, sampled: SampledToken) -> None:
         index = len(seq.output_token_ids)
+        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs or None, []
         seq.output_token_ids.append(sampled.token_id)
         finish = finish_reason(seq, self.model.eos_token_ids)
         event = token_event(
@@ -181,7 +181,7 @@ class PrefillWorker(Worker):
             sampled,
             finish,
             num_cached_tokens=seq.num_cached,
-            prompt_logprobs=self._prompt_logprobs.pop(seq.key, None),
+            prompt_logprobs=prompt_logprobs,
         )
         self._port.emit(self.gateway_of[seq.key], event)
         if finish is None:
@@ -217,7 +217,6 @@ class PrefillWorker(Worker):
 
     def on_source_released(self, key: SequenceKey) -> None:
         self.gateway_of.pop(key, None)
-        self._prompt_logprobs.pop(key, None)
         self.prefix.cancel(key)
         self.scheduler.release(key)
         self._on_room()
