@@ -1,6 +1,6 @@
 """A decode worker: reserves blocks, receives and verifies KV, and streams tokens; it can also compute prompts itself.
 
-A `Worker` whose scheduler decides what runs, and whose reservations let KV in. `DecodeRole` makes one for a replica.
+A `Worker` whose scheduler decides what runs, and whose reservations let KV in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
 from kv_transfer.worker.prefix_loading import Columns
 from kv_transfer.worker.sequences import sequence_of, token_event
-from kv_transfer.worker.tiers_report import tiers_report
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +53,10 @@ class DecodeWorker(Worker):
 
     role: ClassVar[Role] = "decode"
     scheduler: DecodeScheduler
+    _config: DecodeWorkerConfig
 
     def __init__(self, parts: WorkerParts, config: DecodeWorkerConfig) -> None:
         super().__init__(parts, config, step_tokens=config.token_budget)
-        self._config = config
         self.scheduler = decode_scheduler(
             self.model,
             self.allocator,
@@ -71,16 +70,8 @@ class DecodeWorker(Worker):
             self.parts, self.scheduler, self._port, self._thread, wait_s=self._config.reserve_wait_s, listener=self
         )
         await self.reservations.start(ttl_s=self._config.lease_ttl_s)
-        return StepLoop(
-            self.model.runner,
-            costs=self.model.costs,
-            plan=self._plan_step,
-            finish=self._finish_step,
-            failed=self._step_failed,
-            on_overdue=self._on_overdue,
-            overdue_s=self._config.overdue_s,
-            async_scheduling=step_overlap(self.model, self._plan_ahead, wanted=self._config.overlap_steps),
-        )
+        overlap = step_overlap(self.model, self._plan_ahead, wanted=self._config.overlap_steps)
+        return self._step_loop(async_scheduling=overlap)
 
     def _close(self) -> None:
         self.reservations.stop()
@@ -98,18 +89,16 @@ class DecodeWorker(Worker):
         return not (self.gateway_of or self._num_waiting or self.scheduler.num_running)
 
     def snapshot(self) -> WorkerSnapshot:
-        scheduler = self.scheduler
-        tiers = tiers_report(
-            self.model,
-            self.prefix,
-            num_in_host=scheduler.num_in_host,
-            num_host_landings=scheduler.num_host_landings,
+        scheduler, snapshot = self.scheduler, super().snapshot()
+        tiers = replace(
+            snapshot.tiers,
             num_offloads=scheduler.tiers.num_offloads,
             num_restores=scheduler.tiers.num_restores,
             num_preemptions=scheduler.num_preemptions,
         )
         return replace(
-            self._snapshot(tiers),
+            snapshot,
+            tiers=tiers,
             num_waiting=self._num_waiting,
             queued_prefill_tokens=scheduler.num_uncomputed_tokens + self.prefix.num_loading_tokens,
             num_paused=scheduler.num_paused,
@@ -258,16 +247,6 @@ class DecodeWorker(Worker):
 
     def _set_aside(self, accused: Sequence) -> None:
         self.scheduler.drop(accused.key)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRole:
-    """How a replica becomes a decode worker."""
-
-    config: DecodeWorkerConfig
-
-    def make(self, parts: WorkerParts) -> DecodeWorker:
-        return DecodeWorker(parts, self.config)
 
 
 def decode_scheduler(

@@ -18,11 +18,9 @@ from kv_transfer.handoff.sender import HandoffTimeline, KvSender, ignore_timelin
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Cancel, RequestSpec, Start, Ticket
-from kv_transfer.messages.workers import WorkerSnapshot
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
 from kv_transfer.worker.sequences import sequence_of, token_event
-from kv_transfer.worker.tiers_report import tiers_report
 from prefill_workers.layer_offload import host_placement
 from prefill_workers.layer_stream import LayerStream
 from prefill_workers.scheduler import PrefillScheduler
@@ -43,6 +41,7 @@ class PrefillWorker(Worker):
 
     role: ClassVar[Role] = "prefill"
     scheduler: PrefillScheduler
+    _config: PrefillWorkerConfig
 
     def __init__(
         self,
@@ -51,7 +50,6 @@ class PrefillWorker(Worker):
         on_handed_over: Callable[[HandoffTimeline], None] = ignore_timeline,
     ) -> None:
         super().__init__(parts, config, step_tokens=config.chunk_tokens)
-        self._config = config
         self._on_handed_over = on_handed_over
         placement = host_placement(self.model, self.allocator, config.chunk_tokens, self._prefill_s)
         self.scheduler = PrefillScheduler(
@@ -79,29 +77,13 @@ class PrefillWorker(Worker):
             is_moving=self.allocator.is_moving,
             mark_queued=queued_on(self.model.kv_cache.tensor.device),
         )
-        return StepLoop(
-            self.model.runner,
-            costs=self.model.costs,
-            plan=self._plan_step,
-            finish=self._finish_step,
-            failed=self._step_failed,
-            on_overdue=self._on_overdue,
-            overdue_s=self._config.overdue_s,
-            on_layer=self._stream.on_layer,
-        )
+        return self._step_loop(on_layer=self._stream.on_layer)
 
     def _close(self) -> None:
         self._sender.stop()
 
     def _is_idle(self) -> bool:
         return not (self._sender.num_handing_over or self.scheduler.num_held)
-
-    def snapshot(self) -> WorkerSnapshot:
-        scheduler = self.scheduler
-        tiers = tiers_report(
-            self.model, self.prefix, num_in_host=scheduler.num_in_host, num_host_landings=scheduler.num_host_landings
-        )
-        return self._snapshot(tiers)
 
     # --- requests in ---
 
@@ -220,13 +202,3 @@ class PrefillWorker(Worker):
         self.prefix.cancel(key)
         self.scheduler.release(key)
         self._on_room()
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRole:
-    """How a replica becomes a prefill worker."""
-
-    config: PrefillWorkerConfig
-
-    def make(self, parts: WorkerParts) -> PrefillWorker:
-        return PrefillWorker(parts, self.config)

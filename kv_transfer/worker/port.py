@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
 from engine.sequence import SequenceKey, StepPlan
 from engine.steps.loading import LoadedModel
-from kv_transfer.connections.compatibility import describe, fingerprint
+from kv_transfer.connections.compatibility import describe
 from kv_transfer.connections.connection import Connection, Server, connect, serve
 from kv_transfer.messages import Message
 from kv_transfer.messages.blocks import BlockIndexRequest
-from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import (
     Computing,
     Endpoint,
@@ -57,34 +55,6 @@ def worker_identity(model: LoadedModel, *, worker_id: str, node_id: str, secret:
         node_id=node_id,
         secret=secret,
         compatibility=describe(model.fingerprint, model.layout),
-    )
-
-
-def worker_info(
-    model: LoadedModel,
-    identity: Identity,
-    role: Role,
-    endpoint: Endpoint,
-    *,
-    chunk_tokens: int,
-    max_num_seqs: int = 0,
-    home: Role | None = None,
-) -> WorkerInfo:
-    """What a worker tells the scheduler about itself once. `max_num_seqs` 0: any number of them."""
-    return WorkerInfo(
-        worker_id=identity.worker_id,
-        role=role,
-        endpoint=endpoint,
-        pid=os.getpid(),
-        model=model.name,
-        compatibility=fingerprint(identity.compatibility),
-        max_model_len=model.max_model_len,
-        num_blocks=model.block_pool.num_blocks,
-        block_size=model.layout.block_size,
-        layer_groups=model.layout.num_layer_groups,
-        chunk_tokens=chunk_tokens,
-        max_num_seqs=max_num_seqs,
-        home=home,
     )
 
 
@@ -237,6 +207,8 @@ class Registration:
         self._locate_scheduler = locate_scheduler
         self._snapshot = snapshot
         self._period_s = period_s
+        self._due = asyncio.Event()  # there is a reason to report before the time is up
+        self._are_all_blocks_wanted = True
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -258,64 +230,42 @@ class Registration:
     async def _report_while_connected(self) -> None:
         endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
         connection = await connect(endpoint, self._identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
-        line = _SchedulerLine(connection, self._events, self._on_order)
+        self._due.clear()
+        self._are_all_blocks_wanted = True
+        if self._events is not None:
+            loop = asyncio.get_running_loop()
+            self._events.on_many = lambda: loop.call_soon_threadsafe(self._due.set)
+        listening = asyncio.create_task(self._listen(connection), name="scheduler-orders")
         try:
             await connection.send(Register(info=self._info, snapshot=self._snapshot()))
             while True:
-                await line.report_blocks()
-                await line.wait(self._period_s)
+                await self._report_blocks(connection)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._due.wait(), self._period_s)
                 await connection.send(Heartbeat(snapshot=self._snapshot()))
         finally:
             connection.close("the worker stops reporting")
-            await line.stop()
+            if self._events is not None:
+                self._events.on_many = lambda: None
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
-
-class _SchedulerLine:
-    """One connection to the scheduler: reports what the worker's tiers hold, and receives orders."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        events: BlockEventLog | None,
-        on_order: Callable[[Message], None],
-    ) -> None:
-        self._connection = connection
-        self._events = events
-        self._due = asyncio.Event()
-        self._on_order = on_order
-        self._snapshot_wanted = True
-        if events is not None:
-            loop = asyncio.get_running_loop()
-            events.on_many = lambda: loop.call_soon_threadsafe(self._due.set)
-        self._listening = asyncio.create_task(self._listen(), name="scheduler-orders")
-
-    async def report_blocks(self) -> None:
-        """What the scheduler does not know yet."""
+    async def _report_blocks(self, connection: Connection) -> None:
+        """What the scheduler does not know yet of what the worker's tiers hold."""
         self._due.clear()
         if self._events is None:
             return
-        if self._snapshot_wanted:
-            self._snapshot_wanted = False
+        if self._are_all_blocks_wanted:
+            self._are_all_blocks_wanted = False
             for part in self._events.snapshot():
-                await self._connection.send(part)
+                await connection.send(part)
         for events in self._events.take():
-            await self._connection.send(events)
+            await connection.send(events)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Until there is a reason to report before the time is up."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._due.wait(), timeout_s)
-
-    async def stop(self) -> None:
-        if self._events is not None:
-            self._events.on_many = lambda: None
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
-
-    async def _listen(self) -> None:
-        async for message, _ in self._connection:
+    async def _listen(self, connection: Connection) -> None:
+        async for message, _ in connection:
             if isinstance(message, BlockIndexRequest):
-                self._snapshot_wanted = True
+                self._are_all_blocks_wanted = True
                 self._due.set()
             else:
                 self._on_order(message)
