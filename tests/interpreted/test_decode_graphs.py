@@ -18,7 +18,6 @@ from cluster.config.settings import LegatoConfig
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.sequence import Sequence as Seq
 from engine.steps.decode_graphs import CallRecorder, DecodeGraphLimits, Recorder, Replay, recorder_for
-from engine.steps.loading import load_runner
 from engine.steps.runner import ModelRunner
 from kernels import reference
 from kernels.cpu import kernels as cpu
@@ -28,6 +27,7 @@ from kernels.triton.kernels import GpuKernels
 from tests.interpreted.gpu_stepping import SMALL_VOCABULARY, stepper_on
 from tests.support.interpreted import device
 from tests.support.model_families import build_oracle
+from tests.support.small_models import runner_of
 from tests.support.stepping import GREEDY_WITH_ECHO, RecordingSampler, Stepper
 from tests.support.thoroughness import in_test_long
 
@@ -274,7 +274,7 @@ def test_a_cpu_records_nothing(tmp_path: Path) -> None:
     build_oracle("llama-tied-biased-llama3", tmp_path)
     assert isinstance(GpuKernels(device(), batch_invariant=False), GraphKernels)
     assert not isinstance(cpu, GraphKernels)
-    runner = load_runner(tmp_path, dtype=torch.float32, block_size=4, num_blocks=8, decode_graphs=True)
+    runner = runner_of(tmp_path, kv_blocks=8, decode_graphs=True)
     assert runner.graphs is None
 
 
