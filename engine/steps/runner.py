@@ -26,7 +26,7 @@ from engine.offload.stream_staging import StagingStreams, StreamedStep, StreamSt
 from engine.parallel.leader import GroupLeader, GroupModel
 from engine.sampling.pending_output import KnownTokens, PendingOutput, SampledTokens, nothing_to_check
 from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
-from engine.steps.decode_graphs import DecodeGraphLimits, DecodeGraphs, Recorder, recorder_for
+from engine.steps.decode_graphs import DecodeGraphLimits, DecodeGraphs, Record, record_for
 from engine.steps.threads import StepThreads
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
@@ -115,14 +115,14 @@ class ModelRunner:
         self.tiers, self.staging = self._stage(ring)
 
     @torch.inference_mode()
-    def record_decode(self, kernels: GraphKernels, limits: DecodeGraphLimits, recorder: Recorder | None = None) -> None:
+    def record_decode(self, kernels: GraphKernels, limits: DecodeGraphLimits, record: Record | None = None) -> None:
         """From now on, replay steps of decode alone within these limits. `kernels` are the runner's own.
 
-        After `keep_kv_in`, for a runner without a group; `recorder` None: the device's.
+        After `keep_kv_in`, for a runner without a group; `record` None: the device's.
         """
         assert isinstance(self.model, Model), "the ranks of a group are told of each step"
-        recorder = recorder or recorder_for(self.kv_cache.device)
-        self.graphs = DecodeGraphs(self.model, self.kv_cache, kernels, limits, recorder)
+        record = record or record_for(self.kv_cache.device)
+        self.graphs = DecodeGraphs(self.model, self.kv_cache, kernels, limits, record)
 
     def forget_recordings(self) -> None:
         self.graphs = None
