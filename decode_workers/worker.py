@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import AsyncScheduling, StepLoop
+from engine.steps.loop import StepLoop
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Cancel, RequestSpec, Reserve, Start
@@ -70,8 +69,10 @@ class DecodeWorker(Worker):
             self.parts, self.scheduler, self._port, self._thread, wait_s=self._config.reserve_wait_s, listener=self
         )
         await self.reservations.start(ttl_s=self._config.lease_ttl_s)
-        overlap = step_overlap(self.model, self._plan_ahead, wanted=self._config.overlap_steps)
-        return self._step_loop(async_scheduling=overlap)
+        overlaps = self._config.overlap_steps
+        if overlaps is None:
+            overlaps = self.model.kv_cache.device.type != "cpu"  # which idles otherwise
+        return self._step_loop(plan_ahead=self._plan_ahead if overlaps else None)
 
     def _close(self) -> None:
         self.reservations.stop()
@@ -266,15 +267,6 @@ def decode_scheduler(
         eos_token_ids=model.eos_token_ids,
         tiers=_offload_policy(model, allocator, layerkv),
     )
-
-
-def step_overlap(
-    model: LoadedModel, plan_ahead: Callable[[], StepPlan], *, wanted: bool | None
-) -> AsyncScheduling | None:
-    """The next step is prepared while one computes. `wanted` None: on a GPU, which idles otherwise; not on a CPU."""
-    if wanted is None:
-        wanted = model.runner.kv_cache.device.type != "cpu"
-    return AsyncScheduling(runner=model.runner, plan=plan_ahead) if wanted else None
 
 
 def _offload_policy(

@@ -24,11 +24,9 @@ OnLayer = Callable[[int], None]
 
 
 class Runner(Protocol):
+    """What the step loop needs of `engine.steps.runner.ModelRunner`: `execute`, or the others with async scheduling."""
+
     def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput: ...
-
-
-class AsyncRunner(Protocol):
-    """See `engine.steps.runner.ModelRunner`."""
 
     def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep: ...
 
@@ -66,7 +64,7 @@ class InFlightStep:
 
     def submit_async(
         self,
-        runner: AsyncRunner,
+        runner: Runner,
         compute: ComputeThread,
         waiting: ComputeThread,
         on_layer: OnLayer | None,

@@ -20,7 +20,7 @@ from engine.steps.calibration import calibrate
 from engine.steps.fault_finding import FaultFinder
 from engine.steps.in_flight import StepSkippedError
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import OVERDUE_S, AsyncScheduling, StepLoop
+from engine.steps.loop import OVERDUE_S, StepLoop
 from kv_transfer.connections.compatibility import fingerprint
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
@@ -274,18 +274,18 @@ class Worker(ABC):
         self,
         *,
         on_layer: Callable[[StepPlan, int], None] | None = None,
-        async_scheduling: AsyncScheduling | None = None,
+        plan_ahead: Callable[[], StepPlan] | None = None,
     ) -> StepLoop:
         return StepLoop(
             self.model.runner,
             costs=self.model.costs,
             plan=self._plan_step,
+            plan_ahead=plan_ahead,
             finish=self._finish_step,
             failed=self._step_failed,
             on_layer=on_layer,
             on_overdue=self._port.step_overdue,
             overdue_s=self._config.overdue_s,
-            async_scheduling=async_scheduling,
         )
 
     def _introduction(self, endpoint: Endpoint) -> WorkerInfo:
