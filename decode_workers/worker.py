@@ -274,16 +274,11 @@ def _offload_policy(
 ) -> OffloadPolicy | None:
     if layerkv is None or model.host_pool is None or not model.staging_columns:
         return None
-
-    def host_bytes_per_s() -> float:
-        stats = model.runner.transfer_stats
-        return 0.0 if stats is None else stats.host_bytes_per_s
-
     return OffloadPolicy(
         allocator,
         layerkv,
         staging_columns=model.staging_columns,
         block_bytes=model.layout.block_bytes,
         cost=model.costs.cost,
-        host_bytes_per_s=host_bytes_per_s,
+        host_bytes_per_s=model.host_bytes_per_s,
     )

@@ -21,7 +21,7 @@ from kv_transfer.messages.requests import Cancel, RequestSpec, Start, Ticket
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
 from kv_transfer.worker.sequences import sequence_of, token_event
-from prefill_workers.layer_offload import host_placement
+from prefill_workers.layer_offload import HostPlacement
 from prefill_workers.layer_stream import LayerStream
 from prefill_workers.scheduler import PrefillScheduler
 
@@ -51,7 +51,14 @@ class PrefillWorker(Worker):
     ) -> None:
         super().__init__(parts, config, step_tokens=config.chunk_tokens)
         self._on_handed_over = on_handed_over
-        placement = host_placement(self.model, self.allocator, config.chunk_tokens, self._prefill_s)
+        placement = HostPlacement(
+            allocator=self.allocator,
+            staging_columns=self.model.staging_columns,
+            chunk_tokens=config.chunk_tokens,
+            block_bytes=self.model.layout.block_bytes,
+            host_bytes_per_s=self.model.host_bytes_per_s,
+            prefill_s=self._prefill_s,
+        )
         self.scheduler = PrefillScheduler(
             self.allocator,
             token_budget=config.chunk_tokens,

@@ -333,6 +333,11 @@ class LoadedModel:
         """Block columns that all host-resident sequences of a step may have together; 0: none can be computed."""
         return self.runner.staging_columns
 
+    def host_bytes_per_s(self) -> float:
+        """Measured speed of copies between device and host; 0 without host memory."""
+        stats = self.runner.transfer_stats
+        return 0.0 if stats is None else stats.host_bytes_per_s
+
     @property
     def layout(self) -> KVLayout:
         return self.sequence_kv.layout

@@ -140,7 +140,7 @@ class Worker(ABC):
         self._port = GatewayPort(self.parts.identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
         self.steps = await self._open()
         if calibration_s := self._config.calibration_s:
-            await self.steps.calibrate(lambda: calibrate(self.model, budget_s=calibration_s).cost)
+            await self.steps.calibrate(lambda: calibrate(self.model, budget_s=calibration_s))
         endpoint = await self._port.start(self.parts.host)
         self.info = self._introduction(endpoint)
         self._registration = Registration(
