@@ -67,7 +67,10 @@ class StepInFlight:
 
 
 class DecodeScheduler:
-    """Owns the sequences of one decode worker from reservation to their last token. `tiers`: also in host memory.
+    """Owns the sequences of one decode worker from reservation to their last token.
+
+    `allocator` gives them their blocks; `tiers` decides where they rest, and how many there may be at once. None: on
+    the device only.
 
     The caller alternates `plan()` and `finish_step()`, or has the next step planned by `plan_ahead()` before the one in
     flight is finished; everything else may come at any moment in between. Steps are finished in the order of their
@@ -84,8 +87,8 @@ class DecodeScheduler:
         eos_token_ids: frozenset[int],
         tiers: OffloadPolicy | None = None,
     ) -> None:
-        self._allocator = allocator
-        self._tiers = tiers or NoOffload(allocator, max_num_seqs=max_num_seqs)
+        self.allocator = allocator
+        self.tiers: OffloadPolicy | NoOffload = tiers or NoOffload(allocator, max_num_seqs=max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._max_model_len = max_model_len
@@ -100,11 +103,6 @@ class DecodeScheduler:
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._entries
-
-    @property
-    def allocator(self) -> BlockAllocator:
-        """Who gives its sequences their blocks."""
-        return self._allocator
 
     @property
     def num_running(self) -> int:
@@ -123,11 +121,6 @@ class DecodeScheduler:
     def num_in_host(self) -> int:
         """Of all that have blocks, those that rest in host memory at least in part."""
         return sum(bool(entry.seq.host_groups) for entry in self._entries.values())
-
-    @property
-    def tiers(self) -> OffloadPolicy | NoOffload:
-        """Who decides where its sequences rest, and how many it may hold at once."""
-        return self._tiers
 
     @property
     def num_context_tokens(self) -> int:
@@ -157,7 +150,7 @@ class DecodeScheduler:
         Sequences that wait here for blocks come first, or newcomers would starve them: while there are any, the device
         must have room for all of these, too.
         """
-        if len(self._entries) >= self._tiers.max_in_flight:
+        if len(self._entries) >= self.tiers.max_in_flight:
             return False
         waited_for = self._local.num_waiting_tokens
         host_groups = self._host_groups_for(num_tokens + 1 + waited_for)
@@ -167,8 +160,8 @@ class DecodeScheduler:
         """Lease blocks for all tokens of `seq` and its next one. Ask `can_reserve` first."""
         host_groups = self._host_groups_for(seq.num_tokens + 1)
         assert host_groups is not None, "reserve() without can_reserve()"
-        self._allocator.open(seq, use_cache=False, host_groups=host_groups)
-        grown = self._allocator.grow(seq, seq.num_tokens + 1)
+        self.allocator.open(seq, use_cache=False, host_groups=host_groups)
+        grown = self.allocator.grow(seq, seq.num_tokens + 1)
         assert grown, "reserve() without can_reserve()"
         self.num_host_landings += bool(host_groups)
         self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
@@ -177,9 +170,9 @@ class DecodeScheduler:
         """A newer attempt takes over the reservation with its blocks. False if it needs more than there are."""
         entry = self._entries[key]
         assert entry.state is DecodeState.RESERVED, f"cannot renew a sequence that is {entry.state.name}"
-        if not self._allocator.grow(entry.seq, seq.num_tokens + 1):
+        if not self.allocator.grow(entry.seq, seq.num_tokens + 1):
             return False
-        self._allocator.pass_on(entry.seq, seq)
+        self.allocator.pass_on(entry.seq, seq)
         del self._entries[key]
         self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
         return True
@@ -190,7 +183,7 @@ class DecodeScheduler:
         assert entry.state is DecodeState.RESERVED, f"cannot admit a sequence that is {entry.state.name}"
         seq = entry.seq
         seq.num_computed = seq.num_tokens
-        self._allocator.publish(seq)
+        self.allocator.publish(seq)
         seq.output_token_ids.append(first_token)
         entry.state = DecodeState.RUNNING
         self._running.append(seq)
@@ -234,7 +227,7 @@ class DecodeScheduler:
             bool(self._suspects())
             or any(step.moving for step in self._in_flight)
             or self._local.needs_host_memory
-            or not self._tiers.stays_put(running)
+            or not self.tiers.stays_put(running)
         )
         return StepPlan(()) if waits else self._plan(running, now)
 
@@ -255,7 +248,7 @@ class DecodeScheduler:
                 selection = self._select([seq], now)
                 items = [ScheduledSequence(ready, 1) for ready in selection.ready]
             else:
-                selection = StepSelection(ring_left=self._tiers.staging_columns)
+                selection = StepSelection(ring_left=self.tiers.staging_columns)
                 items = self._local.chunk_alone(seq, self._token_budget, selection.ring_left)
             plan = StepPlan(tuple(items), tuple(selection.copies))
             if plan.items or plan.copies:
@@ -269,12 +262,12 @@ class DecodeScheduler:
         selection = self._select(running, now)
         items = [ScheduledSequence(seq, 1) for seq in selection.ready]
         wanted = min(self._token_budget - len(items), self._local.num_unplanned_tokens)
-        budget = self._tiers.prefill_budget(running, now, wanted)
+        budget = self.tiers.prefill_budget(running, now, wanted)
         self._start_local(budget, selection)
         chunks = self._local.chunks(budget, selection.ring_left)
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
-        self._tiers.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in chunks))
+        self.tiers.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in chunks))
         items += chunks
         plan = StepPlan(tuple(items), tuple(selection.copies))
         if plan.items or plan.copies:
@@ -293,7 +286,7 @@ class DecodeScheduler:
             if entry.state is DecodeState.ENDED:
                 continue
             item.seq.num_computed += item.num_tokens
-            self._allocator.publish(item.seq)
+            self.allocator.publish(item.seq)
             if logprobs and item.seq.wants_prompt_logprobs:
                 item.seq.prompt_logprobs += logprobs
             if sampled is not None:
@@ -314,7 +307,7 @@ class DecodeScheduler:
             item.seq.num_computing -= item.num_tokens
             item.seq.num_awaited -= item.samples
         for seq in step.moving:
-            if not self._allocator.settle(seq, ok) and self._entries[seq.key].state is not DecodeState.ENDED:
+            if not self.allocator.settle(seq, ok) and self._entries[seq.key].state is not DecodeState.ENDED:
                 self._put_back(seq)  # its prefix did not come, and its blocks are gone
         return step
 
@@ -351,19 +344,19 @@ class DecodeScheduler:
 
     def _host_groups_for(self, num_tokens: int) -> frozenset[int] | None:
         """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now."""
-        return self._tiers.host_groups_for(num_tokens, self._running)
+        return self.tiers.host_groups_for(num_tokens, self._running)
 
     def _select(self, running: list[Sequence], now: float) -> StepSelection:
         """Who decodes in the next step. A prompt that has waited for the ring too long has its columns before them."""
-        kept = self._local.staged_columns if self._tiers.prefill_is_overdue else 0
+        kept = self._local.staged_columns if self.tiers.prefill_is_overdue else 0
         limit = min(self._max_num_seqs, self._token_budget - bool(kept))
-        ring_columns = self._tiers.staging_columns - kept
+        ring_columns = self.tiers.staging_columns - kept
 
         def preempt(seq: Sequence) -> None:
             self._preempt(seq)
             running.remove(seq)
 
-        selection = self._tiers.select(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt)
+        selection = self.tiers.select(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt)
         selection.ring_left += kept
         return selection
 
@@ -371,7 +364,7 @@ class DecodeScheduler:
         """Take the blocks back; the tokens stay, and their KV will be computed again (from a prefix hit, if any)."""
         self.num_preemptions += 1
         self._running.remove(seq)
-        self._allocator.release(seq)
+        self.allocator.release(seq)
         self._put_back(seq)
 
     def _put_back(self, seq: Sequence) -> None:
@@ -380,7 +373,7 @@ class DecodeScheduler:
 
     def _start_local(self, budget: int, selection: StepSelection) -> None:
         """Prompts that get blocks now, with the copies that their prefix hits need."""
-        for seq, copies in self._local.start(budget, self._tiers.max_in_flight - self.num_running):
+        for seq, copies in self._local.start(budget, self.tiers.max_in_flight - self.num_running):
             self._entries[seq.key].state = DecodeState.PREFILLING
             self.num_host_landings += bool(seq.host_groups)
             if copies:
@@ -389,7 +382,7 @@ class DecodeScheduler:
     def _end(self, entry: Entry) -> None:
         """It takes part in nothing any more; its blocks are free as soon as no step in flight uses them."""
         seq = entry.seq
-        self._tiers.forget(seq.key)
+        self.tiers.forget(seq.key)
         if entry.state in (DecodeState.WAITING, DecodeState.PREFILLING):
             self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:
@@ -401,4 +394,4 @@ class DecodeScheduler:
     def _release(self, seq: Sequence) -> None:
         del self._entries[seq.key]
         if seq.lease is not None:
-            self._allocator.release(seq)
+            self.allocator.release(seq)

@@ -225,17 +225,9 @@ class DecodeWorker(Worker):
         self.prefix.stored(completed)
         for emission in emissions:
             seq = emission.seq
-            first = emission.index == seq.num_prior_output
-            if first:
+            if emission.index == seq.num_prior_output:
                 self.prefix.count(seq)
-            event = token_event(
-                seq,
-                emission.index,
-                emission.token,
-                emission.finish,
-                num_cached_tokens=seq.num_cached if first else None,
-                prompt_logprobs=emission.prompt_logprobs,
-            )
+            event = token_event(seq, emission.index, emission.token, emission.finish, emission.prompt_logprobs)
             gateway = self.gateway_of.get(seq.key)
             if gateway is not None:
                 self._port.emit(gateway, event)

@@ -37,6 +37,13 @@ class BlockTable:
         self._blocks: npt.NDArray[np.int32] = np.empty((num_layer_groups, 8), dtype=np.int32)
         self.num_columns = 0
 
+    @classmethod
+    def of(cls, columns: npt.NDArray[np.int32]) -> BlockTable:
+        """Of `[layer_groups, num_columns]` block ids."""
+        table = cls(len(columns))
+        table.append(columns)
+        return table
+
     @property
     def num_layer_groups(self) -> int:
         return int(self._blocks.shape[0])

@@ -164,15 +164,7 @@ class PrefillWorker(Worker):
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs or None, []
         seq.output_token_ids.append(sampled.token_id)
         finish = finish_reason(seq, self.model.eos_token_ids)
-        event = token_event(
-            seq,
-            index,
-            sampled,
-            finish,
-            num_cached_tokens=seq.num_cached,
-            prompt_logprobs=prompt_logprobs,
-        )
-        self._port.emit(self.gateway_of[seq.key], event)
+        self._port.emit(self.gateway_of[seq.key], token_event(seq, index, sampled, finish, prompt_logprobs))
         if finish is None:
             self._sender.first_token(seq.key, sampled.token_id, index)
         else:

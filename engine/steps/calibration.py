@@ -130,15 +130,13 @@ class Scratch:
     def _sequence(self, trial: Trial, columns: GroupTable) -> Sequence:
         length = trial.num_cached + trial.num_tokens
         vocab_size = self._model.runner.config.vocab_size
-        table = BlockTable(self._layout.num_layer_groups)
-        table.append(columns)
         return Sequence(
             request_id="calibration",
             attempt=0,
             params=_GREEDY,
             prompt_token_ids=[(7919 * position) % vocab_size for position in range(length)],
             lease=self._lease,
-            block_table=table,
+            block_table=BlockTable.of(columns),
             num_computed=trial.num_cached,
         )
 

@@ -116,10 +116,15 @@ def largest_step(layout: KVLayout, size: StepSize) -> StepPlan:
     items, first = [], 0
     for count in counts:
         num_blocks = layout.num_layer_groups * -(-count // layout.block_size)
-        table = BlockTable(layout.num_layer_groups)
-        table.append(np.arange(first, first + num_blocks, dtype=np.int32).reshape(layout.num_layer_groups, -1))
+        blocks = np.arange(first, first + num_blocks, dtype=np.int32).reshape(layout.num_layer_groups, -1)
         first += num_blocks
-        seq = Sequence(request_id="profile", attempt=0, params=_DRAWN, prompt_token_ids=[0] * count, block_table=table)
+        seq = Sequence(
+            request_id="profile",
+            attempt=0,
+            params=_DRAWN,
+            prompt_token_ids=[0] * count,
+            block_table=BlockTable.of(blocks),
+        )
         items.append(ScheduledSequence(seq, count))
     return StepPlan(tuple(items))
 

@@ -77,8 +77,7 @@ class GatewayPort:
         self._on_lost = on_lost
         self._connections: dict[GatewayId, Connection] = {}
         self._next_id = 1
-        self._tokens: defaultdict[GatewayId, list[TokenEvent]] = defaultdict(list)
-        self._failures: defaultdict[GatewayId, list[FailureEvent]] = defaultdict(list)
+        self._frames: defaultdict[GatewayId, StepFrame] = defaultdict(lambda: StepFrame(tokens=[]))
         self._is_overdue = False
         self._warned_alone: set[GatewayId] = set()  # that the step is one sequence's
         self._server: Server | None = None
@@ -139,7 +138,7 @@ class GatewayPort:
         event = FailureEvent(
             request_id=key.request_id, attempt=key.attempt, reason=reason, retryable=retryable, cause=cause
         )
-        self.emit(gateway, event)
+        self._frames[gateway].failures.append(event)
         if flush:
             self.flush()
 
@@ -148,16 +147,12 @@ class GatewayPort:
         event = HandedOver(request_id=key.request_id, attempt=key.attempt, exposed_s=exposed_s)
         self.post(gateway, StepFrame(tokens=[], handoffs=[event]))
 
-    def emit(self, gateway: GatewayId, event: TokenEvent | FailureEvent) -> None:
-        if isinstance(event, TokenEvent):
-            self._tokens[gateway].append(event)
-        else:
-            self._failures[gateway].append(event)
+    def emit(self, gateway: GatewayId, event: TokenEvent) -> None:
+        self._frames[gateway].tokens.append(event)
 
     def flush(self) -> None:
-        for gateway in self._tokens.keys() | self._failures.keys():
-            frame = StepFrame(tokens=self._tokens.pop(gateway, []), failures=self._failures.pop(gateway, []))
-            self.post(gateway, frame)
+        for gateway in list(self._frames):
+            self.post(gateway, self._frames.pop(gateway))
 
     async def close(self, reason: str) -> None:
         if self._server is not None:
@@ -177,8 +172,7 @@ class GatewayPort:
             logger.info("gateway %s left: %s", connection.peer.worker_id, error)
         finally:
             del self._connections[gateway]
-            self._tokens.pop(gateway, None)
-            self._failures.pop(gateway, None)
+            self._frames.pop(gateway, None)
             self._on_lost(gateway)
 
 
