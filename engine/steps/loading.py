@@ -34,7 +34,7 @@ from engine.parallel.device_link import require_devices
 from engine.parallel.leader import GroupLeader
 from engine.sampling.sampler import Sampler
 from engine.steps.decode_graphs import DecodeGraphLimits
-from engine.steps.memory_profile import DeviceShare, StepSize
+from engine.steps.memory_profile import StepSize, sizes_left, sizes_to_measure_with
 from engine.steps.runner import ModelRunner
 from engine.steps.threads import StepThreads
 from kernels.cpu.memory import PackingKernels, PackingMemory
@@ -112,12 +112,14 @@ def load_runner(folder: Path, engine: EngineConfig, host_memory: HostMemory | No
         staging_bytes=engine.staging_bytes,
         ring_groups=engine.ring_groups,
     )
-    share = DeviceShare.of(engine.kv_share, memory, engine.largest_step)
+    if engine.kv_share is None:
+        sizes = size_tiers(layout, memory)
+    else:
+        sizes = sizes_to_measure_with(layout, memory, engine.largest_step)
     _set_threads(engine.num_threads, engine.tensor_parallel)
     keep_freed_memory()
-    loading = _Loading(engine, folder, config, layout, device, kernels, host_memory)
-    sizes = size_tiers(layout, memory) if share is None else share.sizes_to_measure_with(layout)
-    return _made_ready(loading, loading.runner(sizes), share)
+    loading = _Loading(engine, folder, config, layout, memory, device, kernels, host_memory)
+    return _made_ready(loading, loading.runner(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ class _Loading:
     folder: Path
     config: ModelConfig
     layout: KVLayout
+    memory: KVMemory
     device: torch.device
     kernels: Kernels
     host_memory: HostMemory | None
@@ -261,13 +264,15 @@ def _decode_recording(loading: _Loading, runner: ModelRunner) -> Callable[[], No
     return partial(runner.record_decode, kernels, limits)
 
 
-def _made_ready(loading: _Loading, runner: ModelRunner, share: DeviceShare | None) -> ModelRunner:
+def _made_ready(loading: _Loading, runner: ModelRunner) -> ModelRunner:
     """What needs a runner that is up, or it is closed. Decode steps are recorded last, over the KV cache that stays."""
+    engine = loading.engine
     with ExitStack() as on_failure:
         on_failure.callback(runner.close)
         record = _decode_recording(loading, runner)
-        if share is not None:
-            loading.give_kv(runner, share.sizes_left(loading.layout, runner, record))
+        if engine.kv_share is not None:
+            left = sizes_left(runner, loading.memory, share=engine.kv_share, largest=engine.largest_step, record=record)
+            loading.give_kv(runner, left)
         if record is not None:
             record()
         _log_summary(runner, loading.folder)
