@@ -8,18 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, ScheduledSequence, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A sequence that has its blocks from now on, and the copies that its prefix hit needs in this step."""
-
-    seq: Sequence
-    copies: tuple[BlockCopy, ...]
 
 
 class LocalPrefill:
@@ -99,9 +90,12 @@ class LocalPrefill:
         """It is computed, or dropped."""
         (self._computing if seq in self._computing else self._waiting).remove(seq)
 
-    def start(self, budget: int, num_places: int) -> list[Started]:
-        """Give blocks to waiting sequences, in order, while the token budget goes beyond those that have some."""
-        started: list[Started] = []
+    def start(self, budget: int, num_places: int) -> list[tuple[Sequence, tuple[BlockCopy, ...]]]:
+        """Give blocks to waiting sequences, in order, while the token budget goes beyond those that have some.
+
+        Returns each with the copies that its prefix hit needs in this step.
+        """
+        started: list[tuple[Sequence, tuple[BlockCopy, ...]]] = []
         planned = sum(seq.num_unplanned for seq in self._unplanned)
         while self._waiting and planned < budget and len(started) < num_places:
             seq = self._waiting[0]
@@ -113,7 +107,7 @@ class LocalPrefill:
             assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
             self._computing.append(self._waiting.popleft())
             planned += seq.num_uncomputed
-            started.append(Started(seq, copies))
+            started.append((seq, copies))
         return started
 
     def chunks(self, budget: int, ring_left: int) -> list[ScheduledSequence]:

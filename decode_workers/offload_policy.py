@@ -51,6 +51,7 @@ class OffloadPolicy:
         assert allocator.host_pool is not None, "without host memory there is nothing to decide"
         assert staging_columns > 0, "without a staging ring nothing in host memory can be computed"
         self.config = config
+        self.max_in_flight = config.max_in_flight
         self.staging_columns = staging_columns
         self.pacer = Pacer(config.tpot_target_s)
         self._allocator = allocator
@@ -61,10 +62,6 @@ class OffloadPolicy:
         self._steps_without_prefill = 0
         self.num_offloads = 0
         self.num_restores = 0
-
-    @property
-    def max_in_flight(self) -> int:
-        return self.config.max_in_flight
 
     def forget(self, key: SequenceKey) -> None:
         """The sequence is gone. Unknown ids are fine."""

@@ -33,32 +33,26 @@ class LayerKvConfig:
             raise ValueError("max_in_flight and max_steps_without_prefill are at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    time: float
-    num_output: int
-
-
 class Pacer:
     """The schedule of every sequence that decodes here: one token each `tpot_target_s` from when it was first seen."""
 
     def __init__(self, tpot_target_s: float) -> None:
         self.tpot_target_s = tpot_target_s
-        self._starts: dict[SequenceKey, _Start] = {}
+        self._starts: dict[SequenceKey, tuple[float, int]] = {}  # when it was first seen, with so many tokens
 
     def follow(self, seqs: Iterable[Sequence], now: float) -> None:
         """The schedule of those that are new begins now, with their last token."""
         for seq in seqs:
             if seq.key not in self._starts:
-                self._starts[seq.key] = _Start(now, len(seq.output_token_ids))
+                self._starts[seq.key] = (now, len(seq.output_token_ids))
 
     def forget(self, key: SequenceKey) -> None:
         self._starts.pop(key, None)
 
     def slack_s(self, seq: Sequence, now: float) -> float:
         """Seconds by which its tokens came before they were due; negative: it is late. Falls while it waits."""
-        start = self._starts[seq.key]
-        return self.tpot_target_s * (len(seq.output_token_ids) - start.num_output) - (now - start.time)
+        started_at, num_output = self._starts[seq.key]
+        return self.tpot_target_s * (len(seq.output_token_ids) - num_output) - (now - started_at)
 
     def prefill_allowance_s(self, seqs: Iterable[Sequence], now: float, decode_step_s: float) -> float:
         """How long all of these can be held up and still reach the target on average by their ends.

@@ -96,11 +96,6 @@ class Reservations:
         """Reservations that have no blocks yet."""
         return len(self._queue)
 
-    @property
-    def num_receiving(self) -> int:
-        """Those whose KV is on its way."""
-        return len(self._key_of_lease)
-
     # --- what the worker wants ---
 
     def refusal(self, request: RequestSpec) -> str | None:

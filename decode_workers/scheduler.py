@@ -16,7 +16,6 @@ from decode_workers.local_prefill import LocalPrefill
 from decode_workers.offload_policy import NoOffload, OffloadPolicy, StepSelection
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import (
-    BlockCopy,
     FinishReason,
     SampledToken,
     ScheduledSequence,
@@ -55,39 +54,7 @@ class Emission:
     index: int
     token: SampledToken
     finish: FinishReason | None
-    prompt_logprobs: list[TokenLogprobs] | None
-
-
-class Emissions:
-    """Turns what steps sampled into sequences' next tokens, and says which one is the last.
-
-    Owns the log-probabilities of prompts that are computed in chunks, until their first token takes them along.
-    """
-
-    def __init__(self, *, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
-        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
-
-    def keep(self, seq: Sequence, logprobs: list[TokenLogprobs] | None) -> None:
-        """Of a chunk of its prompt."""
-        if logprobs and seq.wants_prompt_logprobs:
-            self._prompt_logprobs.setdefault(seq.key, []).extend(logprobs)
-
-    def emit(self, seq: Sequence, sampled: SampledToken) -> Emission:
-        """The sequence has this token from now on, and with `finish` set no more."""
-        seq.output_token_ids.append(sampled.token_id)
-        finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
-        return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, self._prompt_logprobs.pop(seq.key, None))
-
-    def is_last_in_flight(self, seq: Sequence) -> bool:
-        """Its last token, by its number, is on its way."""
-        num_output = len(seq.output_token_ids) + seq.num_awaited
-        return num_output >= seq.params.max_tokens or seq.num_tokens_ahead >= self._max_model_len
-
-    def forget(self, key: SequenceKey) -> None:
-        """The sequence is gone. Unknown ids are fine."""
-        self._prompt_logprobs.pop(key, None)
+    prompt_logprobs: list[TokenLogprobs] | None  # with the first token of a sequence that asked for them
 
 
 class StepInFlight:
@@ -99,43 +66,11 @@ class StepInFlight:
         self.keys = {item.seq.key for item in plan.items} | {seq.key for seq in moving}
 
 
-class StepsInFlight:
-    """The steps that are planned and not over: one, or two where the next is planned ahead.
-
-    They end in the order in which they began. Keeps what sequences have ahead of them (`num_computing`, `num_awaited`).
-    """
-
-    def __init__(self) -> None:
-        self._in_flight: deque[StepInFlight] = deque()
-
-    def __len__(self) -> int:
-        return len(self._in_flight)
-
-    def __contains__(self, key: SequenceKey) -> bool:
-        """Whether a step uses what this sequence holds."""
-        return any(key in step.keys for step in self._in_flight)
-
-    @property
-    def are_moving(self) -> bool:
-        return any(step.moving for step in self._in_flight)
-
-    def begin(self, plan: StepPlan, moving: list[Sequence]) -> None:
-        self._in_flight.append(StepInFlight(plan, moving))
-        for item in plan.items:
-            item.seq.num_computing += item.num_tokens
-            item.seq.num_awaited += item.samples
-
-    def end(self) -> StepInFlight:
-        """The oldest is over: what it gave its sequences ahead is theirs now, or has come to nothing."""
-        step = self._in_flight.popleft()
-        for item in step.plan.items:
-            item.seq.num_computing -= item.num_tokens
-            item.seq.num_awaited -= item.samples
-        return step
-
-
 class DecodeScheduler:
-    """Owns the sequences of one decode worker from reservation to their last token. `tiers`: also in host memory.
+    """Owns the sequences of one decode worker from reservation to their last token.
+
+    `allocator` gives them their blocks; `tiers` decides where they rest, and how many there may be at once. None: on
+    the device only.
 
     The caller alternates `plan()` and `finish_step()`, or has the next step planned by `plan_ahead()` before the one in
     flight is finished; everything else may come at any moment in between. Steps are finished in the order of their
@@ -152,26 +87,22 @@ class DecodeScheduler:
         eos_token_ids: frozenset[int],
         tiers: OffloadPolicy | None = None,
     ) -> None:
-        self._allocator = allocator
-        self._tiers = tiers or NoOffload(allocator, max_num_seqs=max_num_seqs)
+        self.allocator = allocator
+        self.tiers: OffloadPolicy | NoOffload = tiers or NoOffload(allocator, max_num_seqs=max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
         self._entries: dict[SequenceKey, Entry] = {}
         self._local = LocalPrefill(allocator, self._host_groups_for)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
-        self._emissions = Emissions(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
-        self._in_flight = StepsInFlight()
+        self._in_flight: deque[StepInFlight] = deque()  # one, or two where the next is planned ahead; they end in order
         self._was_alone = False  # the step planned last was a suspect's
         self.num_preemptions = 0
         self.num_host_landings = 0
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._entries
-
-    @property
-    def allocator(self) -> BlockAllocator:
-        """Who gives its sequences their blocks."""
-        return self._allocator
 
     @property
     def num_running(self) -> int:
@@ -190,11 +121,6 @@ class DecodeScheduler:
     def num_in_host(self) -> int:
         """Of all that have blocks, those that rest in host memory at least in part."""
         return sum(bool(entry.seq.host_groups) for entry in self._entries.values())
-
-    @property
-    def tiers(self) -> OffloadPolicy | NoOffload:
-        """Who decides where its sequences rest, and how many it may hold at once."""
-        return self._tiers
 
     @property
     def num_context_tokens(self) -> int:
@@ -224,7 +150,7 @@ class DecodeScheduler:
         Sequences that wait here for blocks come first, or newcomers would starve them: while there are any, the device
         must have room for all of these, too.
         """
-        if len(self._entries) >= self._tiers.max_in_flight:
+        if len(self._entries) >= self.tiers.max_in_flight:
             return False
         waited_for = self._local.num_waiting_tokens
         host_groups = self._host_groups_for(num_tokens + 1 + waited_for)
@@ -234,8 +160,8 @@ class DecodeScheduler:
         """Lease blocks for all tokens of `seq` and its next one. Ask `can_reserve` first."""
         host_groups = self._host_groups_for(seq.num_tokens + 1)
         assert host_groups is not None, "reserve() without can_reserve()"
-        self._allocator.open(seq, use_cache=False, host_groups=host_groups)
-        grown = self._allocator.grow(seq, seq.num_tokens + 1)
+        self.allocator.open(seq, use_cache=False, host_groups=host_groups)
+        grown = self.allocator.grow(seq, seq.num_tokens + 1)
         assert grown, "reserve() without can_reserve()"
         self.num_host_landings += bool(host_groups)
         self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
@@ -244,9 +170,9 @@ class DecodeScheduler:
         """A newer attempt takes over the reservation with its blocks. False if it needs more than there are."""
         entry = self._entries[key]
         assert entry.state is DecodeState.RESERVED, f"cannot renew a sequence that is {entry.state.name}"
-        if not self._allocator.grow(entry.seq, seq.num_tokens + 1):
+        if not self.allocator.grow(entry.seq, seq.num_tokens + 1):
             return False
-        self._allocator.pass_on(entry.seq, seq)
+        self.allocator.pass_on(entry.seq, seq)
         del self._entries[key]
         self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
         return True
@@ -257,7 +183,7 @@ class DecodeScheduler:
         assert entry.state is DecodeState.RESERVED, f"cannot admit a sequence that is {entry.state.name}"
         seq = entry.seq
         seq.num_computed = seq.num_tokens
-        self._allocator.publish(seq)
+        self.allocator.publish(seq)
         seq.output_token_ids.append(first_token)
         entry.state = DecodeState.RUNNING
         self._running.append(seq)
@@ -296,12 +222,12 @@ class DecodeScheduler:
         next step has to wait: where blocks have to move or be taken from someone, or where there is nothing to do.
         """
         assert len(self._in_flight) == 1, "a step is planned ahead of one that is in flight"
-        running = [seq for seq in self._running if not self._emissions.is_last_in_flight(seq)]
+        running = [seq for seq in self._running if not self._is_last_in_flight(seq)]
         waits = (
             bool(self._suspects())
-            or self._in_flight.are_moving
+            or any(step.moving for step in self._in_flight)
             or self._local.needs_host_memory
-            or not self._tiers.stays_put(running)
+            or not self.tiers.stays_put(running)
         )
         return StepPlan(()) if waits else self._plan(running, now)
 
@@ -322,11 +248,11 @@ class DecodeScheduler:
                 selection = self._select([seq], now)
                 items = [ScheduledSequence(ready, 1) for ready in selection.ready]
             else:
-                selection = StepSelection(ring_left=self._tiers.staging_columns)
+                selection = StepSelection(ring_left=self.tiers.staging_columns)
                 items = self._local.chunk_alone(seq, self._token_budget, selection.ring_left)
             plan = StepPlan(tuple(items), tuple(selection.copies))
             if plan.items or plan.copies:
-                self._in_flight.begin(plan, selection.moving)
+                self._begin_step(plan, selection.moving)
                 self._was_alone = True
                 return plan
         return None
@@ -336,16 +262,16 @@ class DecodeScheduler:
         selection = self._select(running, now)
         items = [ScheduledSequence(seq, 1) for seq in selection.ready]
         wanted = min(self._token_budget - len(items), self._local.num_unplanned_tokens)
-        budget = self._tiers.prefill_budget(running, now, wanted)
-        copies = selection.copies + self._start_local(budget, selection)
+        budget = self.tiers.prefill_budget(running, now, wanted)
+        self._start_local(budget, selection)
         chunks = self._local.chunks(budget, selection.ring_left)
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
-        self._tiers.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in chunks))
+        self.tiers.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in chunks))
         items += chunks
-        plan = StepPlan(tuple(items), tuple(copies))
+        plan = StepPlan(tuple(items), tuple(selection.copies))
         if plan.items or plan.copies:
-            self._in_flight.begin(plan, selection.moving)
+            self._begin_step(plan, selection.moving)
         return plan
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
@@ -360,18 +286,28 @@ class DecodeScheduler:
             if entry.state is DecodeState.ENDED:
                 continue
             item.seq.num_computed += item.num_tokens
-            self._allocator.publish(item.seq)
-            self._emissions.keep(item.seq, logprobs)
+            self.allocator.publish(item.seq)
+            if logprobs and item.seq.wants_prompt_logprobs:
+                item.seq.prompt_logprobs += logprobs
             if sampled is not None:
                 emissions.append(self._emit(entry, sampled))
         self._release_ended(step)
         return emissions
 
+    def _begin_step(self, plan: StepPlan, moving: list[Sequence]) -> None:
+        self._in_flight.append(StepInFlight(plan, moving))
+        for item in plan.items:
+            item.seq.num_computing += item.num_tokens
+            item.seq.num_awaited += item.samples
+
     def _end_step(self, *, ok: bool) -> StepInFlight:
-        """Of two the older one. Settles its moves."""
-        step = self._in_flight.end()
+        """Of two the older one: what it gave its sequences ahead is theirs now, or has come to nothing."""
+        step = self._in_flight.popleft()
+        for item in step.plan.items:
+            item.seq.num_computing -= item.num_tokens
+            item.seq.num_awaited -= item.samples
         for seq in step.moving:
-            if not self._allocator.settle(seq, ok) and self._entries[seq.key].state is not DecodeState.ENDED:
+            if not self.allocator.settle(seq, ok) and self._entries[seq.key].state is not DecodeState.ENDED:
                 self._put_back(seq)  # its prefix did not come, and its blocks are gone
         return step
 
@@ -379,36 +315,48 @@ class DecodeScheduler:
         """What was held for this step alone."""
         for key in step.keys:
             entry = self._entries.get(key)
-            if entry is not None and entry.state is DecodeState.ENDED and key not in self._in_flight:
+            if entry is not None and entry.state is DecodeState.ENDED and not self._is_in_flight(key):
                 self._release(entry.seq)
 
+    def _is_in_flight(self, key: SequenceKey) -> bool:
+        """Whether a step uses what this sequence holds."""
+        return any(key in step.keys for step in self._in_flight)
+
+    def _is_last_in_flight(self, seq: Sequence) -> bool:
+        """Its last token, by its number, is on its way."""
+        num_output = len(seq.output_token_ids) + seq.num_awaited
+        return num_output >= seq.params.max_tokens or seq.num_tokens_ahead >= self._max_model_len
+
     def _emit(self, entry: Entry, sampled: SampledToken) -> Emission:
+        """The sequence has this token from now on, and with `finish` set no more."""
         seq = entry.seq
+        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs or None, []
         if entry.state is DecodeState.PREFILLING:
             entry.state = DecodeState.RUNNING
             self._local.remove(seq)
             self._running.append(seq)
         seq.num_alone = max(seq.num_alone - 1, 0)
-        emission = self._emissions.emit(seq, sampled)
-        if emission.finish is not None:
+        seq.output_token_ids.append(sampled.token_id)
+        finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
+        if finish is not None:
             self._end(entry)
-        return emission
+        return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, prompt_logprobs)
 
     def _host_groups_for(self, num_tokens: int) -> frozenset[int] | None:
         """The layer groups that a newcomer keeps in host memory; None: no tier has room for it now."""
-        return self._tiers.host_groups_for(num_tokens, self._running)
+        return self.tiers.host_groups_for(num_tokens, self._running)
 
     def _select(self, running: list[Sequence], now: float) -> StepSelection:
         """Who decodes in the next step. A prompt that has waited for the ring too long has its columns before them."""
-        kept = self._local.staged_columns if self._tiers.prefill_is_overdue else 0
+        kept = self._local.staged_columns if self.tiers.prefill_is_overdue else 0
         limit = min(self._max_num_seqs, self._token_budget - bool(kept))
-        ring_columns = self._tiers.staging_columns - kept
+        ring_columns = self.tiers.staging_columns - kept
 
         def preempt(seq: Sequence) -> None:
             self._preempt(seq)
             running.remove(seq)
 
-        selection = self._tiers.select(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt)
+        selection = self.tiers.select(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt)
         selection.ring_left += kept
         return selection
 
@@ -416,38 +364,34 @@ class DecodeScheduler:
         """Take the blocks back; the tokens stay, and their KV will be computed again (from a prefix hit, if any)."""
         self.num_preemptions += 1
         self._running.remove(seq)
-        self._allocator.release(seq)
+        self.allocator.release(seq)
         self._put_back(seq)
 
     def _put_back(self, seq: Sequence) -> None:
         self._entries[seq.key].state = DecodeState.WAITING
         self._local.put_back(seq)
 
-    def _start_local(self, budget: int, selection: StepSelection) -> list[BlockCopy]:
-        """Returns the copies that prefix hits of new sequences need."""
-        copies: list[BlockCopy] = []
-        for started in self._local.start(budget, self._tiers.max_in_flight - self.num_running):
-            self._entries[started.seq.key].state = DecodeState.PREFILLING
-            self.num_host_landings += bool(started.seq.host_groups)
-            if started.copies:
-                selection.moving.append(started.seq)
-                copies += started.copies
-        return copies
+    def _start_local(self, budget: int, selection: StepSelection) -> None:
+        """Prompts that get blocks now, with the copies that their prefix hits need."""
+        for seq, copies in self._local.start(budget, self.tiers.max_in_flight - self.num_running):
+            self._entries[seq.key].state = DecodeState.PREFILLING
+            self.num_host_landings += bool(seq.host_groups)
+            if copies:
+                selection.move(seq, copies)
 
     def _end(self, entry: Entry) -> None:
         """It takes part in nothing any more; its blocks are free as soon as no step in flight uses them."""
         seq = entry.seq
-        self._emissions.forget(seq.key)
-        self._tiers.forget(seq.key)
+        self.tiers.forget(seq.key)
         if entry.state in (DecodeState.WAITING, DecodeState.PREFILLING):
             self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:
             self._running.remove(seq)
         entry.state = DecodeState.ENDED
-        if seq.key not in self._in_flight:
+        if not self._is_in_flight(seq.key):
             self._release(seq)
 
     def _release(self, seq: Sequence) -> None:
         del self._entries[seq.key]
         if seq.lease is not None:
-            self._allocator.release(seq)
+            self.allocator.release(seq)

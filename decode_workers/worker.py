@@ -1,13 +1,12 @@
 """A decode worker: reserves blocks, receives and verifies KV, and streams tokens; it can also compute prompts itself.
 
-A `Worker` whose scheduler decides what runs, and whose reservations let KV in. `DecodeRole` makes one for a replica.
+A `Worker` whose scheduler decides what runs, and whose reservations let KV in.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import AsyncScheduling, StepLoop
+from engine.steps.loop import StepLoop
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Cancel, RequestSpec, Reserve, Start
@@ -27,7 +26,6 @@ from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
 from kv_transfer.worker.prefix_loading import Columns
 from kv_transfer.worker.sequences import sequence_of, token_event
-from kv_transfer.worker.tiers_report import tiers_report
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +52,10 @@ class DecodeWorker(Worker):
 
     role: ClassVar[Role] = "decode"
     scheduler: DecodeScheduler
+    _config: DecodeWorkerConfig
 
     def __init__(self, parts: WorkerParts, config: DecodeWorkerConfig) -> None:
         super().__init__(parts, config, step_tokens=config.token_budget)
-        self._config = config
         self.scheduler = decode_scheduler(
             self.model,
             self.allocator,
@@ -71,16 +69,10 @@ class DecodeWorker(Worker):
             self.parts, self.scheduler, self._port, self._thread, wait_s=self._config.reserve_wait_s, listener=self
         )
         await self.reservations.start(ttl_s=self._config.lease_ttl_s)
-        return StepLoop(
-            self.model.runner,
-            costs=self.model.costs,
-            plan=self._plan_step,
-            finish=self._finish_step,
-            failed=self._step_failed,
-            on_overdue=self._on_overdue,
-            overdue_s=self._config.overdue_s,
-            async_scheduling=step_overlap(self.model, self._plan_ahead, wanted=self._config.overlap_steps),
-        )
+        overlaps = self._config.overlap_steps
+        if overlaps is None:
+            overlaps = self.model.kv_cache.device.type != "cpu"  # which idles otherwise
+        return self._step_loop(plan_ahead=self._plan_ahead if overlaps else None)
 
     def _close(self) -> None:
         self.reservations.stop()
@@ -98,18 +90,16 @@ class DecodeWorker(Worker):
         return not (self.gateway_of or self._num_waiting or self.scheduler.num_running)
 
     def snapshot(self) -> WorkerSnapshot:
-        scheduler = self.scheduler
-        tiers = tiers_report(
-            self.model,
-            self.prefix,
-            num_in_host=scheduler.num_in_host,
-            num_host_landings=scheduler.num_host_landings,
+        scheduler, snapshot = self.scheduler, super().snapshot()
+        tiers = replace(
+            snapshot.tiers,
             num_offloads=scheduler.tiers.num_offloads,
             num_restores=scheduler.tiers.num_restores,
             num_preemptions=scheduler.num_preemptions,
         )
         return replace(
-            self._snapshot(tiers),
+            snapshot,
+            tiers=tiers,
             num_waiting=self._num_waiting,
             queued_prefill_tokens=scheduler.num_uncomputed_tokens + self.prefix.num_loading_tokens,
             num_paused=scheduler.num_paused,
@@ -235,17 +225,9 @@ class DecodeWorker(Worker):
         self.prefix.stored(completed)
         for emission in emissions:
             seq = emission.seq
-            first = emission.index == seq.num_prior_output
-            if first:
+            if emission.index == seq.num_prior_output:
                 self.prefix.count(seq)
-            event = token_event(
-                seq,
-                emission.index,
-                emission.token,
-                emission.finish,
-                num_cached_tokens=seq.num_cached if first else None,
-                prompt_logprobs=emission.prompt_logprobs,
-            )
+            event = token_event(seq, emission.index, emission.token, emission.finish, emission.prompt_logprobs)
             gateway = self.gateway_of.get(seq.key)
             if gateway is not None:
                 self._port.emit(gateway, event)
@@ -258,16 +240,6 @@ class DecodeWorker(Worker):
 
     def _set_aside(self, accused: Sequence) -> None:
         self.scheduler.drop(accused.key)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRole:
-    """How a replica becomes a decode worker."""
-
-    config: DecodeWorkerConfig
-
-    def make(self, parts: WorkerParts) -> DecodeWorker:
-        return DecodeWorker(parts, self.config)
 
 
 def decode_scheduler(
@@ -289,30 +261,16 @@ def decode_scheduler(
     )
 
 
-def step_overlap(
-    model: LoadedModel, plan_ahead: Callable[[], StepPlan], *, wanted: bool | None
-) -> AsyncScheduling | None:
-    """The next step is prepared while one computes. `wanted` None: on a GPU, which idles otherwise; not on a CPU."""
-    if wanted is None:
-        wanted = model.runner.kv_cache.device.type != "cpu"
-    return AsyncScheduling(runner=model.runner, plan=plan_ahead) if wanted else None
-
-
 def _offload_policy(
     model: LoadedModel, allocator: BlockAllocator, layerkv: LayerKvConfig | None
 ) -> OffloadPolicy | None:
     if layerkv is None or model.host_pool is None or not model.staging_columns:
         return None
-
-    def host_bytes_per_s() -> float:
-        stats = model.runner.transfer_stats
-        return 0.0 if stats is None else stats.host_bytes_per_s
-
     return OffloadPolicy(
         allocator,
         layerkv,
         staging_columns=model.staging_columns,
         block_bytes=model.layout.block_bytes,
         cost=model.costs.cost,
-        host_bytes_per_s=host_bytes_per_s,
+        host_bytes_per_s=model.host_bytes_per_s,
     )

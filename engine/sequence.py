@@ -37,6 +37,13 @@ class BlockTable:
         self._blocks: npt.NDArray[np.int32] = np.empty((num_layer_groups, 8), dtype=np.int32)
         self.num_columns = 0
 
+    @classmethod
+    def of(cls, columns: npt.NDArray[np.int32]) -> BlockTable:
+        """Of `[layer_groups, num_columns]` block ids."""
+        table = cls(len(columns))
+        table.append(columns)
+        return table
+
     @property
     def num_layer_groups(self) -> int:
         return int(self._blocks.shape[0])
@@ -87,6 +94,9 @@ class Sequence:
     # of those, tokens that were brought to the host tier for it
     num_brought: dict[Literal["neighbours", "disk"], int] = field(default_factory=dict)
     prefix: PrefixHasher | None = None  # of the tokens hashed so far; tokens never change, so it is only extended
+    prompt_logprobs: list[TokenLogprobs] = field(
+        default_factory=list
+    )  # if wanted, of the prompt tokens computed so far
     num_published: int = 0  # leading full blocks already made findable in the prefix cache
     num_alone: int = 0  # of its next tokens, those whose steps nobody shares: it may be what makes steps fail
     accepted_at: float = field(default_factory=time.monotonic)  # this and the next: seconds of `time.monotonic()`

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence
-from engine.steps.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,27 +38,9 @@ class HostPlacement:
 
     def _num_hidden(self, num_tokens: int) -> int:
         """Groups whose transfer fits into the time that computing takes."""
-        group_s = moved_tokens(num_tokens, self.chunk_tokens) * self._bytes_per_token / self.host_bytes_per_s()
+        bytes_per_token = self.block_bytes / self.allocator.block_size
+        group_s = moved_tokens(num_tokens, self.chunk_tokens) * bytes_per_token / self.host_bytes_per_s()
         return int(self.prefill_s(num_tokens) / group_s)
-
-    @property
-    def _bytes_per_token(self) -> float:
-        return self.block_bytes / self.allocator.block_size
-
-
-def host_placement(
-    model: LoadedModel, allocator: BlockAllocator, chunk_tokens: int, prefill_s: Callable[[int], float]
-) -> HostPlacement:
-    """By the speed of copies that the model's runner measures, and `prefill_s`."""
-    stats = model.runner.transfer_stats
-    return HostPlacement(
-        allocator=allocator,
-        staging_columns=model.staging_columns,
-        chunk_tokens=chunk_tokens,
-        block_bytes=model.layout.block_bytes,
-        host_bytes_per_s=lambda: stats.host_bytes_per_s if stats is not None else 0.0,
-        prefill_s=prefill_s,
-    )
 
 
 def moved_tokens(num_tokens: int, chunk_tokens: int) -> int:

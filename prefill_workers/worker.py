@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.memory.streams import queued_on
-from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, TokenLogprobs, finish_reason
+from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
 from engine.steps.loop import StepLoop
 from kv_transfer.handoff.sender import HandoffTimeline, KvSender, ignore_timeline
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Cancel, RequestSpec, Start, Ticket
-from kv_transfer.messages.workers import WorkerSnapshot
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
 from kv_transfer.worker.sequences import sequence_of, token_event
-from kv_transfer.worker.tiers_report import tiers_report
-from prefill_workers.layer_offload import host_placement
+from prefill_workers.layer_offload import HostPlacement
 from prefill_workers.layer_stream import LayerStream
 from prefill_workers.scheduler import PrefillScheduler
 
@@ -43,6 +41,7 @@ class PrefillWorker(Worker):
 
     role: ClassVar[Role] = "prefill"
     scheduler: PrefillScheduler
+    _config: PrefillWorkerConfig
 
     def __init__(
         self,
@@ -51,9 +50,15 @@ class PrefillWorker(Worker):
         on_handed_over: Callable[[HandoffTimeline], None] = ignore_timeline,
     ) -> None:
         super().__init__(parts, config, step_tokens=config.chunk_tokens)
-        self._config = config
         self._on_handed_over = on_handed_over
-        placement = host_placement(self.model, self.allocator, config.chunk_tokens, self._prefill_s)
+        placement = HostPlacement(
+            allocator=self.allocator,
+            staging_columns=self.model.staging_columns,
+            chunk_tokens=config.chunk_tokens,
+            block_bytes=self.model.layout.block_bytes,
+            host_bytes_per_s=self.model.host_bytes_per_s,
+            prefill_s=self._prefill_s,
+        )
         self.scheduler = PrefillScheduler(
             self.allocator,
             token_budget=config.chunk_tokens,
@@ -62,7 +67,6 @@ class PrefillWorker(Worker):
             host_groups=placement.host_groups,
             shared_tokens=lambda: self.steps.costs.shared_tokens(),
         )
-        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
 
     async def _open(self) -> StepLoop:
         self._sender = KvSender(
@@ -80,29 +84,13 @@ class PrefillWorker(Worker):
             is_moving=self.allocator.is_moving,
             mark_queued=queued_on(self.model.kv_cache.tensor.device),
         )
-        return StepLoop(
-            self.model.runner,
-            costs=self.model.costs,
-            plan=self._plan_step,
-            finish=self._finish_step,
-            failed=self._step_failed,
-            on_overdue=self._on_overdue,
-            overdue_s=self._config.overdue_s,
-            on_layer=self._stream.on_layer,
-        )
+        return self._step_loop(on_layer=self._stream.on_layer)
 
     def _close(self) -> None:
         self._sender.stop()
 
     def _is_idle(self) -> bool:
         return not (self._sender.num_handing_over or self.scheduler.num_held)
-
-    def snapshot(self) -> WorkerSnapshot:
-        scheduler = self.scheduler
-        tiers = tiers_report(
-            self.model, self.prefix, num_in_host=scheduler.num_in_host, num_host_landings=scheduler.num_host_landings
-        )
-        return self._snapshot(tiers)
 
     # --- requests in ---
 
@@ -160,8 +148,8 @@ class PrefillWorker(Worker):
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         for item, logprobs in zip(plan.items, output.prompt_logprobs, strict=True):
-            if logprobs and item.seq.wants_prompt_logprobs and item.seq.key in self.gateway_of:
-                self._prompt_logprobs.setdefault(item.seq.key, []).extend(logprobs)
+            if logprobs and item.seq.wants_prompt_logprobs:
+                item.seq.prompt_logprobs += logprobs
         completed = self.prefix.completed_by(plan)
         first_tokens = self.scheduler.finish_step(plan, output)
         self.prefix.stored(completed)
@@ -173,17 +161,10 @@ class PrefillWorker(Worker):
 
     def _first_token(self, seq: Sequence, sampled: SampledToken) -> None:
         index = len(seq.output_token_ids)
+        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs or None, []
         seq.output_token_ids.append(sampled.token_id)
         finish = finish_reason(seq, self.model.eos_token_ids)
-        event = token_event(
-            seq,
-            index,
-            sampled,
-            finish,
-            num_cached_tokens=seq.num_cached,
-            prompt_logprobs=self._prompt_logprobs.pop(seq.key, None),
-        )
-        self._port.emit(self.gateway_of[seq.key], event)
+        self._port.emit(self.gateway_of[seq.key], token_event(seq, index, sampled, finish, prompt_logprobs))
         if finish is None:
             self._sender.first_token(seq.key, sampled.token_id, index)
         else:
@@ -217,17 +198,6 @@ class PrefillWorker(Worker):
 
     def on_source_released(self, key: SequenceKey) -> None:
         self.gateway_of.pop(key, None)
-        self._prompt_logprobs.pop(key, None)
         self.prefix.cancel(key)
         self.scheduler.release(key)
         self._on_room()
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRole:
-    """How a replica becomes a prefill worker."""
-
-    config: PrefillWorkerConfig
-
-    def make(self, parts: WorkerParts) -> PrefillWorker:
-        return PrefillWorker(parts, self.config)

@@ -15,6 +15,7 @@ import secrets
 import statistics
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -26,7 +27,7 @@ from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
-from decode_workers.worker import DecodeRole, DecodeWorkerConfig
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, RequestSpec
@@ -36,7 +37,7 @@ from kv_transfer.transports.base import Identity
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerRole
 from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
-from prefill_workers.worker import PrefillRole, PrefillWorkerConfig
+from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
 REPEATS: Final = 5
 NUM_STREAMS: Final = 4
@@ -49,8 +50,8 @@ HOST = "127.0.0.1"
 
 _SECRET = secrets.token_bytes(32)
 _ROLES: dict[Role, WorkerRole] = {
-    "prefill": PrefillRole(PrefillWorkerConfig()),
-    "decode": DecodeRole(DecodeWorkerConfig()),
+    "prefill": partial(PrefillWorker, config=PrefillWorkerConfig()),
+    "decode": partial(DecodeWorker, config=DecodeWorkerConfig()),
 }
 _OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from cluster.config.settings import KvPoolSettings, LegatoConfig, PoolSettings
 from decode_workers.pacing import LayerKvConfig
-from decode_workers.worker import DecodeRole, DecodeWorkerConfig
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from engine.steps.memory_profile import StepSize
 from kv_transfer.messages.fields import Role
@@ -17,7 +18,7 @@ from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerRole
 from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
-from prefill_workers.worker import PrefillRole, PrefillWorkerConfig
+from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
 CALIBRATION_S: Final = 2.0
 """How long a worker tries steps out at its start, so that its first requests are predicted well."""
@@ -76,7 +77,10 @@ def decode_worker(config: LegatoConfig) -> DecodeWorkerConfig:
 
 def worker_roles(config: LegatoConfig) -> dict[Role, WorkerRole]:
     """What every worker can be, whichever pool it was started in."""
-    return {"prefill": PrefillRole(prefill_worker(config)), "decode": DecodeRole(decode_worker(config))}
+    return {
+        "prefill": partial(PrefillWorker, config=prefill_worker(config)),
+        "decode": partial(DecodeWorker, config=decode_worker(config)),
+    }
 
 
 def prefill_tiers(config: LegatoConfig) -> TiersConfig:

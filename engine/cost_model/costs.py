@@ -106,4 +106,4 @@ class StepCosts:
         """Median of |actual / predicted - 1| over the latest steps of a kind; the seed's own without any."""
         fit = self._fit
         error = None if fit is None else fit.error(kind)
-        return error.median if error is not None and error.num_steps else self._seed_error
+        return self._seed_error if error is None else error

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -54,15 +53,6 @@ _RIDGE = 1e-3
 # short prompt that happened to take long would be put down to its few pairs, and long prompts to take minutes.
 TELLING_STEPS = 8
 _RIDGE_OF_FEW = 5e-2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitError:
-    """|actual / predicted - 1| over the last steps of a kind, each predicted before it was learnt from."""
-
-    num_steps: int = 0
-    median: float = 0.0
-    p90: float = 0.0
 
 
 def kind_of(work: StepWork) -> StepKind:
@@ -111,8 +101,13 @@ class StepCostFit:
         """The estimate now. Its `relative_error` is the seed's until steps have been seen."""
         return _cost((self._shares * self._units).tolist(), self._relative_error())
 
-    def error(self, kind: StepKind) -> FitError:
-        return self._kinds[kind].summary()
+    def error(self, kind: StepKind) -> float | None:
+        """Median of |actual / predicted - 1| over the latest steps of a kind, each predicted before it was learnt from.
+
+        None without any.
+        """
+        errors = self._kinds[kind].steps.errors
+        return quantile(errors, 0.5) if len(errors) else None
 
     def stretch(self, kind: StepKind) -> float:
         """How many times as long as predicted the latest steps took, all together.
@@ -193,12 +188,6 @@ class _Residuals:
     def _is_large(self, error: float) -> bool:
         """As ratios: a step that took a third of its time is as far off as one that took three times as long."""
         return (error if error > 0 else 1 / (1 + error) - 1) > _HUBER_SCALES * self._scale
-
-    def summary(self) -> FitError:
-        errors = self.steps.errors
-        if not len(errors):
-            return FitError()
-        return FitError(num_steps=len(errors), median=quantile(errors, 0.5), p90=quantile(errors, 0.9))
 
 
 def scaled(cost: StepCost, factor: float) -> StepCost:

@@ -349,8 +349,7 @@ class BlockAllocator:
         assert seq.block_table is not None
         seq.host_lease = seq.host_lease or self.host_pool.lease()
         if with_table and seq.host_table is None:
-            seq.host_table = BlockTable(self.layer_groups)
-            seq.host_table.append(np.full((self.layer_groups, seq.block_table.num_columns), -1, dtype=np.int32))
+            seq.host_table = BlockTable.of(np.full_like(seq.block_table.view, -1))
 
     def _release_host(self, seq: Sequence) -> None:
         assert self.host_pool is not None

@@ -48,7 +48,7 @@ def layers_per_group_for(num_layers: int) -> int:
 def size_tiers(layout: KVLayout, memory: KVMemory) -> KVSizes:
     """Raises ValueError, with advice, for sizes that cannot work."""
     if (memory.kv_blocks is None) == (memory.kv_bytes is None):
-        raise ValueError("give the size of the KV cache either as num_blocks or as kv_bytes")
+        raise ValueError("give the size of the KV cache either as kv_blocks or as kv_bytes")
     pool_blocks = memory.kv_blocks if memory.kv_bytes is None else memory.kv_bytes // layout.block_bytes
     assert pool_blocks is not None
     _require_a_token("a KV cache", pool_blocks, layout)

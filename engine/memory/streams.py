@@ -30,28 +30,6 @@ class TimedEvent(Event, Protocol):
         ...
 
 
-class Queue(Protocol):
-    """A stream, whoever fills it."""
-
-    def follow(self, event: Event) -> None:
-        """Nothing queued from now on begins before the device has come to `event`, of any stream."""
-        ...
-
-    def record(self) -> TimedEvent: ...
-
-    def queue(self, work: Callable[[], object]) -> None:
-        """Have the device do what `work` starts. It may be done later than this returns."""
-        ...
-
-
-class CopyQueue(Queue, Protocol):
-    """A stream that copies beside compute."""
-
-    def is_current(self) -> AbstractContextManager[None]:
-        """For the calling thread: an event recorded in it is one of this stream's."""
-        ...
-
-
 class Stream(Protocol):
     def queue(self, work: Callable[[], object]) -> None:
         """Have the device do what `work` starts. It may be done later than this returns."""
@@ -65,6 +43,20 @@ class Stream(Protocol):
 
     def empty(self, num_bytes: int) -> Tensor:
         """Bytes of the device `[num_bytes]`, whose former owners' work comes first, for use on this stream alone."""
+        ...
+
+
+class TimedStream(Protocol):
+    """A stream that tells how long its work took. `queue` and `follow` as `Stream` has them."""
+
+    def queue(self, work: Callable[[], object]) -> None: ...
+
+    def follow(self, event: Event) -> None: ...
+
+    def record(self) -> TimedEvent: ...
+
+    def is_current(self) -> AbstractContextManager[None]:
+        """For the calling thread: an event recorded in it is one of this stream's."""
         ...
 
 
@@ -96,31 +88,19 @@ class CudaEvent:
         return milliseconds / 1e3
 
 
-class CudaComputeQueue:
-    """The stream that models compute on: current in every thread that was not told otherwise."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def follow(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent), "one device's streams follow its own events"
-        torch.cuda.current_stream(self._device).wait_event(event.event)
-
-    def record(self) -> CudaEvent:
-        return CudaEvent(torch.cuda.current_stream(self._device), timed=True)
-
-    def queue(self, work: Callable[[], object]) -> None:
-        work()
-
-
 class CudaStream:
-    """A stream of its own, beside the one that models compute on."""
+    """A stream of its own, beside the one that models compute on; or, where it is not its `own`, that one: the stream
+    that is current in every thread that was not told otherwise."""
 
-    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
+    def __init__(self, device: torch.device, *, timed: bool = False, own: bool = True) -> None:
         """`timed`: its events tell times."""
-        self._stream: torch.cuda.Stream = cast(Any, torch.cuda).Stream(device)  # untyped there
+        self._own: torch.cuda.Stream | None = cast(Any, torch.cuda).Stream(device) if own else None  # untyped there
         self._device = device
         self._timed = timed
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if self._own is None else self._own
 
     def queue(self, work: Callable[[], object]) -> None:
         with self.is_current():
@@ -138,7 +118,7 @@ class CudaStream:
 
     def empty(self, num_bytes: int) -> Tensor:
         # Torch's allocator gives memory out again before its former owner's kernels have ended, in one stream's order.
-        with torch.cuda.stream(self._stream):
+        with self.is_current():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 

@@ -78,6 +78,9 @@ class Staging(Protocol):
     """Who copies between the tiers of a runner, within its steps."""
 
     @property
+    def tiers(self) -> StagedTiers: ...
+
+    @property
     def stats(self) -> TransferStats: ...
 
     def step(

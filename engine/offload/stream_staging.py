@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from engine.kv.cache import KVCache
-from engine.memory.streams import CopyQueue, CudaComputeQueue, CudaStream, Event, Queue, TimedEvent
+from engine.memory.streams import CudaStream, Event, TimedEvent, TimedStream
 from engine.offload.block_link import BlockLink, ListedPairs
 from engine.offload.staged_tiers import StagedTiers, TransferStats
 from engine.offload.staging_plan import BlockPairs, Placement
@@ -38,15 +38,15 @@ _PROBE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingStreams:
-    compute: Queue
-    inward: CopyQueue  # host to device
-    outward: CopyQueue
+    compute: TimedStream
+    inward: TimedStream  # host to device
+    outward: TimedStream
 
     @staticmethod
     def of(device: torch.device) -> StagingStreams:
         """Of a CUDA device."""
         return StagingStreams(
-            compute=CudaComputeQueue(device),
+            compute=CudaStream(device, timed=True, own=False),
             inward=CudaStream(device, timed=True),
             outward=CudaStream(device, timed=True),
         )

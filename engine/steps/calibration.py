@@ -60,21 +60,11 @@ TRIALS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """`cost.relative_error` is the median by which trials miss what the others predict, or a guess if they are few."""
-
-    cost: StepCost
-    num_trials: int
-    took_s: float
-
-
-def calibrate(
-    model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], float] = time.perf_counter
-) -> Calibration:
+def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], float] = time.perf_counter) -> StepCost:
     """Run trials that fit into free blocks and, as predicted from those before, into the time that is left.
 
-    The first one is run in any case. Blocks the caller's thread; no other step may be running. Raises ValueError
+    The first one is run in any case. Blocks the caller's thread; no other step may be running. The `relative_error` of
+    the result is the median by which trials miss what the others predict, or a guess if they are few. Raises ValueError
     where no block is free.
     """
     began = clock()
@@ -93,9 +83,8 @@ def calibrate(
         scratch.close()
     if len(measured) >= TELLING_STEPS:
         cost = dataclasses.replace(cost, relative_error=left_out_error(estimate, measured))
-    done = Calibration(cost=cost, num_trials=len(measured), took_s=clock() - began)
-    logger.info("calibrated with %d steps in %.2f s: %s", done.num_trials, done.took_s, done.cost)
-    return done
+    logger.info("calibrated with %d steps in %.2f s: %s", len(measured), clock() - began, cost)
+    return cost
 
 
 class Scratch:
@@ -141,15 +130,13 @@ class Scratch:
     def _sequence(self, trial: Trial, columns: GroupTable) -> Sequence:
         length = trial.num_cached + trial.num_tokens
         vocab_size = self._model.runner.config.vocab_size
-        table = BlockTable(self._layout.num_layer_groups)
-        table.append(columns)
         return Sequence(
             request_id="calibration",
             attempt=0,
             params=_GREEDY,
             prompt_token_ids=[(7919 * position) % vocab_size for position in range(length)],
             lease=self._lease,
-            block_table=table,
+            block_table=BlockTable.of(columns),
             num_computed=trial.num_cached,
         )
 

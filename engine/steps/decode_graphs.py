@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,39 +24,32 @@ Replay = Callable[[], Tensor]
 """Computes what was recorded on what its inputs hold now. Gives the same tensor each time, good until the next one."""
 
 
-class Recorder(Protocol):
-    """Records for one device. What it recorded is replayed one after another, never at once."""
+Record = Callable[[Callable[[], Tensor]], Replay]
+"""Calls what it is given now, which must not wait for the device nor look at values that lie there, and records it.
 
-    def record(self, compute: Callable[[], Tensor]) -> Replay:
-        """`compute` is called now, and must not wait for the device nor look at values that lie there."""
-        ...
+What one of them has recorded is replayed one after another, never at once."""
 
 
-class CallRecorder:
-    """Replays by calling again, with the result where a graph would have it."""
-
-    def record(self, compute: Callable[[], Tensor]) -> Replay:
-        result = compute()
-        return lambda: result.copy_(compute())
+def call_again(compute: Callable[[], Tensor]) -> Replay:
+    """A `Record` that replays by calling again, with the result where a graph would have it."""
+    result = compute()
+    return lambda: result.copy_(compute())
 
 
-class CudaRecorder:
+def cuda_record(device: torch.device) -> Record:
     """Records CUDA graphs, which share the memory for what they keep between their kernels."""
+    pool = torch.cuda.graph_pool_handle()
+    stream: torch.cuda.Stream = cast(Any, torch.cuda).Stream(device)  # untyped there
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream = cast(Any, torch.cuda).Stream(device)  # untyped there
-
-    def record(self, compute: Callable[[], Tensor]) -> Replay:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+    def record(compute: Callable[[], Tensor]) -> Replay:
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             compute()  # kernels are compiled and libraries take their workspaces now: a capture allows neither
-        current.wait_stream(self._stream)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Calls of other threads do not end the capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = compute()
 
         def replay() -> Tensor:
@@ -65,9 +58,11 @@ class CudaRecorder:
 
         return replay
 
+    return record
 
-def recorder_for(device: torch.device) -> Recorder:
-    return CudaRecorder(device) if device.type == "cuda" else CallRecorder()
+
+def record_for(device: torch.device) -> Record:
+    return cuda_record(device) if device.type == "cuda" else call_again
 
 
 _LAST_DOUBLED = 32  # rows: from there on, what a graph computes for nothing counts more than a graph's memory
@@ -101,7 +96,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, kernels: GraphKernels, limits: DecodeGraphLimits, recorder: Recorder
+        self, model: Model, kv_cache: KVCache, kernels: GraphKernels, limits: DecodeGraphLimits, record: Record
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -114,7 +109,7 @@ class DecodeGraphs:
         self._rows = torch.arange(limits.num_seqs, device=kv_cache.device)
         self._attentions = {window: self._standing_attention(kernels, window) for window in model.windows}
         # Largest first: what the others keep between their kernels finds room where that one did.
-        self._replays = {size: self._record(recorder, size) for size in reversed(limits.sizes())}
+        self._replays = {size: self._record(record, size) for size in reversed(limits.sizes())}
 
     def takes(self, batch: Batch) -> bool:
         """Whether it is a step of decode alone, and within the limits."""
@@ -153,7 +148,7 @@ class DecodeGraphs:
             dtype=self._model.dtype,
         )
 
-    def _record(self, recorder: Recorder, size: int) -> Replay:
+    def _record(self, record: Record, size: int) -> Replay:
         """On rows that are nobody's, with attention's lists empty: nothing of the KV is read or written."""
         batch = Batch(
             token_ids=self.inputs[0, :size],
@@ -165,4 +160,4 @@ class DecodeGraphs:
             prompt_spans=(),
         )
         attentions = {window: attention.of(size) for window, attention in self._attentions.items()}
-        return recorder.record(lambda: self._model.forward(batch, self._kv_cache, attentions=attentions))
+        return record(lambda: self._model.forward(batch, self._kv_cache, attentions=attentions))

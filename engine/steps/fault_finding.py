@@ -51,8 +51,7 @@ class FaultFinder:
             lease = self._pool.lease(self._layer_groups)
         except OutOfBlocksError:
             return False
-        table = BlockTable(self._layer_groups)
-        table.append(np.array(lease.blocks, dtype=np.int32).reshape(self._layer_groups, 1))
+        table = BlockTable.of(np.array(lease.blocks, dtype=np.int32).reshape(self._layer_groups, 1))
         seq = Sequence(
             request_id="probe", attempt=0, params=_GREEDY, prompt_token_ids=[0], lease=lease, block_table=table
         )

@@ -24,11 +24,9 @@ OnLayer = Callable[[int], None]
 
 
 class Runner(Protocol):
+    """What the step loop needs of `engine.steps.runner.ModelRunner`: `execute`, or the others with async scheduling."""
+
     def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput: ...
-
-
-class AsyncRunner(Protocol):
-    """See `engine.steps.runner.ModelRunner`."""
 
     def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep: ...
 
@@ -52,8 +50,7 @@ class InFlightStep:
         self._prepared: PreparedStep | None = None
         self._has_succeeded = False
         self._is_aborted = False
-        self._is_over = False  # completed, or aborted
-        self._over: threading.Event | None = None  # for the step behind it, with async scheduling
+        self._over = threading.Event()  # completed, or aborted
 
     @property
     def can_be_followed(self) -> bool:
@@ -66,7 +63,7 @@ class InFlightStep:
 
     def submit_async(
         self,
-        runner: AsyncRunner,
+        runner: Runner,
         compute: ComputeThread,
         waiting: ComputeThread,
         on_layer: OnLayer | None,
@@ -76,7 +73,6 @@ class InFlightStep:
 
         What the device has not come to when `compute` has done its part is waited for in `waiting`.
         """
-        self._over = threading.Event()
         try:
             prepared = self._prepared = runner.prepare(self.plan, None if after is None else after._prepared)
         except Exception as error:  # on behalf of the compute thread, whose boundary is the step loop's
@@ -86,8 +82,9 @@ class InFlightStep:
         def run() -> PendingOutput:
             if after is None:
                 pending = runner.run(prepared, on_layer)
+            elif not after._has_succeeded:
+                raise StepSkippedError("the step before it failed")
             else:
-                after.require_success()
                 pending = runner.run(prepared, on_layer, after.wait_until_completed)
             self._has_succeeded = True
             return pending
@@ -96,31 +93,21 @@ class InFlightStep:
 
     def complete(self) -> None:
         """The sequences are as the step left them."""
-        self._end()
+        self._over.set()
 
     def abort(self) -> None:
         """Nobody waits for the result any more; a step after it comes to nothing. Harmless if it is completed."""
-        self._is_aborted = not self._is_over
-        self._end()
+        if not self._over.is_set():
+            self._is_aborted = True
+            self._over.set()
         self.result.cancel()
-
-    def require_success(self) -> None:
-        """In the compute thread, after its run. Raises StepSkippedError if that failed."""
-        if not self._has_succeeded:
-            raise StepSkippedError("the step before it failed")
 
     def wait_until_completed(self) -> None:
         """In the compute thread, while a later step runs. Raises StepSkippedError if it was aborted."""
-        assert self._over is not None, "no step follows one that was not submitted for it"
         if not self._over.wait(MAX_TAKING_IN_S):
             raise TimeoutError(f"the results of a step were not taken in within {MAX_TAKING_IN_S} s; the worker hangs")
         if self._is_aborted:
             raise StepSkippedError("the step before it failed, or nobody waits for it any more")
-
-    def _end(self) -> None:
-        self._is_over = True
-        if self._over is not None:
-            self._over.set()
 
 
 async def _output_of(submitted: asyncio.Future[PendingOutput], waiting: ComputeThread) -> StepOutput:

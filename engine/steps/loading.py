@@ -33,7 +33,7 @@ from engine.parallel.device_link import require_devices
 from engine.parallel.leader import GroupLeader
 from engine.sampling.sampler import Sampler
 from engine.steps.decode_graphs import DecodeGraphLimits
-from engine.steps.memory_profile import DeviceShare, StepSize
+from engine.steps.memory_profile import StepSize, sizes_left, sizes_to_measure_with
 from engine.steps.runner import ModelRunner
 from engine.steps.threads import StepThreads
 from kernels.cpu.memory import PackingMemory
@@ -58,81 +58,87 @@ HostMemory = Callable[[KVLayout, int], memoryview]
 read, for example."""
 
 
-def load_runner(
-    model_folder: str | Path,
-    *,
-    dtype: torch.dtype,
-    block_size: int,
-    layers_per_group: int | None = None,
-    num_blocks: int | None = None,
-    kv_bytes: int | None = None,
-    kv_share: float | None = None,
-    largest_step: StepSize = StepSize(),  # noqa: B008 - frozen
-    host_bytes: int = 0,
-    staging_bytes: int = 0,
-    ring_groups: int = 2,
-    host_memory: HostMemory | None = None,
-    num_threads: int | None = None,
-    device: str = "cpu",
-    tensor_parallel: int = 1,
-    batch_invariant: bool = False,
-    decode_graphs: bool = False,
-    quantisation: Quantisation | None = None,
-    activation_bits: ActivationBits = 8,
-    share_weights: Sharing = "off",
-) -> ModelRunner:
-    """A runner for the model in a folder, on a device; what it took is logged.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What a worker loads. One of `kv_bytes`, `kv_blocks` and `kv_share` is set; None elsewhere means the default.
 
-    `layers_per_group` None: all layers share one block table, or, with host memory, are cut into some groups. Give
-    either `num_blocks` or `kv_bytes`, which the ranks of a group share, or `kv_share`: KV gets what is left of that
-    share of the device's memory beside the model and a step of `largest_step`. `host_memory` None: private memory.
-    `num_threads` is torch's, for the whole process, and for each of a group of `tensor_parallel`. `batch_invariant`,
-    `activation_bits`: see `kernels_for`. `decode_graphs`: where the device can, decode steps of as many sequences as
-    `largest_step` has, or fewer, are recorded now and replayed later; a group's are not. `quantisation`: of
-    projections, as they are loaded. `share_weights`: see `packing_memory`. Raises ValueError for models or sizes that
-    cannot be run, GroupError if a group does not come up.
+    `kv_share`: KV gets what is left of that share of the device's memory beside the model and a step of `largest_step`.
+
+    `host_bytes` of host memory and a ring of `staging_bytes`, in `ring_groups` slots, come on top of the device's KV
+    memory. `max_model_len` is bounded by what the model was made for and by what either memory holds; in host memory,
+    also by what a slot of the ring holds. `layers_per_group` None: all layers share one block table, or, with host
+    memory, are cut into some groups.
     """
-    where = require_device(device)
-    kernels = kernels_for(where, batch_invariant=batch_invariant, activation_bits=activation_bits)
-    require_devices(where, tensor_parallel)
-    require_whole_cache(where, tensor_parallel, host_bytes)
-    config = ModelConfig.from_folder(model_folder)
-    layout = _layout(config, dtype, block_size, layers_per_group, tiered=host_bytes > 0)
+
+    model_ref: str
+    model_name: str
+    dtype: DtypeName = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    layers_per_group: int | None = None
+    kv_bytes: int | None = None
+    kv_blocks: int | None = None
+    kv_share: float | None = None
+    largest_step: StepSize = StepSize()  # noqa: RUF009 - frozen
+    host_bytes: int = 0
+    staging_bytes: int = 0
+    ring_groups: int = 2
+    num_threads: int | None = None  # torch's, for the whole process, and for each one of a group
+    prefix_caching: bool = True
+    device: str = "cpu"  # or cuda:0, ...
+    tensor_parallel: int = 1  # processes that have a part of the model each
+    batch_invariant: bool = False  # logits do not depend on the batch, to the bit, or nothing is loaded
+    decode_graphs: bool = False  # on a GPU: decode steps up to `largest_step` are recorded at the start and replayed
+    quantisation: Quantisation | None = None  # of the projections' weights, when they are loaded
+    share_weights: Sharing = "off"  # with other processes of the machine: see `engine.checkpoint.packed_weights`
+    activation_bits: ActivationBits = 8  # of what a CPU multiplies by quantised weights
+
+
+def load_runner(folder: Path, engine: EngineConfig, host_memory: HostMemory | None = None) -> ModelRunner:
+    """A runner for the model in `folder`, whatever `engine.model_ref` says; what it took is logged. See `load_model`.
+
+    Raises ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
+    """
+    device = require_device(engine.device)
+    kernels = kernels_for(device, batch_invariant=engine.batch_invariant, activation_bits=engine.activation_bits)
+    require_devices(device, engine.tensor_parallel)
+    require_whole_cache(device, engine.tensor_parallel, engine.host_bytes)
+    config = ModelConfig.from_folder(folder)
+    layout = _layout(config, engine, _dtype(engine.dtype, folder))
     memory = KVMemory(
-        kv_blocks=num_blocks,
-        kv_bytes=kv_bytes,
-        host_bytes=host_bytes,
-        staging_bytes=staging_bytes,
-        ring_groups=ring_groups,
+        kv_blocks=engine.kv_blocks,
+        kv_bytes=engine.kv_bytes,
+        host_bytes=engine.host_bytes,
+        staging_bytes=engine.staging_bytes,
+        ring_groups=engine.ring_groups,
     )
-    share = DeviceShare.of(kv_share, memory, largest_step)
-    _set_threads(num_threads, tensor_parallel)
+    if engine.kv_share is None:
+        sizes = size_tiers(layout, memory)
+    else:
+        sizes = sizes_to_measure_with(layout, memory, engine.largest_step)
+    _set_threads(engine.num_threads, engine.tensor_parallel)
     keep_freed_memory()
-    loading = _Loading(Path(model_folder), config, layout, where, kernels, host_memory, quantisation, share_weights)
-    sizes = size_tiers(layout, memory) if share is None else share.sizes_to_measure_with(layout)
-    runner = (
-        loading.runner(sizes)
-        if tensor_parallel == 1
-        else loading.group_runner(sizes, tensor_parallel, batch_invariant, activation_bits)
-    )
-    return _made_ready(loading, runner, share, largest_step if decode_graphs and tensor_parallel == 1 else None)
+    loading = _Loading(engine, folder, config, layout, memory, device, kernels, host_memory)
+    return _made_ready(loading, loading.runner(sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
     """What a runner is made of, whatever the sizes of its caches."""
 
+    engine: EngineConfig
     folder: Path
     config: ModelConfig
     layout: KVLayout
+    memory: KVMemory
     device: torch.device
     kernels: Kernels
     host_memory: HostMemory | None
-    quantisation: Quantisation | None
-    share_weights: Sharing
 
     def runner(self, sizes: KVSizes) -> ModelRunner:
-        """Of one process."""
+        """Of one process, or of a group of them, which are up when this returns. Raises GroupError."""
+        if self.engine.tensor_parallel > 1:
+            return self._group_runner(sizes)
         sharing = replace(self, kernels=self._sharing_kernels())
         return sharing._runner(sizes, KVCache(self.layout, sizes.device_blocks, self.device), group=None)
 
@@ -140,8 +146,8 @@ class _Loading:
         """With packed weights where other workers of the machine have theirs, if these kernels can."""
         if not isinstance(self.kernels, NativeCpuKernels):
             return self.kernels
-        facts = f"{self.kernels.packing} {self.layout.dtype} {self.quantisation}"
-        memory = packing_memory(self.folder, facts, self._pack_all, self.share_weights)
+        facts = f"{self.kernels.packing} {self.layout.dtype} {self.engine.quantisation}"
+        memory = packing_memory(self.folder, facts, self._pack_all, self.engine.share_weights)
         return self.kernels.packing_into(memory)
 
     def _pack_all(self, memory: PackingMemory) -> None:
@@ -149,21 +155,19 @@ class _Loading:
         with torch.inference_mode():
             Model(self.config, self._weights(None), self.kernels.packing_into(memory))
 
-    def group_runner(
-        self, sizes: KVSizes, degree: int, batch_invariant: bool, activation_bits: ActivationBits
-    ) -> ModelRunner:
-        """Of a group of processes, which are up when this returns. Raises GroupError."""
+    def _group_runner(self, sizes: KVSizes) -> ModelRunner:
+        engine = self.engine
         group = GroupLeader(
             self.folder,
             self.config,
             self.layout,
             sizes.device_blocks,
-            degree=degree,
+            degree=engine.tensor_parallel,
             num_threads=torch.get_num_threads(),
             device=self.device,
-            batch_invariant=batch_invariant,
-            activation_bits=activation_bits,
-            quantisation=self.quantisation,
+            batch_invariant=engine.batch_invariant,
+            activation_bits=engine.activation_bits,
+            quantisation=engine.quantisation,
         )
         with ExitStack() as on_failure:
             on_failure.callback(group.close)
@@ -203,7 +207,7 @@ class _Loading:
         return load_weights(
             self.folder,
             self.config,
-            self.quantisation,
+            self.engine.quantisation,
             dtype=self.layout.dtype,
             shard=WHOLE if group is None else group.ranks.shard,
             device=self.device,
@@ -219,17 +223,16 @@ class _Loading:
         return KVCache(self.layout, num_blocks, memory=memory)
 
 
-def _layout(
-    config: ModelConfig, dtype: torch.dtype, block_size: int, layers_per_group: int | None, *, tiered: bool
-) -> KVLayout:
+def _layout(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> KVLayout:
+    layers_per_group = engine.layers_per_group
     if layers_per_group is None:
-        layers_per_group = layers_per_group_for(config.num_layers) if tiered else config.num_layers
+        layers_per_group = layers_per_group_for(config.num_layers) if engine.host_bytes else config.num_layers
     return KVLayout(
         num_layers=config.num_layers,
         layers_per_group=layers_per_group,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        block_size=block_size,
+        block_size=engine.block_size,
         dtype=dtype,
     )
 
@@ -251,24 +254,25 @@ def _set_threads(num_threads: int | None, tensor_parallel: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _decode_recording(runner: ModelRunner, kernels: Kernels, largest: StepSize) -> Callable[[], None] | None:
-    """Records the runner's decode steps over the KV cache it then has. None: the kernels cannot be replayed."""
-    if not isinstance(kernels, GraphKernels):
+def _decode_recording(loading: _Loading, runner: ModelRunner) -> Callable[[], None] | None:
+    """Records the runner's decode steps over the KV cache it then has. None: not wanted, or the kernels cannot be
+    replayed; a group's are not."""
+    engine, kernels = loading.engine, loading.kernels
+    if not engine.decode_graphs or engine.tensor_parallel > 1 or not isinstance(kernels, GraphKernels):
         return None
-    limits = DecodeGraphLimits.of(largest.num_seqs, runner.config.max_position_embeddings)
+    limits = DecodeGraphLimits.of(engine.largest_step.num_seqs, runner.config.max_position_embeddings)
     return partial(runner.record_decode, kernels, limits)
 
 
-def _made_ready(
-    loading: _Loading, runner: ModelRunner, share: DeviceShare | None, recorded: StepSize | None
-) -> ModelRunner:
-    """What needs a runner that is up, or it is closed. Decode steps up to `recorded` are recorded last, over the KV
-    cache that stays."""
+def _made_ready(loading: _Loading, runner: ModelRunner) -> ModelRunner:
+    """What needs a runner that is up, or it is closed. Decode steps are recorded last, over the KV cache that stays."""
+    engine = loading.engine
     with ExitStack() as on_failure:
         on_failure.callback(runner.close)
-        record = None if recorded is None else _decode_recording(runner, loading.kernels, recorded)
-        if share is not None:
-            loading.give_kv(runner, share.sizes_left(loading.layout, runner, record))
+        record = _decode_recording(loading, runner)
+        if engine.kv_share is not None:
+            left = sizes_left(runner, loading.memory, share=engine.kv_share, largest=engine.largest_step, record=record)
+            loading.give_kv(runner, left)
         if record is not None:
             record()
         _log_summary(runner, loading.folder)
@@ -276,7 +280,7 @@ def _made_ready(
     return runner
 
 
-def _log_summary(runner: ModelRunner, model_folder: str | Path) -> None:
+def _log_summary(runner: ModelRunner, model_folder: Path) -> None:
     layout = runner.sequence_kv.layout
     logger.info(
         "%s from %s on %s: %.0f MB of weights; %d KV blocks of %d tokens x %d layers, %.0f MB, %d tokens; %d threads",
@@ -300,41 +304,6 @@ def _log_summary(runner: ModelRunner, model_folder: str | Path) -> None:
             runner.kv_cache.num_blocks - runner.num_pool_blocks,
             runner.staging_columns,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """What a worker loads. One of `kv_bytes`, `kv_blocks` and `kv_share` is set; None elsewhere means the default.
-
-    `kv_share`: KV gets what is left of that share of the device's memory beside the model and a step of `largest_step`.
-
-    `host_bytes` of host memory and a ring of `staging_bytes`, in `ring_groups` slots, come on top of the device's KV
-    memory. `max_model_len` is bounded by what the model was made for and by what either memory holds; in host memory,
-    also by what a slot of the ring holds.
-    """
-
-    model_ref: str
-    model_name: str
-    dtype: DtypeName = "auto"
-    max_model_len: int | None = None
-    block_size: int = 16
-    layers_per_group: int | None = None
-    kv_bytes: int | None = None
-    kv_blocks: int | None = None
-    kv_share: float | None = None
-    largest_step: StepSize = StepSize()  # noqa: RUF009 - frozen
-    host_bytes: int = 0
-    staging_bytes: int = 0
-    ring_groups: int = 2
-    num_threads: int | None = None
-    prefix_caching: bool = True
-    device: str = "cpu"  # or cuda:0, ...
-    tensor_parallel: int = 1  # processes that have a part of the model each
-    batch_invariant: bool = False  # logits do not depend on the batch, to the bit, or nothing is loaded
-    decode_graphs: bool = False  # on a GPU: decode steps are recorded at the start and replayed
-    quantisation: Quantisation | None = None  # of the projections' weights, when they are loaded
-    share_weights: Sharing = "off"  # with other processes of the machine: see `engine.checkpoint.packed_weights`
-    activation_bits: ActivationBits = 8  # of what a CPU multiplies by quantised weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,6 +338,11 @@ class LoadedModel:
         """Block columns that all host-resident sequences of a step may have together; 0: none can be computed."""
         return self.runner.staging_columns
 
+    def host_bytes_per_s(self) -> float:
+        """Measured speed of copies between device and host; 0 without host memory."""
+        stats = self.runner.transfer_stats
+        return 0.0 if stats is None else stats.host_bytes_per_s
+
     @property
     def layout(self) -> KVLayout:
         return self.sequence_kv.layout
@@ -384,28 +358,7 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
     `host_memory` gives the memory of the host's KV cache, if there is to be one; None: private memory.
     """
     folder = resolve_model(config.model_ref)
-    runner = load_runner(
-        folder,
-        dtype=_dtype(config.dtype, folder),
-        block_size=config.block_size,
-        layers_per_group=config.layers_per_group,
-        num_blocks=config.kv_blocks,
-        kv_bytes=config.kv_bytes,
-        kv_share=config.kv_share,
-        largest_step=config.largest_step,
-        host_bytes=config.host_bytes,
-        staging_bytes=config.staging_bytes,
-        ring_groups=config.ring_groups,
-        host_memory=host_memory,
-        num_threads=config.num_threads,
-        device=config.device,
-        tensor_parallel=config.tensor_parallel,
-        batch_invariant=config.batch_invariant,
-        decode_graphs=config.decode_graphs,
-        quantisation=config.quantisation,
-        share_weights=config.share_weights,
-        activation_bits=config.activation_bits,
-    )
+    runner = load_runner(folder, config, host_memory)
     dissolve_team()  # steps will be computed by another thread
     return LoadedModel(
         name=config.model_name,

@@ -1,8 +1,9 @@
 """The worker's heartbeat: plan a step, compute it in a thread of its own, take its results in, for ever.
 
 Plans and results are handled on the event loop, so that schedulers and pools have one thread and no locks; only what
-the runner computes runs elsewhere. With `AsyncScheduling` the next step is planned and prepared while one computes, and
-that one's results are taken in while the next computes: see docs/decisions/0009. Workers say what is planned.
+the runner computes runs elsewhere. With async scheduling, which SGLang calls the overlap scheduler, the next step is
+planned and prepared while one computes, and that one's results are taken in while the next computes: see
+docs/decisions/0009. Workers say what is planned.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sequence import StepOutput, StepPlan
 from engine.steps.compute_thread import ComputeThread
-from engine.steps.in_flight import AsyncRunner, InFlightStep, Runner, StepSkippedError
+from engine.steps.in_flight import InFlightStep, Runner, StepSkippedError
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +29,6 @@ OVERDUE_S = 0.75
 _OVERDUE_TIMES = 2.5
 _HUNG_S, _HUNG_TIMES = 60.0, 30.0
 _LOOK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncScheduling:
-    """The next step is planned and prepared while one computes: SGLang calls it the overlap scheduler.
-
-    `plan` may return an empty plan: the next step has to wait for the one in flight.
-    """
-
-    runner: AsyncRunner
-    plan: Callable[[], StepPlan]
 
 
 class _StepWatch:
@@ -99,11 +88,14 @@ class _StepWatch:
 class StepLoop:
     """Runs steps while there is something to do; sleeps until `wake()` otherwise.
 
-    `plan` may return an empty plan. `on_layer(plan, layer)` is called in the compute thread. An exception of the runner
-    goes to `failed` with the plan it hit, and after it that of the step which was planned ahead, if there is one. After
-    MAX_CONSECUTIVE_FAILURES in a row, or while a step hangs, the loop counts as unhealthy. `costs` learns from every
-    step, planning and taking in included, where they do not overlap with another one. `on_overdue(is_overdue)` is told
-    when a step takes several times as long as predicted, and `overdue_s` longer, and when it has ended after all.
+    `plan` may return an empty plan. `plan_ahead`, where it is given, plans the step after the one that computes; its
+    plan may be empty as well: then the next step has to wait for the one in flight.
+
+    `on_layer(plan, layer)` is called in the compute thread. An exception of the runner goes to `failed` with the plan
+    it hit, and after it that of the step which was planned ahead, if there is one. After MAX_CONSECUTIVE_FAILURES in a
+    row, or while a step hangs, the loop counts as unhealthy. `costs` learns from every step, planning and taking in
+    included, where they do not overlap with another one. `on_overdue(is_overdue)` is told when a step takes several
+    times as long as predicted, and `overdue_s` longer, and when it has ended after all.
     """
 
     def __init__(
@@ -112,19 +104,19 @@ class StepLoop:
         *,
         costs: StepCosts,
         plan: Callable[[], StepPlan],
+        plan_ahead: Callable[[], StepPlan] | None = None,
         finish: Callable[[StepPlan, StepOutput], None],
         failed: Callable[[StepPlan, Exception], None],
         on_layer: Callable[[StepPlan, int], None] | None = None,
         on_overdue: Callable[[bool], None] = lambda is_overdue: None,
         overdue_s: float = OVERDUE_S,
-        async_scheduling: AsyncScheduling | None = None,
     ) -> None:
         self._runner = runner
         self._plan = plan
+        self._plan_ahead = plan_ahead
         self._finish = finish
         self._failed = failed
         self._on_layer = on_layer
-        self._async = async_scheduling
         self._wake = asyncio.Event()
         self._compute = ComputeThread("compute")
         self._waiting = ComputeThread("device")  # for what comes down from the device
@@ -193,9 +185,9 @@ class StepLoop:
                     left.abort()
 
     def _submit_ahead(self, step: InFlightStep) -> InFlightStep | None:
-        if self._async is None or not step.can_be_followed:
+        if self._plan_ahead is None or not step.can_be_followed:
             return None
-        plan = self._async.plan()
+        plan = self._plan_ahead()
         return self._submit(plan, step) if plan.items or plan.copies else None
 
     def _submit(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
@@ -204,10 +196,10 @@ class StepLoop:
         layer_done = self._on_layer
         on_layer = None if layer_done is None else lambda layer: layer_done(plan, layer)
         step = InFlightStep(plan)
-        if self._async is None:
+        if self._plan_ahead is None:
             step.submit(self._runner, self._compute, on_layer)
         else:
-            step.submit_async(self._async.runner, self._compute, self._waiting, on_layer, after)
+            step.submit_async(self._runner, self._compute, self._waiting, on_layer, after)
         return step
 
     async def _complete(self, step: InFlightStep, began: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -37,32 +37,22 @@ class StepSize:
         return layout.num_layer_groups * (-(-self.num_tokens // layout.block_size) + self.num_seqs)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceShare:
-    """KV gets what is left of a share of the device's memory, which only a runner that is up can be asked."""
+def sizes_to_measure_with(layout: KVLayout, memory: KVMemory, largest: StepSize) -> KVSizes:
+    """What a runner needs to be asked how much of its device is left. Raises ValueError if the memory says its size."""
+    if memory.kv_blocks is not None or memory.kv_bytes is not None:
+        raise ValueError("give the size of the KV cache as a share, or in bytes, or in blocks")
+    return KVSizes(pool_blocks=largest.num_blocks(layout), host_blocks=0, ring=None)
 
-    share: float
-    memory: KVMemory
-    largest_step: StepSize
 
-    @classmethod
-    def of(cls, share: float | None, memory: KVMemory, largest_step: StepSize) -> Self | None:
-        """None: the memory says its size. Raises ValueError if that is said twice."""
-        if share is None:
-            return None
-        if memory.kv_blocks is not None or memory.kv_bytes is not None:
-            raise ValueError("give the size of the KV cache as a share, or in bytes, or in blocks")
-        return cls(share, memory, largest_step)
-
-    def sizes_to_measure_with(self, layout: KVLayout) -> KVSizes:
-        return KVSizes(pool_blocks=self.largest_step.num_blocks(layout), host_blocks=0, ring=None)
-
-    def sizes_left(self, layout: KVLayout, runner: ModelRunner, record: Callable[[], None] | None) -> KVSizes:
-        """Beside the largest step, the staging ring and, if there are some, recorded decode steps."""
-        left = kv_bytes_left(runner, self.largest_step, self.share) - self.memory.staging_bytes
-        if record is not None:
-            left -= recording_bytes(runner, record)
-        return size_tiers(layout, replace(self.memory, kv_bytes=max(left, 0)))
+def sizes_left(
+    runner: ModelRunner, memory: KVMemory, *, share: float, largest: StepSize, record: Callable[[], None] | None
+) -> KVSizes:
+    """KV gets what is left of `share` of the device's memory, which only a runner that is up can be asked: beside the
+    largest step, the staging ring and, if there are some, recorded decode steps."""
+    left = kv_bytes_left(runner, largest, share) - memory.staging_bytes
+    if record is not None:
+        left -= recording_bytes(runner, record)
+    return size_tiers(runner.sequence_kv.layout, replace(memory, kv_bytes=max(left, 0)))
 
 
 def kv_bytes_left(runner: ModelRunner, largest: StepSize, share: float) -> int:
@@ -116,10 +106,15 @@ def largest_step(layout: KVLayout, size: StepSize) -> StepPlan:
     items, first = [], 0
     for count in counts:
         num_blocks = layout.num_layer_groups * -(-count // layout.block_size)
-        table = BlockTable(layout.num_layer_groups)
-        table.append(np.arange(first, first + num_blocks, dtype=np.int32).reshape(layout.num_layer_groups, -1))
+        blocks = np.arange(first, first + num_blocks, dtype=np.int32).reshape(layout.num_layer_groups, -1)
         first += num_blocks
-        seq = Sequence(request_id="profile", attempt=0, params=_DRAWN, prompt_token_ids=[0] * count, block_table=table)
+        seq = Sequence(
+            request_id="profile",
+            attempt=0,
+            params=_DRAWN,
+            prompt_token_ids=[0] * count,
+            block_table=BlockTable.of(blocks),
+        )
         items.append(ScheduledSequence(seq, count))
     return StepPlan(tuple(items))
 

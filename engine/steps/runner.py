@@ -26,7 +26,7 @@ from engine.offload.stream_staging import StagingStreams, StreamedStep, StreamSt
 from engine.parallel.leader import GroupLeader, GroupModel
 from engine.sampling.pending_output import KnownTokens, PendingOutput, SampledTokens, nothing_to_check
 from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
-from engine.steps.decode_graphs import DecodeGraphLimits, DecodeGraphs, Recorder, recorder_for
+from engine.steps.decode_graphs import DecodeGraphLimits, DecodeGraphs, Record, record_for
 from engine.steps.threads import StepThreads
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
@@ -91,7 +91,6 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
-        self.host_cache = host_cache
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self.sampler = sampler
         self._threads = threads
@@ -104,46 +103,48 @@ class ModelRunner:
         self.model = model if group is None else GroupModel(group, model)
         self.graphs: DecodeGraphs | None = None
         assert self.model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
-        self.tiers, self.staging = self._stage(ring)
+        self.staging = self._stage(host_cache, ring)
 
     def keep_kv_in(self, kv_cache: KVCache, host_cache: KVCache | None, ring: StagingConfig | None) -> None:
         """In place of where it was kept so far, and forget that: before the runner is put to use."""
         assert self.staging is None, "what is staged belongs to a cache"
         assert self.graphs is None, "what is recorded belongs to a cache"
         self.kv_cache = kv_cache
-        self.host_cache = host_cache
-        self.tiers, self.staging = self._stage(ring)
+        self.staging = self._stage(host_cache, ring)
 
     @torch.inference_mode()
-    def record_decode(self, kernels: GraphKernels, limits: DecodeGraphLimits, recorder: Recorder | None = None) -> None:
+    def record_decode(self, kernels: GraphKernels, limits: DecodeGraphLimits, record: Record | None = None) -> None:
         """From now on, replay steps of decode alone within these limits. `kernels` are the runner's own.
 
-        After `keep_kv_in`, for a runner without a group; `recorder` None: the device's.
+        After `keep_kv_in`, for a runner without a group; `record` None: the device's.
         """
         assert isinstance(self.model, Model), "the ranks of a group are told of each step"
-        recorder = recorder or recorder_for(self.kv_cache.device)
-        self.graphs = DecodeGraphs(self.model, self.kv_cache, kernels, limits, recorder)
+        record = record or record_for(self.kv_cache.device)
+        self.graphs = DecodeGraphs(self.model, self.kv_cache, kernels, limits, record)
 
     def forget_recordings(self) -> None:
         self.graphs = None
 
-    def _stage(self, ring: StagingConfig | None) -> tuple[StagedTiers | None, Staging | None]:
-        assert ring is None or self.host_cache is not None, "a staging ring needs a host cache to fetch from"
-        if self.host_cache is None:
-            return None, None
+    def _stage(self, host_cache: KVCache | None, ring: StagingConfig | None) -> Staging | None:
+        assert ring is None or host_cache is not None, "a staging ring needs a host cache to fetch from"
+        if host_cache is None:
+            return None
         windows = _group_windows(self.config, self.kv_cache.layout)
-        tiers = StagedTiers(kv_cache=self.sequence_kv, host_cache=self.host_cache, ring=ring, windows=windows)
-        return tiers, staging_for(tiers)
+        return staging_for(StagedTiers(kv_cache=self.sequence_kv, host_cache=host_cache, ring=ring, windows=windows))
+
+    @property
+    def host_cache(self) -> KVCache | None:
+        return None if self.staging is None else self.staging.tiers.host_cache
 
     @property
     def num_pool_blocks(self) -> int:
         """Blocks of the device cache that sequences may own: all but the ring's."""
-        return self.kv_cache.num_blocks if self.tiers is None else self.tiers.num_pool_blocks
+        return self.kv_cache.num_blocks if self.staging is None else self.staging.tiers.num_pool_blocks
 
     @property
     def staging_columns(self) -> int:
         """Block columns that all host-resident sequences of a step may have together; 0: none can be computed."""
-        ring = None if self.tiers is None else self.tiers.ring
+        ring = None if self.staging is None else self.staging.tiers.ring
         return 0 if ring is None else ring.num_blocks
 
     @property
@@ -189,7 +190,7 @@ class ModelRunner:
 
         Tokens that `after` samples may be unknown still. Raises ValueError as `execute` does.
         """
-        placement = None if self.tiers is None else self.tiers.place(plan)
+        placement = None if self.staging is None else self.staging.tiers.place(plan)
         if not plan.items:
             return PreparedStep(plan, None, placement)
         tables = {} if placement is None else placement.tables

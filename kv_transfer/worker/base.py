@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,19 +21,21 @@ from engine.steps.fault_finding import FaultFinder
 from engine.steps.in_flight import StepSkippedError
 from engine.steps.loading import LoadedModel
 from engine.steps.loop import OVERDUE_S, StepLoop
+from kv_transfer.connections.compatibility import fingerprint
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, FailureCause
-from kv_transfer.messages.workers import TiersReport, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker.cost_report import cost_report
-from kv_transfer.worker.port import GatewayId, GatewayPort, Registration, warn_of_order, worker_info
+from kv_transfer.worker.port import GatewayId, GatewayPort, Registration, warn_of_order
 from kv_transfer.worker.prefix_loading import PrefixLoading
+from kv_transfer.worker.tiers_report import tiers_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +83,6 @@ def block_allocator(model: LoadedModel) -> BlockAllocator:
     )
 
 
-class WorkerRole(Protocol):
-    """How workers of one role are made. Plain data, so that it can be sent to where the worker will run."""
-
-    def make(self, parts: WorkerParts) -> Worker: ...
-
-
 class Scheduler(Protocol):
     """What both roles' schedulers have for the worker that drives them."""
 
@@ -97,6 +94,11 @@ class Scheduler(Protocol):
 
     @property
     def num_uncomputed_tokens(self) -> int: ...
+
+    @property
+    def num_in_host(self) -> int: ...
+
+    num_host_landings: int
 
     def abandon_step(self) -> None: ...
 
@@ -116,7 +118,7 @@ class Worker(ABC):
         """`step_tokens`: what one step may compute at most."""
         model = self.model = parts.model
         self.parts = parts
-        self._worker_config = config
+        self._config = config
         self._step_tokens = step_tokens
         self.allocator = block_allocator(model)
         self.prefix = PrefixLoading(
@@ -137,24 +139,16 @@ class Worker(ABC):
         self._thread = LoopThread("kv")
         self._port = GatewayPort(self.parts.identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
         self.steps = await self._open()
-        if calibration_s := self._worker_config.calibration_s:
-            await self.steps.calibrate(lambda: calibrate(self.model, budget_s=calibration_s).cost)
+        if calibration_s := self._config.calibration_s:
+            await self.steps.calibrate(lambda: calibrate(self.model, budget_s=calibration_s))
         endpoint = await self._port.start(self.parts.host)
-        self.info = worker_info(
-            self.model,
-            self.parts.identity,
-            self.role,
-            endpoint,
-            chunk_tokens=self._step_tokens,
-            max_num_seqs=self._max_num_seqs,
-            home=self.parts.home,
-        )
+        self.info = self._introduction(endpoint)
         self._registration = Registration(
             self.parts.identity,
             self.info,
             locate_scheduler=self.parts.locate_scheduler,
             snapshot=self.snapshot,
-            period_s=self._worker_config.heartbeat_s,
+            period_s=self._config.heartbeat_s,
             events=self.parts.events,
             on_order=self.parts.on_order,
         )
@@ -171,9 +165,28 @@ class Worker(ABC):
         """To the gateways that are here now."""
         return list(self._port.connections.values())
 
-    @abstractmethod
     def snapshot(self) -> WorkerSnapshot:
         """What the scheduler is told of this moment. Each has a number, so that of two the later one is known."""
+        self._num_snapshots += 1
+        host_pool = self.model.host_pool
+        return WorkerSnapshot(
+            worker_id=self.parts.identity.worker_id,
+            sequence_number=self._num_snapshots,
+            draining=self._is_leaving or not self.healthy,  # until it is replaced
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
+            blocks_available=self.model.block_pool.num_available,
+            num_leases=self.model.block_pool.num_leases,
+            host_blocks_available=0 if host_pool is None else host_pool.num_available,
+            step_cost=cost_report(self.steps.costs),
+            tiers=tiers_report(
+                self.model,
+                self.prefix,
+                num_in_host=self.scheduler.num_in_host,
+                num_host_landings=self.scheduler.num_host_landings,
+            ),
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait until nothing is held here, at most so long; whether that is so."""
@@ -257,22 +270,41 @@ class Worker(ABC):
         """Predicted, for computing so many tokens here."""
         return self.model.costs.prefill_s(num_tokens, self._step_tokens)
 
-    def _snapshot(self, tiers: TiersReport) -> WorkerSnapshot:
-        """What both roles report."""
-        self._num_snapshots += 1
-        host_pool = self.model.host_pool
-        return WorkerSnapshot(
-            worker_id=self.parts.identity.worker_id,
-            sequence_number=self._num_snapshots,
-            draining=self._is_leaving or not self.healthy,  # until it is replaced
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
-            blocks_available=self.model.block_pool.num_available,
-            num_leases=self.model.block_pool.num_leases,
-            host_blocks_available=0 if host_pool is None else host_pool.num_available,
-            step_cost=cost_report(self.steps.costs),
-            tiers=tiers,
+    def _step_loop(
+        self,
+        *,
+        on_layer: Callable[[StepPlan, int], None] | None = None,
+        plan_ahead: Callable[[], StepPlan] | None = None,
+    ) -> StepLoop:
+        return StepLoop(
+            self.model.runner,
+            costs=self.model.costs,
+            plan=self._plan_step,
+            plan_ahead=plan_ahead,
+            finish=self._finish_step,
+            failed=self._step_failed,
+            on_layer=on_layer,
+            on_overdue=self._port.step_overdue,
+            overdue_s=self._config.overdue_s,
+        )
+
+    def _introduction(self, endpoint: Endpoint) -> WorkerInfo:
+        """What the scheduler is told of the worker once."""
+        model, identity = self.model, self.parts.identity
+        return WorkerInfo(
+            worker_id=identity.worker_id,
+            role=self.role,
+            endpoint=endpoint,
+            pid=os.getpid(),
+            model=model.name,
+            compatibility=fingerprint(identity.compatibility),
+            max_model_len=model.max_model_len,
+            num_blocks=model.block_pool.num_blocks,
+            block_size=model.layout.block_size,
+            layer_groups=model.layout.num_layer_groups,
+            chunk_tokens=self._step_tokens,
+            max_num_seqs=self._max_num_seqs,
+            home=self.parts.home,
         )
 
     def _on_room(self) -> None:
@@ -336,9 +368,6 @@ class Worker(ABC):
         if not self._faults.begin_probe(accused):
             self._blame(accused)
 
-    def _on_overdue(self, is_overdue: bool) -> None:
-        self._port.step_overdue(is_overdue)
-
     def _blame(self, seq: Sequence) -> None:
         """Its steps fail, and the device computes others."""
         self._end(seq.key, f"its steps fail, alone as well: {self._faults.why}", "raised")
@@ -356,3 +385,7 @@ class Worker(ABC):
     def _note_idle(self) -> None:
         if self._is_leaving and self._is_idle():
             self._has_left.set()
+
+
+WorkerRole = Callable[[WorkerParts], Worker]
+"""How a replica makes its workers of one role, such as `partial(DecodeWorker, config=...)`; it can be pickled."""

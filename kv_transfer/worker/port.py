@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
 from engine.sequence import SequenceKey, StepPlan
 from engine.steps.loading import LoadedModel
-from kv_transfer.connections.compatibility import describe, fingerprint
+from kv_transfer.connections.compatibility import describe
 from kv_transfer.connections.connection import Connection, Server, connect, serve
 from kv_transfer.messages import Message
 from kv_transfer.messages.blocks import BlockIndexRequest
-from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import (
     Computing,
     Endpoint,
@@ -60,34 +58,6 @@ def worker_identity(model: LoadedModel, *, worker_id: str, node_id: str, secret:
     )
 
 
-def worker_info(
-    model: LoadedModel,
-    identity: Identity,
-    role: Role,
-    endpoint: Endpoint,
-    *,
-    chunk_tokens: int,
-    max_num_seqs: int = 0,
-    home: Role | None = None,
-) -> WorkerInfo:
-    """What a worker tells the scheduler about itself once. `max_num_seqs` 0: any number of them."""
-    return WorkerInfo(
-        worker_id=identity.worker_id,
-        role=role,
-        endpoint=endpoint,
-        pid=os.getpid(),
-        model=model.name,
-        compatibility=fingerprint(identity.compatibility),
-        max_model_len=model.max_model_len,
-        num_blocks=model.block_pool.num_blocks,
-        block_size=model.layout.block_size,
-        layer_groups=model.layout.num_layer_groups,
-        chunk_tokens=chunk_tokens,
-        max_num_seqs=max_num_seqs,
-        home=home,
-    )
-
-
 class GatewayPort:
     """Listens for gateways and keeps what a step brought until `flush()` sends it, one frame per gateway.
 
@@ -107,8 +77,7 @@ class GatewayPort:
         self._on_lost = on_lost
         self._connections: dict[GatewayId, Connection] = {}
         self._next_id = 1
-        self._tokens: defaultdict[GatewayId, list[TokenEvent]] = defaultdict(list)
-        self._failures: defaultdict[GatewayId, list[FailureEvent]] = defaultdict(list)
+        self._frames: defaultdict[GatewayId, StepFrame] = defaultdict(lambda: StepFrame(tokens=[]))
         self._is_overdue = False
         self._warned_alone: set[GatewayId] = set()  # that the step is one sequence's
         self._server: Server | None = None
@@ -169,7 +138,7 @@ class GatewayPort:
         event = FailureEvent(
             request_id=key.request_id, attempt=key.attempt, reason=reason, retryable=retryable, cause=cause
         )
-        self.emit(gateway, event)
+        self._frames[gateway].failures.append(event)
         if flush:
             self.flush()
 
@@ -178,16 +147,12 @@ class GatewayPort:
         event = HandedOver(request_id=key.request_id, attempt=key.attempt, exposed_s=exposed_s)
         self.post(gateway, StepFrame(tokens=[], handoffs=[event]))
 
-    def emit(self, gateway: GatewayId, event: TokenEvent | FailureEvent) -> None:
-        if isinstance(event, TokenEvent):
-            self._tokens[gateway].append(event)
-        else:
-            self._failures[gateway].append(event)
+    def emit(self, gateway: GatewayId, event: TokenEvent) -> None:
+        self._frames[gateway].tokens.append(event)
 
     def flush(self) -> None:
-        for gateway in self._tokens.keys() | self._failures.keys():
-            frame = StepFrame(tokens=self._tokens.pop(gateway, []), failures=self._failures.pop(gateway, []))
-            self.post(gateway, frame)
+        for gateway in list(self._frames):
+            self.post(gateway, self._frames.pop(gateway))
 
     async def close(self, reason: str) -> None:
         if self._server is not None:
@@ -207,8 +172,7 @@ class GatewayPort:
             logger.info("gateway %s left: %s", connection.peer.worker_id, error)
         finally:
             del self._connections[gateway]
-            self._tokens.pop(gateway, None)
-            self._failures.pop(gateway, None)
+            self._frames.pop(gateway, None)
             self._on_lost(gateway)
 
 
@@ -237,6 +201,8 @@ class Registration:
         self._locate_scheduler = locate_scheduler
         self._snapshot = snapshot
         self._period_s = period_s
+        self._due = asyncio.Event()  # there is a reason to report before the time is up
+        self._are_all_blocks_wanted = True
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -258,64 +224,42 @@ class Registration:
     async def _report_while_connected(self) -> None:
         endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
         connection = await connect(endpoint, self._identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
-        line = _SchedulerLine(connection, self._events, self._on_order)
+        self._due.clear()
+        self._are_all_blocks_wanted = True
+        if self._events is not None:
+            loop = asyncio.get_running_loop()
+            self._events.on_many = lambda: loop.call_soon_threadsafe(self._due.set)
+        listening = asyncio.create_task(self._listen(connection), name="scheduler-orders")
         try:
             await connection.send(Register(info=self._info, snapshot=self._snapshot()))
             while True:
-                await line.report_blocks()
-                await line.wait(self._period_s)
+                await self._report_blocks(connection)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._due.wait(), self._period_s)
                 await connection.send(Heartbeat(snapshot=self._snapshot()))
         finally:
             connection.close("the worker stops reporting")
-            await line.stop()
+            if self._events is not None:
+                self._events.on_many = lambda: None
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
-
-class _SchedulerLine:
-    """One connection to the scheduler: reports what the worker's tiers hold, and receives orders."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        events: BlockEventLog | None,
-        on_order: Callable[[Message], None],
-    ) -> None:
-        self._connection = connection
-        self._events = events
-        self._due = asyncio.Event()
-        self._on_order = on_order
-        self._snapshot_wanted = True
-        if events is not None:
-            loop = asyncio.get_running_loop()
-            events.on_many = lambda: loop.call_soon_threadsafe(self._due.set)
-        self._listening = asyncio.create_task(self._listen(), name="scheduler-orders")
-
-    async def report_blocks(self) -> None:
-        """What the scheduler does not know yet."""
+    async def _report_blocks(self, connection: Connection) -> None:
+        """What the scheduler does not know yet of what the worker's tiers hold."""
         self._due.clear()
         if self._events is None:
             return
-        if self._snapshot_wanted:
-            self._snapshot_wanted = False
+        if self._are_all_blocks_wanted:
+            self._are_all_blocks_wanted = False
             for part in self._events.snapshot():
-                await self._connection.send(part)
+                await connection.send(part)
         for events in self._events.take():
-            await self._connection.send(events)
+            await connection.send(events)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Until there is a reason to report before the time is up."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._due.wait(), timeout_s)
-
-    async def stop(self) -> None:
-        if self._events is not None:
-            self._events.on_many = lambda: None
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
-
-    async def _listen(self) -> None:
-        async for message, _ in self._connection:
+    async def _listen(self, connection: Connection) -> None:
+        async for message, _ in connection:
             if isinstance(message, BlockIndexRequest):
-                self._snapshot_wanted = True
+                self._are_all_blocks_wanted = True
                 self._due.set()
             else:
                 self._on_order(message)

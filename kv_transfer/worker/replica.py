@@ -147,7 +147,7 @@ class WorkerReplica:
             home=self._home,
             digest_kind=self._transfer.digest_kind(self.model.kv_cache.tensor.device),
         )
-        worker = self._roles[self.role].make(parts)
+        worker = self._roles[self.role](parts)
         await worker.start()
         return worker
 

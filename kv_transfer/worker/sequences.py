@@ -28,12 +28,10 @@ def token_event(
     index: int,
     token: SampledToken,
     finish: FinishReason | None,
-    *,
-    num_cached_tokens: int | None,
     prompt_logprobs: list[TokenLogprobs] | None,
 ) -> TokenEvent:
-    """The `index`-th output token of `seq` as the gateway sees it. `num_cached_tokens`: only of the attempt's first."""
-    chosen = token.logprobs
+    """The `index`-th output token of `seq` as the gateway sees it. The attempt's first one says what went before it."""
+    chosen, is_first = token.logprobs, index == seq.num_prior_output
     return TokenEvent(
         request_id=seq.request_id,
         attempt=seq.attempt,
@@ -42,7 +40,7 @@ def token_event(
         finish_reason=finish,
         logprob=None if chosen is None else chosen.logprob,
         top_logprobs=None if chosen is None else chosen.top,
-        num_cached_tokens=num_cached_tokens,
-        waited_s=None if num_cached_tokens is None else seq.waited_s,
+        num_cached_tokens=seq.num_cached if is_first else None,
+        waited_s=seq.waited_s if is_first else None,
         prompt_logprobs=None if prompt_logprobs is None else [(p.logprob, p.top) for p in prompt_logprobs],
     )

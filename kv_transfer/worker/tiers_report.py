@@ -11,27 +11,14 @@ from kv_transfer.tiers.memory import tier_blocks
 from kv_transfer.worker.prefix_loading import PrefixLoading
 
 
-def tiers_report(
-    model: LoadedModel,
-    prefix: PrefixLoading,
-    *,
-    num_in_host: int,
-    num_host_landings: int,
-    num_offloads: int = 0,
-    num_restores: int = 0,
-    num_preemptions: int = 0,
-) -> TiersReport:
-    """The tiers of `model` and those below it, and what the worker's scheduler has counted. Never waits for a disk."""
+def tiers_report(model: LoadedModel, prefix: PrefixLoading, *, num_in_host: int, num_host_landings: int) -> TiersReport:
+    """The tiers of `model` and those below it, and what both roles' schedulers count. Never waits for a disk."""
     lower = prefix.tiers
-    stats = model.runner.transfer_stats
     return TiersReport(
         blocks=_blocks(model.block_pool, model.host_pool, None if lower is None else lower.disk),
         num_in_host=num_in_host,
-        host_bytes_per_s=0.0 if stats is None else stats.host_bytes_per_s,
+        host_bytes_per_s=model.host_bytes_per_s(),
         num_host_landings=num_host_landings,
-        num_offloads=num_offloads,
-        num_restores=num_restores,
-        num_preemptions=num_preemptions,
         hit_tokens=dict(prefix.hit_tokens),
         missed_tokens=prefix.missed_tokens,
         loaded_columns={} if lower is None else lower.loaded_columns,

@@ -21,7 +21,7 @@ from kv_transfer.messages.workers import ChangeRole
 from kv_transfer.worker import replica as worker_replica
 from kv_transfer.worker.base import Worker, WorkerParts
 from kv_transfer.worker.replica import WorkerReplica
-from prefill_workers.worker import PrefillRole, PrefillWorker, PrefillWorkerConfig
+from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.mini_cluster import brake
 from tests.support.mini_requests import tokens, tokens_of
 from tests.support.replica_cluster import ReplicaCluster, replica_cluster
@@ -285,14 +285,13 @@ async def test_blocks_that_are_not_let_go_make_the_replica_unhealthy(
         assert tokens_of(await asking) == llama.local(PROMPT, greedy()).tokens, "the decode workers do it alone"
 
 
-class Broken(PrefillRole):
-    def make(self, parts: WorkerParts) -> PrefillWorker:
-        raise OSError("there is no port left")
+def broken(parts: WorkerParts) -> PrefillWorker:
+    raise OSError("there is no port left")
 
 
 async def test_a_worker_that_cannot_be_made_makes_the_replica_unhealthy(llama: SmallModel) -> None:
     async with replica_cluster(llama, num_prefill=1, num_decode=1) as cluster:
-        roles = cluster.roles | {"prefill": Broken(cluster.config.prefill)}
+        roles = cluster.roles | {"prefill": broken}
         replica = await cluster.add_replica("decode", roles)
         await cluster.ready()
         assert replica.change_role("prefill", 5.0)

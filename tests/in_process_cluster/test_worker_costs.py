@@ -180,7 +180,7 @@ async def test_the_next_worker_of_a_model_knows_what_was_learnt(llama: SmallMode
                 finish=lambda plan, output: None,
                 failed=lambda plan, error: None,
             )
-            await steps.calibrate(lambda: calibrate(model).cost)
+            await steps.calibrate(lambda: calibrate(model))
             assert not held.holding.is_set(), "a step was made"
             await steps.stop()
         assert model.costs.cost() == learnt

@@ -31,8 +31,8 @@ class World(StagedStepper):
         super().__init__(runner)
         self.device = Device(eager)
         runner.close()
-        assert runner.tiers is not None
-        runner.staging = StreamStaging(runner.tiers, self.device.staging)
+        assert runner.staging is not None
+        runner.staging = StreamStaging(runner.staging.tiers, self.device.staging)
         for cache in (runner.kv_cache, self.host_cache):  # the rate of fetches was measured
             cache.tensor.fill_(torch.nan)
         runner.model = QueuedModel(runner.model, self.device)  # type: ignore[assignment]

@@ -17,8 +17,7 @@ from cluster.config.build import decode_engine, prefill_engine
 from cluster.config.settings import LegatoConfig
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.sequence import Sequence as Seq
-from engine.steps.decode_graphs import CallRecorder, DecodeGraphLimits, Recorder, Replay, recorder_for
-from engine.steps.loading import load_runner
+from engine.steps.decode_graphs import DecodeGraphLimits, Record, Replay, call_again, record_for
 from engine.steps.runner import ModelRunner
 from kernels import reference
 from kernels.cpu import kernels as cpu
@@ -28,6 +27,7 @@ from kernels.triton.kernels import GpuKernels
 from tests.interpreted.gpu_stepping import SMALL_VOCABULARY, stepper_on
 from tests.support.interpreted import device
 from tests.support.model_families import build_oracle
+from tests.support.small_models import runner_of
 from tests.support.stepping import GREEDY_WITH_ECHO, RecordingSampler, Stepper
 from tests.support.thoroughness import in_test_long
 
@@ -40,11 +40,11 @@ TWO = DecodeGraphLimits(num_seqs=2, context_tokens=64)
 class CountingRecorder:
     """Tells which sizes were replayed, in order."""
 
-    recorder: Recorder
+    device_record: Record
     replayed: list[int] = field(default_factory=list)
 
     def record(self, compute: Callable[[], Tensor]) -> Replay:
-        replay = self.recorder.record(compute)
+        replay = self.device_record(compute)
 
         def counted() -> Tensor:
             result = replay()
@@ -105,8 +105,8 @@ def replaying_stepper(
 ) -> tuple[Stepper, RecordingSampler, CountingRecorder]:
     kernels = PoisoningKernels(device(), batch_invariant=batch_invariant)
     driver, sampler = stepper_on(kernels, folder)
-    recorder = CountingRecorder(recorder_for(device()))
-    driver.runner.record_decode(kernels, limits, recorder)
+    recorder = CountingRecorder(record_for(device()))
+    driver.runner.record_decode(kernels, limits, recorder.record)
     return driver, sampler, recorder
 
 
@@ -261,7 +261,7 @@ def test_context_is_bounded() -> None:
 
 def test_a_call_is_recorded_with_its_result_in_one_place() -> None:
     x = torch.zeros(2)
-    replay = CallRecorder().record(lambda: x + 1)
+    replay = call_again(lambda: x + 1)
     x += 4
     result = replay()
     assert result.tolist() == [5, 5]
@@ -274,7 +274,7 @@ def test_a_cpu_records_nothing(tmp_path: Path) -> None:
     build_oracle("llama-tied-biased-llama3", tmp_path)
     assert isinstance(GpuKernels(device(), batch_invariant=False), GraphKernels)
     assert not isinstance(cpu, GraphKernels)
-    runner = load_runner(tmp_path, dtype=torch.float32, block_size=4, num_blocks=8, decode_graphs=True)
+    runner = runner_of(tmp_path, kv_blocks=8, decode_graphs=True)
     assert runner.graphs is None
 
 

@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from engine.sequence import ScheduledSequence, StepPlan
-from engine.steps.loading import load_runner
 from engine.steps.runner import ModelRunner
+from tests.support.small_models import runner_of
 from tests.support.stepping import Stepper
 
 
 def start(folder: Path, degree: int = 2, **options: Any) -> ModelRunner:
-    return load_runner(
-        folder, dtype=torch.float32, block_size=4, num_blocks=400, num_threads=1, tensor_parallel=degree, **options
-    )
+    return runner_of(folder, kv_blocks=400, num_threads=1, tensor_parallel=degree, **options)
 
 
 def whole_prompt(runner: ModelRunner, prompt: list[int], num_tokens: int) -> tuple[Stepper, Any, StepPlan]:

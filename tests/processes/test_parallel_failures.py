@@ -101,9 +101,9 @@ def test_an_error_on_the_way_ends_the_group_too(checkpoint: Path) -> None:
 LEADER = """
 import sys
 import psutil
-import torch
-from engine.steps.loading import load_runner
-runner = load_runner(sys.argv[1], dtype=torch.float32, block_size=4, num_blocks=40, num_threads=1, tensor_parallel=2)
+from pathlib import Path
+from tests.support.small_models import runner_of
+runner = runner_of(Path(sys.argv[1]), kv_blocks=40, num_threads=1, tensor_parallel=2)
 print(*(process.pid for process in psutil.Process().children()), flush=True)
 sys.stdin.read()
 """

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from engine.sequence import ScheduledSequence, StepPlan
-from engine.steps.loading import load_runner
 from engine.steps.memory_profile import StepSize
 from engine.steps.runner import ModelRunner
 from tests.processes.rank_groups import start, whole_prompt
 from tests.support.model_families import build_oracle
-from tests.support.small_models import random_prompts
+from tests.support.small_models import random_prompts, runner_of
 from tests.support.staged_stepping import rank_caches
 from tests.support.stepping import GREEDY_WITH_ECHO, Stepper
 
@@ -120,8 +119,8 @@ def test_a_group_measures_what_is_left_for_the_kv_of_all_its_ranks(
     folder, oracle = checkpoint
     total, free = 200_000_000, 150_000_000
     monkeypatch.setattr("engine.steps.memory_profile.device_memory", lambda device: (free, total))
-    options: dict[str, Any] = {"dtype": torch.float32, "block_size": 4, "num_threads": 1, "tensor_parallel": 2}
-    runner = load_runner(folder, kv_share=0.75, largest_step=StepSize(num_tokens=64, num_seqs=4), **options)
+    size = StepSize(num_tokens=64, num_seqs=4)
+    runner = runner_of(folder, kv_share=0.75, largest_step=size, num_threads=1, tensor_parallel=2)
     left = free - 0.25 * total
     assert left / 2 < runner.num_pool_blocks * runner.sequence_kv.layout.block_bytes < left
     assert [cache.num_blocks for cache in rank_caches(runner)] == [runner.num_pool_blocks] * 2

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.steps.loading import load_runner
-from tests.support.small_models import SmallModel, random_prompts
+from tests.support.small_models import SmallModel, random_prompts, runner_of
 from tests.support.staged_stepping import StagedStepper, rank_caches
 
 NUM_TOKENS = 8
@@ -20,12 +19,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 @pytest.mark.parametrize("ring_groups", [1, 2])
 def test_layers_on_the_host_change_no_token(model: SmallModel, ring_groups: int) -> None:
     """Four groups of one layer. The ring is poisoned before each step, in the memory of every rank."""
-    runner = load_runner(
+    runner = runner_of(
         model.folder,
-        dtype=torch.float32,
-        block_size=4,
         layers_per_group=1,
-        num_blocks=400,
+        kv_blocks=400,
         host_bytes=4 << 20,
         staging_bytes=4 << 20,
         ring_groups=ring_groups,

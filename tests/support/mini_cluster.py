@@ -206,7 +206,7 @@ class MiniCluster:
         for worker in self.workers:
             assert not worker.gateway_of, f"{worker.info.worker_id} still lists {list(worker.gateway_of)}"
             assert worker.scheduler.num_running == worker.scheduler.num_waiting == 0
-        assert not any(decode.reservations.num_waiting or decode.reservations.num_receiving for decode in self.decodes)
+        assert not any(decode.reservations.num_waiting for decode in self.decodes)
 
     async def flush_disks(self) -> None:
         """Until all that was given to the workers' disk tiers lies in files, and nothing is held any more."""

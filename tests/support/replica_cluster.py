@@ -7,16 +7,17 @@ import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from tempfile import TemporaryDirectory
 
-from decode_workers.worker import DecodeRole, DecodeWorker
+from decode_workers.worker import DecodeWorker
 from engine.steps.loading import EngineConfig
 from kv_transfer.messages.fields import Role
 from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.worker.base import WorkerRole
 from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
-from prefill_workers.worker import PrefillRole, PrefillWorker
+from prefill_workers.worker import PrefillWorker
 from tests.processes.host_segments import SHARED_MEMORY
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig
 from tests.support.small_models import SmallModel
@@ -30,8 +31,8 @@ class ReplicaCluster(MiniCluster):
         super().__init__(config)
         self._tiers_config = TiersConfig(host=Budget(num_bytes=2**23), host_folder=folder)
         self.roles: dict[Role, WorkerRole] = {
-            "prefill": PrefillRole(self.config.prefill),
-            "decode": DecodeRole(self.config.decode),
+            "prefill": partial(PrefillWorker, config=self.config.prefill),
+            "decode": partial(DecodeWorker, config=self.config.decode),
         }
         self.replicas: list[WorkerReplica] = []
 

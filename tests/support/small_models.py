@@ -14,7 +14,8 @@ import torch
 from decode_workers.local_engine import LocalEngine
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, TokenLogprobs
-from engine.steps.loading import DtypeName, EngineConfig, load_model
+from engine.steps.loading import DtypeName, EngineConfig, load_model, load_runner
+from engine.steps.runner import ModelRunner
 from tests.support.model_families import VOCAB_SIZE, build_oracle
 
 
@@ -25,6 +26,12 @@ def greedy(max_tokens: int = 24, **wishes: Any) -> SamplingParams:
 def random_prompts(lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
     chooser = random.Random(seed)
     return [[chooser.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def runner_of(folder: Path, **options: Any) -> ModelRunner:
+    """Of a folder that need not have a tokenizer; `options` are those of `EngineConfig`."""
+    defaults = {"model_ref": str(folder), "model_name": "small", "dtype": "float32", "block_size": 4}
+    return load_runner(folder, EngineConfig(**(defaults | options)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ from engine.checkpoint.weights import load_weights
 from engine.memory.devices import CPU, require_device
 from engine.model.config import ModelConfig
 from engine.steps import memory_profile
-from engine.steps.loading import load_runner, require_whole_cache
+from engine.steps.loading import require_whole_cache
 from engine.steps.memory_profile import StepSize, device_memory, largest_step, peak_bytes
 from tests.support.model_families import build_oracle
+from tests.support.small_models import runner_of
 from tests.support.stepping import Stepper
 
 
@@ -44,7 +45,7 @@ def test_other_devices_are_refused(name: str, complaint: str) -> None:
 def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(ValueError, match=r"is to run on cuda:\d+, but torch .*sees (no GPU|\d+ GPUs)"):
-        load_runner(tmp_path, dtype=torch.float32, block_size=4, num_blocks=4, device=missing)
+        runner_of(tmp_path, kv_blocks=4, device=missing)
 
 
 def test_host_memory_of_a_group_on_gpus_is_refused() -> None:
@@ -76,7 +77,7 @@ def test_a_model_is_built_layer_by_layer(folder: Path) -> None:
     runners = []
     peak = peak_bytes(
         CPU,
-        lambda: runners.append(load_runner(folder, dtype=torch.bfloat16, block_size=4, num_blocks=4, num_threads=1)),
+        lambda: runners.append(runner_of(folder, dtype="bfloat16", kv_blocks=4, num_threads=1)),
     )
     (runner,) = runners
     rest = runner.kv_cache.num_bytes + runner.weight_bytes
@@ -87,7 +88,7 @@ def test_a_model_is_built_layer_by_layer(folder: Path) -> None:
 
 
 def test_the_largest_step_is_as_large_as_is_said(folder: Path) -> None:
-    runner = load_runner(folder, dtype=torch.float32, block_size=4, layers_per_group=2, num_blocks=100, num_threads=1)
+    runner = runner_of(folder, layers_per_group=2, kv_blocks=100, num_threads=1)
     layout = runner.kv_cache.layout
     for size in (StepSize(num_tokens=50, num_seqs=7), StepSize(num_tokens=3, num_seqs=5), StepSize(num_tokens=1)):
         plan = largest_step(layout, size)
@@ -101,7 +102,7 @@ def test_the_largest_step_is_as_large_as_is_said(folder: Path) -> None:
 
 
 def test_what_a_step_takes_grows_with_it(folder: Path) -> None:
-    runner = load_runner(folder, dtype=torch.float32, block_size=4, num_blocks=400, num_threads=1)
+    runner = runner_of(folder, kv_blocks=400, num_threads=1)
     peaks = []
     for num_tokens in (64, 128, 256):
         plan = largest_step(runner.kv_cache.layout, StepSize(num_tokens=num_tokens, num_seqs=2))
@@ -116,26 +117,26 @@ def test_kv_gets_what_is_left_of_a_share(folder: Path, monkeypatch: pytest.Monke
     """Of a machine of 64 MB, of which 40 are free."""
     monkeypatch.setattr(memory_profile, "device_memory", lambda device: (40_000_000, 64_000_000))
     size = StepSize(num_tokens=100, num_seqs=4)
-    options: dict[str, Any] = {"dtype": torch.float32, "block_size": 4, "largest_step": size, "num_threads": 1}
-    runner = load_runner(folder, kv_share=0.75, **options)
+    options: dict[str, Any] = {"largest_step": size, "num_threads": 1}
+    runner = runner_of(folder, kv_share=0.75, **options)
     scratch_bytes = size.num_blocks(runner.kv_cache.layout) * runner.kv_cache.layout.block_bytes
     most = 40_000_000 - 16_000_000 + scratch_bytes
     assert most - 4_000_000 < runner.kv_cache.num_bytes < most, "all but the step's"
     stepper = Stepper(runner)
-    alone = Stepper(load_runner(folder, num_blocks=100, dtype=torch.float32, block_size=4))
+    alone = Stepper(runner_of(folder, kv_blocks=100))
     prompt = list(range(3, 40))
     assert stepper.generate(stepper.add(prompt), 5) == alone.generate(alone.add(prompt), 5)
-    staged = load_runner(folder, kv_share=0.75, host_bytes=1_000_000, staging_bytes=2_000_000, **options)
+    staged = runner_of(folder, kv_share=0.75, host_bytes=1_000_000, staging_bytes=2_000_000, **options)
     assert staged.host_cache is not None
     assert staged.kv_cache.num_bytes - 2_100_000 < staged.num_pool_blocks * staged.kv_cache.layout.block_bytes < most
     staged.close()
     with pytest.raises(ValueError, match=r"nothing is left for KV.*allow a larger share"):
-        load_runner(folder, kv_share=0.3, **options)
+        runner_of(folder, kv_share=0.3, **options)
 
 
 def test_a_share_is_given_alone(folder: Path) -> None:
     with pytest.raises(ValueError, match="as a share, or in bytes, or in blocks"):
-        load_runner(folder, dtype=torch.float32, block_size=4, kv_share=0.5, num_blocks=10)
+        runner_of(folder, kv_share=0.5, kv_blocks=10)
     config = LegatoConfig.model_validate({"kv": {"decode": {"memory": "85%"}}, "decode": {"max_num_seqs": 32}})
     engine = decode_engine(config)
     assert (engine.kv_share, engine.kv_bytes, engine.kv_blocks) == (0.85, None, None)

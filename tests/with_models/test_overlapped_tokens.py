@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
-from decode_workers.worker import decode_scheduler, step_overlap
+from decode_workers.worker import decode_scheduler
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepOutput, StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
-from engine.steps.loop import AsyncScheduling, StepLoop
+from engine.steps.loop import StepLoop
 from engine.steps.runner import TokenSampler
 from kv_transfer.worker.base import block_allocator
 from tests.engine.steps.late_tokens import LateTokens
@@ -105,7 +105,7 @@ class Generation:
             plan=self._scheduler.plan,
             finish=self._finish,
             failed=lambda plan, error: self._failures.append(error),
-            async_scheduling=self._overlap(wanted=overlap),
+            plan_ahead=self._plan_ahead if overlap else None,
         )
 
     async def outcome(self) -> Outcome:
@@ -123,18 +123,10 @@ class Generation:
     def _is_over(self) -> bool:
         return not (self._waiting or self._scheduler.num_running or self._scheduler.num_waiting)
 
-    def _overlap(self, *, wanted: bool) -> AsyncScheduling | None:
-        """Its plans are kept."""
-        overlap = step_overlap(self._model, lambda: self._scheduler.plan_ahead(time.monotonic()), wanted=wanted)
-        if overlap is None:
-            return None
-        plan_ahead = overlap.plan
-
-        def plan() -> StepPlan:
-            self._ahead.append(plan_ahead())
-            return self._ahead[-1]
-
-        return dataclasses.replace(overlap, plan=plan)
+    def _plan_ahead(self) -> StepPlan:
+        """The plans are kept."""
+        self._ahead.append(self._scheduler.plan_ahead(time.monotonic()))
+        return self._ahead[-1]
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         for emission in self._scheduler.finish_step(plan, output):

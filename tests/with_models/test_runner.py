@@ -17,9 +17,9 @@ from engine.model.config import ModelConfig
 from engine.model.rope import RopeConfig
 from engine.sampling.params import SamplingParams
 from engine.sequence import ScheduledSequence, StepPlan
-from engine.steps.loading import load_runner
 from engine.steps.runner import ModelRunner
 from tests.support.model_families import VOCAB_SIZE, build_oracle
+from tests.support.small_models import runner_of
 from tests.support.stepping import GREEDY_WITH_ECHO, Stepper, recording_runner
 
 PROMPT = [5, 99, 41, 300, 7, 7, 123, 250, 18, 64, 2]
@@ -121,7 +121,7 @@ def test_prompt_logprobs_judge_each_next_prompt_token(folder: Path) -> None:
 
 
 def test_a_seeded_sequence_samples_the_same_alone_and_in_a_batch(folder: Path) -> None:
-    runner = load_runner(folder, dtype=torch.float32, block_size=4, num_blocks=600)
+    runner = runner_of(folder, kv_blocks=600)
     stepper = Stepper(runner)
     params = SamplingParams(max_tokens=64, seed=1234, temperature=1.0)
     alone = stepper.generate(stepper.add(PROMPT, params=params), 20)
@@ -148,9 +148,7 @@ def test_tokens_do_not_depend_on_an_earlier_owner_of_the_blocks(folder: Path) ->
 
 def test_loading_reports_sizes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="engine.steps.loading"):
-        runner = load_runner(
-            folder, dtype=torch.bfloat16, block_size=8, layers_per_group=2, kv_bytes=100_000, num_threads=1
-        )
+        runner = runner_of(folder, dtype="bfloat16", block_size=8, layers_per_group=2, kv_bytes=100_000, num_threads=1)
     block_bytes = runner.kv_cache.layout.block_bytes
     assert runner.kv_cache.num_blocks == 100_000 // block_bytes
     assert runner.weight_bytes == 2 * sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
@@ -160,15 +158,15 @@ def test_loading_reports_sizes(folder: Path, caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
-        ({}, "either as num_blocks or as kv_bytes"),
-        ({"num_blocks": 3, "kv_bytes": 10_000}, "either as num_blocks or as kv_bytes"),
-        ({"num_blocks": 3}, "cannot hold a single token"),
+        ({}, "either as kv_blocks or as kv_bytes"),
+        ({"kv_blocks": 3, "kv_bytes": 10_000}, "either as kv_blocks or as kv_bytes"),
+        ({"kv_blocks": 3}, "cannot hold a single token"),
         ({"kv_bytes": 10}, "cannot hold a single token"),
     ],
 )
 def test_impossible_kv_sizes_are_refused(folder: Path, sizes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        load_runner(folder, dtype=torch.float32, block_size=4, layers_per_group=1, **sizes)
+        runner_of(folder, layers_per_group=1, **sizes)
 
 
 def test_a_sharded_checkpoint_is_the_same_model(folder: Path, copied: Path) -> None:

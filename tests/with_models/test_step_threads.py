@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.steps.loading import load_runner
 from engine.steps.threads import FEW_TOKENS, FastestCount, StepThreads
 from kernels.native.library import native_library
 from tests.support.model_families import build_oracle
-from tests.support.small_models import random_prompts
+from tests.support.small_models import random_prompts, runner_of
 from tests.support.stepping import Stepper, recording_runner
 
 STEPS = 2_000
@@ -109,6 +108,6 @@ def test_logits_are_the_same_to_the_bit_by_any_threads(dtype: torch.dtype, tmp_p
 @native
 def test_a_loaded_model_tries_the_threads_that_it_was_given(tmp_path: Path) -> None:
     build_oracle("llama", tmp_path)
-    runner = load_runner(tmp_path, dtype=torch.float32, block_size=4, num_blocks=100, num_threads=2)
+    runner = runner_of(tmp_path, kv_blocks=100, num_threads=2)
     assert threads_of_steps(Stepper(runner)) == {1, 2}
     runner.close()

@@ -19,7 +19,7 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence as TokenSequence
 from engine.sequence import SequenceKey, StepOutput, StepPlan
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import AsyncScheduling, StepLoop
+from engine.steps.loop import StepLoop
 from kv_transfer.worker.base import block_allocator
 
 Arguments = ParamSpec("Arguments")
@@ -69,7 +69,7 @@ class Stepper:
             plan=self._scheduler.plan,
             finish=self._finish,
             failed=self._failed,
-            async_scheduling=AsyncScheduling(runner=runner, plan=self._scheduler.plan_ahead) if overlap else None,
+            plan_ahead=self._scheduler.plan_ahead if overlap else None,
         )
         self._pool = model.block_pool
         self._streams: dict[SequenceKey, Stream] = {}

@@ -210,24 +210,21 @@ def test_it_reports_the_error_of_its_predictions_by_kind_of_step() -> None:
     Worker(noise=0.02).run(fit, 300, decode)
     Worker(noise=0.2).run(fit, 100, prefill)
     calm, wild = fit.error("decode"), fit.error("prefill")
-    assert (calm.num_steps, wild.num_steps) == (256, 100)
-    assert calm.median == pytest.approx(0.02 * 0.6745, rel=0.35)
-    assert calm.p90 == pytest.approx(0.02 * 1.645, rel=0.35)
-    assert wild.median == pytest.approx(0.2 * 0.6745, rel=0.35)
-    assert wild.p90 > 2 * wild.median
+    assert calm == pytest.approx(0.02 * 0.6745, rel=0.35)
+    assert wild == pytest.approx(0.2 * 0.6745, rel=0.35)
 
 
 def test_errors_are_of_predictions_made_before_the_step_was_seen() -> None:
     fit = StepCostFit(TRUTH)
     work = decode(random.Random(0))
     fit.observe(work, 3 * TRUTH.step_s(work))
-    assert fit.error("decode").median == pytest.approx(2.0)
+    assert fit.error("decode") == pytest.approx(2.0)
 
 
 def test_the_seeds_error_stands_until_there_is_one() -> None:
     fit = StepCostFit(dataclasses.replace(TRUTH, relative_error=0.3))
     assert fit.cost().relative_error == 0.3
-    assert fit.error("prefill").num_steps == 0
+    assert fit.error("prefill") is None
     Worker().run(fit, 300)
     assert fit.cost().relative_error == pytest.approx(0.05 * 0.6745, rel=0.35)
 

@@ -13,7 +13,7 @@ from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import KnownTokens, PendingOutput
 from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
-from engine.steps.loop import MAX_CONSECUTIVE_FAILURES, AsyncScheduling, StepLoop
+from engine.steps.loop import MAX_CONSECUTIVE_FAILURES, StepLoop
 from engine.steps.runner import PreparedStep
 from tests.engine.steps.late_tokens import LateTokens
 from tests.support.waiting import eventually
@@ -50,7 +50,7 @@ class Bench:
             plan=self._next,
             finish=self._finish,
             failed=lambda plan, error: self.story.append((f"failed: {error}", plan)),
-            async_scheduling=AsyncScheduling(runner=self, plan=self._next),
+            plan_ahead=self._next,
         )
 
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:

@@ -13,9 +13,11 @@ import pytest
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sampling.params import SamplingParams
+from engine.sampling.pending_output import PendingOutput
 from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
 from engine.steps import loop as step_loop
 from engine.steps.loop import StepLoop
+from engine.steps.runner import PreparedStep
 from tests.support.waiting import HANGS_S, eventually
 
 NOTHING = StepPlan(())
@@ -73,6 +75,14 @@ class Bench:
             self.failures -= 1
             raise RuntimeError("hiccup")
         return StepOutput([], [])
+
+    def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep:
+        raise AssertionError("nothing is planned ahead")
+
+    def run(
+        self, step: PreparedStep, on_layer: object = None, before_sampling: Callable[[], None] = lambda: None
+    ) -> PendingOutput:
+        raise AssertionError("nothing is planned ahead")
 
     def next_plan(self) -> StepPlan:
         self.num_planned += 1
