@@ -25,7 +25,14 @@ from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages.connections import SegmentOffer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, SlabBytes
-from kv_transfer.transports.shared_memory.segment import OwnSegment, Segment, SegmentError, map_file, supported
+from kv_transfer.transports.shared_memory.segment import (
+    Segment,
+    SegmentError,
+    make_segment,
+    map_file,
+    new_name,
+    supported,
+)
 from kv_transfer.transports.shared_memory.transport import (
     SharedMemoryConfig,
     SharedMemoryLink,
@@ -37,23 +44,6 @@ from kv_transfer.transports.sockets import SocketTransport
 PURPOSE: Final = "kv-device"
 
 
-class Allocation(Protocol):
-    """Memory of this process. `file` is a descriptor that others can map it by, until `close_file`."""
-
-    @property
-    def view(self) -> SlabBytes: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def file(self) -> int: ...
-
-    def close_file(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class DeviceMemory(Protocol):
     """Of one device. Memory that one process has allocated lives as long as any process has it mapped."""
 
@@ -62,7 +52,7 @@ class DeviceMemory(Protocol):
         """Processes of one node can map each other's memory if this is the same."""
         ...
 
-    def allocate(self, num_bytes: int) -> Allocation:
+    def allocate(self, num_bytes: int) -> Segment:
         """Raises SegmentError."""
         ...
 
@@ -76,56 +66,32 @@ class SealedMemory:
 
     place = "host"
 
-    def allocate(self, num_bytes: int) -> OwnSegment:
-        return OwnSegment(num_bytes)
+    def allocate(self, num_bytes: int) -> Segment:
+        return make_segment(num_bytes)
 
     def map(self, file: int, offer: SegmentOffer) -> memoryview:
         return map_file(file, offer)
 
 
-class _PostedSegment:
-    """A segment whose descriptor goes to the peer's mailbox before the peer is told of it."""
-
-    def __init__(self, allocation: Allocation, num_bytes: int, peer_mailbox: str) -> None:
-        self._allocation = allocation
-        self._num_bytes = num_bytes
-        self._peer_mailbox = peer_mailbox
-
-    @property
-    def view(self) -> SlabBytes:
-        return self._allocation.view
-
-    def offer(self) -> SegmentOffer:
-        name, file = self._allocation.name, self._allocation.file
-        try:
-            post_file(self._peer_mailbox, name, file)
-        except MailboxError as error:
-            raise SegmentError(str(error)) from error
-        return SegmentOffer(pid=os.getpid(), fd=file, name=name, num_bytes=self._num_bytes)
-
-    def close_file(self) -> None:
-        self._allocation.close_file()
-
-    def close(self) -> None:
-        self._allocation.close()
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceSegments:
-    """Between two mailboxes."""
+    """Between two mailboxes. The descriptor of a segment is in the peer's before the peer is told of it."""
 
     memory: DeviceMemory
     mailbox: Mailbox
     peer_mailbox: str
 
     def make(self, num_bytes: int) -> Segment:
-        return _PostedSegment(self.memory.allocate(num_bytes), num_bytes, self.peer_mailbox)
+        segment = self.memory.allocate(num_bytes)
+        try:
+            post_file(self.peer_mailbox, segment.name, segment.file)
+        except SegmentError:
+            segment.close()
+            raise
+        return segment
 
     def map(self, offer: SegmentOffer) -> SlabBytes:
-        try:
-            file = self.mailbox.take(offer.name)
-        except MailboxError as error:
-            raise SegmentError(str(error)) from error
+        file = self.mailbox.take(offer.name)
         try:
             return self.memory.map(file, offer)
         finally:
@@ -198,10 +164,6 @@ _MAX_KEPT: Final = 64  # files that nobody has asked for; beyond it, the oldest 
 _MAX_NAME_BYTES: Final = 256
 
 
-class MailboxError(Exception):
-    """The file could not be posted or is not there; a sentence says why."""
-
-
 class Mailbox:
     """Takes open files from other processes of the machine, without a name in any file system. Linux only.
 
@@ -218,11 +180,11 @@ class Mailbox:
         self._socket.bind(_abstract(self.address))
 
     def take(self, name: str) -> int:
-        """A descriptor, the caller's from now on. Raises MailboxError."""
+        """A descriptor, the caller's from now on. Raises SegmentError."""
         self._receive_all()
         file = self._files.pop(name, None)
         if file is None:
-            raise MailboxError("No file has come under the name that was told.")
+            raise SegmentError("No file has come under the name that was told.")
         return file
 
     def close(self) -> None:
@@ -248,14 +210,14 @@ class Mailbox:
 
 
 def post_file(address: str, name: str, file: int) -> None:
-    """To the mailbox of that address. The descriptor stays the caller's. Raises MailboxError."""
+    """To the mailbox of that address. The descriptor stays the caller's. Raises SegmentError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
         try:
             sock.connect(_abstract(address))
             socket.send_fds(sock, [name.encode()], [file])
         except OSError as error:
-            raise MailboxError(
+            raise SegmentError(
                 f"A file cannot be handed to the peer ({error}): the two processes must run on one machine and in the"
                 " same network namespace."
             ) from error
@@ -265,24 +227,6 @@ def _abstract(address: str) -> bytes:
     return b"\0" + address.encode()
 
 
-class CudaAllocation:
-    """Memory of this process; freed with the last mapping of it, here or there."""
-
-    def __init__(self, view: Tensor, file: int) -> None:
-        self.view = view
-        self.name = f"legato-{secrets.token_hex(16)}"
-        self.file = file
-
-    def close_file(self) -> None:
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-
-    def close(self) -> None:
-        self.close_file()
-        self.view = self.view[:0].clone()
-
-
 class CudaMemory:
     """Of one GPU, which another process can map if it uses the same one."""
 
@@ -290,11 +234,12 @@ class CudaMemory:
         self.place = f"cuda {torch.cuda.get_device_properties(device).uuid}"
         self._memory = GpuMemory(device)
 
-    def allocate(self, num_bytes: int) -> CudaAllocation:
+    def allocate(self, num_bytes: int) -> Segment:
         try:
-            return CudaAllocation(*self._memory.allocate(num_bytes))
+            view, file = self._memory.allocate(num_bytes)
         except GpuMemoryError as error:
             raise SegmentError(str(error)) from error
+        return Segment(view, file, new_name())
 
     def map(self, file: int, offer: SegmentOffer) -> Tensor:
         try:

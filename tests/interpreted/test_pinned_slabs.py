@@ -23,7 +23,7 @@ from kv_transfer.transports import choose
 from kv_transfer.transports.base import Identity, LinkClosedError, Transport
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
-from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError, map_segment
+from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment, map_segment
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryTransport
 from kv_transfer.transports.slab_pool import SlabConfig, private_arena
 from kv_transfer.transports.tcp import TcpConfig, TcpTransport
@@ -161,8 +161,8 @@ def test_what_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCaptureFixture
 
 def test_a_segment_that_cannot_be_made_or_mapped_leaves_nothing_pinned(recorder: Recorder) -> None:
     with pytest.raises(SegmentError):
-        OwnSegment(1 << 62, recorder.pin)
-    segment = OwnSegment(8192, recorder.pin)
+        make_segment(1 << 62, recorder.pin)
+    segment = make_segment(8192, recorder.pin)
     offer = segment.offer()
     segment.close_file()
     with pytest.raises(SegmentError):
@@ -185,7 +185,7 @@ def test_arenas_are_pinned_for_the_device_that_there_is() -> None:
     """The same addresses again and again, which can be pinned only if they were unpinned."""
     config = SlabConfig(slab_bytes=10_000, num_slabs=2, pin=pinning_for(device()))
     for number in range(3):
-        own = OwnSegment(config.arena_bytes, config.pin)
+        own = make_segment(config.arena_bytes, config.pin)
         theirs = map_segment(own.offer(), config.pin)
         host = torch.frombuffer(own.view, dtype=torch.uint8)
         assert host.is_pinned() == (device().type == "cuda")

@@ -27,11 +27,10 @@ from kv_transfer.transports.cuda_ipc import (
     DeviceMemory,
     DeviceTransport,
     Mailbox,
-    MailboxError,
     SealedMemory,
     post_file,
 )
-from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError
+from kv_transfer.transports.shared_memory.segment import Segment, SegmentError, make_segment
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import Carrier, SocketTransport
@@ -55,8 +54,8 @@ class OtherMemory:
     place: str
     refusal: str = ""
 
-    def allocate(self, num_bytes: int) -> OwnSegment:
-        return OwnSegment(num_bytes)
+    def allocate(self, num_bytes: int) -> Segment:
+        return make_segment(num_bytes)
 
     def map(self, file: int, offer: SegmentOffer) -> SlabBytes:
         if self.refusal:
@@ -167,7 +166,7 @@ def test_a_mailbox_keeps_files_until_they_are_asked_for(mailbox: Mailbox, tmp_pa
     assert read_and_close(mailbox.take("b")) == "text of b"
     assert read_and_close(mailbox.take("a")) == "text of a"
     for name in ("a", "never"):
-        with pytest.raises(MailboxError, match="No file has come"):
+        with pytest.raises(SegmentError, match="No file has come"):
             mailbox.take(name)
 
 
@@ -177,9 +176,9 @@ def test_strangers_fill_no_mailbox(mailbox: Mailbox, tmp_path: Path) -> None:
     for number in range(200):
         post_file(mailbox.address, "twice the same" if number % 2 else f"file {number}", file)
         if number % 5 == 0:
-            with pytest.raises(MailboxError):
+            with pytest.raises(SegmentError):
                 mailbox.take("never")
-    with pytest.raises(MailboxError):
+    with pytest.raises(SegmentError):
         mailbox.take("file 0")  # given up for newer ones
     os.close(mailbox.take("file 198"))
     assert num_open_files() < files + 64
@@ -187,7 +186,7 @@ def test_strangers_fill_no_mailbox(mailbox: Mailbox, tmp_path: Path) -> None:
     mailbox.close()
     assert num_open_files() < files
     os.close(file)
-    with pytest.raises(MailboxError, match="must run on one machine"):
+    with pytest.raises(SegmentError, match="must run on one machine"):
         post_file(mailbox.address, "late", 0)
 
 

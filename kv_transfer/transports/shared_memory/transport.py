@@ -47,11 +47,7 @@ class _Outgoing:
         self.pool = SlabPool(self._segment.view, config)
         self._announced: dict[int, PooledSlab[SlabBytes]] = {}
         self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        try:
-            post(self._segment.offer())
-        except SegmentError:
-            self._segment.close()
-            raise
+        post(self._segment.offer())
 
     async def mapped(self) -> None:
         """Wait for the peer to map it. Raises CarrierUnavailableError with its words if it cannot."""

@@ -22,7 +22,7 @@ from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRef
 from kv_transfer.transports.choose import TransportKind, open_transport
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shared_memory import segment
-from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError, map_segment
+from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment, map_segment
 from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import SocketTransport
@@ -195,7 +195,7 @@ PLACE = struct.Struct("<IQQ").pack  # slab, offset in the segment, length
 )
 async def test_a_forged_announcement_ends_its_link(place: bytes, complaint: str) -> None:
     async with listening("shm") as (far, endpoint):
-        segment = OwnSegment(8192)
+        segment = make_segment(8192)
         forger = await forge(endpoint, [(segment.offer(), b""), (Ended(request_id="x"), place)])
         peer = await far.links.get()
         with pytest.raises(LinkClosedError, match=complaint):
@@ -215,7 +215,7 @@ async def test_freeing_slabs_that_were_never_sent_ends_the_link() -> None:
 
 
 def test_nobody_maps_what_is_not_the_offered_segment() -> None:
-    segment = OwnSegment(8192)
+    segment = make_segment(8192)
     offer = segment.offer()
     with pytest.raises(SegmentError, match="process namespaces"):
         map_segment(replace(offer, name="legato-other"))
