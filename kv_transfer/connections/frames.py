@@ -15,7 +15,7 @@ from enum import Enum, auto
 from typing import Final
 
 from kv_transfer.messages import MalformedMessageError, Message, decode, encode
-from kv_transfer.transports.base import HostSlab, Slab
+from kv_transfer.transports.base import Delivery, HostSlab, Slab
 
 MIB: Final = 1 << 20
 _PREFIX: Final = struct.Struct("<IQ")
@@ -41,6 +41,12 @@ class Frame:
     message: Message
     payload: Slab | None
     header_bytes: int
+
+    def delivery(self) -> Delivery:
+        """What the owner of a link gets of it; releasing that discards the payload."""
+        if self.payload is None:
+            return Delivery(self.message)
+        return Delivery(self.message, self.payload.view, self.payload.discard)
 
 
 class PlainBuffer:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.memory.gpu import GpuMemory, GpuMemoryError
-from kv_transfer.connections.sockets import PeerSocket, dial
+from kv_transfer.connections.handshake import Hello
 from kv_transfer.messages.connections import SegmentOffer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, SlabBytes
@@ -31,17 +31,9 @@ from kv_transfer.transports.shared_memory.segment import (
     make_segment,
     map_file,
     new_name,
-    supported,
 )
-from kv_transfer.transports.shared_memory.transport import (
-    SharedMemoryConfig,
-    SharedMemoryLink,
-    offer_in_time,
-    open_link,
-)
-from kv_transfer.transports.sockets import SocketTransport
-
-PURPOSE: Final = "kv-device"
+from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
+from kv_transfer.transports.sockets import LinkConfig
 
 
 class DeviceMemory(Protocol):
@@ -98,15 +90,14 @@ class DeviceSegments:
             os.close(file)
 
 
-class DeviceCarrier:
+class DeviceCarrier(SharedMemoryCarrier):
     """Makes links to processes of this node whose slabs lie on this device."""
 
-    purpose = PURPOSE
+    purpose = "kv-device"
 
-    def __init__(self, identity: Identity, memory: DeviceMemory, config: SharedMemoryConfig) -> None:
-        self._identity = identity
+    def __init__(self, identity: Identity, memory: DeviceMemory, config: LinkConfig) -> None:
+        super().__init__(identity, replace(config, slabs=replace(config.slabs, pin=None)))  # a device's is never pinned
         self._memory = memory
-        self._config = replace(config, slabs=replace(config.slabs, pin=None))  # what a device has is never pinned
         self._mailbox: Mailbox | None = None
 
     @property
@@ -115,49 +106,23 @@ class DeviceCarrier:
 
     @property
     def offers(self) -> list[str]:
-        return [f"{PURPOSE} {self._memory.place}"]
+        return [f"{self.purpose} {self._memory.place}"]
 
     def reaches(self, endpoint: Endpoint) -> bool:
-        same_node = endpoint.node_id == self._identity.node_id
-        return supported() and same_node and self.offers[0] in endpoint.offers
-
-    async def dial(self, endpoint: Endpoint, timeout_s: float) -> SharedMemoryLink:
-        peer_socket = await dial(
-            endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s, attributes=self.attributes
-        )
-        link = await self.accept(peer_socket)
-        await offer_in_time(link, timeout_s)
-        return link
-
-    async def accept(self, peer_socket: PeerSocket) -> SharedMemoryLink:
-        peer_mailbox = peer_socket.peer.attributes.get("mailbox", "")
-        return await open_link(
-            peer_socket, self._config, DeviceSegments(self._memory, self._own_mailbox(), peer_mailbox)
-        )
+        return super().reaches(endpoint) and self.offers[0] in endpoint.offers
 
     def close(self) -> None:
         if self._mailbox is not None:
             self._mailbox.close()
+
+    def _segments(self, peer: Hello) -> DeviceSegments:
+        return DeviceSegments(self._memory, self._own_mailbox(), peer.attributes.get("mailbox", ""))
 
     def _own_mailbox(self) -> Mailbox:
         """There is none before it is needed."""
         if self._mailbox is None:
             self._mailbox = Mailbox()
         return self._mailbox
-
-
-class DeviceTransport(SocketTransport):
-    """A `Transport` for processes that use one device alone."""
-
-    def __init__(
-        self,
-        identity: Identity,
-        memory: DeviceMemory,
-        config: SharedMemoryConfig | None = None,
-        *,
-        host: str = "127.0.0.1",
-    ) -> None:
-        super().__init__(identity, [DeviceCarrier(identity, memory, config or SharedMemoryConfig())], host=host)
 
 
 _MAX_KEPT: Final = 64  # files that nobody has asked for; beyond it, the oldest are closed

@@ -24,9 +24,10 @@ from kv_transfer.transports.base import Identity, LinkClosedError, Transport
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment, map_segment
-from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryTransport
+from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
 from kv_transfer.transports.slab_pool import SlabConfig, private_arena
-from kv_transfer.transports.tcp import TcpConfig, TcpTransport
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
+from kv_transfer.transports.tcp import TcpCarrier
 from tests.kv_transfer.transports.transport_conformance import Pair, request_id
 from tests.processes.host_segments import SHARED_MEMORY
 from tests.support.interpreted import device
@@ -86,8 +87,8 @@ def slabs(recorder: Recorder) -> SlabConfig:
 _NETWORK = InProcessNetwork()
 MAKERS: dict[str, Callable[[Identity, SlabConfig], Transport]] = {
     "inproc": lambda identity, slabs: InProcessTransport(_NETWORK, identity, slabs),
-    "tcp": lambda identity, slabs: TcpTransport(identity, TcpConfig(slabs=slabs)),
-    "shm": lambda identity, slabs: SharedMemoryTransport(identity, SharedMemoryConfig(slabs=slabs)),
+    "tcp": lambda identity, slabs: SocketTransport(identity, [TcpCarrier(identity, LinkConfig(slabs=slabs))]),
+    "shm": lambda identity, slabs: SocketTransport(identity, [SharedMemoryCarrier(identity, LinkConfig(slabs=slabs))]),
 }
 # Of both ends: what they send from, what they receive into, and what they map of the other's.
 NUM_ARENAS = {"inproc": 2, "tcp": 4, "shm": 2}
@@ -178,7 +179,7 @@ def test_on_a_cpu_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: dict[str, Any] = {}
     monkeypatch.setattr(choose, "open_transport", lambda *_, **options: opened.update(options))
     TransferConfig().open(Identity(worker_id="w", node_id="n", secret=b"", compatibility={}), "127.0.0.1")
-    assert [opened[name].slabs.pin for name in ("shm", "tcp", "groups")] == [None] * 3
+    assert opened["config"].slabs.pin is None
 
 
 def test_arenas_are_pinned_for_the_device_that_there_is() -> None:

@@ -22,15 +22,15 @@ from kv_transfer.messages import Message, encode
 from kv_transfer.messages.connections import GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
-from kv_transfer.transports.base import Link, LinkClosedError, PeerRefusedError
+from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 from kv_transfer.transports.choose import open_transport
 from kv_transfer.transports.process_group import directions
 from kv_transfer.transports.process_group.directions import DistributedConfig
 from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PairGroup, PeerStore, join_group
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedLink, DistributedTransport
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedLink
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.transports.sockets import SocketTransport
-from kv_transfer.transports.tcp import TcpCarrier, TcpConfig, TcpLink
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
+from kv_transfer.transports.tcp import TcpCarrier, TcpLink
 from tests.kv_transfer.transports.slab_content import send, write
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
 from tests.support.waiting import HANGS_S, eventually
@@ -66,7 +66,11 @@ def of_kind(kind: Literal["gloo", "auto", "tcp"], worker: str = "near") -> Socke
     if kind != "gloo":
         return open_transport(kind, identity, host="127.0.0.1")
     groups = DistributedCarrier(identity, DistributedConfig(slabs=SMALL, join_timeout_s=HANGS_S))
-    return SocketTransport(identity, [groups, TcpCarrier(identity, TcpConfig())], host="127.0.0.1")
+    return SocketTransport(identity, [groups, TcpCarrier(identity, LinkConfig())])
+
+
+def by_groups(identity: Identity, config: DistributedConfig | None = None) -> SocketTransport:
+    return SocketTransport(identity, [DistributedCarrier(identity, config or DistributedConfig(slabs=SMALL))])
 
 
 async def carries(transport: SocketTransport, far: Far, endpoint: Endpoint) -> Link:
@@ -118,8 +122,8 @@ async def test_a_peer_that_does_not_join_is_not_waited_for_long(monkeypatch: pyt
     monkeypatch.setattr(directions, "join_group", hang)
     monkeypatch.setattr(directions, "_GROUP_END_S", SHORT_S)  # of groups that nothing ends
     config = DistributedConfig(slabs=SMALL, join_timeout_s=SHORT_S)
-    near = DistributedTransport(PREFILL, config)
-    async with listening(DistributedTransport(DECODE, config)) as (_, endpoint):
+    near = by_groups(PREFILL, config)
+    async with listening(by_groups(DECODE, config)) as (_, endpoint):
         with pytest.raises(PeerRefusedError, match=r"did not come together within 0\.3 s"):
             await near.connect(endpoint, timeout_s=HANGS_S)
         enough.set()
@@ -127,8 +131,8 @@ async def test_a_peer_that_does_not_join_is_not_waited_for_long(monkeypatch: pyt
 
 
 async def test_a_slab_that_was_asked_for_and_is_not_taken_ends_the_link_alone() -> None:
-    near = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL, move_timeout_s=SHORT_S))
-    async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
+    near = by_groups(PREFILL, DistributedConfig(slabs=SMALL, move_timeout_s=SHORT_S))
+    async with listening(by_groups(DECODE)) as (far, endpoint):
         link = await near.connect(endpoint, timeout_s=HANGS_S)
         peer = await asyncio.wait_for(far.links.get(), HANGS_S)
         assert isinstance(peer, DistributedLink) and peer.incoming is not None
@@ -139,15 +143,15 @@ async def test_a_slab_that_was_asked_for_and_is_not_taken_ends_the_link_alone() 
                 await asyncio.wait_for(end.receive(), HANGS_S)
         await asyncio.wait_for(link.close("over"), HANGS_S)
         await near.close()
-        again = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL))
+        again = by_groups(PREFILL)
         assert isinstance(await carries(again, far, endpoint), DistributedLink), "and the next link is as good as ever"
         await again.close()
 
 
 async def test_what_is_cancelled_on_the_way_lets_go_at_both_ends() -> None:
     """A link that closes while gloo sends: its slab is let go, and the receiver is told why."""
-    near = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL))
-    async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
+    near = by_groups(PREFILL)
+    async with listening(by_groups(DECODE)) as (far, endpoint):
         link = await near.connect(endpoint, timeout_s=HANGS_S)
         peer = await asyncio.wait_for(far.links.get(), HANGS_S)
         assert isinstance(link, DistributedLink) and link.outgoing is not None
@@ -183,7 +187,7 @@ async def test_a_peer_that_breaks_the_rules_is_cut_off(
     sent: Sequence[Message], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directions, "join_group", lambda store, rank, **options: store.wait(["never"]))
-    async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
+    async with listening(by_groups(DECODE)) as (far, endpoint):
         peer_socket = await dial(
             endpoint, PREFILL, purpose="kv-gloo", timeout_s=HANGS_S, attributes={"slab_bytes": str(16 * MIB)}
         )
@@ -199,7 +203,7 @@ async def test_a_peer_that_breaks_the_rules_is_cut_off(
 
 
 async def test_a_dialer_that_names_no_slab_size_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    async with listening(DistributedTransport(DECODE)) as (_, endpoint):
+    async with listening(by_groups(DECODE)) as (_, endpoint):
         peer_socket = await dial(endpoint, PREFILL, purpose="kv-gloo", timeout_s=HANGS_S)
         assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(peer_socket.sock, 1), HANGS_S) == b""
         peer_socket.sock.close()
@@ -207,9 +211,9 @@ async def test_a_dialer_that_names_no_slab_size_is_refused(caplog: pytest.LogCap
 
 
 async def test_the_smaller_slabs_count() -> None:
-    near = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL))
+    near = by_groups(PREFILL)
     few = DistributedConfig(slabs=SlabConfig(slab_bytes=1000, num_slabs=2))
-    async with listening(DistributedTransport(DECODE, few)) as (far, endpoint):
+    async with listening(by_groups(DECODE, few)) as (far, endpoint):
         link = await carries(near, far, endpoint)
         with pytest.raises(ValueError, match="1 to 1000 bytes, not 1001"):
             await link.acquire(1001)
@@ -296,8 +300,8 @@ def test_words_are_told_and_learned_and_never_awaited_for_ever() -> None:
 
 
 async def test_words_for_no_group_are_ignored() -> None:
-    async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
-        near = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL))
+    async with listening(by_groups(DECODE)) as (far, endpoint):
+        near = by_groups(PREFILL)
         link = await near.connect(endpoint, timeout_s=HANGS_S)
         peer = await asyncio.wait_for(far.links.get(), HANGS_S)
         await peer.send(GroupWord(offered=True, key="0/0", value=b"x"))

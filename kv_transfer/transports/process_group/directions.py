@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from engine.memory.devices import CPU
-from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.connections.event_loops import HomeLoop
 from kv_transfer.connections.frames import Frame
 from kv_transfer.connections.receive_queue import ReceiveQueue
@@ -27,20 +26,18 @@ from kv_transfer.transports.base import SlabBytes
 from kv_transfer.transports.process_group.group_thread import GroupThread
 from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PeerStore, Rank, join_group
 from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool, private_arena
-from kv_transfer.transports.sockets import CarrierUnavailableError
+from kv_transfer.transports.sockets import CarrierUnavailableError, LinkConfig
 
 _MAX_WAITING: Final = 1024  # slabs that one peer has announced: more than any pool has
 _GROUP_END_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistributedConfig:
+class DistributedConfig(LinkConfig):
     """`device`: where slabs lie. A group is given up if it is not joined within `join_timeout_s`, or if a slab that was
     asked for does not move within `move_timeout_s`."""
 
     device: torch.device = CPU
-    slabs: SlabConfig = field(default_factory=SlabConfig)
-    connection: ConnectionConfig = field(default_factory=ConnectionConfig)
     join_timeout_s: float = 10.0
     move_timeout_s: float = 10.0
 

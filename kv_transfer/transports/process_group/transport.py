@@ -23,10 +23,9 @@ from kv_transfer.messages import Message
 from kv_transfer.messages.connections import GroupAnswer, GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, PeerRefusedError, SlabBytes
-from kv_transfer.transports.links import ConnectedLink, deliver
 from kv_transfer.transports.process_group.directions import DistributedConfig, Incoming, Outgoing, Side
 from kv_transfer.transports.slab_pool import PooledSlab, SlabPool
-from kv_transfer.transports.sockets import SocketTransport
+from kv_transfer.transports.sockets import Carrier, ConnectedLink
 from kv_transfer.transports.tcp import peer_slab_bytes
 
 # How long a link whose group has failed waits for the connection to say why.
@@ -37,7 +36,7 @@ class DistributedLink(ConnectedLink):
     """One end of a link."""
 
     def __init__(self, peer_socket: PeerSocket, config: DistributedConfig) -> None:
-        """Use `open_link`. Raises PeerRefusedError."""
+        """Carries nothing before it is `open`. Raises PeerRefusedError."""
         slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, peer_slab_bytes(peer_socket.peer)))
         self._inbox = ReceiveQueue(config.connection.inbox_bytes, self._read_on)
         super().__init__(
@@ -64,7 +63,7 @@ class DistributedLink(ConnectedLink):
         await self._connection.send(self.outgoing.announce(message, slab))
 
     async def receive(self) -> Delivery:
-        return deliver(await self._inbox.get())
+        return (await self._inbox.get()).delivery()
 
     async def close(self, reason: str) -> None:
         self._connection.close(reason)
@@ -124,11 +123,11 @@ class DistributedLink(ConnectedLink):
                 direction.close(reason)
 
 
-class DistributedCarrier:
+class DistributedCarrier(Carrier):
     """Makes links to processes whose slabs lie on the same kind of device, wherever they are."""
 
     def __init__(self, identity: Identity, config: DistributedConfig) -> None:
-        self._identity = identity
+        super().__init__(identity)
         self._config = config
         self.purpose = config.purpose
 
@@ -147,7 +146,7 @@ class DistributedCarrier:
         peer_socket = await dial(
             endpoint, self._identity, purpose=self.purpose, timeout_s=timeout_s, attributes=self.attributes
         )
-        link = await open_link(peer_socket, self._config)
+        link = await self.accept(peer_socket)
         try:
             # Whoever dials will send; and only now is there another carrier to fall back on. Of bounded length.
             await link.offer()
@@ -157,24 +156,10 @@ class DistributedCarrier:
         return link
 
     async def accept(self, peer_socket: PeerSocket) -> DistributedLink:
-        return await open_link(peer_socket, self._config)
-
-    def close(self) -> None:
-        pass
-
-
-class DistributedTransport(SocketTransport):
-    """A `Transport` for processes of one kind of device alone."""
-
-    def __init__(self, identity: Identity, config: DistributedConfig | None = None, *, host: str = "127.0.0.1") -> None:
-        super().__init__(identity, [DistributedCarrier(identity, config or DistributedConfig())], host=host)
-
-
-async def open_link(peer_socket: PeerSocket, config: DistributedConfig) -> DistributedLink:
-    try:
-        link = DistributedLink(peer_socket, config)
-    except PeerRefusedError:
-        peer_socket.sock.close()
-        raise
-    await link.open()
-    return link
+        try:
+            link = DistributedLink(peer_socket, self._config)
+        except PeerRefusedError:
+            peer_socket.sock.close()
+            raise
+        await link.open()
+        return link

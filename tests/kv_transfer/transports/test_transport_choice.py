@@ -23,10 +23,10 @@ from kv_transfer.transports.choose import TransportKind, open_transport
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shared_memory import segment
 from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment, map_segment
-from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryLink
+from kv_transfer.transports.shared_memory.transport import SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.transports.sockets import SocketTransport
-from kv_transfer.transports.tcp import TcpConfig, TcpLink
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
+from kv_transfer.transports.tcp import TcpLink
 from tests.kv_transfer.transports.slab_content import send
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
 from tests.support.waiting import HANGS_S
@@ -35,9 +35,7 @@ SMALL = SlabConfig(slab_bytes=MIB, num_slabs=2)
 
 
 def make(kind: TransportKind, identity: Identity, slabs: SlabConfig = SMALL) -> SocketTransport:
-    return open_transport(
-        kind, identity, host="127.0.0.1", shm=SharedMemoryConfig(slabs=slabs), tcp=TcpConfig(slabs=slabs)
-    )
+    return open_transport(kind, identity, host="127.0.0.1", config=LinkConfig(slabs=slabs))
 
 
 class Far:
