@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.connection import Connection, ConnectionConfig
 from kv_transfer.connections.sockets import Listener, PeerSocket, listening_socket
 from kv_transfer.messages import Message
 from kv_transfer.messages.requests import Endpoint
@@ -75,9 +75,9 @@ class Carrier(ABC):
 class ConnectedLink(ABC):
     """One end of a link whose messages go over one connection, and whose slabs go beside it. It ends with that."""
 
-    def __init__(self, peer_socket: PeerSocket, config: ConnectionConfig, hooks: Hooks) -> None:
-        self._peer_id = peer_socket.peer.worker_id
-        self._connection = Connection(peer_socket, config, hooks)
+    def __init__(self, connection: Connection) -> None:
+        self._peer_id = connection.peer.worker_id
+        self._connection = connection
 
     async def open(self) -> None:
         await self._connection.start()

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from kv_transfer.connections.connection import Connection, Hooks
-from kv_transfer.connections.frames import FrameLimits
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.handshake import Hello
 from kv_transfer.connections.receive_queue import ReceiveQueue
 from kv_transfer.connections.sockets import PeerSocket, dial
@@ -60,12 +59,17 @@ class TcpLink:
 
     async def open(self, peer_sockets: Sequence[PeerSocket]) -> None:
         """Take over the sockets of all connections; the first is the one for messages."""
-        limits = FrameLimits(payload_bytes=0)
+        max_payload_bytes = 0
         for peer_socket in peer_sockets:
-            hooks = Hooks(allocate=self._allocate, on_closed=self._on_connection_gone, inbox=self._inbox)
-            config = replace(self._config.connection, limits=limits)
-            self.connections.append(Connection(peer_socket, config, hooks))
-            limits = FrameLimits(payload_bytes=self._config.slabs.slab_bytes)
+            connection = Connection(
+                peer_socket,
+                replace(self._config.connection, max_payload_bytes=max_payload_bytes),
+                allocate=self._allocate,
+                on_closed=self._on_connection_gone,
+                inbox=self._inbox,
+            )
+            self.connections.append(connection)
+            max_payload_bytes = self._config.slabs.slab_bytes
         for connection in self.connections:
             await connection.start()
         self._senders = [asyncio.create_task(self._send_slabs(stripe)) for stripe in self.connections[1:]]

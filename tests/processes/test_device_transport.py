@@ -16,7 +16,7 @@ import torch
 
 from engine.memory.devices import CPU
 from engine.memory.gpu import Access, Properties
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.sockets import dial
 from kv_transfer.messages.connections import SegmentAnswer, SegmentOffer
 from kv_transfer.messages.requests import Endpoint
@@ -132,7 +132,7 @@ async def test_a_segment_that_never_came_is_refused() -> None:
     """Whoever is told a name without a file, or has no mailbox to be sent one, maps nothing and goes on."""
     async with listening(within_device(DECODE, SealedMemory())) as (links, endpoint):
         meeting = await dial(endpoint, PREFILL, purpose="kv-device", timeout_s=HANGS_S)
-        forger = Connection(meeting, ConnectionConfig(), Hooks())
+        forger = Connection(meeting)
         await forger.start()
         await forger.send(SegmentOffer(pid=os.getpid(), fd=0, name="legato-unknown", num_bytes=4096))
         answer, _ = await asyncio.wait_for(forger.receive(), HANGS_S)

@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from engine.memory.devices import CPU
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.sockets import dial
 from kv_transfer.messages import Message, encode
 from kv_transfer.messages.connections import GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
@@ -191,7 +191,7 @@ async def test_a_peer_that_breaks_the_rules_is_cut_off(
         peer_socket = await dial(
             endpoint, PREFILL, purpose="kv-gloo", timeout_s=HANGS_S, attributes={"slab_bytes": str(16 * MIB)}
         )
-        forger = Connection(peer_socket, ConnectionConfig(), Hooks())
+        forger = Connection(peer_socket)
         await forger.start()
         for message in sent:
             forger.post(message)

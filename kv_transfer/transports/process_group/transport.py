@@ -14,9 +14,8 @@ import asyncio
 from dataclasses import replace
 from typing import Final
 
-from kv_transfer.connections.connection import Hooks
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import to_the_end
-from kv_transfer.connections.frames import FrameLimits
 from kv_transfer.connections.receive_queue import ReceiveQueue
 from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages import Message
@@ -39,10 +38,9 @@ class DistributedLink(ConnectedLink):
         """Carries nothing before it is `open`. Raises PeerRefusedError."""
         slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, peer_slab_bytes(peer_socket.peer)))
         self._inbox = ReceiveQueue(config.connection.inbox_bytes, self._read_on)
+        settings = replace(config.connection, max_payload_bytes=0)
         super().__init__(
-            peer_socket,
-            replace(config.connection, limits=FrameLimits(payload_bytes=0)),
-            Hooks(intercept=self._on_message, on_closed=self._on_closed, inbox=self._inbox),
+            Connection(peer_socket, settings, intercept=self._on_message, on_closed=self._on_closed, inbox=self._inbox)
         )
         self._loop = asyncio.get_running_loop()
         host = peer_socket.sock.getsockname()[0]

@@ -14,9 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from kv_transfer.connections.connection import Hooks
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import HomeLoop
-from kv_transfer.connections.frames import FrameLimits
 from kv_transfer.connections.handshake import Hello
 from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages import Message
@@ -124,11 +123,8 @@ class SharedMemoryLink(ConnectedLink):
 
     def __init__(self, peer_socket: PeerSocket, config: LinkConfig, segments: Segments) -> None:
         """Carries nothing before it is `open`."""
-        super().__init__(
-            peer_socket,
-            replace(config.connection, limits=FrameLimits(payload_bytes=_PLACE.size)),
-            Hooks(intercept=self._on_message, on_closed=self._on_closed),
-        )
+        settings = replace(config.connection, max_payload_bytes=_PLACE.size)
+        super().__init__(Connection(peer_socket, settings, intercept=self._on_message, on_closed=self._on_closed))
         self._slabs = config.slabs
         self._segments = segments
         self._incoming = _Incoming(segments, self._connection.post)

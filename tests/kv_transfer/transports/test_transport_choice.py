@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages import Message
 from kv_transfer.messages.connections import Ping, SegmentOffer, SlabsFreed
@@ -172,7 +172,7 @@ async def test_a_connection_of_no_possible_link_is_closed(
 async def forge(endpoint: Endpoint, sent: Sequence[tuple[Message, bytes]]) -> Connection:
     """A member of the cluster that says `sent` on a shared-memory link of its own."""
     peer_socket: PeerSocket = await dial(endpoint, PREFILL, purpose="kv-shm", timeout_s=HANGS_S)
-    connection = Connection(peer_socket, ConnectionConfig(), Hooks())
+    connection = Connection(peer_socket)
     await connection.start()
     for message, payload in sent:
         await connection.send(message, [memoryview(payload)] if payload else ())
