@@ -19,8 +19,7 @@ from decode_workers.worker import DecodeWorkerConfig
 from engine.memory.devices import CPU
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choose import TransferConfig
-from kv_transfer.transports.process_group.directions import DistributedConfig
-from kv_transfer.transports.process_group.transport import DistributedCarrier
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import SocketTransport
 from prefill_workers.worker import PrefillWorkerConfig

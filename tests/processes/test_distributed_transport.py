@@ -13,6 +13,7 @@ from typing import Literal
 
 import pytest
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from engine.memory.devices import CPU
@@ -24,19 +25,19 @@ from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 from kv_transfer.transports.choose import open_transport
-from kv_transfer.transports.process_group import directions
-from kv_transfer.transports.process_group.directions import DistributedConfig
+from kv_transfer.transports.process_group import transport as module
 from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PairGroup, PeerStore, join_group
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedLink
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig, DistributedLink
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpLink
 from tests.kv_transfer.transports.slab_content import send, write
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
-from tests.support.waiting import HANGS_S, eventually
+from tests.support.waiting import HANGS_S
 
 SMALL = SlabConfig(slab_bytes=16 * MIB, num_slabs=2)
 SHORT_S = 0.3  # a deadline that is to pass
+SOON_S = 5.0  # half of the time after which gloo gives up by itself
 
 
 class Far:
@@ -103,7 +104,7 @@ async def test_tcp_carries_on_where_one_end_cannot_join(
         store.wait(["never"])
         raise AssertionError
 
-    monkeypatch.setattr(directions, "join_group", refuse)
+    monkeypatch.setattr(module, "join_group", refuse)
     near = of_kind("gloo")
     async with listening(of_kind("gloo", "far")) as (far, endpoint):
         assert isinstance(await carries(near, far, endpoint), TcpLink)
@@ -119,8 +120,8 @@ async def test_a_peer_that_does_not_join_is_not_waited_for_long(monkeypatch: pyt
         enough.wait(HANGS_S)
         raise RuntimeError("at last")
 
-    monkeypatch.setattr(directions, "join_group", hang)
-    monkeypatch.setattr(directions, "_GROUP_END_S", SHORT_S)  # of groups that nothing ends
+    monkeypatch.setattr(module, "join_group", hang)
+    monkeypatch.setattr(module, "_GROUP_END_S", SHORT_S)  # of groups that nothing ends
     config = DistributedConfig(slabs=SMALL, join_timeout_s=SHORT_S)
     near = by_groups(PREFILL, config)
     async with listening(by_groups(DECODE, config)) as (_, endpoint):
@@ -157,11 +158,18 @@ async def test_what_is_cancelled_on_the_way_lets_go_at_both_ends() -> None:
         assert isinstance(link, DistributedLink) and link.outgoing is not None
         assert isinstance(peer, DistributedLink) and peer.incoming is not None
         peer.incoming.group.move = lambda slab, on_moved: None  # type: ignore[method-assign]
+        group, asked = link.outgoing.group, asyncio.Event()
+        move = group.move
+
+        def moving(slab: Tensor, on_moved: Callable[[], None]) -> None:
+            move(slab, on_moved)
+            asked.set()
+
+        group.move = moving  # type: ignore[method-assign]
         await send(link, "stuck", bytes(16 * MIB))
-        group = link.outgoing.group
-        await eventually(lambda: group.num_moving, what="the peer did not ask")
+        await asyncio.wait_for(asked.wait(), HANGS_S)
         await asyncio.wait_for(link.close("the request was cancelled"), HANGS_S)
-        assert not group.is_alive
+        assert await group.wait_ended(SOON_S), "the thread waits in gloo"
         with pytest.raises(LinkClosedError, match="closed by the peer: the request was cancelled"):
             await asyncio.wait_for(peer.receive(), HANGS_S)
         await near.close()
@@ -186,7 +194,7 @@ def announced(num_bytes: int, message: bytes | None = None) -> SlabAnnounced:
 async def test_a_peer_that_breaks_the_rules_is_cut_off(
     sent: Sequence[Message], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directions, "join_group", lambda store, rank, **options: store.wait(["never"]))
+    monkeypatch.setattr(module, "join_group", lambda store, rank, **options: store.wait(["never"]))
     async with listening(by_groups(DECODE)) as (far, endpoint):
         peer_socket = await dial(
             endpoint, PREFILL, purpose="kv-gloo", timeout_s=HANGS_S, attributes={"slab_bytes": str(16 * MIB)}
