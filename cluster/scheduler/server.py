@@ -17,9 +17,11 @@ from cluster.slo.classes import NO_TARGETS, SloConfig
 from cluster.slo.tracker import SloTracker
 from kv_transfer.connections.connection import Connection, Server
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
-from kv_transfer.messages.decisions import MAX_DECISIONS, AskDecisions, Decisions
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import (
+    MAX_DECISIONS,
+    AskDecisions,
+    Decisions,
     Ended,
     FirstToken,
     Place,

@@ -18,7 +18,7 @@ from engine.memory.devices import CPU
 from engine.memory.gpu import Access, Properties
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.sockets import dial
-from kv_transfer.messages.connections import SegmentAnswer, SegmentOffer
+from kv_transfer.messages.connections import OfferAnswer, SegmentOffer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, Link, PeerRefusedError, SlabBytes
 from kv_transfer.transports.choose import TransferConfig, open_transport
@@ -136,7 +136,7 @@ async def test_a_segment_that_never_came_is_refused() -> None:
         await forger.start()
         await forger.send(SegmentOffer(pid=os.getpid(), fd=0, name="legato-unknown", num_bytes=4096))
         answer, _ = await asyncio.wait_for(forger.receive(), HANGS_S)
-        assert answer == SegmentAnswer(refusal="No file has come under the name that was told.")
+        assert answer == OfferAnswer(refusal="No file has come under the name that was told.")
         peer = await asyncio.wait_for(links.get(), HANGS_S)
         with pytest.raises(PeerRefusedError, match="A file cannot be handed to the peer"):
             await peer.acquire(1)

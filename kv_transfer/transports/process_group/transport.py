@@ -28,7 +28,7 @@ from kv_transfer.connections.frames import Frame
 from kv_transfer.connections.receive_queue import ReceiveQueue
 from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages import MalformedMessageError, Message, decode, encode
-from kv_transfer.messages.connections import GroupAnswer, GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
+from kv_transfer.messages.connections import GroupOffer, GroupWord, OfferAnswer, SlabAnnounced, SlabsWanted
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, PeerRefusedError, SlabBytes
 from kv_transfer.transports.process_group.group_thread import GroupThread
@@ -137,7 +137,7 @@ class _Incoming(_Direction):
         self._inbox = inbox
         self._staging = link.new_pool(on_free=self._ask)
         self._waiting: deque[tuple[SlabAnnounced, Message]] = deque()
-        super().__init__(link, RECEIVER, lambda refusal: link.post(GroupAnswer(refusal=refusal)))
+        super().__init__(link, RECEIVER, lambda refusal: link.post(OfferAnswer(refusal=refusal)))
 
     def on_announced(self, announced: SlabAnnounced) -> str | None:
         """What is wrong with it, if anything is."""
@@ -258,7 +258,7 @@ class DistributedLink(ConnectedLink):
                     complaint = "offers a second group"
                 else:
                     self.incoming = _Incoming(self, self._inbox)
-            case GroupAnswer(refusal=refusal):
+            case OfferAnswer(refusal=refusal):
                 if self.outgoing is not None and refusal is not None:
                     self.outgoing.on_joined(refusal)
             case _:

@@ -19,7 +19,7 @@ from kv_transfer.connections.event_loops import HomeLoop
 from kv_transfer.connections.handshake import Hello
 from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages import Message
-from kv_transfer.messages.connections import SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.messages.connections import OfferAnswer, SegmentOffer, SlabsFreed
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, SlabBytes
 from kv_transfer.transports.shared_memory.segment import ProcSegments, SegmentError, Segments, supported
@@ -91,7 +91,7 @@ class _Incoming:
             self._segment = self._segments.map(offer)
         except SegmentError as error:
             refusal = str(error)
-        self._post(SegmentAnswer(refusal=refusal))
+        self._post(OfferAnswer(refusal=refusal))
 
     def delivery(self, message: Message, place: memoryview) -> Delivery | None:
         """None if the announcement points outside of the segment."""
@@ -169,7 +169,7 @@ class SharedMemoryLink(ConnectedLink):
                     self._connection.close(f"{self._peer_id} frees slabs that it does not have")
             case SegmentOffer():
                 self._incoming.on_offer(message)
-            case SegmentAnswer(refusal=refusal):
+            case OfferAnswer(refusal=refusal):
                 if self._outgoing is not None:
                     self._outgoing.on_answer(refusal)
             case _:
