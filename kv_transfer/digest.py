@@ -40,15 +40,6 @@ def slab_digest(view: ByteView, kind: DigestKind = "xxh3_64") -> int:
     return digest
 
 
-def pieces_digest(pieces: Iterable[ByteView]) -> int:
-    """What `slab_digest` gives, as XXH3, for the pieces joined in order, without joining them."""
-    state = xxhash.xxh3_64()
-    for piece in pieces:
-        state.update(piece)
-    digest: int = state.intdigest()
-    return digest
-
-
 def combine(digests: Iterable[int]) -> int:
     """The digest of a set of slabs, whatever order they arrived in: the sum modulo 2^64.
 

@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
-from kv_transfer.connections.connection import Connection, Server, serve
+from kv_transfer.connections.connection import Connection, Server
 from kv_transfer.messages.connections import Ping
 from kv_transfer.messages.requests import Cancel, Endpoint, RequestSpec, Start, StepFrame, TokenEvent
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
@@ -34,7 +34,7 @@ class ScriptedWorker:
         self._started = asyncio.Event()
 
     async def start(self) -> None:
-        self._server: Server = await serve("127.0.0.1", self._identity, self._serve_gateway)
+        self._server = Server("127.0.0.1", self._identity, self._serve_gateway)
         info = WorkerInfo(
             worker_id=self._identity.worker_id,
             role="decode",

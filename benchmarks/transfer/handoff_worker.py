@@ -24,11 +24,10 @@ from kv_transfer.handoff.sender import HandoffTimeline
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choose import TransferConfig
-from kv_transfer.transports.cuda_ipc import DeviceTransport, SealedMemory
-from kv_transfer.transports.process_group.directions import DistributedConfig
-from kv_transfer.transports.process_group.transport import DistributedTransport
-from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
+from kv_transfer.transports.cuda_ipc import DeviceCarrier, SealedMemory
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
@@ -100,16 +99,17 @@ async def _serve(order: WorkerOrder) -> None:
 
 def _open_transport(order: WorkerOrder, identity: Identity, device: torch.device) -> Transport:
     if order.transport == "gloo":
-        return DistributedTransport(identity, DistributedConfig(slabs=SlabConfig(slab_bytes=order.slab_bytes)))
+        groups = DistributedConfig(slabs=SlabConfig(slab_bytes=order.slab_bytes))
+        return SocketTransport(identity, [DistributedCarrier(identity, groups)])
     if order.transport != "device":
         config = TransferConfig(transport=order.transport, slab_bytes=order.slab_bytes)
         return config.open(identity, "127.0.0.1", device)
-    slabs = SharedMemoryConfig(slabs=SlabConfig(slab_bytes=order.slab_bytes))
+    links = LinkConfig(slabs=SlabConfig(slab_bytes=order.slab_bytes))
     if device.type == "cpu":
-        return DeviceTransport(identity, SealedMemory(), slabs)
+        return SocketTransport(identity, [DeviceCarrier(identity, SealedMemory(), links)])
     from kv_transfer.transports.cuda_ipc import CudaMemory
 
-    return DeviceTransport(identity, CudaMemory(device), slabs)
+    return SocketTransport(identity, [DeviceCarrier(identity, CudaMemory(device), links)])
 
 
 def _print_timeline(timeline: HandoffTimeline) -> None:

@@ -32,11 +32,9 @@ from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choose import open_transport
-from kv_transfer.transports.process_group.directions import DistributedConfig
-from kv_transfer.transports.process_group.transport import DistributedTransport
-from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.transports.tcp import TcpConfig
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -67,14 +65,8 @@ def make_transport(kind: Kind, name: str, size: int) -> Transport:
     slabs = SlabConfig(slab_bytes=size, num_slabs=num_slabs(size))
     identity = Identity(worker_id=name, node_id="here", secret=b"benchmark", compatibility={})
     if kind == "gloo":
-        return DistributedTransport(identity, DistributedConfig(slabs=slabs))
-    return open_transport(
-        kind,
-        identity,
-        host="127.0.0.1",
-        shm=SharedMemoryConfig(slabs=slabs),
-        tcp=TcpConfig(slabs=slabs),
-    )
+        return SocketTransport(identity, [DistributedCarrier(identity, DistributedConfig(slabs=slabs))])
+    return open_transport(kind, identity, host="127.0.0.1", config=LinkConfig(slabs=slabs))
 
 
 class Receiver:

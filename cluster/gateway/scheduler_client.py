@@ -23,10 +23,11 @@ from cluster.slo.report import SloReport
 from kv_transfer.connections.connection import Connection, connect
 from kv_transfer.messages import Message
 from kv_transfer.messages.blocks import IndexReport
-from kv_transfer.messages.decisions import AskDecisions, Decisions
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import (
+    AskDecisions,
+    Decisions,
     Ended,
     FirstToken,
     Place,

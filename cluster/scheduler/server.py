@@ -15,11 +15,13 @@ from cluster.scheduler.role_changes import RoleChanges
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.slo.classes import NO_TARGETS, SloConfig
 from cluster.slo.tracker import SloTracker
-from kv_transfer.connections.connection import Connection, Server, serve
+from kv_transfer.connections.connection import Connection, Server
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
-from kv_transfer.messages.decisions import MAX_DECISIONS, AskDecisions, Decisions
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import (
+    MAX_DECISIONS,
+    AskDecisions,
+    Decisions,
     Ended,
     FirstToken,
     Place,
@@ -71,7 +73,7 @@ class SchedulerServer:
         self._told = asyncio.Event()  # something that may bring an answer to who waits
 
     async def start(self, host: str) -> Endpoint:
-        self._server = await serve(host, self._identity, self._serve_peer)
+        self._server = Server(host, self._identity, self._serve_peer)
         self._tasks = [
             asyncio.create_task(self._keep_house(), name="scheduler-housekeeping"),
             asyncio.create_task(self._answer_waiting(), name="scheduler-late-answers"),

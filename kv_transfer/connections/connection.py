@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
 
-from kv_transfer.connections.frame_protocol import FrameProtocol
-from kv_transfer.connections.frames import MIB, Frame, FrameLimits, FrameReader, frame_head, plain_buffer
+from kv_transfer.connections.frames import (
+    MAX_PAYLOAD_BYTES,
+    MIB,
+    Frame,
+    FrameReader,
+    MalformedFrameError,
+    frame_head,
+    plain_buffer,
+)
 from kv_transfer.connections.handshake import Hello
 from kv_transfer.connections.receive_queue import ReceiveQueue
 from kv_transfer.connections.sockets import HANDSHAKE_TIMEOUT_S, Listener, PeerSocket, dial, listening_socket
@@ -26,11 +32,12 @@ from kv_transfer.transports.base import HostSlab, Identity, LinkClosedError
 
 _MAX_REASON_CHARS: Final = 2000
 _MAX_JOINED_BYTES: Final = 4096
+_SCRATCH: Final = memoryview(bytearray(64 * 1024))  # received bytes that nobody wants; never read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionConfig:
-    limits: FrameLimits = field(default_factory=FrameLimits)
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
     ping_interval_s: float = 0.5
     idle_timeout_s: float = 15.0  # a peer that is silent for so long (see `silent_s`) is taken for dead
     linger_s: float = 1.0  # how long a closing connection tries to tell the peer why
@@ -44,35 +51,152 @@ class ConnectionConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hooks:
-    """What the owner of a connection may take over. All are called on the connection's loop and must not block.
+class _FrameProtocol(asyncio.BufferedProtocol):
+    """Frames over one asyncio transport, with flow control in both directions.
 
-    `allocate` gives the buffers of payloads (see FrameReader), `intercept` may keep a message from the inbox by
-    returning True, `on_closed` is told once that the connection is gone, and why. `inbox` may be shared with other
-    connections: its owner closes it, and calls `read_on` of each when it has room.
+    Received bytes go straight into the reader's buffers, written ones are handed over as they are, without joining or
+    copying them. `on_frame` gets every frame; reading stops while `wants_more()` is false, until `read_on()`.
+
+    `on_malformed` is told what was wrong with the bytes, `on_lost` that the transport is gone; it comes last, and once.
     """
 
-    allocate: Callable[[Message, int], HostSlab | None] = plain_buffer
-    intercept: Callable[[Message], bool] = lambda message: False
-    on_closed: Callable[[str], None] = lambda reason: None
-    inbox: ReceiveQueue | None = None
+    def __init__(
+        self,
+        reader: FrameReader,
+        *,
+        on_frame: Callable[[Frame], None],
+        wants_more: Callable[[], bool],
+        on_malformed: Callable[[str], None],
+        on_lost: Callable[[Exception | None], None],
+    ) -> None:
+        self._reader = reader
+        self._on_frame = on_frame
+        self._wants_more = wants_more
+        self._on_malformed = on_malformed
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport
+        self.reading = True
+        self._finished = False  # what still arrives is thrown away
+        self._lost = False
+        self._flushed = asyncio.Event()
+        self.num_received = 0  # bytes, ever: whether the peer is heard of
+
+    @property
+    def backlogged(self) -> bool:
+        """Whether written bytes wait because the peer does not take them."""
+        return not self._flushed.is_set()
+
+    def write(self, pieces: Iterable[bytes | memoryview]) -> None:
+        """Queue the bytes as one. Views must keep their contents until `flushed()`."""
+        self._transport.writelines(pieces)
+
+    async def flushed(self) -> bool:
+        """Wait until the kernel has taken all that was written; False if it never will."""
+        await self._flushed.wait()
+        return not self._lost
+
+    def read_on(self) -> None:
+        """Take what was held back, and read again unless there is still no room. While reading, nothing is held."""
+        if not (self.reading or self._finished or self._lost):
+            self._take_frames()
+
+    def finish(self) -> None:
+        """Write nothing any more, after what is queued, and throw away what arrives."""
+        self._finished = True
+        self._reader.close()
+        if not self._transport.is_closing():
+            self._transport.write_eof()
+            self._set_reading(True)
+
+    def abort(self) -> None:
+        self._finished = True
+        self._reader.close()
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        # With no tolerated backlog, `resume_writing` means that the kernel has everything.
+        self._transport.set_write_buffer_limits(high=0)
+        self._flushed.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _SCRATCH if self._finished else self._reader.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.num_received += nbytes
+        if not self._finished:
+            self._reader.received(nbytes)
+            self._take_frames()
+
+    def eof_received(self) -> bool:
+        return False  # closes the transport
+
+    def pause_writing(self) -> None:
+        self._flushed.clear()
+
+    def resume_writing(self) -> None:
+        self._flushed.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._flushed.set()
+        self._reader.close()
+        self._on_lost(exc)
+
+    def _take_frames(self) -> None:
+        try:
+            while not self._finished and self._wants_more():
+                frame = self._reader.next_frame()
+                if frame is None:
+                    break
+                self._on_frame(frame)
+        except MalformedFrameError as error:
+            self._on_malformed(str(error))
+        if not self._finished:
+            self._set_reading(self._wants_more() and not self._reader.blocked)
+
+    def _set_reading(self, wanted: bool) -> None:
+        if wanted == self.reading or self._transport.is_closing():
+            return
+        self.reading = wanted
+        if wanted:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
 
 
 class Connection:
     """Messages, each with an optional payload, to and from `peer`; in order, each at most once."""
 
-    def __init__(self, peer_socket: PeerSocket, config: ConnectionConfig, hooks: Hooks) -> None:
-        """Takes the socket over with `start`. Use `connect` or `serve` for a plain one."""
+    def __init__(
+        self,
+        peer_socket: PeerSocket,
+        config: ConnectionConfig | None = None,
+        *,
+        allocate: Callable[[Message, int], HostSlab | None] = plain_buffer,
+        intercept: Callable[[Message], bool] = lambda message: False,
+        on_closed: Callable[[str], None] = lambda reason: None,
+        inbox: ReceiveQueue | None = None,
+    ) -> None:
+        """Takes the socket over with `start`. Use `connect` or a `Server` for a plain one.
+
+        The rest is for the owners of links; all is called on the connection's loop and must not block. `allocate` gives
+        the buffers of payloads (see FrameReader), `intercept` may keep a message from the inbox by returning True,
+        `on_closed` is told once that the connection is gone, and why. `inbox` may be shared with other connections: its
+        owner closes it, and calls `read_on` of each when it has room.
+        """
+        config = config or ConnectionConfig()
         self.peer: Hello = peer_socket.peer
         self._sock = peer_socket.sock
         self._who = f"{self.peer.worker_id} at {peer_socket.address}"
         self._config = config
-        self._hooks = hooks
+        self._intercept = intercept
+        self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
-        self._reader = FrameReader(config.limits, hooks.allocate)
-        self._inbox = hooks.inbox or ReceiveQueue(config.inbox_bytes, self.read_on)
-        self._wire = FrameProtocol(
+        self._reader = FrameReader(config.max_payload_bytes, allocate)
+        self._owns_inbox = inbox is None
+        self._inbox = inbox or ReceiveQueue(config.inbox_bytes, self.read_on)
+        self._wire = _FrameProtocol(
             self._reader,
             on_frame=self._on_frame,
             wants_more=lambda: not self._inbox.full,
@@ -194,7 +318,7 @@ class Connection:
                 self._end(f"{self._who}: closed by the peer: {reason}")
                 self._wire.abort()
             case message:
-                if not self._hooks.intercept(message):
+                if not self._intercept(message):
                     self._inbox.put(frame)
 
     def _on_tick(self) -> None:
@@ -213,7 +337,7 @@ class Connection:
     def _end(self, reason: str) -> None:
         self._closed_because = reason
         self._stop_timer()
-        if self._hooks.inbox is None:
+        if self._owns_inbox:
             self._inbox.close(reason)
 
     def _stop_timer(self) -> None:
@@ -228,19 +352,14 @@ class Connection:
         self._stop_timer()
         self._gone.set()
         # The owner is let go, so that the memory of a dead link does not wait for the garbage collector.
-        hooks, self._hooks = self._hooks, Hooks()
-        hooks.on_closed(self._closed_because)
+        on_closed = self._on_closed
+        del self._on_closed, self._intercept
+        on_closed(self._closed_because)
 
 
 def _discard(frame: Frame) -> None:
     if frame.payload is not None:
         frame.payload.discard()
-
-
-async def _open(peer_socket: PeerSocket, config: ConnectionConfig | None) -> Connection:
-    connection = Connection(peer_socket, config or ConnectionConfig(), Hooks())
-    await connection.start()
-    return connection
 
 
 async def connect(
@@ -251,55 +370,39 @@ async def connect(
     timeout_s: float,
     config: ConnectionConfig | None = None,
 ) -> Connection:
-    """Connect to a `serve`r. Raises PeerRefusedError with a sentence, LinkClosedError or TimeoutError."""
-    peer_socket = await dial(endpoint, identity, purpose=purpose, timeout_s=timeout_s)
-    return await _open(peer_socket, config)
+    """Connect to a `Server`. Raises PeerRefusedError with a sentence, LinkClosedError or TimeoutError."""
+    connection = Connection(await dial(endpoint, identity, purpose=purpose, timeout_s=timeout_s), config)
+    await connection.start()
+    return connection
 
 
-class Server:
+class Server(Listener):
     """Listens for control connections and runs `handler` for each; the connection closes when that returns."""
 
     def __init__(
         self,
-        sock: socket.socket,
+        host: str,
         identity: Identity,
         handler: Callable[[Connection], Awaitable[None]],
         *,
-        purposes: Collection[str] | None,
-        advertised_host: str | None,
-        config: ConnectionConfig | None,
-        handshake_timeout_s: float,
+        config: ConnectionConfig | None = None,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
-        """Use `serve`."""
+        """Listen on `host`, on a free port. On the running loop. Raises OSError where that is not possible."""
+        super().__init__(listening_socket(host), identity, self._run, handshake_timeout_s=handshake_timeout_s)
         self._handler = handler
         self._config = config
         self._ending = "the handler has ended"
         self._is_closing = False
-        self._listener = Listener(
-            sock,
-            identity,
-            self._run,
-            purposes=purposes,
-            advertised_host=advertised_host,
-            handshake_timeout_s=handshake_timeout_s,
-        )
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._listener.endpoint
-
-    @property
-    def num_strangers(self) -> int:
-        """Who has been accepted and has not proved itself."""
-        return self._listener.num_strangers
 
     async def close(self, reason: str = "the server closes") -> None:
         """Stop listening, close every connection in order with `reason` and cancel its handler; idempotent."""
         self._ending, self._is_closing = reason, True
-        await self._listener.close()
+        await super().close()
 
     async def _run(self, peer_socket: PeerSocket) -> None:
-        connection = await _open(peer_socket, self._config)
+        connection = Connection(peer_socket, self._config)
+        await connection.start()
         try:
             await self._handler(connection)
         except LinkClosedError:
@@ -307,26 +410,3 @@ class Server:
         finally:
             connection.close(self._ending, in_order=self._is_closing)
             await connection.wait_closed()
-
-
-async def serve(
-    host: str,
-    identity: Identity,
-    handler: Callable[[Connection], Awaitable[None]],
-    *,
-    port: int = 0,
-    purposes: Collection[str] | None = None,
-    advertised_host: str | None = None,
-    config: ConnectionConfig | None = None,
-    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
-) -> Server:
-    """Listen on `host`, by default on a free port. `advertised_host` is what peers dial, where it differs."""
-    return Server(
-        listening_socket(host, port),
-        identity,
-        handler,
-        purposes=purposes,
-        advertised_host=advertised_host,
-        config=config,
-        handshake_timeout_s=handshake_timeout_s,
-    )

@@ -15,9 +15,11 @@ from enum import Enum, auto
 from typing import Final
 
 from kv_transfer.messages import MalformedMessageError, Message, decode, encode
-from kv_transfer.transports.base import HostSlab, Slab
+from kv_transfer.transports.base import Delivery, HostSlab, Slab
 
 MIB: Final = 1 << 20
+MAX_HEADER_BYTES: Final = 16 * MIB
+MAX_PAYLOAD_BYTES: Final = 256 * MIB
 _PREFIX: Final = struct.Struct("<IQ")
 # Small frames are parsed where they were received; anything that does not fit gets a buffer of its own.
 _INPUT_BYTES: Final = 64 * 1024
@@ -28,12 +30,6 @@ class MalformedFrameError(ValueError):
     """The bytes are no frame of this protocol: the connection they came from cannot go on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameLimits:
-    header_bytes: int = 16 * MIB
-    payload_bytes: int = 256 * MIB
-
-
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A received message with its payload, if it has one. Whoever takes the frame must `discard` the payload."""
@@ -41,6 +37,12 @@ class Frame:
     message: Message
     payload: Slab | None
     header_bytes: int
+
+    def delivery(self) -> Delivery:
+        """What the owner of a link gets of it; releasing that discards the payload."""
+        if self.payload is None:
+            return Delivery(self.message)
+        return Delivery(self.message, self.payload.view, self.payload.discard)
 
 
 class PlainBuffer:
@@ -81,8 +83,12 @@ class FrameReader:
     MalformedFrameError for a payload that this message cannot have.
     """
 
-    def __init__(self, limits: FrameLimits, allocate: Callable[[Message, int], HostSlab | None] = plain_buffer) -> None:
-        self._limits = limits
+    def __init__(
+        self,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        allocate: Callable[[Message, int], HostSlab | None] = plain_buffer,
+    ) -> None:
+        self._max_payload_bytes = max_payload_bytes
         self._allocate = allocate
         self._input = memoryview(bytearray(_INPUT_BYTES))
         self._start = 0
@@ -148,12 +154,22 @@ class FrameReader:
         if self._end - self._start < _PREFIX.size:
             return False
         self._header_bytes, self._payload_bytes = _PREFIX.unpack_from(self._input, self._start)
-        _check(self._header_bytes, self._payload_bytes, self._limits)
+        self._check_lengths()
         self._start += _PREFIX.size
         self._stage = _Stage.HEADER
         if self._header_bytes > len(self._input) - _PREFIX.size:
             self._fill(memoryview(bytearray(self._header_bytes)))
         return True
+
+    def _check_lengths(self) -> None:
+        if not 0 < self._header_bytes <= MAX_HEADER_BYTES:
+            raise MalformedFrameError(
+                f"A frame's header of {self._header_bytes} bytes is not in 1 to {MAX_HEADER_BYTES}."
+            )
+        if self._payload_bytes > self._max_payload_bytes:
+            raise MalformedFrameError(
+                f"A frame's payload of {self._payload_bytes} bytes is over the limit of {self._max_payload_bytes}."
+            )
 
     def _read_header(self) -> bool:
         if self._target is not None:
@@ -193,12 +209,3 @@ class FrameReader:
         target[: self._filled] = self._input[self._start : self._start + self._filled]
         self._start += self._filled
         self._target = target
-
-
-def _check(header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:
-    if not 0 < header_bytes <= limits.header_bytes:
-        raise MalformedFrameError(f"A frame's header of {header_bytes} bytes is not in 1 to {limits.header_bytes}.")
-    if payload_bytes > limits.payload_bytes:
-        raise MalformedFrameError(
-            f"A frame's payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}."
-        )

@@ -91,7 +91,6 @@ class Listener:
         *,
         purposes: Collection[str] | None = None,
         attributes: dict[str, str] | None = None,
-        advertised_host: str | None = None,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._sock = sock
@@ -105,7 +104,7 @@ class Listener:
         self._room = asyncio.Event()  # somebody has left since it was cleared
         self._num_dropped, self._warned_at = 0, -math.inf
         host, port = sock.getsockname()[:2]
-        self.endpoint = Endpoint(host=advertised_host or host, port=port, node_id=identity.node_id)
+        self.endpoint = Endpoint(host=host, port=port, node_id=identity.node_id)
         self._accepting = asyncio.create_task(self._accept_forever(), name=f"accept on port {port}")
 
     @property

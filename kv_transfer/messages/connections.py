@@ -33,13 +33,6 @@ class SegmentOffer(Message):
 
 
 @message
-class SegmentAnswer(Message):
-    """Shared memory: the offered segment is mapped; or `refusal` says why it could not be."""
-
-    refusal: Text | None
-
-
-@message
 class SlabsFreed(Message):
     """Shared memory: the receiver is done with these slabs of the sender's segment."""
 
@@ -52,8 +45,8 @@ class GroupOffer(Message):
 
 
 @message
-class GroupAnswer(Message):
-    """Process groups: the group that you offered has been joined; or `refusal` says why it could not be."""
+class OfferAnswer(Message):
+    """The segment that you offered is mapped, or the group joined; or `refusal` says why that could not be."""
 
     refusal: Text | None
 

@@ -1,14 +1,16 @@
-"""What gateways and the global scheduler say to each other about requests, promises and roles."""
+"""What gateways and the global scheduler say to each other about requests, promises, roles and decisions."""
 
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Final, Literal
 
 from kv_transfer.messages.blocks import IndexReport
 from kv_transfer.messages.codec import Message, message, record
 from kv_transfer.messages.fields import Count, Flag, Hashes, Items, NonNegative, Opaque, Role, Text
 from kv_transfer.messages.workers import KnownWorker
+
+MAX_DECISIONS: Final = 100  # in one answer: some 8 ms of the scheduler's time, in which it places nothing
 
 
 @message
@@ -127,3 +129,21 @@ class RoleAnswer(Message):
     ask_id: Count
     outcome: Literal["ordered", "unknown", "refused"]
     reason: Text = ""
+
+
+@message
+class AskDecisions(Message):
+    """Gateway to scheduler: the newest `limit` decisions, at most `MAX_DECISIONS`. `ask_id` tells a gateway's questions
+    apart."""
+
+    ask_id: Count
+    limit: Count
+    as_text: Flag = False  # the tables that they were made from, for people
+
+
+@message
+class Decisions(Message):
+    """Scheduler to gateway: newest first, each one line of JSON, or a table where that was asked for."""
+
+    ask_id: Count
+    decisions: Items[Text] = field(default_factory=list)

@@ -71,7 +71,6 @@ class HostSlab(Slab, Protocol):
     def view(self) -> memoryview: ...
 
 
-@dataclass(slots=True)
 class Delivery:
     """A received message and, where it announced a slab, its bytes.
 
@@ -79,9 +78,21 @@ class Delivery:
     payload and lets the sender reuse the slab. What a GPU was told to read of it has been read by then.
     """
 
-    message: Message
-    payload: SlabBytes | None
-    release: Callable[[], None]
+    __slots__ = ("_release", "message", "payload")
+
+    def __init__(
+        self, message: Message, payload: SlabBytes | None = None, release: Callable[[], None] | None = None
+    ) -> None:
+        self.message = message
+        # Tensors cannot be made read-only.
+        self.payload = payload.toreadonly() if isinstance(payload, memoryview) else payload
+        self._release = release
+
+    def release(self) -> None:
+        if self.payload is not None:
+            assert self._release is not None, "a delivery was released twice"
+            release, self._release = self._release, None
+            release()
 
 
 class Link(Protocol):
@@ -89,6 +100,11 @@ class Link(Protocol):
 
     @property
     def peer_id(self) -> str: ...
+
+    @property
+    def closed(self) -> str | None:
+        """Why the link is closed; None while it is open."""
+        ...
 
     async def acquire(self, num_bytes: int) -> Slab:
         """A slab to fill, once one is free. Raises LinkClosedError; ValueError above the slab size limit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 import torch
@@ -13,12 +13,11 @@ from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.digest import DigestKind
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.cuda_ipc import CudaMemory, DeviceCarrier
-from kv_transfer.transports.process_group.directions import DistributedConfig
-from kv_transfer.transports.process_group.transport import DistributedCarrier
-from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier, SharedMemoryConfig
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.transports.sockets import Carrier, SocketTransport
-from kv_transfer.transports.tcp import TcpCarrier, TcpConfig
+from kv_transfer.transports.sockets import Carrier, LinkConfig, SocketTransport
+from kv_transfer.transports.tcp import TcpCarrier
 
 # `cluster.config.settings.TransferSettings` has these once more, since who loads a configuration loads no torch.
 TransportKind = Literal["auto", "cuda_ipc", "nccl", "shm", "tcp"]
@@ -39,29 +38,28 @@ def open_transport(
     identity: Identity,
     *,
     host: str,
-    advertised_host: str | None = None,
     device: torch.device = CPU,
-    shm: SharedMemoryConfig | None = None,
-    tcp: TcpConfig | None = None,
-    groups: DistributedConfig | None = None,
+    config: LinkConfig | None = None,
+    num_stripes: int = 2,
 ) -> SocketTransport:
     """A transport whose one listener serves every kind it can dial, for KV on `device`.
 
     `auto` dials shared memory where the peer's endpoint is on our node and lets us map it, TCP otherwise. `cuda_ipc`
     does so where the two ends do not use one GPU; `nccl` (experimental) dials TCP where no process group can be made.
+    `num_stripes`: connections of a TCP link, for slabs.
     """
     if kind not in _CARRIERS:
         raise ValueError(f"There is no transport {kind!r}: it must be {', '.join(get_args(TransportKind))}.")
     if kind in _GPU_KINDS and device.type != "cuda":
         raise ValueError(f"The transport {kind!r} is for KV on a cuda device, and this worker's is on {device}.")
+    config = config or LinkConfig()
     makers: dict[str, Callable[[], Carrier]] = {
-        "device": lambda: DeviceCarrier(identity, CudaMemory(device), shm or SharedMemoryConfig()),
-        "shm": lambda: SharedMemoryCarrier(identity, shm or SharedMemoryConfig()),
-        "tcp": lambda: TcpCarrier(identity, tcp or TcpConfig()),
-        "groups": lambda: DistributedCarrier(identity, replace(groups or DistributedConfig(), device=device)),
+        "device": lambda: DeviceCarrier(identity, CudaMemory(device), config),
+        "shm": lambda: SharedMemoryCarrier(identity, config),
+        "tcp": lambda: TcpCarrier(identity, config, num_stripes),
+        "groups": lambda: DistributedCarrier(identity, DistributedConfig(slabs=config.slabs, device=device)),
     }
-    carriers = [makers[name]() for name in _CARRIERS[kind]]
-    return SocketTransport(identity, carriers, host=host, advertised_host=advertised_host)
+    return SocketTransport(identity, [makers[name]() for name in _CARRIERS[kind]], host=host)
 
 
 # A hand-off that waits for a silent peer is begun again with another one: sooner than a link to a gateway is given up,
@@ -90,14 +88,10 @@ class TransferConfig:
 
     def open(self, identity: Identity, host: str, device: torch.device = CPU) -> Transport:
         """A transport that listens on `host` when asked to, for KV on `device`."""
-        connection = ConnectionConfig(idle_timeout_s=SILENCE_S)
-        slabs = SlabConfig(slab_bytes=self.slab_bytes, num_slabs=self.num_slabs, pin=pinning_for(device))
+        config = LinkConfig(
+            slabs=SlabConfig(slab_bytes=self.slab_bytes, num_slabs=self.num_slabs, pin=pinning_for(device)),
+            connection=ConnectionConfig(idle_timeout_s=SILENCE_S),
+        )
         return open_transport(
-            self.transport,
-            identity,
-            host=host,
-            device=device,
-            shm=SharedMemoryConfig(slabs=slabs, connection=connection),
-            tcp=TcpConfig(slabs=slabs, num_stripes=self.num_connections, connection=connection),
-            groups=DistributedConfig(slabs=slabs),
+            self.transport, identity, host=host, device=device, config=config, num_stripes=self.num_connections
         )

@@ -21,37 +21,19 @@ import torch
 from torch import Tensor
 
 from engine.memory.gpu import GpuMemory, GpuMemoryError
-from kv_transfer.connections.sockets import PeerSocket, dial
+from kv_transfer.connections.handshake import Hello
 from kv_transfer.messages.connections import SegmentOffer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, SlabBytes
-from kv_transfer.transports.shared_memory.segment import OwnSegment, Segment, SegmentError, map_file, supported
-from kv_transfer.transports.shared_memory.transport import (
-    SharedMemoryConfig,
-    SharedMemoryLink,
-    offer_in_time,
-    open_link,
+from kv_transfer.transports.shared_memory.segment import (
+    Segment,
+    SegmentError,
+    make_segment,
+    map_file,
+    new_name,
 )
-from kv_transfer.transports.sockets import SocketTransport
-
-PURPOSE: Final = "kv-device"
-
-
-class Allocation(Protocol):
-    """Memory of this process. `file` is a descriptor that others can map it by, until `close_file`."""
-
-    @property
-    def view(self) -> SlabBytes: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def file(self) -> int: ...
-
-    def close_file(self) -> None: ...
-
-    def close(self) -> None: ...
+from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
+from kv_transfer.transports.sockets import LinkConfig
 
 
 class DeviceMemory(Protocol):
@@ -62,7 +44,7 @@ class DeviceMemory(Protocol):
         """Processes of one node can map each other's memory if this is the same."""
         ...
 
-    def allocate(self, num_bytes: int) -> Allocation:
+    def allocate(self, num_bytes: int) -> Segment:
         """Raises SegmentError."""
         ...
 
@@ -76,71 +58,46 @@ class SealedMemory:
 
     place = "host"
 
-    def allocate(self, num_bytes: int) -> OwnSegment:
-        return OwnSegment(num_bytes)
+    def allocate(self, num_bytes: int) -> Segment:
+        return make_segment(num_bytes)
 
     def map(self, file: int, offer: SegmentOffer) -> memoryview:
         return map_file(file, offer)
 
 
-class _PostedSegment:
-    """A segment whose descriptor goes to the peer's mailbox before the peer is told of it."""
-
-    def __init__(self, allocation: Allocation, num_bytes: int, peer_mailbox: str) -> None:
-        self._allocation = allocation
-        self._num_bytes = num_bytes
-        self._peer_mailbox = peer_mailbox
-
-    @property
-    def view(self) -> SlabBytes:
-        return self._allocation.view
-
-    def offer(self) -> SegmentOffer:
-        name, file = self._allocation.name, self._allocation.file
-        try:
-            post_file(self._peer_mailbox, name, file)
-        except MailboxError as error:
-            raise SegmentError(str(error)) from error
-        return SegmentOffer(pid=os.getpid(), fd=file, name=name, num_bytes=self._num_bytes)
-
-    def close_file(self) -> None:
-        self._allocation.close_file()
-
-    def close(self) -> None:
-        self._allocation.close()
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceSegments:
-    """Between two mailboxes."""
+    """Between two mailboxes. The descriptor of a segment is in the peer's before the peer is told of it."""
 
     memory: DeviceMemory
     mailbox: Mailbox
     peer_mailbox: str
 
     def make(self, num_bytes: int) -> Segment:
-        return _PostedSegment(self.memory.allocate(num_bytes), num_bytes, self.peer_mailbox)
+        segment = self.memory.allocate(num_bytes)
+        try:
+            post_file(self.peer_mailbox, segment.name, segment.file)
+        except SegmentError:
+            segment.close()
+            raise
+        return segment
 
     def map(self, offer: SegmentOffer) -> SlabBytes:
-        try:
-            file = self.mailbox.take(offer.name)
-        except MailboxError as error:
-            raise SegmentError(str(error)) from error
+        file = self.mailbox.take(offer.name)
         try:
             return self.memory.map(file, offer)
         finally:
             os.close(file)
 
 
-class DeviceCarrier:
+class DeviceCarrier(SharedMemoryCarrier):
     """Makes links to processes of this node whose slabs lie on this device."""
 
-    purpose = PURPOSE
+    purpose = "kv-device"
 
-    def __init__(self, identity: Identity, memory: DeviceMemory, config: SharedMemoryConfig) -> None:
-        self._identity = identity
+    def __init__(self, identity: Identity, memory: DeviceMemory, config: LinkConfig) -> None:
+        super().__init__(identity, replace(config, slabs=replace(config.slabs, pin=None)))  # a device's is never pinned
         self._memory = memory
-        self._config = replace(config, slabs=replace(config.slabs, pin=None))  # what a device has is never pinned
         self._mailbox: Mailbox | None = None
 
     @property
@@ -149,29 +106,17 @@ class DeviceCarrier:
 
     @property
     def offers(self) -> list[str]:
-        return [f"{PURPOSE} {self._memory.place}"]
+        return [f"{self.purpose} {self._memory.place}"]
 
     def reaches(self, endpoint: Endpoint) -> bool:
-        same_node = endpoint.node_id == self._identity.node_id
-        return supported() and same_node and self.offers[0] in endpoint.offers
-
-    async def dial(self, endpoint: Endpoint, timeout_s: float) -> SharedMemoryLink:
-        peer_socket = await dial(
-            endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s, attributes=self.attributes
-        )
-        link = await self.accept(peer_socket)
-        await offer_in_time(link, timeout_s)
-        return link
-
-    async def accept(self, peer_socket: PeerSocket) -> SharedMemoryLink:
-        peer_mailbox = peer_socket.peer.attributes.get("mailbox", "")
-        return await open_link(
-            peer_socket, self._config, DeviceSegments(self._memory, self._own_mailbox(), peer_mailbox)
-        )
+        return super().reaches(endpoint) and self.offers[0] in endpoint.offers
 
     def close(self) -> None:
         if self._mailbox is not None:
             self._mailbox.close()
+
+    def _segments(self, peer: Hello) -> DeviceSegments:
+        return DeviceSegments(self._memory, self._own_mailbox(), peer.attributes.get("mailbox", ""))
 
     def _own_mailbox(self) -> Mailbox:
         """There is none before it is needed."""
@@ -180,26 +125,8 @@ class DeviceCarrier:
         return self._mailbox
 
 
-class DeviceTransport(SocketTransport):
-    """A `Transport` for processes that use one device alone."""
-
-    def __init__(
-        self,
-        identity: Identity,
-        memory: DeviceMemory,
-        config: SharedMemoryConfig | None = None,
-        *,
-        host: str = "127.0.0.1",
-    ) -> None:
-        super().__init__(identity, [DeviceCarrier(identity, memory, config or SharedMemoryConfig())], host=host)
-
-
 _MAX_KEPT: Final = 64  # files that nobody has asked for; beyond it, the oldest are closed
 _MAX_NAME_BYTES: Final = 256
-
-
-class MailboxError(Exception):
-    """The file could not be posted or is not there; a sentence says why."""
 
 
 class Mailbox:
@@ -218,11 +145,11 @@ class Mailbox:
         self._socket.bind(_abstract(self.address))
 
     def take(self, name: str) -> int:
-        """A descriptor, the caller's from now on. Raises MailboxError."""
+        """A descriptor, the caller's from now on. Raises SegmentError."""
         self._receive_all()
         file = self._files.pop(name, None)
         if file is None:
-            raise MailboxError("No file has come under the name that was told.")
+            raise SegmentError("No file has come under the name that was told.")
         return file
 
     def close(self) -> None:
@@ -248,14 +175,14 @@ class Mailbox:
 
 
 def post_file(address: str, name: str, file: int) -> None:
-    """To the mailbox of that address. The descriptor stays the caller's. Raises MailboxError."""
+    """To the mailbox of that address. The descriptor stays the caller's. Raises SegmentError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
         try:
             sock.connect(_abstract(address))
             socket.send_fds(sock, [name.encode()], [file])
         except OSError as error:
-            raise MailboxError(
+            raise SegmentError(
                 f"A file cannot be handed to the peer ({error}): the two processes must run on one machine and in the"
                 " same network namespace."
             ) from error
@@ -265,24 +192,6 @@ def _abstract(address: str) -> bytes:
     return b"\0" + address.encode()
 
 
-class CudaAllocation:
-    """Memory of this process; freed with the last mapping of it, here or there."""
-
-    def __init__(self, view: Tensor, file: int) -> None:
-        self.view = view
-        self.name = f"legato-{secrets.token_hex(16)}"
-        self.file = file
-
-    def close_file(self) -> None:
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-
-    def close(self) -> None:
-        self.close_file()
-        self.view = self.view[:0].clone()
-
-
 class CudaMemory:
     """Of one GPU, which another process can map if it uses the same one."""
 
@@ -290,11 +199,12 @@ class CudaMemory:
         self.place = f"cuda {torch.cuda.get_device_properties(device).uuid}"
         self._memory = GpuMemory(device)
 
-    def allocate(self, num_bytes: int) -> CudaAllocation:
+    def allocate(self, num_bytes: int) -> Segment:
         try:
-            return CudaAllocation(*self._memory.allocate(num_bytes))
+            view, file = self._memory.allocate(num_bytes)
         except GpuMemoryError as error:
             raise SegmentError(str(error)) from error
+        return Segment(view, file, new_name())
 
     def map(self, file: int, offer: SegmentOffer) -> Tensor:
         try:

@@ -21,7 +21,6 @@ from kv_transfer.connections.receive_queue import ReceiveQueue
 from kv_transfer.messages import Message, decode, encode
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, Slab
-from kv_transfer.transports.links import deliver
 from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool, private_arena
 
 _UNBOUNDED: Final = 2**63
@@ -102,7 +101,7 @@ class InProcessLink:
             slab.discard()
 
     async def receive(self) -> Delivery:
-        return deliver(await self._inbox.get())
+        return (await self._inbox.get()).delivery()
 
     async def close(self, reason: str) -> None:
         self._end_both(f"{self._peer_id}: closed here: {reason}", f"{self._own_id}: closed by the peer: {reason}")

@@ -83,10 +83,6 @@ class SlabPool(Generic[Arena]):
         self._wakeup = asyncio.Event()
         self._closed_because: str | None = None
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
     def try_acquire(self, num_bytes: int) -> PooledSlab[Arena] | None:
         """A slab if one is free and the pool open."""
         self._check(num_bytes)

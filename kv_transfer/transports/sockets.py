@@ -1,85 +1,130 @@
 """The part that transports over sockets share: one listener, and the links that come of it and of dialing.
 
 What a link is made of is a `Carrier`'s business; one listener serves several kinds, as the dialer's hello says which it
-wants.
+wants. Most links are `ConnectedLink`s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
+from kv_transfer.connections.connection import Connection, ConnectionConfig
 from kv_transfer.connections.sockets import Listener, PeerSocket, listening_socket
+from kv_transfer.messages import Message
 from kv_transfer.messages.requests import Endpoint
-from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
+from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError, Slab, SlabBytes
+from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool
 
 logger = logging.getLogger(__name__)
-
-
-class SocketLink(Link, Protocol):
-    @property
-    def closed(self) -> str | None:
-        """Why the link is closed; None while it is open."""
-        ...
 
 
 class CarrierUnavailableError(PeerRefusedError):
     """The two processes may talk, but not by this carrier; another may do."""
 
 
-class Carrier(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """How the two ends of a link are set up."""
+
+    slabs: SlabConfig = field(default_factory=SlabConfig)
+    connection: ConnectionConfig = field(default_factory=ConnectionConfig)
+
+
+class Carrier(ABC):
     """One way for KV bytes between two processes, such as shared memory: makes its links.
 
     A `SocketTransport` tries its carriers in order. Another way is a carrier, and an entry of
     `kv_transfer.transports.choose`; `transfer.transport` in `cluster.config.settings` names it for users.
     """
 
-    @property
-    def purpose(self) -> str:
-        """What the hello of its connections says."""
-        ...
+    purpose: str
+    """What the hello of its connections says."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
 
     @property
     def attributes(self) -> dict[str, str]:
         """What the dialers of its kind need to know of the listener."""
-        ...
+        return {}
 
     @property
     def offers(self) -> list[str]:
         """What the endpoints of its listeners say, if its dialers look for anything there."""
-        ...
+        return []
 
+    @abstractmethod
     def reaches(self, endpoint: Endpoint) -> bool: ...
 
-    async def dial(self, endpoint: Endpoint, timeout_s: float) -> SocketLink:
+    @abstractmethod
+    async def dial(self, endpoint: Endpoint, timeout_s: float) -> Link:
         """Raises CarrierUnavailableError where another carrier may do, and as `Transport.connect` does."""
-        ...
 
-    async def accept(self, peer_socket: PeerSocket) -> SocketLink | None:
+    @abstractmethod
+    async def accept(self, peer_socket: PeerSocket) -> Link | None:
         """Take over a socket. None while the link it belongs to lacks others."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most have nothing to give up
         """Give up links that are not complete."""
-        ...
+
+
+class ConnectedLink(ABC):
+    """One end of a link whose messages go over one connection, and whose slabs go beside it. It ends with that."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._peer_id = connection.peer.worker_id
+        self._connection = connection
+
+    async def open(self) -> None:
+        await self._connection.start()
+
+    @property
+    def peer_id(self) -> str:
+        return self._peer_id
+
+    @property
+    def closed(self) -> str | None:
+        return self._connection.closed
+
+    @abstractmethod
+    async def offer(self) -> SlabPool[SlabBytes]:
+        """Our slabs, once the peer can take them. The first call makes them. Raises what `Link.acquire` does."""
+
+    async def acquire(self, num_bytes: int) -> PooledSlab[SlabBytes]:
+        return await (await self.offer()).acquire(num_bytes)
+
+    async def send(self, message: Message, slab: Slab | None = None) -> None:
+        if slab is None:
+            await self._connection.send(message)
+            return
+        assert isinstance(slab, PooledSlab)
+        if self.closed is not None:
+            slab.discard()
+        self._check_open()
+        await self._send_slab(message, slab)
+
+    @abstractmethod
+    async def _send_slab(self, message: Message, slab: PooledSlab[SlabBytes]) -> None: ...
+
+    def _check_open(self) -> None:
+        if self.closed is not None:
+            raise LinkClosedError(self.closed)
 
 
 class SocketTransport:
     """A `Transport` over the first of its carriers that reaches the peer."""
 
-    def __init__(
-        self, identity: Identity, carriers: Sequence[Carrier], *, host: str, advertised_host: str | None = None
-    ) -> None:
-        """`host` is what to listen on; `advertised_host` what peers dial, where it differs."""
+    def __init__(self, identity: Identity, carriers: Sequence[Carrier], *, host: str = "127.0.0.1") -> None:
+        """`host` is what to listen on."""
         self._identity = identity
         self._carriers = {carrier.purpose: carrier for carrier in carriers}
         self._host = host
-        self._advertised_host = advertised_host
         self._listener: Listener | None = None
-        self._dialed: list[SocketLink] = []
+        self._dialed: list[Link] = []
         self._serve: Callable[[Link], Awaitable[None]]
         self._ending = "the handler has ended"
 
@@ -92,7 +137,6 @@ class SocketTransport:
             self._on_peer_socket,
             purposes=list(self._carriers),
             attributes={name: value for c in self._carriers.values() for name, value in c.attributes.items()},
-            advertised_host=self._advertised_host,
         )
         offers = [offer for carrier in self._carriers.values() for offer in carrier.offers]
         return replace(self._listener.endpoint, offers=offers)
@@ -112,7 +156,7 @@ class SocketTransport:
         while self._dialed:
             await self._dialed.pop().close(self._ending)
 
-    async def _dial(self, endpoint: Endpoint, timeout_s: float) -> SocketLink:
+    async def _dial(self, endpoint: Endpoint, timeout_s: float) -> Link:
         reason: PeerRefusedError | None = None
         for carrier in self._carriers.values():
             if carrier.reaches(endpoint):

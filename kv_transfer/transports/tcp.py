@@ -11,20 +11,18 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
-from kv_transfer.connections.frames import FrameLimits
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.handshake import Hello
 from kv_transfer.connections.receive_queue import ReceiveQueue
 from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages import Message
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, LinkClosedError, PeerRefusedError, Slab
-from kv_transfer.transports.links import deliver
-from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool, private_arena
-from kv_transfer.transports.sockets import SocketTransport
+from kv_transfer.transports.slab_pool import PooledSlab, SlabPool, private_arena
+from kv_transfer.transports.sockets import Carrier, LinkConfig
 
 PURPOSE: Final = "kv-tcp"
 _MAX_STRIPES: Final = 16
@@ -33,21 +31,10 @@ _GRACE_S: Final = 1.0
 _ASSEMBLY_TIMEOUT_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TcpConfig:
-    slabs: SlabConfig = field(default_factory=SlabConfig)
-    num_stripes: int = 2
-    connection: ConnectionConfig = field(default_factory=ConnectionConfig)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_stripes <= _MAX_STRIPES:
-            raise ValueError(f"num_stripes={self.num_stripes} must be 1 to {_MAX_STRIPES}.")
-
-
 class TcpLink:
     """One end of a link. It is down as soon as one of its connections is."""
 
-    def __init__(self, peer: Hello, config: TcpConfig) -> None:
+    def __init__(self, peer: Hello, config: LinkConfig) -> None:
         """Use `open_link`."""
         slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, peer_slab_bytes(peer)))
         self._peer = peer
@@ -72,12 +59,17 @@ class TcpLink:
 
     async def open(self, peer_sockets: Sequence[PeerSocket]) -> None:
         """Take over the sockets of all connections; the first is the one for messages."""
-        limits = FrameLimits(payload_bytes=0)
+        max_payload_bytes = 0
         for peer_socket in peer_sockets:
-            hooks = Hooks(allocate=self._allocate, on_closed=self._on_connection_gone, inbox=self._inbox)
-            config = replace(self._config.connection, limits=limits)
-            self.connections.append(Connection(peer_socket, config, hooks))
-            limits = FrameLimits(payload_bytes=self._config.slabs.slab_bytes)
+            connection = Connection(
+                peer_socket,
+                replace(self._config.connection, max_payload_bytes=max_payload_bytes),
+                allocate=self._allocate,
+                on_closed=self._on_connection_gone,
+                inbox=self._inbox,
+            )
+            self.connections.append(connection)
+            max_payload_bytes = self._config.slabs.slab_bytes
         for connection in self.connections:
             await connection.start()
         self._senders = [asyncio.create_task(self._send_slabs(stripe)) for stripe in self.connections[1:]]
@@ -98,7 +90,7 @@ class TcpLink:
         self._outgoing.put_nowait((message, slab))
 
     async def receive(self) -> Delivery:
-        return deliver(await self._inbox.get())
+        return (await self._inbox.get()).delivery()
 
     async def close(self, reason: str) -> None:
         self._end(f"{self.peer_id}: closed here: {reason}")
@@ -150,32 +142,31 @@ class TcpLink:
             self._loop.call_later(_GRACE_S, connection.close, reason)
 
 
-class TcpCarrier:
+class TcpCarrier(Carrier):
     """Makes links of `num_stripes` + 1 connections each, as many as the dialer wants."""
 
     purpose = PURPOSE
 
-    def __init__(self, identity: Identity, config: TcpConfig) -> None:
-        self._identity = identity
+    def __init__(self, identity: Identity, config: LinkConfig, num_stripes: int = 2) -> None:
+        if not 1 <= num_stripes <= _MAX_STRIPES:
+            raise ValueError(f"num_stripes={num_stripes} must be 1 to {_MAX_STRIPES}.")
+        super().__init__(identity)
         self._config = config
+        self._num_stripes = num_stripes
         self._incomplete: dict[tuple[str, str], dict[int, PeerSocket]] = {}
 
     @property
     def attributes(self) -> dict[str, str]:
         return {"slab_bytes": str(self._config.slabs.slab_bytes)}
 
-    @property
-    def offers(self) -> list[str]:
-        return []
-
     def reaches(self, endpoint: Endpoint) -> bool:
         return True
 
     async def dial(self, endpoint: Endpoint, timeout_s: float) -> TcpLink:
-        attributes = self.attributes | {"link": secrets.token_hex(16), "stripes": str(self._config.num_stripes)}
+        attributes = self.attributes | {"link": secrets.token_hex(16), "stripes": str(self._num_stripes)}
         peer_sockets: list[PeerSocket] = []
         try:
-            for number in range(self._config.num_stripes + 1):
+            for number in range(self._num_stripes + 1):
                 own = attributes | {"number": str(number)}
                 peer_sockets.append(
                     await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s, attributes=own)
@@ -214,23 +205,7 @@ class TcpCarrier:
         _close_all(self._incomplete.pop(key, {}).values())
 
 
-class TcpTransport(SocketTransport):
-    """A `Transport` over TCP alone."""
-
-    def __init__(
-        self,
-        identity: Identity,
-        config: TcpConfig | None = None,
-        *,
-        host: str = "127.0.0.1",
-        advertised_host: str | None = None,
-    ) -> None:
-        super().__init__(
-            identity, [TcpCarrier(identity, config or TcpConfig())], host=host, advertised_host=advertised_host
-        )
-
-
-async def open_link(peer_sockets: Sequence[PeerSocket], config: TcpConfig) -> TcpLink:
+async def open_link(peer_sockets: Sequence[PeerSocket], config: LinkConfig) -> TcpLink:
     link = TcpLink(peer_sockets[0].peer, config)
     await link.open(peer_sockets)
     return link

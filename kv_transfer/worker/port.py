@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from engine.sequence import SequenceKey, StepPlan
 from engine.steps.loading import LoadedModel
 from kv_transfer.connections.compatibility import describe
-from kv_transfer.connections.connection import Connection, Server, connect, serve
+from kv_transfer.connections.connection import Connection, Server, connect
 from kv_transfer.messages import Message
 from kv_transfer.messages.blocks import BlockIndexRequest
 from kv_transfer.messages.requests import (
@@ -88,7 +88,7 @@ class GatewayPort:
         return dict(self._connections)
 
     async def start(self, host: str) -> Endpoint:
-        self._server = await serve(host, self._identity, self._serve_gateway)
+        self._server = Server(host, self._identity, self._serve_gateway)
         return self._server.endpoint
 
     def post(self, gateway: GatewayId, message: Message) -> None:

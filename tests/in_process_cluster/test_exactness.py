@@ -19,9 +19,9 @@ from decode_workers.worker import DecodeWorkerConfig
 from engine.memory.devices import CPU
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choose import TransferConfig
-from kv_transfer.transports.process_group.directions import DistributedConfig
-from kv_transfer.transports.process_group.transport import DistributedTransport
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
+from kv_transfer.transports.sockets import SocketTransport
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.in_process_cluster.test_overlapped_cluster import count_ahead
 from tests.support.mini_cluster import cluster_of
@@ -39,8 +39,8 @@ class ByGroups(TransferConfig):
     """What NCCL does between GPUs, by gloo between CPUs."""
 
     def open(self, identity: Identity, host: str, device: torch.device = CPU) -> Transport:
-        slabs = SlabConfig(slab_bytes=self.slab_bytes)
-        return DistributedTransport(identity, DistributedConfig(slabs=slabs), host=host)
+        config = DistributedConfig(slabs=SlabConfig(slab_bytes=self.slab_bytes))
+        return SocketTransport(identity, [DistributedCarrier(identity, config)], host=host)
 
 
 SHM, TCP, AUTO = (TransferConfig(transport="shm"), TransferConfig(transport="tcp"), TransferConfig())

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kv.cache import KVCache, KVLayout
-from kv_transfer.digest import pieces_digest, slab_digest
+from kv_transfer.digest import slab_digest
 from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 from tests.support.interpreted import device
 
@@ -99,7 +99,7 @@ def test_digest_in_place_is_the_slabs() -> None:
     end = End.make(4, 2, torch.bfloat16, seed=3)
     slab = slab_for(end, 9)
     pieces = end.cache.pieces(2, end.row(2), 5, 9)
-    in_place = pieces_digest(piece.contiguous().view(torch.uint8).view(-1).numpy().data for piece in pieces)
+    in_place = slab_digest(b"".join(bytes(piece.contiguous().view(torch.uint8).view(-1).numpy()) for piece in pieces))
     assert fill_slab(end.cache, end.row(2), 2, 5, 9, memoryview(slab)) == in_place
 
 

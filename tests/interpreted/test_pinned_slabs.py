@@ -23,10 +23,11 @@ from kv_transfer.transports import choose
 from kv_transfer.transports.base import Identity, LinkClosedError, Transport
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
-from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError, map_segment
-from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryTransport
+from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment, map_segment
+from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
 from kv_transfer.transports.slab_pool import SlabConfig, private_arena
-from kv_transfer.transports.tcp import TcpConfig, TcpTransport
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
+from kv_transfer.transports.tcp import TcpCarrier
 from tests.kv_transfer.transports.transport_conformance import Pair, request_id
 from tests.processes.host_segments import SHARED_MEMORY
 from tests.support.interpreted import device
@@ -86,8 +87,8 @@ def slabs(recorder: Recorder) -> SlabConfig:
 _NETWORK = InProcessNetwork()
 MAKERS: dict[str, Callable[[Identity, SlabConfig], Transport]] = {
     "inproc": lambda identity, slabs: InProcessTransport(_NETWORK, identity, slabs),
-    "tcp": lambda identity, slabs: TcpTransport(identity, TcpConfig(slabs=slabs)),
-    "shm": lambda identity, slabs: SharedMemoryTransport(identity, SharedMemoryConfig(slabs=slabs)),
+    "tcp": lambda identity, slabs: SocketTransport(identity, [TcpCarrier(identity, LinkConfig(slabs=slabs))]),
+    "shm": lambda identity, slabs: SocketTransport(identity, [SharedMemoryCarrier(identity, LinkConfig(slabs=slabs))]),
 }
 # Of both ends: what they send from, what they receive into, and what they map of the other's.
 NUM_ARENAS = {"inproc": 2, "tcp": 4, "shm": 2}
@@ -161,8 +162,8 @@ def test_what_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCaptureFixture
 
 def test_a_segment_that_cannot_be_made_or_mapped_leaves_nothing_pinned(recorder: Recorder) -> None:
     with pytest.raises(SegmentError):
-        OwnSegment(1 << 62, recorder.pin)
-    segment = OwnSegment(8192, recorder.pin)
+        make_segment(1 << 62, recorder.pin)
+    segment = make_segment(8192, recorder.pin)
     offer = segment.offer()
     segment.close_file()
     with pytest.raises(SegmentError):
@@ -178,14 +179,14 @@ def test_on_a_cpu_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: dict[str, Any] = {}
     monkeypatch.setattr(choose, "open_transport", lambda *_, **options: opened.update(options))
     TransferConfig().open(Identity(worker_id="w", node_id="n", secret=b"", compatibility={}), "127.0.0.1")
-    assert [opened[name].slabs.pin for name in ("shm", "tcp", "groups")] == [None] * 3
+    assert opened["config"].slabs.pin is None
 
 
 def test_arenas_are_pinned_for_the_device_that_there_is() -> None:
     """The same addresses again and again, which can be pinned only if they were unpinned."""
     config = SlabConfig(slab_bytes=10_000, num_slabs=2, pin=pinning_for(device()))
     for number in range(3):
-        own = OwnSegment(config.arena_bytes, config.pin)
+        own = make_segment(config.arena_bytes, config.pin)
         theirs = map_segment(own.offer(), config.pin)
         host = torch.frombuffer(own.view, dtype=torch.uint8)
         assert host.is_pinned() == (device().type == "cuda")

@@ -16,26 +16,24 @@ import torch
 
 from engine.memory.devices import CPU
 from engine.memory.gpu import Access, Properties
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.sockets import dial
-from kv_transfer.messages.connections import SegmentAnswer, SegmentOffer
+from kv_transfer.messages.connections import OfferAnswer, SegmentOffer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, Link, PeerRefusedError, SlabBytes
 from kv_transfer.transports.choose import TransferConfig, open_transport
 from kv_transfer.transports.cuda_ipc import (
     DeviceCarrier,
     DeviceMemory,
-    DeviceTransport,
     Mailbox,
-    MailboxError,
     SealedMemory,
     post_file,
 )
-from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError
-from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryLink
+from kv_transfer.transports.shared_memory.segment import Segment, SegmentError, make_segment
+from kv_transfer.transports.shared_memory.transport import SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.transports.sockets import Carrier, SocketTransport
-from kv_transfer.transports.tcp import TcpCarrier, TcpConfig, TcpLink
+from kv_transfer.transports.sockets import Carrier, LinkConfig, SocketTransport
+from kv_transfer.transports.tcp import TcpCarrier, TcpLink
 from tests.kv_transfer.transports.slab_content import send
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
 from tests.support.device_memory import device_memory
@@ -45,7 +43,7 @@ from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S
 
 SMALL = SlabConfig(slab_bytes=MIB, num_slabs=2)
-SHM = SharedMemoryConfig(slabs=SMALL)
+CONFIG = LinkConfig(slabs=SMALL)
 
 
 @dataclass
@@ -55,8 +53,8 @@ class OtherMemory:
     place: str
     refusal: str = ""
 
-    def allocate(self, num_bytes: int) -> OwnSegment:
-        return OwnSegment(num_bytes)
+    def allocate(self, num_bytes: int) -> Segment:
+        return make_segment(num_bytes)
 
     def map(self, file: int, offer: SegmentOffer) -> SlabBytes:
         if self.refusal:
@@ -65,8 +63,12 @@ class OtherMemory:
 
 
 def device_or_tcp(identity: Identity, memory: DeviceMemory) -> SocketTransport:
-    carriers: list[Carrier] = [DeviceCarrier(identity, memory, SHM), TcpCarrier(identity, TcpConfig(slabs=SMALL))]
-    return SocketTransport(identity, carriers, host="127.0.0.1")
+    carriers: list[Carrier] = [DeviceCarrier(identity, memory, CONFIG), TcpCarrier(identity, CONFIG)]
+    return SocketTransport(identity, carriers)
+
+
+def within_device(identity: Identity, memory: DeviceMemory, host: str = "127.0.0.1") -> SocketTransport:
+    return SocketTransport(identity, [DeviceCarrier(identity, memory, CONFIG)], host=host)
 
 
 @asynccontextmanager
@@ -120,21 +122,21 @@ async def test_a_device_that_does_not_map_leaves_it_to_the_next_way(caplog: pyte
 
 
 async def test_without_another_way_it_says_what_is_missing() -> None:
-    async with listening(DeviceTransport(DECODE, OtherMemory("cuda GPU-1"), SHM)) as (_, endpoint):
-        near = DeviceTransport(PREFILL, SealedMemory(), SHM)
+    async with listening(within_device(DECODE, OtherMemory("cuda GPU-1"))) as (_, endpoint):
+        near = within_device(PREFILL, SealedMemory())
         with pytest.raises(PeerRefusedError, match="out of reach of kv-device"):
             await near.connect(endpoint, timeout_s=HANGS_S)
 
 
 async def test_a_segment_that_never_came_is_refused() -> None:
     """Whoever is told a name without a file, or has no mailbox to be sent one, maps nothing and goes on."""
-    async with listening(DeviceTransport(DECODE, SealedMemory(), SHM)) as (links, endpoint):
+    async with listening(within_device(DECODE, SealedMemory())) as (links, endpoint):
         meeting = await dial(endpoint, PREFILL, purpose="kv-device", timeout_s=HANGS_S)
-        forger = Connection(meeting, ConnectionConfig(), Hooks())
+        forger = Connection(meeting)
         await forger.start()
         await forger.send(SegmentOffer(pid=os.getpid(), fd=0, name="legato-unknown", num_bytes=4096))
         answer, _ = await asyncio.wait_for(forger.receive(), HANGS_S)
-        assert answer == SegmentAnswer(refusal="No file has come under the name that was told.")
+        assert answer == OfferAnswer(refusal="No file has come under the name that was told.")
         peer = await asyncio.wait_for(links.get(), HANGS_S)
         with pytest.raises(PeerRefusedError, match="A file cannot be handed to the peer"):
             await peer.acquire(1)
@@ -167,7 +169,7 @@ def test_a_mailbox_keeps_files_until_they_are_asked_for(mailbox: Mailbox, tmp_pa
     assert read_and_close(mailbox.take("b")) == "text of b"
     assert read_and_close(mailbox.take("a")) == "text of a"
     for name in ("a", "never"):
-        with pytest.raises(MailboxError, match="No file has come"):
+        with pytest.raises(SegmentError, match="No file has come"):
             mailbox.take(name)
 
 
@@ -177,9 +179,9 @@ def test_strangers_fill_no_mailbox(mailbox: Mailbox, tmp_path: Path) -> None:
     for number in range(200):
         post_file(mailbox.address, "twice the same" if number % 2 else f"file {number}", file)
         if number % 5 == 0:
-            with pytest.raises(MailboxError):
+            with pytest.raises(SegmentError):
                 mailbox.take("never")
-    with pytest.raises(MailboxError):
+    with pytest.raises(SegmentError):
         mailbox.take("file 0")  # given up for newer ones
     os.close(mailbox.take("file 198"))
     assert num_open_files() < files + 64
@@ -187,7 +189,7 @@ def test_strangers_fill_no_mailbox(mailbox: Mailbox, tmp_path: Path) -> None:
     mailbox.close()
     assert num_open_files() < files
     os.close(file)
-    with pytest.raises(MailboxError, match="must run on one machine"):
+    with pytest.raises(SegmentError, match="must run on one machine"):
         post_file(mailbox.address, "late", 0)
 
 
@@ -203,8 +205,8 @@ def no_collector() -> Iterator[None]:
 async def test_a_transport_leaves_no_file_behind() -> None:
     """At once: memory of a GPU should not wait for the garbage collector."""
     files = num_open_files()
-    near = DeviceTransport(PREFILL, device_memory(), SHM)
-    async with listening(DeviceTransport(DECODE, device_memory(), SHM)) as (links, endpoint):
+    near = within_device(PREFILL, device_memory())
+    async with listening(within_device(DECODE, device_memory())) as (links, endpoint):
         await carries(near, links, endpoint)
         await near.close()
     assert num_open_files() <= files
@@ -214,8 +216,8 @@ async def test_a_transport_leaves_no_file_behind() -> None:
 class WithinDevice(TransferConfig):
     """Hands over by memory of the device and by no other way."""
 
-    def open(self, identity: Identity, host: str, device: torch.device = CPU) -> DeviceTransport:
-        return DeviceTransport(identity, device_memory(), SHM, host=host)
+    def open(self, identity: Identity, host: str, device: torch.device = CPU) -> SocketTransport:
+        return within_device(identity, device_memory(), host)
 
 
 async def test_tokens_survive_a_hand_off_within_a_device(tmp_path: Path) -> None:

@@ -13,30 +13,31 @@ from typing import Literal
 
 import pytest
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from engine.memory.devices import CPU
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.sockets import dial
 from kv_transfer.messages import Message, encode
 from kv_transfer.messages.connections import GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
-from kv_transfer.transports.base import Link, LinkClosedError, PeerRefusedError
+from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 from kv_transfer.transports.choose import open_transport
-from kv_transfer.transports.process_group import directions
-from kv_transfer.transports.process_group.directions import DistributedConfig
+from kv_transfer.transports.process_group import transport as module
 from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PairGroup, PeerStore, join_group
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedLink, DistributedTransport
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig, DistributedLink
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.transports.sockets import SocketTransport
-from kv_transfer.transports.tcp import TcpCarrier, TcpConfig, TcpLink
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
+from kv_transfer.transports.tcp import TcpCarrier, TcpLink
 from tests.kv_transfer.transports.slab_content import send, write
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
-from tests.support.waiting import HANGS_S, eventually
+from tests.support.waiting import HANGS_S
 
 SMALL = SlabConfig(slab_bytes=16 * MIB, num_slabs=2)
 SHORT_S = 0.3  # a deadline that is to pass
+SOON_S = 5.0  # half of the time after which gloo gives up by itself
 
 
 class Far:
@@ -66,7 +67,11 @@ def of_kind(kind: Literal["gloo", "auto", "tcp"], worker: str = "near") -> Socke
     if kind != "gloo":
         return open_transport(kind, identity, host="127.0.0.1")
     groups = DistributedCarrier(identity, DistributedConfig(slabs=SMALL, join_timeout_s=HANGS_S))
-    return SocketTransport(identity, [groups, TcpCarrier(identity, TcpConfig())], host="127.0.0.1")
+    return SocketTransport(identity, [groups, TcpCarrier(identity, LinkConfig())])
+
+
+def by_groups(identity: Identity, config: DistributedConfig | None = None) -> SocketTransport:
+    return SocketTransport(identity, [DistributedCarrier(identity, config or DistributedConfig(slabs=SMALL))])
 
 
 async def carries(transport: SocketTransport, far: Far, endpoint: Endpoint) -> Link:
@@ -99,7 +104,7 @@ async def test_tcp_carries_on_where_one_end_cannot_join(
         store.wait(["never"])
         raise AssertionError
 
-    monkeypatch.setattr(directions, "join_group", refuse)
+    monkeypatch.setattr(module, "join_group", refuse)
     near = of_kind("gloo")
     async with listening(of_kind("gloo", "far")) as (far, endpoint):
         assert isinstance(await carries(near, far, endpoint), TcpLink)
@@ -115,11 +120,11 @@ async def test_a_peer_that_does_not_join_is_not_waited_for_long(monkeypatch: pyt
         enough.wait(HANGS_S)
         raise RuntimeError("at last")
 
-    monkeypatch.setattr(directions, "join_group", hang)
-    monkeypatch.setattr(directions, "_GROUP_END_S", SHORT_S)  # of groups that nothing ends
+    monkeypatch.setattr(module, "join_group", hang)
+    monkeypatch.setattr(module, "_GROUP_END_S", SHORT_S)  # of groups that nothing ends
     config = DistributedConfig(slabs=SMALL, join_timeout_s=SHORT_S)
-    near = DistributedTransport(PREFILL, config)
-    async with listening(DistributedTransport(DECODE, config)) as (_, endpoint):
+    near = by_groups(PREFILL, config)
+    async with listening(by_groups(DECODE, config)) as (_, endpoint):
         with pytest.raises(PeerRefusedError, match=r"did not come together within 0\.3 s"):
             await near.connect(endpoint, timeout_s=HANGS_S)
         enough.set()
@@ -127,8 +132,8 @@ async def test_a_peer_that_does_not_join_is_not_waited_for_long(monkeypatch: pyt
 
 
 async def test_a_slab_that_was_asked_for_and_is_not_taken_ends_the_link_alone() -> None:
-    near = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL, move_timeout_s=SHORT_S))
-    async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
+    near = by_groups(PREFILL, DistributedConfig(slabs=SMALL, move_timeout_s=SHORT_S))
+    async with listening(by_groups(DECODE)) as (far, endpoint):
         link = await near.connect(endpoint, timeout_s=HANGS_S)
         peer = await asyncio.wait_for(far.links.get(), HANGS_S)
         assert isinstance(peer, DistributedLink) and peer.incoming is not None
@@ -139,25 +144,32 @@ async def test_a_slab_that_was_asked_for_and_is_not_taken_ends_the_link_alone() 
                 await asyncio.wait_for(end.receive(), HANGS_S)
         await asyncio.wait_for(link.close("over"), HANGS_S)
         await near.close()
-        again = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL))
+        again = by_groups(PREFILL)
         assert isinstance(await carries(again, far, endpoint), DistributedLink), "and the next link is as good as ever"
         await again.close()
 
 
 async def test_what_is_cancelled_on_the_way_lets_go_at_both_ends() -> None:
     """A link that closes while gloo sends: its slab is let go, and the receiver is told why."""
-    near = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL))
-    async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
+    near = by_groups(PREFILL)
+    async with listening(by_groups(DECODE)) as (far, endpoint):
         link = await near.connect(endpoint, timeout_s=HANGS_S)
         peer = await asyncio.wait_for(far.links.get(), HANGS_S)
         assert isinstance(link, DistributedLink) and link.outgoing is not None
         assert isinstance(peer, DistributedLink) and peer.incoming is not None
         peer.incoming.group.move = lambda slab, on_moved: None  # type: ignore[method-assign]
+        group, asked = link.outgoing.group, asyncio.Event()
+        move = group.move
+
+        def moving(slab: Tensor, on_moved: Callable[[], None]) -> None:
+            move(slab, on_moved)
+            asked.set()
+
+        group.move = moving  # type: ignore[method-assign]
         await send(link, "stuck", bytes(16 * MIB))
-        group = link.outgoing.group
-        await eventually(lambda: group.num_moving, what="the peer did not ask")
+        await asyncio.wait_for(asked.wait(), HANGS_S)
         await asyncio.wait_for(link.close("the request was cancelled"), HANGS_S)
-        assert not group.is_alive
+        assert await group.wait_ended(SOON_S), "the thread waits in gloo"
         with pytest.raises(LinkClosedError, match="closed by the peer: the request was cancelled"):
             await asyncio.wait_for(peer.receive(), HANGS_S)
         await near.close()
@@ -182,12 +194,12 @@ def announced(num_bytes: int, message: bytes | None = None) -> SlabAnnounced:
 async def test_a_peer_that_breaks_the_rules_is_cut_off(
     sent: Sequence[Message], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directions, "join_group", lambda store, rank, **options: store.wait(["never"]))
-    async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
+    monkeypatch.setattr(module, "join_group", lambda store, rank, **options: store.wait(["never"]))
+    async with listening(by_groups(DECODE)) as (far, endpoint):
         peer_socket = await dial(
             endpoint, PREFILL, purpose="kv-gloo", timeout_s=HANGS_S, attributes={"slab_bytes": str(16 * MIB)}
         )
-        forger = Connection(peer_socket, ConnectionConfig(), Hooks())
+        forger = Connection(peer_socket)
         await forger.start()
         for message in sent:
             forger.post(message)
@@ -199,7 +211,7 @@ async def test_a_peer_that_breaks_the_rules_is_cut_off(
 
 
 async def test_a_dialer_that_names_no_slab_size_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    async with listening(DistributedTransport(DECODE)) as (_, endpoint):
+    async with listening(by_groups(DECODE)) as (_, endpoint):
         peer_socket = await dial(endpoint, PREFILL, purpose="kv-gloo", timeout_s=HANGS_S)
         assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(peer_socket.sock, 1), HANGS_S) == b""
         peer_socket.sock.close()
@@ -207,9 +219,9 @@ async def test_a_dialer_that_names_no_slab_size_is_refused(caplog: pytest.LogCap
 
 
 async def test_the_smaller_slabs_count() -> None:
-    near = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL))
+    near = by_groups(PREFILL)
     few = DistributedConfig(slabs=SlabConfig(slab_bytes=1000, num_slabs=2))
-    async with listening(DistributedTransport(DECODE, few)) as (far, endpoint):
+    async with listening(by_groups(DECODE, few)) as (far, endpoint):
         link = await carries(near, far, endpoint)
         with pytest.raises(ValueError, match="1 to 1000 bytes, not 1001"):
             await link.acquire(1001)
@@ -296,8 +308,8 @@ def test_words_are_told_and_learned_and_never_awaited_for_ever() -> None:
 
 
 async def test_words_for_no_group_are_ignored() -> None:
-    async with listening(DistributedTransport(DECODE, DistributedConfig(slabs=SMALL))) as (far, endpoint):
-        near = DistributedTransport(PREFILL, DistributedConfig(slabs=SMALL))
+    async with listening(by_groups(DECODE)) as (far, endpoint):
+        near = by_groups(PREFILL)
         link = await near.connect(endpoint, timeout_s=HANGS_S)
         peer = await asyncio.wait_for(far.links.get(), HANGS_S)
         await peer.send(GroupWord(offered=True, key="0/0", value=b"x"))

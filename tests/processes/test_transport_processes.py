@@ -180,10 +180,10 @@ def check(delivery: Delivery) -> None:
 def test_a_process_that_may_not_have_a_segment_says_so() -> None:
     script = """
 import resource
-from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError
+from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    OwnSegment(1 << 30)
+    make_segment(1 << 30)
 except SegmentError as error:
     print(error)
 """

@@ -22,12 +22,10 @@ from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choose import TransportKind, open_transport
-from kv_transfer.transports.cuda_ipc import DeviceTransport
-from kv_transfer.transports.process_group.directions import DistributedConfig
-from kv_transfer.transports.process_group.transport import DistributedTransport
-from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig
+from kv_transfer.transports.cuda_ipc import DeviceCarrier
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.transports.tcp import TcpConfig
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from tests.kv_transfer.transports.slab_content import content
 from tests.kv_transfer.transports.slab_content import send as send_slab
 from tests.support.device_memory import device_memory
@@ -39,16 +37,10 @@ SLABS = SlabConfig(slab_bytes=64 * MIB, num_slabs=3)
 def make_transport(kind: str, worker_id: str, slabs: SlabConfig = SLABS) -> Transport:
     identity = Identity(worker_id=worker_id, node_id="a", secret=b"secret", compatibility={"model": "x"})
     if kind == "device":
-        return DeviceTransport(identity, device_memory(), SharedMemoryConfig(slabs=slabs))
+        return SocketTransport(identity, [DeviceCarrier(identity, device_memory(), LinkConfig(slabs=slabs))])
     if kind == "gloo":
-        return DistributedTransport(identity, DistributedConfig(slabs=slabs))
-    return open_transport(
-        cast(TransportKind, kind),
-        identity,
-        host="127.0.0.1",
-        shm=SharedMemoryConfig(slabs=slabs),
-        tcp=TcpConfig(slabs=slabs),
-    )
+        return SocketTransport(identity, [DistributedCarrier(identity, DistributedConfig(slabs=slabs))])
+    return open_transport(cast(TransportKind, kind), identity, host="127.0.0.1", config=LinkConfig(slabs=slabs))
 
 
 def digest(payload: bytes | memoryview) -> str:

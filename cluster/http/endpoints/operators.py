@@ -21,7 +21,7 @@ from cluster.http.openai.schemas import RoleBody
 from cluster.slo.account import Scope
 from cluster.slo.classes import SloClass
 from cluster.slo.tracker import Burn, SeriesSnapshot
-from kv_transfer.messages.decisions import MAX_DECISIONS
+from kv_transfer.messages.scheduling import MAX_DECISIONS
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -49,16 +49,6 @@ class GroupThread:
         self._thread = threading.Thread(target=self._run, name="kv-group", daemon=True)
         self._thread.start()
 
-    @property
-    def num_moving(self) -> int:
-        """Slabs whose move is not over."""
-        return len(self._timers)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread still holds on to the group."""
-        return self._thread.is_alive()
-
     def move(self, slab: Tensor, on_moved: Callable[[], None]) -> None:
         """`on_moved` is called on the loop when the memory is free again, or what was to come is there."""
         timer = self._loop.call_later(self._timeout_s, self._fail, f"a slab did not move within {self._timeout_s:g} s")

@@ -3,59 +3,214 @@
 Experimental (docs/gpu.md). Gloo is here to test all that is not NCCL's own; no setting offers it.
 
 Messages go over a connection, as they do everywhere. Each end that sends offers a group of two in which its slabs
-leave. A slab is announced, and moved when the receiver has room and has asked for it, so that nobody waits inside of a
-group for long: what NCCL has launched and cannot finish keeps a part of its GPU busy. The connection's end is the
-link's end, and aborts the groups; a group that fails, or is late, ends the connection.
+leave: the `_Outgoing` direction here is the `_Incoming` one there. A slab is announced, and moved when the receiver has
+room and has asked for it, so that nobody waits inside of a group for long: what NCCL has launched and cannot finish
+keeps a part of its GPU busy. The connection's end is the link's end, and aborts the groups; a group that fails, or is
+late, ends the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from kv_transfer.connections.connection import Hooks
-from kv_transfer.connections.event_loops import to_the_end
-from kv_transfer.connections.frames import FrameLimits
+import torch
+from torch import Tensor
+
+from engine.memory.devices import CPU
+from kv_transfer.connections.connection import Connection
+from kv_transfer.connections.event_loops import HomeLoop, to_the_end
+from kv_transfer.connections.frames import Frame
 from kv_transfer.connections.receive_queue import ReceiveQueue
 from kv_transfer.connections.sockets import PeerSocket, dial
-from kv_transfer.messages import Message
-from kv_transfer.messages.connections import GroupAnswer, GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
+from kv_transfer.messages import MalformedMessageError, Message, decode, encode
+from kv_transfer.messages.connections import GroupOffer, GroupWord, OfferAnswer, SlabAnnounced, SlabsWanted
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, PeerRefusedError, SlabBytes
-from kv_transfer.transports.links import ConnectedLink, deliver
-from kv_transfer.transports.process_group.directions import DistributedConfig, Incoming, Outgoing, Side
-from kv_transfer.transports.slab_pool import PooledSlab, SlabPool
-from kv_transfer.transports.sockets import SocketTransport
+from kv_transfer.transports.process_group.group_thread import GroupThread
+from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PeerStore, Rank, join_group
+from kv_transfer.transports.slab_pool import PooledSlab, SlabPool, private_arena
+from kv_transfer.transports.sockets import Carrier, CarrierUnavailableError, ConnectedLink, LinkConfig
 from kv_transfer.transports.tcp import peer_slab_bytes
 
+_MAX_WAITING: Final = 1024  # slabs that one peer has announced: more than any pool has
+_GROUP_END_S: Final = 2.0
 # How long a link whose group has failed waits for the connection to say why.
 _GRACE_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedConfig(LinkConfig):
+    """`device`: where slabs lie. A group is given up if it is not joined within `join_timeout_s`, or if a slab that was
+    asked for does not move within `move_timeout_s`."""
+
+    device: torch.device = CPU
+    join_timeout_s: float = 10.0
+    move_timeout_s: float = 10.0
+
+
+class _Direction:
+    """One way of a link: a group of two in a thread of its own, and the store through which the two ends join it.
+
+    Reacts to messages and knows no connection: what it has to say it posts, and a group that fails ends the link.
+    """
+
+    def __init__(self, link: DistributedLink, rank: Rank, on_joined: Callable[[str | None], None]) -> None:
+        config, home = link.config, HomeLoop()
+
+        def tell(key: str, value: bytes) -> None:
+            home.run(link.post, GroupWord(offered=rank == SENDER, key=key, value=value))
+
+        self.store = PeerStore(tell, timeout_s=config.join_timeout_s)
+        self.group = GroupThread(
+            partial(
+                join_group, self.store, rank, device=config.device, host=link.host, timeout_s=config.join_timeout_s
+            ),
+            timeout_s=config.move_timeout_s,
+            on_joined=on_joined,
+            on_failed=link.on_group_failed,
+        )
+
+    def close(self, reason: str) -> None:
+        self.store.close(reason)
+        self.group.abort()
+
+
+class _Outgoing(_Direction):
+    """Our slabs, and the group that they leave by."""
+
+    def __init__(self, link: DistributedLink) -> None:
+        self._timeout_s = link.config.join_timeout_s
+        self._joined: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self.pool = link.new_pool()
+        self._announced: dict[int, PooledSlab[SlabBytes]] = {}
+        link.post(GroupOffer())
+        super().__init__(link, SENDER, self.on_joined)
+
+    async def joined(self) -> None:
+        """Wait for both ends. Raises CarrierUnavailableError with the words of the one that could not."""
+        refusal: str | None
+        try:
+            refusal = await asyncio.wait_for(asyncio.shield(self._joined), self._timeout_s)
+        except TimeoutError:
+            refusal = f"the two ends did not come together within {self._timeout_s:g} s"
+        self.pool.check_open()
+        if refusal is not None:
+            raise CarrierUnavailableError(f"No process group could be made: {refusal}")
+
+    def on_joined(self, refusal: str | None) -> None:
+        """Here; the first byte that arrived there said that the peer has, too. Or at the peer, which refuses."""
+        if not self._joined.done():
+            self._joined.set_result(refusal)
+
+    def announce(self, message: Message, slab: PooledSlab[SlabBytes]) -> SlabAnnounced:
+        self._announced[slab.index] = slab
+        return SlabAnnounced(slab=slab.index, num_bytes=len(slab.view), message=encode(message))
+
+    def on_wanted(self, slabs: list[int]) -> bool:
+        """False if the peer wants what it was not offered."""
+        for index in slabs:
+            slab = self._announced.pop(index, None)
+            if slab is None:
+                return False
+            self.group.move(_as_tensor(slab.view), slab.discard)
+        return True
+
+    def close(self, reason: str) -> None:
+        self.pool.close(reason)
+        while self._announced:
+            self._announced.popitem()[1].discard()
+        self.on_joined(reason)
+        super().close(reason)
+
+
+class _Incoming(_Direction):
+    """The peer's group, and room for the slabs that arrive in it."""
+
+    def __init__(self, link: DistributedLink, inbox: ReceiveQueue) -> None:
+        self._post = link.post
+        self._max_slab_bytes = link.config.slabs.slab_bytes
+        self._inbox = inbox
+        self._staging = link.new_pool(on_free=self._ask)
+        self._waiting: deque[tuple[SlabAnnounced, Message]] = deque()
+        super().__init__(link, RECEIVER, lambda refusal: link.post(OfferAnswer(refusal=refusal)))
+
+    def on_announced(self, announced: SlabAnnounced) -> str | None:
+        """What is wrong with it, if anything is."""
+        if not 1 <= announced.num_bytes <= self._max_slab_bytes:
+            return f"announces a slab of {announced.num_bytes} bytes"
+        if len(self._waiting) == _MAX_WAITING:
+            return f"announces more than {_MAX_WAITING} slabs at a time"
+        try:
+            self._waiting.append((announced, decode(announced.message)))
+        except MalformedMessageError as error:
+            return f"announces a slab with what is no message: {error}"
+        self._ask()
+        return None
+
+    def close(self, reason: str) -> None:
+        self._waiting.clear()
+        self._staging.close(reason)
+        super().close(reason)
+
+    def _ask(self) -> None:
+        """For as many as there is room for; in the order in which they will be received."""
+        wanted = []
+        while self._waiting:
+            announced, message = self._waiting[0]
+            slab = self._staging.try_acquire(announced.num_bytes)
+            if slab is None:
+                break
+            self._waiting.popleft()
+            frame = Frame(message, slab, len(announced.message))
+            self.group.move(_as_tensor(slab.view), partial(self._inbox.put, frame))
+            wanted.append(announced.slab)
+        if wanted:
+            self._post(SlabsWanted(slabs=wanted))
 
 
 class DistributedLink(ConnectedLink):
     """One end of a link."""
 
     def __init__(self, peer_socket: PeerSocket, config: DistributedConfig) -> None:
-        """Use `open_link`. Raises PeerRefusedError."""
+        """Carries nothing before it is `open`. Raises PeerRefusedError."""
         slabs = replace(config.slabs, slab_bytes=min(config.slabs.slab_bytes, peer_slab_bytes(peer_socket.peer)))
         self._inbox = ReceiveQueue(config.connection.inbox_bytes, self._read_on)
+        settings = replace(config.connection, max_payload_bytes=0)
         super().__init__(
-            peer_socket,
-            replace(config.connection, limits=FrameLimits(payload_bytes=0)),
-            Hooks(intercept=self._on_message, on_closed=self._on_closed, inbox=self._inbox),
+            Connection(peer_socket, settings, intercept=self._on_message, on_closed=self._on_closed, inbox=self._inbox)
         )
         self._loop = asyncio.get_running_loop()
-        host = peer_socket.sock.getsockname()[0]
-        self._side = Side(replace(config, slabs=slabs), host, self._connection.post, self._on_group_failed)
-        self.outgoing: Outgoing | None = None
-        self.incoming: Incoming | None = None
+        self.config = replace(config, slabs=slabs)
+        self.host: str = peer_socket.sock.getsockname()[0]  # the address that the peer reaches this end at
+        self.post = self._connection.post
+        self.outgoing: _Outgoing | None = None
+        self.incoming: _Incoming | None = None
+
+    def new_pool(self, on_free: Callable[[], None] | None = None) -> SlabPool[SlabBytes]:
+        """Where this end's slabs lie, and freed with the last view of it."""
+        device, slabs = self.config.device, self.config.slabs
+        arena: SlabBytes
+        if device.type == "cpu":
+            arena = private_arena(slabs)
+        else:
+            arena = torch.empty(slabs.arena_bytes, dtype=torch.uint8, device=device)
+        return SlabPool(arena, slabs, on_free)
+
+    def on_group_failed(self, reason: str) -> None:
+        """A group notices that a process is gone as soon as its connection does, but knows less of why."""
+        told = f"a slab was lost on its way: {reason}"
+        self._loop.call_later(_GRACE_S, self._connection.close, told)
 
     async def offer(self) -> SlabPool[SlabBytes]:
         """Of a group that the peer has joined."""
         self._check_open()
         if self.outgoing is None:
-            self.outgoing = Outgoing(self._side)
+            self.outgoing = _Outgoing(self)
         await self.outgoing.joined()
         return self.outgoing.pool
 
@@ -64,7 +219,7 @@ class DistributedLink(ConnectedLink):
         await self._connection.send(self.outgoing.announce(message, slab))
 
     async def receive(self) -> Delivery:
-        return deliver(await self._inbox.get())
+        return (await self._inbox.get()).delivery()
 
     async def close(self, reason: str) -> None:
         self._connection.close(reason)
@@ -81,7 +236,7 @@ class DistributedLink(ConnectedLink):
         await self._connection.wait_closed()
         for direction in (self.outgoing, self.incoming):
             if direction is not None:
-                await direction.wait_ended()
+                await direction.group.wait_ended(_GROUP_END_S)
 
     def _on_message(self, message: Message) -> bool:
         """Whether it was the transport's own."""
@@ -94,16 +249,16 @@ class DistributedLink(ConnectedLink):
             case SlabsWanted(slabs=slabs):
                 if self.outgoing is None or not self.outgoing.on_wanted(slabs):
                     complaint = "asks for slabs that were not announced to it"
-            case GroupWord(offered=offered):
+            case GroupWord(offered=offered, key=key, value=value):
                 direction = self.incoming if offered else self.outgoing
                 if direction is not None:
-                    direction.receive(message)
+                    direction.store.receive(key, value)
             case GroupOffer():
                 if self.incoming is not None:
                     complaint = "offers a second group"
                 else:
-                    self.incoming = Incoming(self._side, self._inbox)
-            case GroupAnswer(refusal=refusal):
+                    self.incoming = _Incoming(self, self._inbox)
+            case OfferAnswer(refusal=refusal):
                 if self.outgoing is not None and refusal is not None:
                     self.outgoing.on_joined(refusal)
             case _:
@@ -112,11 +267,6 @@ class DistributedLink(ConnectedLink):
             self._connection.close(f"{self._peer_id} {complaint}")
         return True
 
-    def _on_group_failed(self, reason: str) -> None:
-        """A group notices that a process is gone as soon as its connection does, but knows less of why."""
-        told = f"a slab was lost on its way: {reason}"
-        self._loop.call_later(_GRACE_S, self._connection.close, told)
-
     def _on_closed(self, reason: str) -> None:
         self._inbox.close(reason)
         for direction in (self.outgoing, self.incoming):
@@ -124,13 +274,18 @@ class DistributedLink(ConnectedLink):
                 direction.close(reason)
 
 
-class DistributedCarrier:
+def _as_tensor(view: SlabBytes) -> Tensor:
+    """Its bytes `[num_bytes]`, uint8, without a copy; the memory lives as long as the tensor."""
+    return view if isinstance(view, Tensor) else torch.frombuffer(view, dtype=torch.uint8)
+
+
+class DistributedCarrier(Carrier):
     """Makes links to processes whose slabs lie on the same kind of device, wherever they are."""
 
     def __init__(self, identity: Identity, config: DistributedConfig) -> None:
-        self._identity = identity
+        super().__init__(identity)
         self._config = config
-        self.purpose = config.purpose
+        self.purpose = "kv-nccl" if config.device.type == "cuda" else "kv-gloo"
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -147,7 +302,7 @@ class DistributedCarrier:
         peer_socket = await dial(
             endpoint, self._identity, purpose=self.purpose, timeout_s=timeout_s, attributes=self.attributes
         )
-        link = await open_link(peer_socket, self._config)
+        link = await self.accept(peer_socket)
         try:
             # Whoever dials will send; and only now is there another carrier to fall back on. Of bounded length.
             await link.offer()
@@ -157,24 +312,10 @@ class DistributedCarrier:
         return link
 
     async def accept(self, peer_socket: PeerSocket) -> DistributedLink:
-        return await open_link(peer_socket, self._config)
-
-    def close(self) -> None:
-        pass
-
-
-class DistributedTransport(SocketTransport):
-    """A `Transport` for processes of one kind of device alone."""
-
-    def __init__(self, identity: Identity, config: DistributedConfig | None = None, *, host: str = "127.0.0.1") -> None:
-        super().__init__(identity, [DistributedCarrier(identity, config or DistributedConfig())], host=host)
-
-
-async def open_link(peer_socket: PeerSocket, config: DistributedConfig) -> DistributedLink:
-    try:
-        link = DistributedLink(peer_socket, config)
-    except PeerRefusedError:
-        peer_socket.sock.close()
-        raise
-    await link.open()
-    return link
+        try:
+            link = DistributedLink(peer_socket, self._config)
+        except PeerRefusedError:
+            peer_socket.sock.close()
+            raise
+        await link.open()
+        return link

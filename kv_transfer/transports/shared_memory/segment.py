@@ -29,23 +29,31 @@ class SegmentError(Exception):
     """The segment cannot be made or mapped; a sentence says why."""
 
 
-class Segment(Protocol):
-    """Memory of this process. `view` is writable; the memory is freed with the last mapping of it, here or there."""
+class Segment:
+    """Memory of this process, and a descriptor that others map it by; freed with the last mapping of it, here or there.
 
-    @property
-    def view(self) -> SlabBytes: ...
+    `view` is writable. `file` is there until `close_file`.
+    """
+
+    def __init__(self, view: SlabBytes, file: int, name: str) -> None:
+        self.view = view
+        self.file = file
+        self.name = name
 
     def offer(self) -> SegmentOffer:
-        """What a peer needs to map it. Raises SegmentError."""
-        ...
+        """What a peer needs to map it."""
+        return SegmentOffer(pid=os.getpid(), fd=self.file, name=self.name, num_bytes=len(self.view))
 
     def close_file(self) -> None:
         """The peer has mapped it, or will not; idempotent."""
-        ...
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
     def close(self) -> None:
         """Unmap, as soon as no slab of it is in use."""
-        ...
+        self.close_file()
+        self.view = memoryview(b"")
 
 
 class Segments(Protocol):
@@ -64,8 +72,8 @@ class ProcSegments:
 
     pin: Pin | None = None
 
-    def make(self, num_bytes: int) -> OwnSegment:
-        return OwnSegment(num_bytes, self.pin)
+    def make(self, num_bytes: int) -> Segment:
+        return make_segment(num_bytes, self.pin)
 
     def map(self, offer: SegmentOffer) -> memoryview:
         return map_segment(offer, self.pin)
@@ -75,51 +83,29 @@ def supported() -> bool:
     return hasattr(os, "memfd_create")
 
 
-class OwnSegment:
-    """A `Segment` in a memory file."""
+def new_name() -> str:
+    """Of a segment: a secret of its two ends."""
+    return f"legato-{secrets.token_hex(16)}"
 
-    def __init__(self, num_bytes: int, pin: Pin | None = None) -> None:
-        self._name = f"legato-{secrets.token_hex(8)}"
-        self._num_bytes = num_bytes
-        try:
-            self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise self._failure(error) from error
-        try:
-            os.ftruncate(self._fd, num_bytes)
-            self.view = map_memory(self._fd, num_bytes, pin)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
-        except (OSError, ValueError) as error:
-            os.close(self._fd)
-            raise self._failure(error) from error
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def file(self) -> int:
-        """Its descriptor, until `close_file`."""
-        return self._fd
-
-    def offer(self) -> SegmentOffer:
-        return SegmentOffer(pid=os.getpid(), fd=self._fd, name=self._name, num_bytes=self._num_bytes)
-
-    def close_file(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def close(self) -> None:
-        self.close_file()
-        self.view = memoryview(b"")
-
-    def _failure(self, error: Exception) -> SegmentError:
-        return SegmentError(
-            f"A shared-memory segment of {self._num_bytes} bytes cannot be made: {error}. "
+def make_segment(num_bytes: int, pin: Pin | None = None) -> Segment:
+    """In a memory file. Raises SegmentError."""
+    name = new_name()
+    file = -1
+    try:
+        file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, num_bytes)
+        view = map_memory(file, num_bytes, pin)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+    except (OSError, ValueError) as error:
+        if file >= 0:
+            os.close(file)
+        raise SegmentError(
+            f"A shared-memory segment of {num_bytes} bytes cannot be made: {error}. "
             "Use fewer or smaller slabs, raise the process's limits, or use the transport 'tcp'."
-        )
+        ) from error
+    return Segment(view, file, name)
 
 
 def map_segment(offer: SegmentOffer, pin: Pin | None = None) -> memoryview:

@@ -10,32 +10,24 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from kv_transfer.connections.connection import ConnectionConfig, Hooks
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import HomeLoop
-from kv_transfer.connections.frames import FrameLimits
+from kv_transfer.connections.handshake import Hello
 from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages import Message
-from kv_transfer.messages.connections import SegmentAnswer, SegmentOffer, SlabsFreed
+from kv_transfer.messages.connections import OfferAnswer, SegmentOffer, SlabsFreed
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, SlabBytes
-from kv_transfer.transports.links import ConnectedLink, deliver, delivery_of
 from kv_transfer.transports.shared_memory.segment import ProcSegments, SegmentError, Segments, supported
 from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool
-from kv_transfer.transports.sockets import CarrierUnavailableError, SocketTransport
+from kv_transfer.transports.sockets import Carrier, CarrierUnavailableError, ConnectedLink, LinkConfig
 
-PURPOSE: Final = "kv-shm"
 # The payload of an announcement: slab, offset in the segment, length.
 _PLACE: Final = struct.Struct("<IQQ")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedMemoryConfig:
-    slabs: SlabConfig = field(default_factory=SlabConfig)
-    connection: ConnectionConfig = field(default_factory=ConnectionConfig)
 
 
 class _Outgoing:
@@ -47,11 +39,7 @@ class _Outgoing:
         self.pool = SlabPool(self._segment.view, config)
         self._announced: dict[int, PooledSlab[SlabBytes]] = {}
         self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        try:
-            post(self._segment.offer())
-        except SegmentError:
-            self._segment.close()
-            raise
+        post(self._segment.offer())
 
     async def mapped(self) -> None:
         """Wait for the peer to map it. Raises CarrierUnavailableError with its words if it cannot."""
@@ -103,7 +91,7 @@ class _Incoming:
             self._segment = self._segments.map(offer)
         except SegmentError as error:
             refusal = str(error)
-        self._post(SegmentAnswer(refusal=refusal))
+        self._post(OfferAnswer(refusal=refusal))
 
     def delivery(self, message: Message, place: memoryview) -> Delivery | None:
         """None if the announcement points outside of the segment."""
@@ -113,7 +101,7 @@ class _Incoming:
         if offset + length > len(self._segment):
             return None
         payload = self._segment[offset : offset + length]
-        return delivery_of(message, payload, partial(self._home.run, self._free, slab))
+        return Delivery(message, payload, partial(self._home.run, self._free, slab))
 
     def close(self) -> None:
         """Unmap it, as soon as no delivery needs it: memory of a GPU should not wait for the garbage collector."""
@@ -133,13 +121,10 @@ class _Incoming:
 class SharedMemoryLink(ConnectedLink):
     """One end of a link."""
 
-    def __init__(self, peer_socket: PeerSocket, config: SharedMemoryConfig, segments: Segments) -> None:
-        """Use `open_link`."""
-        super().__init__(
-            peer_socket,
-            replace(config.connection, limits=FrameLimits(payload_bytes=_PLACE.size)),
-            Hooks(intercept=self._on_message, on_closed=self._on_closed),
-        )
+    def __init__(self, peer_socket: PeerSocket, config: LinkConfig, segments: Segments) -> None:
+        """Carries nothing before it is `open`."""
+        settings = replace(config.connection, max_payload_bytes=_PLACE.size)
+        super().__init__(Connection(peer_socket, settings, intercept=self._on_message, on_closed=self._on_closed))
         self._slabs = config.slabs
         self._segments = segments
         self._incoming = _Incoming(segments, self._connection.post)
@@ -163,7 +148,7 @@ class SharedMemoryLink(ConnectedLink):
     async def receive(self) -> Delivery:
         frame = await self._connection.receive_frame()
         if frame.payload is None:
-            return deliver(frame)
+            return frame.delivery()
         assert isinstance(frame.payload.view, memoryview)
         delivery = self._incoming.delivery(frame.message, frame.payload.view)
         if delivery is None:
@@ -184,7 +169,7 @@ class SharedMemoryLink(ConnectedLink):
                     self._connection.close(f"{self._peer_id} frees slabs that it does not have")
             case SegmentOffer():
                 self._incoming.on_offer(message)
-            case SegmentAnswer(refusal=refusal):
+            case OfferAnswer(refusal=refusal):
                 if self._outgoing is not None:
                     self._outgoing.on_answer(refusal)
             case _:
@@ -196,62 +181,39 @@ class SharedMemoryLink(ConnectedLink):
             self._outgoing.close(reason)
 
 
-class SharedMemoryCarrier:
+class SharedMemoryCarrier(Carrier):
     """Makes links to processes of the same node."""
 
-    purpose = PURPOSE
+    purpose = "kv-shm"
 
-    def __init__(self, identity: Identity, config: SharedMemoryConfig) -> None:
-        self._identity = identity
+    def __init__(self, identity: Identity, config: LinkConfig) -> None:
+        super().__init__(identity)
         self._config = config
-
-    @property
-    def attributes(self) -> dict[str, str]:
-        return {}
-
-    @property
-    def offers(self) -> list[str]:
-        return []
 
     def reaches(self, endpoint: Endpoint) -> bool:
         return supported() and endpoint.node_id == self._identity.node_id
 
     async def dial(self, endpoint: Endpoint, timeout_s: float) -> SharedMemoryLink:
-        peer_socket = await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s)
+        peer_socket = await dial(
+            endpoint, self._identity, purpose=self.purpose, timeout_s=timeout_s, attributes=self.attributes
+        )
         link = await self.accept(peer_socket)
-        await offer_in_time(link, timeout_s)
+        # Whoever dials will send; and only now is there another carrier to fall back on.
+        try:
+            async with asyncio.timeout(timeout_s):
+                await link.offer()
+        except TimeoutError as error:
+            await link.close("the answer to an offer of shared memory came too late")
+            raise TimeoutError(f"{link.peer_id} did not map shared memory within {timeout_s:g} s.") from error
+        except BaseException as error:
+            await link.close(f"shared memory cannot be used: {error}")
+            raise
         return link
 
     async def accept(self, peer_socket: PeerSocket) -> SharedMemoryLink:
-        return await open_link(peer_socket, self._config, ProcSegments(self._config.slabs.pin))
+        link = SharedMemoryLink(peer_socket, self._config, self._segments(peer_socket.peer))
+        await link.open()
+        return link
 
-    def close(self) -> None:
-        pass
-
-
-class SharedMemoryTransport(SocketTransport):
-    """A `Transport` for processes of one node alone."""
-
-    def __init__(
-        self, identity: Identity, config: SharedMemoryConfig | None = None, *, host: str = "127.0.0.1"
-    ) -> None:
-        super().__init__(identity, [SharedMemoryCarrier(identity, config or SharedMemoryConfig())], host=host)
-
-
-async def open_link(peer_socket: PeerSocket, config: SharedMemoryConfig, segments: Segments) -> SharedMemoryLink:
-    link = SharedMemoryLink(peer_socket, config, segments)
-    await link.open()
-    return link
-
-
-async def offer_in_time(link: SharedMemoryLink, timeout_s: float) -> None:
-    """Whoever dials will send; and only when it dials is there another carrier to fall back on."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await link.offer()
-    except TimeoutError as error:
-        await link.close("the answer to an offer of shared memory came too late")
-        raise TimeoutError(f"{link.peer_id} did not map shared memory within {timeout_s:g} s.") from error
-    except BaseException as error:
-        await link.close(f"shared memory cannot be used: {error}")
-        raise
+    def _segments(self, peer: Hello) -> Segments:
+        return ProcSegments(self._config.slabs.pin)

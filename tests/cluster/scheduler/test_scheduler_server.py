@@ -15,7 +15,7 @@ from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerLinks
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
-from kv_transfer.connections.connection import Connection, Server, connect, serve
+from kv_transfer.connections.connection import Connection, Server, connect
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Placement, Replicas, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import Heartbeat, KnownWorker, Register
@@ -47,7 +47,7 @@ async def _server(**policy: object) -> AsyncIterator[SchedulerServer]:
 @asynccontextmanager
 async def _scripted(scheduler: Callable[[Connection], Awaitable[None]]) -> AsyncIterator[Server]:
     """What a gateway takes for the scheduler."""
-    server = await serve("127.0.0.1", _identity("scheduler"), scheduler)
+    server = Server("127.0.0.1", _identity("scheduler"), scheduler)
     try:
         yield server
     finally:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Server, connect, serve
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Server, connect
 from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity
 from tests.support.waiting import HANGS_S
@@ -21,7 +21,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 async def serving(
     handler: Callable[[Connection], Awaitable[None]], config: ConnectionConfig | None = None, **options: Any
 ) -> AsyncIterator[Server]:
-    server = await serve("127.0.0.1", WORKER, handler, config=config, **options)
+    server = Server("127.0.0.1", WORKER, handler, config=config, **options)
     try:
         yield server
     finally:

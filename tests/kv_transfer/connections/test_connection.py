@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.connections import handshake as auth
-from kv_transfer.connections.connection import Connection, ConnectionConfig, connect, serve
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Server, connect
 from kv_transfer.connections.frames import frame_head
 from kv_transfer.connections.sockets import dial, listening_socket
 from kv_transfer.messages import PROTOCOL_VERSION
@@ -243,14 +243,12 @@ def test_how_long_a_peer_has_been_silent(run: Run) -> None:
 
 def test_peers_that_must_not_meet_are_refused_with_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with serving(echo, purposes=["gateway"]) as server:
+        async with serving(echo) as server:
             with pytest.raises(PeerRefusedError, match=r"127.0.0.1:\d+: .*secrets of the two processes differ"):
                 await connect(server.endpoint, replace(GATEWAY, secret=b"no"), purpose="gateway", timeout_s=HANGS_S)
             with pytest.raises(PeerRefusedError, match="model is x here and y there"):
                 other = replace(GATEWAY, compatibility={"model": "y"})
                 await connect(server.endpoint, other, purpose="gateway", timeout_s=HANGS_S)
-            with pytest.raises(PeerRefusedError, match="listens here for gateway, not for 'kv-tcp'"):
-                await connect(server.endpoint, WORKER, purpose="kv-tcp", timeout_s=HANGS_S)
             monkeypatch.setattr(auth, "PROTOCOL_VERSION", 99)
             told = f"decode-1 speaks protocol version {PROTOCOL_VERSION}, gateway-1 version 99"
             with pytest.raises(PeerRefusedError, match=told):
@@ -269,7 +267,7 @@ def test_nobody_there_and_nobody_answering(run: Run) -> None:
             with pytest.raises(TimeoutError, match=r"did not answer within 0.3 s"):
                 await connect(endpoint, GATEWAY, purpose="gateway", timeout_s=0.3)
             with pytest.raises(OSError, match=f"Cannot listen on 127.0.0.1:{port}"):
-                await serve("127.0.0.1", WORKER, echo, port=port)
+                listening_socket("127.0.0.1", port)
         with pytest.raises(LinkClosedError, match=r"No connection to 127\.0\.0\.1:"):
             await connect(endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S)
 
@@ -305,7 +303,7 @@ def test_closing_a_server_tells_its_peers_and_leaves_nothing(run: Run) -> None:
             await assert_alive(await connect_to(first))
         gc.collect()  # what earlier tests left is not to be closed meanwhile
         before, tasks = num_open_files(), asyncio.all_tasks()
-        server = await serve("127.0.0.1", WORKER, keep_open)
+        server = Server("127.0.0.1", WORKER, keep_open)
         connections = [await connect_to(server) for _ in range(5)]
         await server.close("the worker stops")
         await server.close()

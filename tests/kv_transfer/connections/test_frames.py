@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.connections.frames import Frame, FrameLimits, FrameReader, MalformedFrameError, PlainBuffer, frame_head
+from kv_transfer.connections.frames import MIB, Frame, FrameReader, MalformedFrameError, PlainBuffer, frame_head
 from kv_transfer.messages import Message
 from kv_transfer.messages.connections import Ping
 from kv_transfer.messages.requests import Cancel
@@ -14,7 +14,7 @@ from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import HostSlab
 
 PATTERN = bytes(range(251))  # of no length that a buffer has
-SMALL = FrameLimits(header_bytes=200_000, payload_bytes=300_000)
+SMALL = 300_000
 
 
 def feed(reader: FrameReader, data: bytes, step: int | None = None) -> list[Frame]:
@@ -101,7 +101,12 @@ def test_a_flipped_byte_never_gives_anything_but_frames_or_an_error(position: in
 
 @pytest.mark.parametrize(
     ("header_bytes", "payload_bytes", "complaint"),
-    [(200_001, 0, "header of 200001"), (0, 0, "header of 0"), (2**32 - 1, 0, "header"), (10, 300_001, "payload")],
+    [
+        (16 * MIB + 1, 0, "header of 16777217 bytes"),
+        (0, 0, "header of 0"),
+        (2**32 - 1, 0, "header"),
+        (10, 300_001, "payload"),
+    ],
 )
 def test_lengths_over_the_limits_are_refused_before_any_memory_is_taken(
     header_bytes: int, payload_bytes: int, complaint: str

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Server, serve
-from kv_transfer.connections.frames import FrameLimits, frame_head
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Server
+from kv_transfer.connections.frames import frame_head
 from kv_transfer.connections.handshake import Handshake, hello_of
 from kv_transfer.connections.sockets import dial
 from kv_transfer.messages.scheduling import Ended
@@ -42,7 +42,7 @@ def test_a_malformed_frame_ends_its_connection_alone_and_both_ends_know_why(
     run: Run, poison: bytes, complaint: str
 ) -> None:
     async def scenario() -> None:
-        async with serving(echo, ConnectionConfig(limits=FrameLimits(payload_bytes=100))) as server:
+        async with serving(echo, ConnectionConfig(max_payload_bytes=100)) as server:
             other = await connect_to(server)
             bad = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S)
             loop = asyncio.get_running_loop()
@@ -172,7 +172,11 @@ def test_random_bytes_never_bring_a_listener_down() -> None:
     logging.disable(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=LOOP_KINDS["uvloop"]) as runner:
-            server = runner.run(serve("127.0.0.1", WORKER, echo, handshake_timeout_s=2.0))
+
+            async def listen() -> Server:
+                return Server("127.0.0.1", WORKER, echo, handshake_timeout_s=2.0)
+
+            server = runner.run(listen())
             friend = runner.run(connect_to(server))
             files = num_open_files()
 

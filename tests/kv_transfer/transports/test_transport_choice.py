@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.connections.connection import Connection, ConnectionConfig, Hooks
+from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages import Message
 from kv_transfer.messages.connections import Ping, SegmentOffer, SlabsFreed
@@ -22,11 +22,11 @@ from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRef
 from kv_transfer.transports.choose import TransportKind, open_transport
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shared_memory import segment
-from kv_transfer.transports.shared_memory.segment import OwnSegment, SegmentError, map_segment
-from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryLink
+from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment, map_segment
+from kv_transfer.transports.shared_memory.transport import SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.transports.sockets import SocketTransport
-from kv_transfer.transports.tcp import TcpConfig, TcpLink
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
+from kv_transfer.transports.tcp import TcpLink
 from tests.kv_transfer.transports.slab_content import send
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
 from tests.support.waiting import HANGS_S
@@ -35,9 +35,7 @@ SMALL = SlabConfig(slab_bytes=MIB, num_slabs=2)
 
 
 def make(kind: TransportKind, identity: Identity, slabs: SlabConfig = SMALL) -> SocketTransport:
-    return open_transport(
-        kind, identity, host="127.0.0.1", shm=SharedMemoryConfig(slabs=slabs), tcp=TcpConfig(slabs=slabs)
-    )
+    return open_transport(kind, identity, host="127.0.0.1", config=LinkConfig(slabs=slabs))
 
 
 class Far:
@@ -174,7 +172,7 @@ async def test_a_connection_of_no_possible_link_is_closed(
 async def forge(endpoint: Endpoint, sent: Sequence[tuple[Message, bytes]]) -> Connection:
     """A member of the cluster that says `sent` on a shared-memory link of its own."""
     peer_socket: PeerSocket = await dial(endpoint, PREFILL, purpose="kv-shm", timeout_s=HANGS_S)
-    connection = Connection(peer_socket, ConnectionConfig(), Hooks())
+    connection = Connection(peer_socket)
     await connection.start()
     for message, payload in sent:
         await connection.send(message, [memoryview(payload)] if payload else ())
@@ -195,7 +193,7 @@ PLACE = struct.Struct("<IQQ").pack  # slab, offset in the segment, length
 )
 async def test_a_forged_announcement_ends_its_link(place: bytes, complaint: str) -> None:
     async with listening("shm") as (far, endpoint):
-        segment = OwnSegment(8192)
+        segment = make_segment(8192)
         forger = await forge(endpoint, [(segment.offer(), b""), (Ended(request_id="x"), place)])
         peer = await far.links.get()
         with pytest.raises(LinkClosedError, match=complaint):
@@ -215,7 +213,7 @@ async def test_freeing_slabs_that_were_never_sent_ends_the_link() -> None:
 
 
 def test_nobody_maps_what_is_not_the_offered_segment() -> None:
-    segment = OwnSegment(8192)
+    segment = make_segment(8192)
     offer = segment.offer()
     with pytest.raises(SegmentError, match="process namespaces"):
         map_segment(replace(offer, name="legato-other"))

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from kv_transfer.transports.base import Identity, Transport
-from kv_transfer.transports.cuda_ipc import DeviceTransport
+from kv_transfer.transports.cuda_ipc import DeviceCarrier
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
-from kv_transfer.transports.process_group.directions import DistributedConfig
-from kv_transfer.transports.process_group.transport import DistributedTransport
-from kv_transfer.transports.shared_memory.transport import SharedMemoryConfig, SharedMemoryTransport
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
 from kv_transfer.transports.slab_pool import SlabConfig
-from kv_transfer.transports.tcp import TcpConfig, TcpTransport
+from kv_transfer.transports.sockets import LinkConfig, SocketTransport
+from kv_transfer.transports.tcp import TcpCarrier
 from tests.kv_transfer.transports.transport_conformance import SMALL, MakeTransport, TransportConformance
 from tests.support.device_memory import device_memory
 
@@ -30,7 +30,7 @@ class TestTcp(TransportConformance):
     @pytest.fixture
     def make(self) -> MakeTransport:
         def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
-            return TcpTransport(identity, TcpConfig(slabs=slabs))
+            return SocketTransport(identity, [TcpCarrier(identity, LinkConfig(slabs=slabs))])
 
         return make
 
@@ -41,7 +41,7 @@ class TestDeviceMemory(TransportConformance):
     @pytest.fixture
     def make(self) -> MakeTransport:
         def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
-            return DeviceTransport(identity, device_memory(), SharedMemoryConfig(slabs=slabs))
+            return SocketTransport(identity, [DeviceCarrier(identity, device_memory(), LinkConfig(slabs=slabs))])
 
         return make
 
@@ -53,7 +53,9 @@ if torch.cuda.device_count() > 1:
         def make(self) -> MakeTransport:
             def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
                 device = torch.device("cuda", 0 if identity.worker_id.startswith("prefill") else 1)
-                return DistributedTransport(identity, DistributedConfig(slabs=slabs, device=device))
+                return SocketTransport(
+                    identity, [DistributedCarrier(identity, DistributedConfig(slabs=slabs, device=device))]
+                )
 
             return make
 
@@ -62,7 +64,7 @@ class TestGloo(TransportConformance):
     @pytest.fixture
     def make(self) -> MakeTransport:
         def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
-            return DistributedTransport(identity, DistributedConfig(slabs=slabs))
+            return SocketTransport(identity, [DistributedCarrier(identity, DistributedConfig(slabs=slabs))])
 
         return make
 
@@ -71,6 +73,6 @@ class TestSharedMemory(TransportConformance):
     @pytest.fixture
     def make(self) -> MakeTransport:
         def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
-            return SharedMemoryTransport(identity, SharedMemoryConfig(slabs=slabs))
+            return SocketTransport(identity, [SharedMemoryCarrier(identity, LinkConfig(slabs=slabs))])
 
         return make
