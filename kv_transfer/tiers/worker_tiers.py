@@ -25,7 +25,7 @@ from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.disk.files import ColumnFormat
 from kv_transfer.tiers.disk.folder import DiskTierError
-from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.files import remove_if_last, sweep
 from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
@@ -179,6 +179,7 @@ def _open_disk(config: DiskConfig, fingerprint: str, layout: KVLayout, events: B
             f"The folder for KV on disk, {folder}, cannot be made: {error}. Name one that this user may write to in"
             " kv.disk.path, or leave kv.disk out."
         ) from error
-    limits = DiskLimits(budget_bytes=config.budget.resolve(shutil.disk_usage(folder).total), sync=config.sync)
+    budget_bytes = config.budget.resolve(shutil.disk_usage(folder).total)
     form = ColumnFormat(fingerprint=fingerprint, num_groups=layout.num_layer_groups, block_bytes=layout.block_bytes)
-    return DiskTier(folder, form, limits, observers=[events.observer("disk", blocks_per_column=1)])
+    observers = [events.observer("disk", blocks_per_column=1)]
+    return DiskTier(folder, form, budget_bytes=budget_bytes, sync=config.sync, observers=observers)

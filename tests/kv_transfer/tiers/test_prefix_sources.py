@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.tiers.disk.files import ColumnFormat
-from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
@@ -39,7 +39,7 @@ def neighbour(folder: Path, digests: Sequence[bytes]) -> HostSegment:
 
 def disk_of(folder: Path) -> DiskTier:
     form = ColumnFormat(fingerprint="model", num_groups=GROUPS, block_bytes=LAYOUT.block_bytes)
-    return DiskTier(folder, form, DiskLimits(budget_bytes=2**20))
+    return DiskTier(folder, form, budget_bytes=2**20)
 
 
 async def write(disk: DiskTier, digests: Sequence[bytes]) -> None:
@@ -64,7 +64,7 @@ async def test_a_neighbours_host_memory_and_the_own_disk_serve_one_prefix(tmp_pa
             assert bench.tiers.missing(digests).num_reachable == 8
             assert await bench.promote(digests) == 8
             assert all(holds(bench.host, digest) for digest in digests)
-            assert disk.counters().loaded == 4
+            assert bench.tiers.loaded_columns == {"neighbours": 4, "disk": 4}
     finally:
         disk.close()
         neighbours.close()

@@ -24,7 +24,7 @@ from engine.kv.cache import KVCache, KVLayout
 from engine.kv.prefix import block_hashes
 from engine.sequence import Sequence, SequenceKey, StepPlan
 from kv_transfer.tiers.disk.files import ColumnFormat
-from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.index import block_digest
 from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
@@ -139,7 +139,7 @@ class Worker:
         self.neighbours = PeerSegments(
             SHARED_MEMORY, sizes.scope, "ghost", self.segment.path, rescan_s=0.0, follow_s=0.0
         )
-        self.disk = DiskTier(sizes.disk_folder, FORM, DiskLimits(budget_bytes=sizes.disk_columns * FORM.file_bytes))
+        self.disk = DiskTier(sizes.disk_folder, FORM, budget_bytes=sizes.disk_columns * FORM.file_bytes)
         sources: list[ColumnSource] = [PeerColumns(self.neighbours, GROUPS), self.disk]
         self.tiers = PrefixTiers(self.device, self.host, sources=sources, sink=self.disk)
         self.allocator = BlockAllocator(
