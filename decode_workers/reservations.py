@@ -36,7 +36,7 @@ class ReservationListener(Protocol):
     def on_reservation_ended(self) -> None:
         """One ended otherwise, and its blocks are free."""
 
-    def on_reservation_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+    def on_reservation_failed(self, key: SequenceKey, reason: str) -> None:
         """Why, for the gateway; that it ended is said separately."""
 
 
@@ -198,5 +198,5 @@ class Reservations:
         self._scheduler.drop(self._key_of_lease.pop(lease_id))
         self._listener.on_reservation_ended()
 
-    def on_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
-        self._listener.on_reservation_failed(key, reason, retryable)
+    def on_failed(self, key: SequenceKey, reason: str) -> None:
+        self._listener.on_reservation_failed(key, reason)

@@ -176,8 +176,8 @@ class DecodeWorker(Worker):
     def on_reservation_ended(self) -> None:
         self._on_room()
 
-    def on_reservation_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
-        self._fail(key, reason, retryable)
+    def on_reservation_failed(self, key: SequenceKey, reason: str) -> None:
+        self._fail(key, reason, retryable=True)
 
     # --- what leaves ---
 

@@ -193,8 +193,8 @@ class PrefillWorker(Worker):
             self._port.handed_over(gateway, timeline.key, timeline.exposed_s)
         self._on_handed_over(timeline)
 
-    def on_handoff_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
-        self._fail(key, reason, retryable)
+    def on_handoff_failed(self, key: SequenceKey, reason: str) -> None:
+        self._fail(key, reason, retryable=True)
 
     def on_source_released(self, key: SequenceKey) -> None:
         self.gateway_of.pop(key, None)

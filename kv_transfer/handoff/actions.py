@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from engine.sequence import SequenceKey
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Message
 from kv_transfer.messages.handoff import Commit, SlabHeader
@@ -53,10 +54,8 @@ class Send:
 class Fail:
     """Tell the gateway that this attempt is over without success: the only such report of this end for the attempt."""
 
-    request_id: str
-    attempt: int
+    key: SequenceKey
     reason: str
-    retryable: bool = True
 
 
 # --- decode ----------------------------------------------------------------------------------------------------------
@@ -70,9 +69,11 @@ class Copy:
     """
 
     delivery_id: int
-    request_id: str
-    lease_id: int
     header: SlabHeader
+
+    @property
+    def lease_id(self) -> int:
+        return self.header.fence.lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +115,8 @@ class SendSlab:
     digest_kind: DigestKind
 
     @property
-    def attempt(self) -> int:
-        return self.fence.generation
+    def key(self) -> SequenceKey:
+        return SequenceKey(self.request_id, self.fence.generation)
 
     def header(self, digest: int) -> SlabHeader:
         """The message that announces the slab, once its bytes are known."""
@@ -134,8 +135,7 @@ class SendSlab:
 class ReleaseSource:
     """The hand-off reads the source blocks no more. A runner that still computes into them is the driver's affair."""
 
-    request_id: str
-    attempt: int
+    key: SequenceKey
 
 
 Action = Send | Fail | Copy | Drop | Admit | ReleaseLease | SendSlab | ReleaseSource

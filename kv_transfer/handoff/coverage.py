@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from kv_transfer.digest import combine
 
 
-class RangeError(ValueError):
-    """A token range that cannot be part of this hand-off; the message says why."""
+class BrokenHandoffError(Exception):
+    """This attempt cannot succeed any more; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,7 +49,7 @@ class Coverage:
     def claim(self, layer: int, start: int, count: int, digest: int | None = None) -> bool:
         """Claim tokens [start, start + count) of a layer; False if this very claim was made before.
 
-        Raises RangeError if it lies outside the hand-off or overlaps a different claim.
+        Raises BrokenHandoffError if it lies outside the hand-off or overlaps a different claim.
         """
         self._require_inside(layer, start, count)
         claims, new = self._claims[layer], _Claim(start, start + count, digest)
@@ -58,7 +58,7 @@ class Coverage:
             if other == new:
                 return False
             if other.start < new.stop and new.start < other.stop:
-                raise RangeError(_conflict(layer, new, other))
+                raise BrokenHandoffError(_conflict(layer, new, other))
         insort(claims, new)
         return True
 
@@ -70,9 +70,9 @@ class Coverage:
 
     def _require_inside(self, layer: int, start: int, count: int) -> None:
         if not 0 <= layer < self.num_layers:
-            raise RangeError(f"layer {layer} does not exist: the model has layers 0 to {self.num_layers - 1}")
+            raise BrokenHandoffError(f"layer {layer} does not exist: the model has layers 0 to {self.num_layers - 1}")
         if count < 1 or start < 0 or start + count > self.num_tokens:
-            raise RangeError(
+            raise BrokenHandoffError(
                 f"tokens [{start}, {start + count}) of layer {layer} do not lie in the reserved [0, {self.num_tokens})"
             )
 

@@ -7,7 +7,6 @@ a device has to copy is waited for in threads for that alone, one for each copy 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import time
@@ -21,11 +20,11 @@ from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.handoff.receiver_state import HandoffReceiver
-from kv_transfer.handoff.slab_copy import CopyingThreads, write_slab
+from kv_transfer.handoff.slab_copy import copying_threads, write_slab
 from kv_transfer.messages import Message
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, SlabHeader
 from kv_transfer.messages.requests import Endpoint, RequestSpec, Ticket
-from kv_transfer.transports.base import Delivery, Link, SlabBytes, Transport, TransportError
+from kv_transfer.transports.base import Delivery, Link, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class LeaseOwner(Protocol):
     def on_released(self, lease_id: int) -> None:
         """The reservation ended otherwise, and nothing writes into its blocks any more."""
 
-    def on_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+    def on_failed(self, key: SequenceKey, reason: str) -> None:
         """The attempt failed: why, for the gateway. Its lease is released separately, perhaps later."""
 
 
@@ -72,7 +71,7 @@ class KvReceiver:
         self._owner = owner
         self._mark_queued = mark_queued
         self._free_after: dict[int, Event | None] = {}  # by lease
-        self._copying = CopyingThreads("kv-copies-in")
+        self._copying = copying_threads("kv-copies-in")
         self._loop = asyncio.get_running_loop()
         self._timer = DeadlineTimer(self._on_deadline)
         self.machine: HandoffReceiver
@@ -116,11 +115,11 @@ class KvReceiver:
 
     def cancel(self, key: SequenceKey) -> None:
         """Every attempt of the request up to this one."""
-        self._do(self.machine.cancel(*key, now=time.monotonic()))
+        self._do(self.machine.cancel(key))
 
     def stop(self) -> None:
         self._timer.stop()
-        self._copying.stop()
+        self._copying.shutdown(wait=False)  # what was taken is done
 
     def _on_deadline(self) -> None:
         self._do(self.machine.tick(time.monotonic()))
@@ -133,10 +132,10 @@ class KvReceiver:
         self._do(self.machine.on_copied(delivery_id, digest, now=time.monotonic()))
 
     def _on_copy_failed(self, delivery_id: int, reason: str) -> None:
-        self._do(self.machine.on_copy_failed(delivery_id, reason, now=time.monotonic()))
+        self._do(self.machine.on_copy_failed(delivery_id, reason))
 
     def _on_link_lost(self, link_id: str) -> None:
-        self._do(self.machine.on_link_lost(link_id, now=time.monotonic()))
+        self._do(self.machine.on_link_lost(link_id))
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -144,7 +143,7 @@ class KvReceiver:
                 case Copy():
                     cache, row = self._owner.target_of(action.lease_id, action.header.layer)
                     after = self._free_after[action.lease_id]
-                    self._thread.call(self._write, action.delivery_id, action.header, cache, row, after)
+                    self._thread.call(self._write, action, cache, row, after)
                 case Drop():
                     self._thread.call(self._drop, action.delivery_id)
                 case Send():
@@ -157,9 +156,7 @@ class KvReceiver:
                     del self._free_after[action.lease_id]
                     self._owner.on_released(action.lease_id)
                 case Fail():
-                    self._owner.on_failed(
-                        SequenceKey(action.request_id, action.attempt), action.reason, action.retryable
-                    )
+                    self._owner.on_failed(action.key, action.reason)
         self._timer.arm(self.machine.next_deadline())
 
     # --- on the KV thread ---
@@ -192,33 +189,27 @@ class KvReceiver:
             self._deliveries[delivery_id] = delivery
         self._report(self._on_message, link_id, message, delivery_id)
 
-    def _write(
-        self, delivery_id: int, header: SlabHeader, kv_cache: SequenceKV, row: GroupRow, after: Event | None
-    ) -> None:
-        delivery = self._deliveries.pop(delivery_id)
-        assert delivery.payload is not None
-        place = (kv_cache, row, header.layer, header.token_start, header.num_tokens)
+    def _write(self, copy: Copy, kv_cache: SequenceKV, row: GroupRow, after: Event | None) -> None:
+        delivery = self._deliveries.pop(copy.delivery_id)
         if after is None and kv_cache.device.type == "cpu":
-            self._copy(delivery_id, delivery, lambda payload: write_slab(*place, payload, header.digest_kind))
+            self._copy(copy, delivery, kv_cache, row, after)
             return
-        write = functools.partial(write_slab, *place)
-        job = functools.partial(
-            self._copy, delivery_id, delivery, lambda payload: write(payload, header.digest_kind, after=after)
-        )
         try:
-            self._copying.submit(job)
+            self._copying.submit(self._copy, copy, delivery, kv_cache, row, after)
         except RuntimeError:  # stopped, and nobody waits for the copy any more
             delivery.release()
 
-    def _copy(self, delivery_id: int, delivery: Delivery, write: Callable[[SlabBytes], int]) -> None:
+    def _copy(self, copy: Copy, delivery: Delivery, kv_cache: SequenceKV, row: GroupRow, after: Event | None) -> None:
         """On the KV thread, or where a device is waited for."""
-        assert delivery.payload is not None
+        header, payload = copy.header, delivery.payload
+        assert payload is not None
+        place = (kv_cache, row, header.layer, header.token_start, header.num_tokens)
         try:
-            digest = write(delivery.payload)
+            digest = write_slab(*place, payload, header.digest_kind, after=after)
         except (ValueError, RuntimeError) as error:  # the payload is not of the size that the header says
-            self._report(self._on_copy_failed, delivery_id, str(error))
+            self._report(self._on_copy_failed, copy.delivery_id, str(error))
         else:
-            self._report(self._on_copied, delivery_id, digest)
+            self._report(self._on_copied, copy.delivery_id, digest)
         finally:
             delivery.release()
 

@@ -57,17 +57,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
+from engine.sequence import SequenceKey
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReceiverState, ReleaseLease, Send
-from kv_transfer.handoff.coverage import Coverage, RangeError
+from kv_transfer.handoff.coverage import BrokenHandoffError, Coverage
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, SlabHeader, Verified
 from kv_transfer.messages.requests import Endpoint, Fence, RequestSpec, Ticket
 
 ReceiverMessage = SlabHeader | Commit | Abort | KeepAlive
-
-
-class BrokenHandoffError(Exception):
-    """This attempt cannot succeed any more; the message says why."""
 
 
 # --- one reservation -------------------------------------------------------------------------------------------------
@@ -115,13 +112,6 @@ class Reservation:
     def take_waiting(self) -> list[tuple[int, SlabHeader]]:
         waiting, self.waiting = self.waiting, []
         return waiting
-
-    def announce(self, header: SlabHeader) -> bool:
-        """Whether the slab is new (True) or a repetition. Raises BrokenHandoffError if it cannot belong here."""
-        try:
-            return self.coverage.claim(header.layer, header.token_start, header.num_tokens, header.digest)
-        except RangeError as error:
-            raise BrokenHandoffError(f"a slab was announced wrongly: {error}") from error
 
     def take_commit(self, commit: Commit) -> None:
         """Raises BrokenHandoffError if the commit contradicts the reservation or an earlier commit."""
@@ -177,65 +167,14 @@ class Ending:
     commit: Commit | None = None  # of an admitted attempt
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------
-
-
-class CopiesInFlight:
-    """Which copies write into which lease, so that none is given back or written anew too early.
-
-    A copy cannot be recalled: cancelling a hand-off stops neither the thread nor the device that executes it.
-    """
-
-    def __init__(self) -> None:
-        self._by_delivery: dict[int, Copy] = {}
-        self._by_lease: dict[int, dict[int, Copy]] = {}
-        self._draining: set[int] = set()  # leases to give back after their last copy
-
-    def start(self, copy: Copy) -> None:
-        assert copy.delivery_id not in self._by_delivery, f"delivery {copy.delivery_id} is already being copied"
-        assert copy.lease_id not in self._draining, f"lease {copy.lease_id} is on its way back to the pool"
-        self._by_delivery[copy.delivery_id] = copy
-        self._by_lease.setdefault(copy.lease_id, {})[copy.delivery_id] = copy
-
-    def finish(self, delivery_id: int) -> tuple[Copy, list[ReleaseLease]]:
-        """The copy that just ended, and its lease's release if that waited for it."""
-        copy = self._by_delivery.pop(delivery_id)
-        copies = self._by_lease[copy.lease_id]
-        del copies[delivery_id]
-        if copies:
-            return copy, []
-        del self._by_lease[copy.lease_id]
-        return copy, self._release_if_drained(copy.lease_id)
-
-    def is_idle(self, lease_id: int) -> bool:
-        """Nothing writes into the lease's blocks."""
-        return lease_id not in self._by_lease
-
-    def only_of(self, fence: Fence) -> bool:
-        """Nothing but this attempt's own copies writes into its lease's blocks."""
-        return all(copy.header.fence == fence for copy in self._by_lease.get(fence.lease, {}).values())
-
-    def release(self, lease_id: int) -> list[ReleaseLease]:
-        """Give the lease back: now if nothing writes into it, else when the last copy has ended."""
-        assert lease_id not in self._draining, f"lease {lease_id} is released twice"
-        self._draining.add(lease_id)
-        return self._release_if_drained(lease_id)
-
-    def _release_if_drained(self, lease_id: int) -> list[ReleaseLease]:
-        if lease_id not in self._draining or not self.is_idle(lease_id):
-            return []
-        self._draining.remove(lease_id)
-        return [ReleaseLease(lease_id)]
-
-
 # --- the machine -----------------------------------------------------------------------------------------------------
 
 
 class HandoffReceiver:
     """All reservations of one decode worker, the copies into them, and how the last `num_remembered` ended.
 
-    A reservation is open until it is admitted, fails or is cancelled. Every method takes the time in seconds, on any
-    clock that does not go back, and returns what the driver has to do, in order.
+    A reservation is open until it is admitted, fails or is cancelled. What happens goes in, with the time in seconds
+    where it matters, on any clock that does not go back. Out comes what the driver has to do, in order.
     """
 
     def __init__(
@@ -257,7 +196,9 @@ class HandoffReceiver:
         self._digest_kind = digest_kind
         self._num_remembered = num_remembered
         self._open: dict[str, Reservation] = {}
-        self._copies = CopiesInFlight()
+        # By delivery. A copy cannot be recalled: cancelling a hand-off stops neither the thread nor the device of it.
+        self._copies: dict[int, Copy] = {}
+        self._draining: set[int] = set()  # leases to give back after the last copy into them
         self._endings: OrderedDict[str, Ending] = OrderedDict()
 
     # --- questions ---
@@ -306,13 +247,14 @@ class HandoffReceiver:
         self._open[request.request_id] = new
         return self._ticket(new), [*_drop_waiting(old), *_reject(old, f"attempt {new.attempt} has taken over")]
 
-    def cancel(self, request_id: str, attempt: int, now: float) -> list[Action]:
+    def cancel(self, key: SequenceKey) -> list[Action]:
         """Forget every attempt up to this one, also those that are yet to come. Nothing is reported to the gateway."""
+        request_id, attempt = key
         reason = "the gateway cancelled it"
         reservation, ending = self._open.get(request_id), self._endings.get(request_id)
         if reservation is not None and reservation.attempt <= attempt:
             self._close(reservation, ReceiverState.CANCELLED, reason, up_to=attempt)
-            release = self._copies.release(reservation.lease_id)
+            release = self._release(reservation.lease_id)
             return [*_drop_waiting(reservation), *_reject(reservation, reason), *release]
         if reservation is None and (ending is None or ending.attempt < attempt):
             self._remember(request_id, Ending(attempt=attempt, state=ReceiverState.CANCELLED, reason=reason))
@@ -331,7 +273,7 @@ class HandoffReceiver:
             return dropped + self._on_commit(peer_id, message, now)
         return dropped + self._on_abort(message)
 
-    def on_link_lost(self, peer_id: str, now: float) -> list[Action]:
+    def on_link_lost(self, peer_id: str) -> list[Action]:
         """Reservations stay: what arrived may be complete, and the gateway may renew for another prefill."""
         for reservation in self._open.values():
             if reservation.peer_id == peer_id:
@@ -345,9 +287,9 @@ class HandoffReceiver:
         if delivery_id is None:
             return self._fail(reservation, "a slab was announced without its bytes")
         try:
-            is_new = reservation.announce(header)
+            is_new = reservation.coverage.claim(header.layer, header.token_start, header.num_tokens, header.digest)
         except BrokenHandoffError as error:
-            return _drop(delivery_id) + self._fail(reservation, str(error))
+            return _drop(delivery_id) + self._fail(reservation, f"a slab was announced wrongly: {error}")
         if not is_new:
             return _drop(delivery_id)
         reservation.waiting.append((delivery_id, header))
@@ -392,7 +334,7 @@ class HandoffReceiver:
             return actions + self._fail(reservation, str(error))
         return actions + self._admit_if_verified(reservation)
 
-    def on_copy_failed(self, delivery_id: int, reason: str, now: float) -> list[Action]:
+    def on_copy_failed(self, delivery_id: int, reason: str) -> list[Action]:
         """A `Copy` could not be carried out, and nothing writes for it any more."""
         copy, actions = self._finish_copy(delivery_id)
         reservation = self._counts_for(copy)
@@ -402,27 +344,43 @@ class HandoffReceiver:
 
     def _start_copies(self, reservation: Reservation) -> list[Action]:
         """Order the copies that wait, unless an older attempt's copies still write into the lease."""
-        if not self._copies.only_of(reservation.fence):
+        if any(copy.header.fence != reservation.fence for copy in self._copies_into(reservation.lease_id)):
             return []
-        waiting = reservation.take_waiting()
-        copies = [Copy(d, reservation.request_id, reservation.lease_id, header) for d, header in waiting]
+        assert reservation.lease_id not in self._draining, f"lease {reservation.lease_id} is on its way back"
+        copies = [Copy(delivery_id, header) for delivery_id, header in reservation.take_waiting()]
         for copy in copies:
-            self._copies.start(copy)
+            assert copy.delivery_id not in self._copies, f"delivery {copy.delivery_id} is already being copied"
+            self._copies[copy.delivery_id] = copy
         return list(copies)
 
     def _finish_copy(self, delivery_id: int) -> tuple[Copy, list[Action]]:
         """The copy that ended, with what waited for its end: the lease's release, or a newer attempt's copies."""
-        copy, released = self._copies.finish(delivery_id)
-        reservation = self._open.get(copy.request_id)
+        copy = self._copies.pop(delivery_id)
+        reservation = self._open.get(copy.header.request_id)
         started = [] if reservation is None else self._start_copies(reservation)
-        return copy, [*released, *started]
+        return copy, [*self._release_if_drained(copy.lease_id), *started]
 
     def _counts_for(self, copy: Copy) -> Reservation | None:
         """The reservation whose current attempt the copy belongs to, if that can still succeed."""
-        reservation = self._open.get(copy.request_id)
+        reservation = self._open.get(copy.header.request_id)
         if reservation is None or reservation.fence != copy.header.fence:
             return None
         return None if reservation.state is ReceiverState.ABANDONED else reservation
+
+    def _copies_into(self, lease_id: int) -> list[Copy]:
+        return [copy for copy in self._copies.values() if copy.lease_id == lease_id]
+
+    def _release(self, lease_id: int) -> list[Action]:
+        """Give the lease back: now if nothing writes into it, else when the last copy has ended."""
+        assert lease_id not in self._draining, f"lease {lease_id} is released twice"
+        self._draining.add(lease_id)
+        return self._release_if_drained(lease_id)
+
+    def _release_if_drained(self, lease_id: int) -> list[Action]:
+        if lease_id not in self._draining or self._copies_into(lease_id):
+            return []
+        self._draining.remove(lease_id)
+        return [ReleaseLease(lease_id)]
 
     # --- time ---
 
@@ -490,8 +448,7 @@ class HandoffReceiver:
             return self._fail(reservation, str(error))
         if commit is None:
             return []
-        idle = self._copies.is_idle(reservation.lease_id) and not reservation.waiting
-        assert idle, "verified while bytes still move"
+        assert not (self._copies_into(reservation.lease_id) or reservation.waiting), "verified while bytes still move"
         reason = "its sequence was admitted and is being decoded"
         self._close(reservation, ReceiverState.ADMITTED, reason, commit=commit)
         verified = Verified(request_id=reservation.request_id, fence=reservation.fence)
@@ -500,8 +457,8 @@ class HandoffReceiver:
 
     def _fail(self, reservation: Reservation, reason: str) -> list[Action]:
         self._close(reservation, ReceiverState.FAILED, reason)
-        failed = Fail(reservation.request_id, reservation.attempt, reason)
-        release = self._copies.release(reservation.lease_id)
+        failed = Fail(SequenceKey(reservation.request_id, reservation.attempt), reason)
+        release = self._release(reservation.lease_id)
         return [*_drop_waiting(reservation), *_reject(reservation, reason), failed, *release]
 
     def _close(

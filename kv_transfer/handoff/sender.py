@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -21,11 +21,11 @@ import numpy.typing as npt
 from engine.kv.cache import SequenceKV
 from engine.memory.streams import Event
 from engine.sequence import Sequence, SequenceKey
-from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread
+from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread, to_the_end
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff.sender_state import HandoffSender
-from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, CopyingThreads, fill_slab
+from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, copying_threads, fill_slab
 from kv_transfer.messages import Message
 from kv_transfer.messages.handoff import Verified
 from kv_transfer.messages.requests import Endpoint, Ticket
@@ -34,9 +34,6 @@ from kv_transfer.transports.base import Link, SlabBytes, Transport, TransportErr
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-
-
-# --- how long it took ---
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,42 +72,13 @@ def ignore_timeline(timeline: HandoffTimeline) -> None:
     """What `KvSender` and `PrefillWorker` call where nobody measures."""
 
 
-class _Timelines:
-    """The timelines of one sender's hand-offs. Calls `on_verified` once for each that decode verified."""
+@dataclass(slots=True)
+class _HandOff:
+    """A sequence on its way."""
 
-    def __init__(self, on_verified: Callable[[HandoffTimeline], None]) -> None:
-        self._on_verified = on_verified
-        self._open: dict[SequenceKey, HandoffTimeline] = {}
-
-    def begin(self, key: SequenceKey, num_tokens: int, now: float) -> None:
-        self._open[key] = HandoffTimeline(**key._asdict(), num_tokens=num_tokens, begun_s=now)
-
-    def slab_sent(self, key: SequenceKey, num_bytes: int, now: float) -> None:
-        timeline = self._open.get(key)
-        if timeline is not None:
-            timeline.sent_s = now
-            timeline.num_slabs += 1
-            timeline.num_bytes += num_bytes
-            timeline.num_hidden_bytes += num_bytes if timeline.computed_s == 0.0 else 0
-
-    def computed(self, key: SequenceKey, now: float) -> None:
-        timeline = self._open.get(key)
-        if timeline is not None:
-            timeline.computed_s = now
-
-    def verified(self, key: SequenceKey, now: float) -> None:
-        """Decode's word that the bytes are there; a repetition finds nothing."""
-        timeline = self._open.pop(key, None)
-        if timeline is not None:
-            timeline.verified_s = now
-            self._on_verified(timeline)
-
-    def end(self, key: SequenceKey) -> None:
-        """The hand-off is over, whatever became of it."""
-        self._open.pop(key, None)
-
-
-# --- the sender ---
+    seq: Sequence
+    timeline: HandoffTimeline
+    stored: dict[int, Event] = field(default_factory=dict)  # behind the tokens of each layer that came last
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +177,7 @@ class SourceOwner(Protocol):
     def on_handed_over(self, timeline: HandoffTimeline) -> None:
         """Decode has verified it, and so long it took; before `on_source_released`."""
 
-    def on_handoff_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+    def on_handoff_failed(self, key: SequenceKey, reason: str) -> None:
         """The hand-off came to nothing; `on_source_released` still follows, or went before."""
 
     def on_source_released(self, key: SequenceKey) -> None:
@@ -237,25 +205,23 @@ class KvSender:
         self.machine = HandoffSender(digest_kind)
         self._max_slab_tokens = max(1, max_slab_bytes // kv_cache.layout.bytes_per_token_layer)
         self._owner = owner
-        self._timelines = _Timelines(owner.on_handed_over)
-        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._handoffs: dict[SequenceKey, _HandOff] = {}
         self._peers: dict[str, _Peer] = {}
         self._endpoints: dict[str, Endpoint] = {}
-        self._stored: dict[SequenceKey, dict[int, Event]] = {}  # behind the tokens of each layer that came last
-        self._copying = CopyingThreads("kv-copies-out")
+        self._copying = copying_threads("kv-copies-out")
         self._loop = asyncio.get_running_loop()
         self._timer = DeadlineTimer(self._on_deadline)
 
     @property
     def num_handing_over(self) -> int:
-        return len(self._sequences)
+        return len(self._handoffs)
 
     def begin(self, ticket: Ticket, seq: Sequence) -> None:
-        self._sequences[seq.key] = seq
+        now = time.monotonic()
+        timeline = HandoffTimeline(**seq.key._asdict(), num_tokens=seq.num_tokens, begun_s=now)
+        self._handoffs[seq.key] = _HandOff(seq, timeline)
         self._endpoints[ticket.worker_id] = ticket.endpoint
         num_layers = self.kv_cache.layout.num_layers
-        now = time.monotonic()
-        self._timelines.begin(seq.key, seq.num_tokens, now)
         self._do(self.machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=now))
 
     def layer_ready(
@@ -265,36 +231,48 @@ class KvSender:
 
         On a device it does when that has come to `stored`, which comes after those of earlier calls.
         """
-        if key not in self._sequences:
+        handoff = self._handoffs.get(key)
+        if handoff is None:
             return
         if stored is not None:
-            self._stored.setdefault(key, {})[layer] = stored
+            handoff.stored[layer] = stored
         for start in range(token_start, token_start + num_tokens, self._max_slab_tokens):
             count = min(self._max_slab_tokens, token_start + num_tokens - start)
-            self._do(self.machine.on_layer_ready(*key, layer, start, count, now=time.monotonic()))
+            self._do(self.machine.on_layer_ready(key, layer, start, count, now=time.monotonic()))
 
     def first_token(self, key: SequenceKey, token_id: int, index: int) -> None:
         now = time.monotonic()
-        self._timelines.computed(key, now)
-        self._do(self.machine.on_first_token(*key, token_id, index, now=now))
+        if key in self._handoffs:
+            self._handoffs[key].timeline.computed_s = now
+        self._do(self.machine.on_first_token(key, token_id, index, now=now))
 
     def cancel(self, key: SequenceKey, reason: str) -> None:
         """End the hand-off; harmless if there is none."""
-        self._do(self.machine.cancel(*key, reason, now=time.monotonic()))
+        self._do(self.machine.cancel(key, reason))
 
     def stop(self) -> None:
         self._timer.stop()
-        self._copying.stop()
+        self._copying.shutdown(wait=False)  # what was taken is done
 
     # Called on the KV thread.
     async def fill(self, job: _SlabJob, view: SlabBytes) -> int:
         """Gather the job's tokens into `view` and return their digest. Nothing reads or writes any more when it ends,
         however it does."""
         action = job.action
-        place = (job.kv_cache, job.group_row, action.layer, action.token_start, action.num_tokens)
+        fill = functools.partial(
+            fill_slab,
+            job.kv_cache,
+            job.group_row,
+            action.layer,
+            action.token_start,
+            action.num_tokens,
+            view,
+            action.digest_kind,
+            after=job.stored,
+        )
         if job.stored is None and job.kv_cache.device.type == "cpu":
-            return fill_slab(*place, view, action.digest_kind)
-        return await self._copying.run(functools.partial(fill_slab, *place, view, action.digest_kind, after=job.stored))
+            return fill()
+        return await to_the_end(asyncio.wrap_future(self._copying.submit(fill)))  # a copy cannot be recalled
 
     # Called on the KV thread; the function then runs on the main loop.
     def report(self, function: Callable[..., None], *args: object) -> None:
@@ -302,30 +280,32 @@ class KvSender:
             self._loop.call_soon_threadsafe(function, *args)
 
     def on_slab_sent(self, action: SendSlab, digest: int) -> None:
-        key = SequenceKey(action.request_id, action.attempt)
-        now = time.monotonic()
-        self._timelines.slab_sent(key, action.num_tokens * self.kv_cache.layout.bytes_per_token_layer, now)
-        self._do(self.machine.on_slab_sent(*key, action.layer, action.token_start, digest, now=now))
+        num_bytes = action.num_tokens * self.kv_cache.layout.bytes_per_token_layer
+        timeline = self._handoffs[action.key].timeline
+        timeline.sent_s = now = time.monotonic()
+        timeline.num_slabs += 1
+        timeline.num_bytes += num_bytes
+        timeline.num_hidden_bytes += num_bytes if timeline.computed_s == 0.0 else 0
+        self._do(self.machine.on_slab_sent(action.key, action.layer, action.token_start, digest, now=now))
 
     def on_slab_failed(self, action: SendSlab, reason: str) -> None:
-        key = SequenceKey(action.request_id, action.attempt)
-        self._do(
-            self.machine.on_slab_failed(*key, action.layer, action.token_start, now=time.monotonic(), reason=reason)
-        )
+        self._do(self.machine.on_slab_failed(action.key, action.layer, action.token_start, reason))
 
     def on_peer_message(self, peer: _Peer, message: Message) -> None:
         if self._peers.get(peer.worker_id) is not peer:
             return
-        now = time.monotonic()
-        if isinstance(message, Verified):
-            self._timelines.verified(SequenceKey(message.request_id, message.fence.generation), now)
-        self._do(self.machine.on_message(peer.worker_id, message, now=now))
+        actions = self.machine.on_message(peer.worker_id, message)
+        if isinstance(message, Verified) and actions:  # else it is not believed, or a repetition
+            timeline = self._handoffs[SequenceKey(message.request_id, message.fence.generation)].timeline
+            timeline.verified_s = time.monotonic()
+            self._owner.on_handed_over(timeline)
+        self._do(actions)
 
     def on_peer_lost(self, peer: _Peer, reason: str) -> None:
         logger.info("link to decode worker %s is down: %s", peer.worker_id, reason)
         if self._peers.get(peer.worker_id) is peer:
             del self._peers[peer.worker_id]
-            self._do(self.machine.on_link_lost(peer.worker_id, now=time.monotonic()))
+            self._do(self.machine.on_link_lost(peer.worker_id))
 
     def _on_deadline(self) -> None:
         self._do(self.machine.tick(time.monotonic()))
@@ -338,26 +318,22 @@ class KvSender:
                 case Send():
                     self._enqueue(action.peer_id, action.message)
                 case ReleaseSource():
-                    key = SequenceKey(action.request_id, action.attempt)
-                    del self._sequences[key]
-                    self._stored.pop(key, None)
-                    self._timelines.end(key)
-                    self._owner.on_source_released(key)
+                    del self._handoffs[action.key]
+                    self._owner.on_source_released(action.key)
                 case Fail():
-                    key = SequenceKey(action.request_id, action.attempt)
-                    self._owner.on_handoff_failed(key, action.reason, action.retryable)
+                    self._owner.on_handoff_failed(action.key, action.reason)
         self._timer.arm(self.machine.next_deadline())
 
     def _job(self, action: SendSlab) -> _SlabJob:
-        seq = self._sequences[SequenceKey(action.request_id, action.attempt)]
+        handoff = self._handoffs[action.key]
+        seq = handoff.seq
         group = action.layer // self.kv_cache.layout.layers_per_group
         on_host = group in seq.host_groups
         cache: SequenceKV | None
         cache, table = (self._host_cache, seq.host_table) if on_host else (self.kv_cache, seq.block_table)
         assert cache is not None
         assert table is not None
-        stored = self._stored.get(seq.key, {}).get(action.layer)
-        return _SlabJob(action, cache, table.view[group], stored)
+        return _SlabJob(action, cache, table.view[group], handoff.stored.get(action.layer))
 
     def _enqueue(self, worker_id: str, job: _SlabJob | Message) -> None:
         peer = self._peers.get(worker_id)

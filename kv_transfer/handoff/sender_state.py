@@ -78,8 +78,8 @@ class _Outgoing:
 class HandoffSender:
     """All hand-offs of one prefill worker.
 
-    Every method takes the time in seconds, on any clock that does not go back, and returns what the driver has to do,
-    in order.
+    What happens goes in, with the time in seconds where it matters, on any clock that does not go back. Out comes what
+    the driver has to do, in order.
     """
 
     def __init__(self, digest_kind: DigestKind = "xxh3_64") -> None:
@@ -87,19 +87,10 @@ class HandoffSender:
         self._outgoing: dict[SequenceKey, _Outgoing] = {}
         self._keep_alive_at: dict[str, float] = {}  # per decode worker
 
-    def holds(self, request_id: str, attempt: int) -> bool:
-        """Whether the attempt is still on: slabs of one that is not need not be filled, only reported failed."""
-        return self._live(request_id, attempt) is not None
-
-    def state(self, request_id: str, attempt: int) -> SenderState | None:
+    def state(self, key: SequenceKey) -> SenderState | None:
         """Of the attempt; None if it was never begun or is over."""
-        out = self._outgoing.get(SequenceKey(request_id, attempt))
-        return None if out is None else out.state
-
-    def num_in_flight(self, key: SequenceKey) -> int:
-        """Slabs of the attempt that read its source blocks."""
         out = self._outgoing.get(key)
-        return 0 if out is None else len(out.in_flight)
+        return None if out is None else out.state
 
     def begin(self, ticket: Ticket, *, num_layers: int, num_tokens: int, now: float) -> list[Action]:
         """Hand the KV of `num_tokens` tokens over to the ticket's reservation.
@@ -116,26 +107,24 @@ class HandoffSender:
         return [Send(ticket.worker_id, KeepAlive(fences=[out.reference]))]
 
     def on_layer_ready(
-        self, request_id: str, attempt: int, layer: int, token_start: int, num_tokens: int, now: float
+        self, key: SequenceKey, layer: int, token_start: int, num_tokens: int, now: float
     ) -> list[Action]:
         """These tokens' KV of this layer stands in the source blocks: computed, or found in the prefix cache."""
-        out = self._live(request_id, attempt)
+        out = self._live(key)
         if out is None:
             return []
         is_new = out.coverage.claim(layer, token_start, num_tokens)
-        assert is_new, f"tokens from {token_start} on of layer {layer} of {request_id} were sent before"
+        assert is_new, f"tokens from {token_start} on of layer {layer} of {key.request_id} were sent before"
         out.in_flight[layer, token_start] = num_tokens
         if out.deadline is None:
             out.deadline = now + out.ticket.ttl_s
         ticket = out.ticket
         kind = agreed_kind(self._digest_kind, ticket.digest_kind)
-        return [SendSlab(ticket.worker_id, request_id, ticket.fence, layer, token_start, num_tokens, kind)]
+        return [SendSlab(ticket.worker_id, key.request_id, ticket.fence, layer, token_start, num_tokens, kind)]
 
-    def on_slab_sent(
-        self, request_id: str, attempt: int, layer: int, token_start: int, digest: int, now: float
-    ) -> list[Action]:
+    def on_slab_sent(self, key: SequenceKey, layer: int, token_start: int, digest: int, now: float) -> list[Action]:
         """A `SendSlab` was carried out, and reads the source blocks no more."""
-        out = self._outgoing[SequenceKey(request_id, attempt)]
+        out = self._outgoing[key]
         num_tokens = out.in_flight.pop((layer, token_start))
         if not out.is_live:
             return self._release_if_drained(out)
@@ -143,53 +132,45 @@ class HandoffSender:
         out.deadline = now + out.ticket.ttl_s if out.in_flight else None
         return self._commit_if_whole(out, now)
 
-    def on_slab_failed(
-        self,
-        request_id: str,
-        attempt: int,
-        layer: int,
-        token_start: int,
-        now: float,
-        reason: str = "the link did not take it",
-    ) -> list[Action]:
+    def on_slab_failed(self, key: SequenceKey, layer: int, token_start: int, reason: str) -> list[Action]:
         """A `SendSlab` was not carried out, and reads the source blocks no more."""
-        out = self._outgoing[SequenceKey(request_id, attempt)]
+        out = self._outgoing[key]
         del out.in_flight[layer, token_start]
         if not out.is_live:
             return self._release_if_drained(out)
         return self._fail(out, f"a slab of layer {layer} could not be sent to {out.ticket.worker_id}: {reason}")
 
-    def on_first_token(self, request_id: str, attempt: int, token_id: int, index: int, now: float) -> list[Action]:
+    def on_first_token(self, key: SequenceKey, token_id: int, index: int, now: float) -> list[Action]:
         """The prompt is computed and its next token sampled; it goes with the commit."""
-        out = self._live(request_id, attempt)
+        out = self._live(key)
         if out is None:
             return []
         out.first_token = (token_id, index)
         return self._commit_if_whole(out, now)
 
-    def on_message(self, peer_id: str, message: Message, now: float) -> list[Action]:
+    def on_message(self, peer_id: str, message: Message) -> list[Action]:
         """Decode's answer. Anything that is not an answer to a live hand-off with this peer is ignored."""
         if not isinstance(message, Verified | Rejected):
             return []
-        out = self._live(message.request_id, message.fence.generation)
+        out = self._live(SequenceKey(message.request_id, message.fence.generation))
         if out is None or out.ticket.fence != message.fence or out.ticket.worker_id != peer_id:
             return []
         if isinstance(message, Rejected):
             return self._fail(out, f"{peer_id} rejected the hand-off: {message.reason}", tell_peer=False)
         return self._end(out) if out.state is SenderState.COMMITTED else []
 
-    def on_link_lost(self, peer_id: str, now: float) -> list[Action]:
+    def on_link_lost(self, peer_id: str) -> list[Action]:
         """The link to a decode worker is gone, or could not be made."""
         lost = [out for out in self._outgoing.values() if out.is_live and out.ticket.worker_id == peer_id]
         reason = f"the link to {peer_id} was lost"
         return [action for out in lost for action in self._fail(out, reason, tell_peer=False)]
 
-    def cancel(self, request_id: str, attempt: int, reason: str, now: float) -> list[Action]:
+    def cancel(self, key: SequenceKey, reason: str) -> list[Action]:
         """End every attempt up to this one. Nothing is reported to the gateway, whose wish it was."""
         mine = [
-            o
-            for o in self._outgoing.values()
-            if o.is_live and o.key.request_id == request_id and o.key.attempt <= attempt
+            out
+            for out in self._outgoing.values()
+            if out.is_live and out.key.request_id == key.request_id and out.key.attempt <= key.attempt
         ]
         return [action for out in mine for action in (_abort(out, reason), *self._end(out))]
 
@@ -207,8 +188,8 @@ class HandoffSender:
         deadlines = [out.deadline for out in self._outgoing.values() if out.is_live and out.deadline is not None]
         return min([*deadlines, *self._keep_alive_at.values()], default=None)
 
-    def _live(self, request_id: str, attempt: int) -> _Outgoing | None:
-        out = self._outgoing.get(SequenceKey(request_id, attempt))
+    def _live(self, key: SequenceKey) -> _Outgoing | None:
+        out = self._outgoing.get(key)
         return out if out is not None and out.is_live else None
 
     def _commit_if_whole(self, out: _Outgoing, now: float) -> list[Action]:
@@ -237,7 +218,7 @@ class HandoffSender:
 
     def _fail(self, out: _Outgoing, reason: str, *, tell_peer: bool = True) -> list[Action]:
         aborted = [_abort(out, reason)] if tell_peer else []
-        return [*aborted, Fail(*out.key, reason), *self._end(out)]
+        return [*aborted, Fail(out.key, reason), *self._end(out)]
 
     def _end(self, out: _Outgoing) -> list[Action]:
         out.state = SenderState.DRAINING
@@ -247,7 +228,7 @@ class HandoffSender:
         if out.in_flight:
             return []
         del self._outgoing[out.key]
-        return [ReleaseSource(*out.key)]
+        return [ReleaseSource(out.key)]
 
 
 def _abort(out: _Outgoing, reason: str) -> Send:

@@ -3,18 +3,16 @@
 A slab holds one layer's tokens as `[2, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they come
 from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Slabs and
 blocks may be in memory of the host or on a GPU (`kv_transfer.handoff.gpu_slab_copy`). The drivers call both ways on the
-KV loop, or, where a device has to be waited for, in `CopyingThreads`.
+KV loop, or, where a device has to be waited for, in `copying_threads`.
 
 Shapes: n tokens, H = num_kv_heads, D = head_dim.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +22,8 @@ from engine.kv.cache import KVCache, SequenceKV
 from engine.memory.streams import Event
 from engine.parallel.kv import GroupKV
 from kernels.cpu.thread_team import work_alone
-from kv_transfer.connections.event_loops import to_the_end
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.transports.base import SlabBytes
-
-T = TypeVar("T")
 
 COPIES_AT_ONCE: Final = 2
 """Of one direction. While one crosses the link, the next is told to the device, gathered, and queued behind it."""
@@ -122,25 +117,9 @@ def _as_slab(kv_cache: SequenceKV, count: int, view: SlabBytes) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=kv_cache.layout.dtype).view(_slab_shape(kv_cache, count))
 
 
-class CopyingThreads:
-    """Threads that wait for a device's copies, so that no event loop does: one of `KvSender`, one of `KvReceiver`.
+def copying_threads(name: str) -> ThreadPoolExecutor:
+    """Threads that wait for a device's copies, so that no event loop does: some of `KvSender`, some of `KvReceiver`.
 
-    Begins jobs in the order they came, and runs `COPIES_AT_ONCE` of them beside each other; each may end first.
-
-    There are no threads before there are jobs.
+    They begin jobs in the order they came, and run `COPIES_AT_ONCE` of them beside each other; each may end first.
     """
-
-    def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(COPIES_AT_ONCE, name, initializer=work_alone)
-
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Raises RuntimeError once stopped."""
-        return self._executor.submit(job)
-
-    async def run(self, job: Callable[[], T]) -> T:
-        """Its result. A copy cannot be recalled: who is cancelled here is so once the job has ended."""
-        return await to_the_end(asyncio.wrap_future(self.submit(job)))
-
-    def stop(self) -> None:
-        """Take nothing new; what was taken is done."""
-        self._executor.shutdown(wait=False)
+    return ThreadPoolExecutor(COPIES_AT_ONCE, name, initializer=work_alone)

@@ -41,12 +41,12 @@ class TierBlocks:
 class DiskReport:
     """What a worker's disk tier did since it was opened, in columns where the name does not say otherwise."""
 
-    restored: Count = 0
-    lost: Count = 0
+    restored: Count = 0  # found in the folder at the start
+    lost: Count = 0  # there, but damaged or unreadable
     stored: Count = 0
-    dropped_queue: Count = 0
-    dropped_paused: Count = 0
-    dropped_slots: Count = 0
+    dropped_queue: Count = 0  # not written because as much as allowed was queued already
+    dropped_paused: Count = 0  # not written because writing had failed repeatedly before
+    dropped_slots: Count = 0  # not written because all slots were being read
     write_errors: Count = 0
     read_bytes: Count = 0
     written_bytes: Count = 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from engine.kv.block_pool import BlockKey, BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, SequenceKV
 from kv_transfer.messages.workers import TierBlocks
 
@@ -17,28 +16,12 @@ def tier_blocks(pool: BlockPool) -> TierBlocks:
     return TierBlocks(free=pool.num_available - pool.num_cached, cached=pool.num_cached, held=pool.num_held)
 
 
-def _nothing_to_prepare(block: int, key: BlockKey) -> None:
-    """Where no observer needs it."""
-
-
-def _nothing_prepared(blocks: Iterable[int]) -> None:
-    """Nor this."""
-
-
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """A cache may have more blocks than its pool; those are not looked at.
-
-    `prepare(block, key)` is called by the thread that has just written a block, before the pool publishes it: what an
-    observer of the pool would have to compute from its bytes need not delay the pool's thread. `unprepare(blocks)` is
-    called by the pool's thread before blocks that were prepared leave their lease: what was not published came to
-    nothing, and the block's next content may differ under the same key.
-    """
+    """A cache may have more blocks than its pool; those are not looked at."""
 
     cache: SequenceKV
     pool: BlockPool
-    prepare: Callable[[int, BlockKey], None] = _nothing_to_prepare
-    unprepare: Callable[[Iterable[int]], None] = _nothing_prepared
 
     @property
     def num_groups(self) -> int:

@@ -167,15 +167,9 @@ class Promoter:
                 started = time.perf_counter()
                 loaded = batch.source.load(batch.hashes, views)
                 seconds = time.perf_counter() - started
-                self._prepare(batch, loaded)
         except Exception:  # the boundary of the thread: whatever a source suffers from, it is a miss
             logger.exception("loading %d KV columns from %s failed", len(batch.hashes), batch.source.name)
         self._home.run(self._finished, batch, loaded, seconds)
-
-    def _prepare(self, batch: _Batch, loaded: list[bool]) -> None:
-        for prefix_hash, blocks, good in zip(batch.hashes, batch.columns, loaded, strict=True):
-            for group, block in enumerate(blocks if good else ()):
-                self._host.prepare(block, (prefix_hash, group))
 
     def _finished(self, batch: _Batch, loaded: list[bool], seconds: float) -> None:
         self._num_queued -= len(batch.hashes)
@@ -187,7 +181,6 @@ class Promoter:
                 for group, block in enumerate(blocks):
                     pool.publish(batch.lease, block, (prefix_hash, group))
                 self._keep(batch, prefix_hash)
-        self._host.unprepare(batch.lease.blocks)
         pool.release(batch.lease)
         self._on_room()
         for promotion in list(batch.waiting):

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.store import resolve_model
-from engine.kv.block_pool import BlockPool
-from engine.kv.cache import KVCache, KVLayout
+from engine.kv.cache import KVLayout
 from engine.memory.devices import pinning_for
 from engine.memory.host import map_private_memory, memory_bytes
 from engine.steps.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
@@ -25,9 +24,9 @@ from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.disk.files import ColumnFormat
 from kv_transfer.tiers.disk.folder import DiskTierError
-from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.files import remove_if_last, sweep
-from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
+from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers, PrefixTiersConfig
@@ -85,28 +84,26 @@ class WorkerTiers:
         events.watch("host", model.host_pool)
         if not model.prefix_caching:
             return None
-        host, sources = self._own_and_peers(model, model.host_cache, model.host_pool)
+        sources: list[ColumnSource] = []
+        if self._segment is not None:
+            self._peers = PeerSegments(
+                Path(self._config.host_folder),
+                self._scope,
+                self._fingerprint(model.layout),
+                self._segment.path,
+                num_groups=model.layout.num_layer_groups,
+            )
+            self._following = asyncio.create_task(_follow(self._peers), name="peer-segments")
+            sources.append(self._peers)
         if self._config.disk is not None:
             self._disk = _open_disk(self._config.disk, self._fingerprint(model.layout), model.layout, events)
             sources.append(self._disk)
         device = TierMemory(model.sequence_kv, model.block_pool)
+        host = TierMemory(model.host_cache, model.host_pool)
         self._prefix = PrefixTiers(
             device, host, sources=sources, sink=self._disk, disk=self._disk, config=self._prefix_config
         )
         return self._prefix
-
-    def _own_and_peers(
-        self, model: LoadedModel, cache: KVCache, pool: BlockPool
-    ) -> tuple[TierMemory, list[ColumnSource]]:
-        if self._segment is None:
-            return TierMemory(cache, pool), []
-        self._peers = PeerSegments(
-            Path(self._config.host_folder), self._scope, self._fingerprint(model.layout), self._segment.path
-        )
-        self._following = asyncio.create_task(_follow(self._peers), name="peer-segments")
-        return TierMemory(cache, pool, self._segment.prepare, self._segment.unprepare), [
-            PeerColumns(self._peers, model.layout.num_layer_groups)
-        ]
 
     async def close(self) -> None:
         """After the worker has stopped. Its host memory is given up; what is on disk stays.
@@ -179,6 +176,7 @@ def _open_disk(config: DiskConfig, fingerprint: str, layout: KVLayout, events: B
             f"The folder for KV on disk, {folder}, cannot be made: {error}. Name one that this user may write to in"
             " kv.disk.path, or leave kv.disk out."
         ) from error
-    limits = DiskLimits(budget_bytes=config.budget.resolve(shutil.disk_usage(folder).total), sync=config.sync)
+    budget_bytes = config.budget.resolve(shutil.disk_usage(folder).total)
     form = ColumnFormat(fingerprint=fingerprint, num_groups=layout.num_layer_groups, block_bytes=layout.block_bytes)
-    return DiskTier(folder, form, limits, observers=[events.observer("disk", blocks_per_column=1)])
+    observers = [events.observer("disk", blocks_per_column=1)]
+    return DiskTier(folder, form, budget_bytes=budget_bytes, sync=config.sync, observers=observers)

@@ -120,11 +120,6 @@ class WriteThrough:
         self._closed = False
         self.stats = WriteThroughStats()
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is being copied to the host."""
-        return not self._in_flight
-
     def stored(self, hashes: Iterable[bytes]) -> None:
         """These columns, first one first, have just become findable (groups that rest on the host: there)."""
         copies = [_Copy()]
@@ -187,8 +182,6 @@ class WriteThrough:
             if not self._closed:
                 with torch.inference_mode():  # a thread's own mode
                     self._offload(_ids(copy.sources), _ids(to))
-                for key, block in zip(copy.keys, to, strict=True):
-                    self._host.prepare(block, key)
                 done = True
         except Exception:  # the boundary of the thread: a copy that failed must still give its blocks back
             logger.exception("copying %d KV blocks to host memory failed", len(to))
@@ -204,7 +197,6 @@ class WriteThrough:
                 self._host.pool.publish(writing, block, key)
             for prefix_hash in copy.hashes:
                 self._write(prefix_hash)
-        self._host.unprepare(writing.blocks)
         self._device.pool.release(reading)
         self._host.pool.release(writing)
         self._on_room()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.kv.block_pool import BlockPool
 from engine.steps.loading import LoadedModel
 from kv_transfer.messages.fields import Tier
-from kv_transfer.messages.workers import DiskReport, TierBlocks, TiersReport
+from kv_transfer.messages.workers import TierBlocks, TiersReport
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.memory import tier_blocks
 from kv_transfer.worker.prefix_loading import PrefixLoading
@@ -25,7 +25,7 @@ def tiers_report(model: LoadedModel, prefix: PrefixLoading, *, num_in_host: int,
         failed_columns={} if lower is None else lower.failed_columns,
         host_stored_columns=0 if lower is None else lower.write_through_stats.copied_columns,
         host_dropped_columns=0 if lower is None else lower.write_through_stats.skipped_columns,
-        disk=None if lower is None or lower.disk is None else _disk_report(lower.disk),
+        disk=None if lower is None or lower.disk is None else lower.disk.report(),
     )
 
 
@@ -36,18 +36,3 @@ def _blocks(device: BlockPool, host: BlockPool | None, disk: DiskTier | None) ->
     if disk is not None:
         blocks["disk"] = disk.blocks()
     return blocks
-
-
-def _disk_report(disk: DiskTier) -> DiskReport:
-    counters = disk.counters()
-    return DiskReport(
-        restored=counters.restored,
-        lost=counters.lost,
-        stored=counters.stored,
-        dropped_queue=counters.dropped_queue,
-        dropped_paused=counters.dropped_paused,
-        dropped_slots=counters.dropped_slots,
-        write_errors=counters.write_errors,
-        read_bytes=counters.read_bytes,
-        written_bytes=counters.written_bytes,
-    )

@@ -9,6 +9,8 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ import torch
 from decode_workers import reservations
 from engine.memory.streams import MarkQueued, nothing_queued, queued_on
 from engine.sampling.params import SamplingParams
-from kv_transfer.handoff.slab_copy import CopyingThreads
+from kv_transfer.connections.event_loops import to_the_end
+from kv_transfer.handoff.slab_copy import copying_threads
 from kv_transfer.transports.choose import TransferConfig, TransportKind
 from prefill_workers import worker as prefill_worker
 from prefill_workers.worker import PrefillWorkerConfig
@@ -26,6 +29,7 @@ from tests.support.waiting import HANGS_S
 
 PROMPT = [7 + (3 * n) % 90 for n in range(150)]
 CHUNK = 64
+T = TypeVar("T")
 
 
 class Marks:
@@ -100,6 +104,11 @@ async def test_on_a_cpu_there_are_neither_events_nor_threads(llama: SmallModel) 
 # --- the threads that wait ---
 
 
+async def run(threads: Executor, job: Callable[[], T]) -> T:
+    """As the sender does."""
+    return await to_the_end(asyncio.wrap_future(threads.submit(job)))
+
+
 def held(begun: threading.Event, goes_on: threading.Event) -> Callable[[], int]:
     def job() -> int:
         begun.set()
@@ -110,8 +119,8 @@ def held(begun: threading.Event, goes_on: threading.Event) -> Callable[[], int]:
 
 
 async def test_who_is_cancelled_waits_for_the_copy_to_end() -> None:
-    thread, begun, goes_on = CopyingThreads("copies"), threading.Event(), threading.Event()
-    waiting = asyncio.create_task(thread.run(held(begun, goes_on)))
+    thread, begun, goes_on = copying_threads("copies"), threading.Event(), threading.Event()
+    waiting = asyncio.create_task(run(thread, held(begun, goes_on)))
     await asyncio.to_thread(begun.wait, HANGS_S)
     for _ in range(3):
         waiting.cancel()
@@ -121,26 +130,26 @@ async def test_who_is_cancelled_waits_for_the_copy_to_end() -> None:
     goes_on.set()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(waiting, HANGS_S)
-    assert await thread.run(lambda: 6) == 6
-    thread.stop()
+    assert await run(thread, lambda: 6) == 6
+    thread.shutdown(wait=False)
     with pytest.raises(RuntimeError):
-        await thread.run(lambda: 7)
+        await run(thread, lambda: 7)
 
 
 async def test_what_was_taken_before_the_stop_is_done() -> None:
-    thread, begun, goes_on = CopyingThreads("copies"), threading.Event(), threading.Event()
+    thread, begun, goes_on = copying_threads("copies"), threading.Event(), threading.Event()
     running = thread.submit(held(begun, goes_on))
-    thread.stop()
+    thread.shutdown(wait=False)
     goes_on.set()
     assert await asyncio.wait_for(asyncio.wrap_future(running), HANGS_S) == 5
 
 
 async def test_an_error_of_a_copy_is_its_callers() -> None:
-    thread = CopyingThreads("copies")
+    thread = copying_threads("copies")
 
     def failing() -> None:
         raise ValueError("no such block")
 
     with pytest.raises(ValueError, match="no such block"):
-        await thread.run(failing)
-    thread.stop()
+        await run(thread, failing)
+    thread.shutdown(wait=False)

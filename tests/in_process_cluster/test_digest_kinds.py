@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.memory.streams import Event
 from engine.sampling.params import SamplingParams
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, agreed_kind, slab_digest
 from kv_transfer.handoff import receiver as receiving
@@ -39,13 +40,13 @@ async def test_hand_offs_use_what_was_agreed(
 ) -> None:
     used: dict[str, set[str]] = {"fill": set(), "write": set()}
 
-    def filling(*arguments: object) -> int:
+    def filling(*arguments: object, after: Event | None) -> int:
         used["fill"].add(str(arguments[-1]))
-        return fill_slab(*arguments)  # type: ignore[arg-type]
+        return fill_slab(*arguments, after=after)  # type: ignore[arg-type]
 
-    def writing(*arguments: object) -> int:
+    def writing(*arguments: object, after: Event | None) -> int:
         used["write"].add(str(arguments[-1]))
-        return write_slab(*arguments)  # type: ignore[arg-type]
+        return write_slab(*arguments, after=after)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sending, "fill_slab", filling)
     monkeypatch.setattr(receiving, "write_slab", writing)

@@ -111,13 +111,13 @@ class Told:
     def on_released(self, lease_id: int) -> None:
         self.words.append("lease released")
 
-    def on_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+    def on_failed(self, key: SequenceKey, reason: str) -> None:
         self.words.append("receiving failed")
 
     def on_handed_over(self, timeline: HandoffTimeline) -> None:
         self.timelines.append(timeline)
 
-    def on_handoff_failed(self, key: SequenceKey, reason: str, retryable: bool) -> None:
+    def on_handoff_failed(self, key: SequenceKey, reason: str) -> None:
         self.words.append("failed")
 
     def on_source_released(self, key: SequenceKey) -> None:
@@ -194,7 +194,7 @@ async def test_blocks_are_read_until_every_copy_out_has_ended(end: str) -> None:
         else:
             await handoff.crash_decode()
         handoff.stored[0].come()
-        await eventually(lambda: handoff.sender.machine.num_in_flight(KEY) < NUM_LAYERS)
+        await eventually(lambda: len(handoff.sender.machine._outgoing[KEY].in_flight) < NUM_LAYERS)
         assert "source released" not in told.words, "the second slab still reads them"
         for gate in handoff.stored[1:]:
             gate.come()

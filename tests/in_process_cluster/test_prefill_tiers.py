@@ -14,7 +14,7 @@ import pytest
 
 from engine.sequence import StepPlan
 from kv_transfer.tiers.disk.files import ColumnFormat
-from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.sources import ColumnViews
 from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
@@ -162,7 +162,7 @@ async def test_a_step_that_fails_while_a_hit_is_copied_publishes_nothing(llama: 
 
 def disk_of(folder: Path) -> DiskTier:
     form = ColumnFormat(fingerprint="llama", num_groups=4, block_bytes=BLOCK_BYTES)
-    return DiskTier(folder, form, DiskLimits(budget_bytes=2**24))
+    return DiskTier(folder, form, budget_bytes=2**24)
 
 
 @asynccontextmanager
@@ -185,19 +185,19 @@ async def cluster_with_disk(
 
 
 async def test_a_prefix_on_disk_is_brought_up_before_the_prompt_is_computed(llama: SmallModel, tmp_path: Path) -> None:
-    async with cluster_with_disk(llama, tmp_path) as (cluster, disk):
+    async with cluster_with_disk(llama, tmp_path) as (cluster, _):
         cluster.believe(COMPUTING_IS_SLOW)
         steps = watch(cluster.prefills[0])
         assert await ask(cluster, "second", PROMPT) == (llama.local(PROMPT, TOKENS).tokens, 144)
-        assert disk.counters().loaded == 9
+        assert cluster.tiers[0].loaded_columns == {"disk": 9}
         assert sum(step.plan.num_tokens for step in steps) == 6
 
 
 async def test_a_prefix_on_disk_that_is_computed_faster_is_not_loaded(llama: SmallModel, tmp_path: Path) -> None:
-    async with cluster_with_disk(llama, tmp_path) as (cluster, disk):
+    async with cluster_with_disk(llama, tmp_path) as (cluster, _):
         cluster.believe(COMPUTING_IS_FREE)
         assert await ask(cluster, "second", PROMPT) == (llama.local(PROMPT, TOKENS).tokens, 0)
-        assert disk.counters().loaded == 0
+        assert not cluster.tiers[0].loaded_columns
 
 
 async def test_a_damaged_file_is_computed_again(llama: SmallModel, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, CopyingThreads
+from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, copying_threads
 from tests.interpreted.device_queues import LazyEvent, LazyStream
 from tests.interpreted.test_copying import NUM_LAYERS, NUM_TOKENS
 from tests.interpreted.test_device_copying import COUNT, World
@@ -42,7 +42,7 @@ class HeldStream(LazyStream):
 def test_one_slab_is_gathered_and_leaves_while_another_crosses() -> None:
     held, other = HeldStream(), LazyStream()
     world = World(outward=[held, other])
-    threads = CopyingThreads("copies")
+    threads = copying_threads("copies")
     first = threads.submit(lambda: world.fill(after=world.store(7)))
     assert held.begun.wait(HANGS_S)
     second = threads.submit(lambda: world.fill(after=world.store(8)))
@@ -51,7 +51,7 @@ def test_one_slab_is_gathered_and_leaves_while_another_crosses() -> None:
     held.goes_on.set()
     assert first.result(HANGS_S).shape[1] == COUNT
     assert other.num_waits == 1
-    threads.stop()
+    threads.shutdown(wait=False)
 
 
 def test_who_finds_all_streams_busy_shares_one() -> None:
@@ -59,13 +59,13 @@ def test_who_finds_all_streams_busy_shares_one() -> None:
     held = HeldStream()
     world = World(outward=[held])
     stored = world.store(7)
-    threads = CopyingThreads("copies")
+    threads = copying_threads("copies")
     slabs = [threads.submit(lambda: world.fill(after=stored)) for _ in range(COPIES_AT_ONCE)]
     assert held.begun.wait(HANGS_S)
     held.goes_on.set()
     assert all((slab.result(HANGS_S) == 7).all() for slab in slabs)
     assert held.num_waits == len(held.allocated) == COPIES_AT_ONCE
-    threads.stop()
+    threads.shutdown(wait=False)
 
 
 PLACES = [(layer, start) for layer in range(NUM_LAYERS) for start in range(0, NUM_TOKENS, 3)]
@@ -76,7 +76,7 @@ def slab_of(number: int) -> torch.Tensor:
 
 
 def test_many_slabs_go_out_each_behind_its_own_tokens() -> None:
-    world, threads = World(), CopyingThreads("copies")
+    world, threads = World(), copying_threads("copies")
     end, events, slabs = world.end, [], [slab_of(-1) for _ in PLACES]
     for number, (layer, start) in enumerate(PLACES):
         tokens = slab_of(number).to(end.cache.device)
@@ -89,11 +89,11 @@ def test_many_slabs_go_out_each_behind_its_own_tokens() -> None:
     done = [threads.submit(job) for job in reversed(jobs)]
     assert len({future.result(HANGS_S) for future in done}) == len(PLACES)
     assert all((slab == number).all() for number, slab in enumerate(slabs))
-    threads.stop()
+    threads.shutdown(wait=False)
 
 
 def test_many_slabs_land_behind_those_who_used_the_blocks_before() -> None:
-    world, threads = World(), CopyingThreads("copies")
+    world, threads = World(), copying_threads("copies")
     end = world.end
     before = [end.bytes_of(*at, 3) for at in PLACES]
     read: list[list[bytes]] = []
@@ -109,4 +109,4 @@ def test_many_slabs_land_behind_those_who_used_the_blocks_before() -> None:
     assert [end.bytes_of(*at, 3) for at in PLACES] == [
         slab_of(number).numpy().tobytes() for number in range(len(PLACES))
     ]
-    threads.stop()
+    threads.shutdown(wait=False)

@@ -12,7 +12,7 @@ import torch
 from engine.offload.staging import CopyThread
 from kernels.cpu.thread_team import dissolve_team, set_team, work_alone
 from kv_transfer.connections.event_loops import LoopThread
-from kv_transfer.handoff.slab_copy import CopyingThreads
+from kv_transfer.handoff.slab_copy import copying_threads
 from tests.support.waiting import HANGS_S
 
 TEAM = 3
@@ -72,9 +72,9 @@ def test_copies_are_made_by_one_thread() -> None:
     copies = CopyThread()
     copies.submit(0, lambda: seen.append(torch.get_num_threads())).result(HANGS_S)
     copies.close()
-    transfers = CopyingThreads("copies")
+    transfers = copying_threads("copies")
     seen.append(transfers.submit(torch.get_num_threads).result(HANGS_S))
-    transfers.stop()
+    transfers.shutdown(wait=False)
     assert seen == [1, 1]
 
 

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.kv_transfer.tiers.disk_tiers import FORM, limits, load, opened, store
+from tests.kv_transfer.tiers.disk_tiers import FORM, budget, load, opened, store
 
 NUM_SLOTS = 16
 
@@ -54,13 +54,13 @@ def write_on_a_full_disk(folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         store(tier, 2)
         assert load(tier, 0, 1, 2) == [True, False, True]
-        assert tier.counters().write_errors == 1
+        assert tier.report().write_errors == 1
         assert [file.name for file in tier.path.glob("*.tmp")] == []
         print("fine")
 
 
 def hold(folder: Path) -> None:
-    with opened(folder, limits(NUM_SLOTS).budget_bytes // FORM.file_bytes) as tier:
+    with opened(folder, budget(NUM_SLOTS) // FORM.file_bytes) as tier:
         print(tier.path.name, flush=True)
         sys.stdin.read()
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.kv.block_pool import BlockKey, BlockPool
+from kv_transfer.tiers.host import segment as host_segment
 from kv_transfer.tiers.host.segment import HostSegment
 
 BLOCK_BYTES = 1 << 16
@@ -28,8 +29,13 @@ NUM_NUMBERS = 24  # more than there are blocks, so that content comes and goes
 FINGERPRINT = "a model"
 
 
+def hash_of(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
 def key_of(number: int) -> BlockKey:
-    return number.to_bytes(16, "big"), number % 3
+    """Of a column of one group."""
+    return hash_of(number), 0
 
 
 def number_of(key: BlockKey) -> int:
@@ -42,6 +48,8 @@ def content_of(number: int, num_bytes: int = BLOCK_BYTES) -> npt.NDArray[np.uint
 
 
 def open_segment(folder: Path, scope: str, num_blocks: int = NUM_BLOCKS) -> HostSegment:
+    """Blocks are published at once, large as they are; `test_late_digests` has those that are not."""
+    host_segment.MAX_BYTES_AT_ONCE = BLOCK_BYTES
     return HostSegment.open(folder, scope, FINGERPRINT, BLOCK_BYTES, num_blocks)
 
 

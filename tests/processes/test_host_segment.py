@@ -35,6 +35,7 @@ from tests.processes.host_segment_child import (
     NUM_BLOCKS,
     content_of,
     fill,
+    hash_of,
     key_of,
     number_of,
     open_segment,
@@ -177,11 +178,11 @@ def test_a_file_of_another_user_is_neither_adopted_nor_read_nor_removed(
 ) -> None:
     path = abandoned(scope, num_filled=1)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    neighbours = PeerSegments(SHARED_MEMORY, scope, FINGERPRINT, None)
+    neighbours = PeerSegments(SHARED_MEMORY, scope, FINGERPRINT, None, num_groups=1)
     with monkeypatch.context() as context:
         context.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert open_file(path) is None
-        assert not neighbours.find(key_of(0))
+        assert not neighbours.holds(hash_of(0))
         assert not sweep(SHARED_MEMORY, uuid.uuid4().hex)
         segment = open_segment(SHARED_MEMORY, scope)
         assert not segment.adopted
@@ -294,21 +295,6 @@ def test_a_closed_segment_takes_no_more_content_but_its_views_stay(scope: str) -
         segment.stored(0, key_of(0))
 
 
-def test_a_prepared_digest_is_used_for_the_content_it_was_made_of(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    segment = open_segment(SHARED_MEMORY, scope)
-    words(segment, 0)[:] = content_of(1)
-    segment.prepare(0, key_of(1))
-    with monkeypatch.context() as context:
-        context.setattr(host_segment, "block_digest", lambda key, content: pytest.fail("computed again"))
-        segment.stored(0, key_of(1))
-    words(segment, 1)[:] = content_of(2)
-    segment.prepare(1, key_of(2))
-    words(segment, 1)[:] = content_of(3)  # the preparation came to nothing
-    segment.stored(1, key_of(3))
-    assert dict(segment.restored()) == {0: key_of(1), 1: key_of(3)}
-    segment.close(unlink=True)
-
-
 def test_a_digest_names_bytes_and_key() -> None:
     digests = {
         block_digest(key, content)
@@ -328,7 +314,9 @@ class SegmentMachine(RuleBasedStateMachine):
         self.scope = uuid.uuid4().hex
         self.segment = open_segment(SHARED_MEMORY, self.scope)
         self.pool = restored_pool(self.segment)
-        self.neighbours = PeerSegments(SHARED_MEMORY, self.scope, FINGERPRINT, None, rescan_s=0, follow_s=0)
+        self.neighbours = PeerSegments(
+            SHARED_MEMORY, self.scope, FINGERPRINT, None, num_groups=1, rescan_s=0, follow_s=0
+        )
 
     @rule(target=leases, num_blocks=st.integers(0, 4), numbers=st.lists(st.integers(0, 11), min_size=4, max_size=4))
     def compute(self, num_blocks: int, numbers: list[int]) -> BlockLease:
@@ -338,8 +326,6 @@ class SegmentMachine(RuleBasedStateMachine):
             return multiple()  # type: ignore[return-value]
         for block, number in zip(lease.blocks, numbers, strict=False):
             words(self.segment, block)[:] = content_of(number)
-            if number % 2:
-                self.segment.prepare(block, key_of(number))
             self.pool.publish(lease, block, key_of(number))
         return lease
 
@@ -372,11 +358,11 @@ class SegmentMachine(RuleBasedStateMachine):
         self.pool.check()
         published = self.segment.published()
         assert {key: block for key in map(key_of, range(12)) if (block := self.pool.find(key)) is not None} == published
-        found = [key for key in map(key_of, range(12)) if self.neighbours.find(key)]
+        found = [key for key in map(key_of, range(12)) if self.neighbours.holds(key[0])]
         assert set(found) == published.keys()
         for key in found[:2]:
             copy = bytearray(BLOCK_BYTES)
-            assert self.neighbours.load([key], [memoryview(copy)]) == [True]
+            assert self.neighbours.load([key[0]], [[memoryview(copy)]]) == [True]
             assert copy == content_of(number_of(key)).tobytes()
 
     def teardown(self) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from engine.kv.block_pool import BlockPool
 from kv_transfer.tiers.host import peer_segments as neighbours_module
@@ -21,6 +20,7 @@ from tests.processes.host_segment_child import (
     NUM_NUMBERS,
     content_of,
     fill,
+    hash_of,
     key_of,
     open_segment,
     restored_pool,
@@ -33,13 +33,13 @@ __all__ = ["scope"]
 
 
 def neighbours_of(scope: str, own_path: Path | None = None, fingerprint: str = FINGERPRINT) -> PeerSegments:
-    return PeerSegments(SHARED_MEMORY, scope, fingerprint, own_path, rescan_s=0, follow_s=0)
+    return PeerSegments(SHARED_MEMORY, scope, fingerprint, own_path, num_groups=1, rescan_s=0, follow_s=0)
 
 
 def load(neighbours: PeerSegments, number: int) -> bool:
     """Load the content of a number; AssertionError if what is said to be loaded is not exactly that."""
     copy = bytearray(b"\xaa" * BLOCK_BYTES)
-    [loaded] = neighbours.load([key_of(number)], [memoryview(copy)])
+    [loaded] = neighbours.load([hash_of(number)], [[memoryview(copy)]])
     if loaded:
         np.testing.assert_array_equal(np.frombuffer(copy, dtype=np.uint64), content_of(number))
     return loaded
@@ -51,17 +51,15 @@ def mappings(path: Path) -> int:
 
 def test_what_another_process_published_is_found_and_loaded(scope: str) -> None:
     neighbours = neighbours_of(scope)
-    assert not neighbours.find(key_of(0))
+    assert not neighbours.holds(hash_of(0))
     with worker("hold", scope) as other:
         other.opened()
-        tensor = torch.zeros(4, BLOCK_BYTES // 4, dtype=torch.bfloat16)  # rows of blocks, as a cache has them
-        rows = tensor.view(2, 2, -1)
-        assert [neighbours.find(key_of(number)) for number in (1, 2, 99)] == [True, True, False]
-        keys = [key_of(2), key_of(99), key_of(1)]
-        spare = memoryview(bytearray(BLOCK_BYTES))
-        assert neighbours.load(keys, [rows[0], spare, rows[1]]) == [True, False, True]
-        for row, number in zip(rows, (2, 1), strict=True):
-            np.testing.assert_array_equal(row.reshape(-1).view(torch.uint8).numpy().view(np.uint64), content_of(number))
+        assert [neighbours.holds(hash_of(number)) for number in (1, 2, 99)] == [True, True, False]
+        copies = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(3)]
+        hashes = [hash_of(2), hash_of(99), hash_of(1)]
+        assert neighbours.load(hashes, [[copy] for copy in copies]) == [True, False, True]
+        for copy, number in zip(copies[::2], (2, 1), strict=True):
+            np.testing.assert_array_equal(np.frombuffer(copy, dtype=np.uint64), content_of(number))
         other.end()
 
 
@@ -75,9 +73,8 @@ def test_the_own_segment_is_no_neighbour_nor_is_one_of_another_kind_or_applicati
         neighbours_of(scope[:-2]),
         neighbours_of(scope, fingerprint="another model"),
     ):
-        assert not blind.find(key_of(1))
+        assert not blind.holds(hash_of(1))
         assert not load(blind, 1)
-        assert blind.num_segments == 0
     segment.close(unlink=True)
 
 
@@ -89,7 +86,7 @@ def test_a_reader_of_blocks_that_are_being_rewritten_never_gets_wrong_bytes(scop
 
         def enough_of_both() -> bool:
             for number in range(NUM_NUMBERS):
-                if neighbours.find(key_of(number)):
+                if neighbours.holds(hash_of(number)):
                     outcomes[load(neighbours, number)] += 1
             return sum(outcomes.values()) >= 6000 and min(outcomes.values()) >= 20
 
@@ -112,19 +109,19 @@ def test_a_dead_neighbours_blocks_stay_of_use_before_and_after_its_adoption(scop
 
 def test_what_is_loaded_is_what_was_asked_for_even_if_the_block_has_changed_since(scope: str) -> None:
     now = 0.0
-    neighbours = PeerSegments(SHARED_MEMORY, scope, FINGERPRINT, None, follow_s=10, clock=lambda: now)
+    neighbours = PeerSegments(SHARED_MEMORY, scope, FINGERPRINT, None, num_groups=1, follow_s=10, clock=lambda: now)
     segment = open_segment(SHARED_MEMORY, scope)
     pool = BlockPool(NUM_BLOCKS, observers=[segment])
     block = fill(segment, pool, 1)
-    assert neighbours.find(key_of(1))
+    assert neighbours.holds(hash_of(1))
     pool.drop_cached()
-    assert neighbours.find(key_of(1))  # it has not looked again
+    assert neighbours.holds(hash_of(1))  # it has not looked again
     assert not load(neighbours, 1)
     words(segment, block)[:] = content_of(2)
     segment.stored(block, key_of(2))
     assert not load(neighbours, 1)
     now = 10.0
-    assert not neighbours.find(key_of(1))
+    assert not neighbours.holds(hash_of(1))
     assert load(neighbours, 2)
     segment.close(unlink=True)
 
@@ -134,7 +131,7 @@ def test_bytes_that_change_under_a_valid_record_are_a_miss(scope: str) -> None:
     block = fill(segment, BlockPool(NUM_BLOCKS, observers=[segment]), 1)
     words(segment, block)[BLOCK_BYTES // 16] ^= np.uint64(1)
     neighbours = neighbours_of(scope)
-    assert neighbours.find(key_of(1))
+    assert neighbours.holds(hash_of(1))
     assert not load(neighbours, 1)
     segment.close(unlink=True)
 
@@ -164,7 +161,7 @@ def test_if_one_neighbours_copy_is_bad_anothers_is_taken(scope: str) -> None:
     neighbours = neighbours_of(scope)
     for segment in segments:
         fill(segment, BlockPool(NUM_BLOCKS, observers=[segment]), 1)
-    assert (neighbours.find(key_of(1)), neighbours.num_segments, neighbours.num_keys) == (True, 2, 2)
+    assert neighbours.holds(hash_of(1))
     words(segments[0], 0)[0] ^= np.uint64(1)
     assert load(neighbours, 1)
     words(segments[1], 0)[0] ^= np.uint64(1)
@@ -175,20 +172,22 @@ def test_if_one_neighbours_copy_is_bad_anothers_is_taken(scope: str) -> None:
 
 def test_segments_come_and_go_but_the_folder_is_listed_only_now_and_then(scope: str) -> None:
     now = 0.0
-    neighbours = PeerSegments(SHARED_MEMORY, scope, FINGERPRINT, None, rescan_s=5, follow_s=0, clock=lambda: now)
+    neighbours = PeerSegments(
+        SHARED_MEMORY, scope, FINGERPRINT, None, num_groups=1, rescan_s=5, follow_s=0, clock=lambda: now
+    )
     neighbours.refresh()
     segment = open_segment(SHARED_MEMORY, scope)
     path = segment.path
     fill(segment, BlockPool(NUM_BLOCKS, observers=[segment]), 1)
-    assert not neighbours.find(key_of(1))
+    assert not neighbours.holds(hash_of(1))
     now = 5.0
-    assert neighbours.find(key_of(1))
+    assert neighbours.holds(hash_of(1))
     segment.close(unlink=True)
     del segment
     assert load(neighbours, 1)  # mapped as it is, it stays whole
     assert mappings(path) == 1
     now = 10.0
-    assert not neighbours.find(key_of(1))
+    assert not neighbours.holds(hash_of(1))
     assert mappings(path) == 0
 
 
@@ -211,7 +210,7 @@ def test_who_finds_does_not_wait_for_who_brings_the_index_up_to_date(
     refresher.start()
     assert listing.wait(HANGS_S)
     found = []
-    finder = threading.Thread(target=lambda: found.append(neighbours.find(key_of(1))), daemon=True)
+    finder = threading.Thread(target=lambda: found.append(neighbours.holds(hash_of(1))), daemon=True)
     finder.start()
     finder.join(timeout=HANGS_S / 2)
     assert found == [True]
@@ -230,7 +229,7 @@ def test_a_large_segment_is_taken_in_bit_by_bit(scope: str, monkeypatch: pytest.
     counts = []
     for _ in range(4):
         neighbours.refresh()
-        counts.append(neighbours.num_keys)
+        counts.append(sum(len(segment.block_of) for segment in neighbours._segments.values()))
     assert counts == [3, 6, 8, 8]
     fill(segment, pool, 20)
     assert [load(neighbours, number) for number in (0, 1, 20)] == [False, True, True]
@@ -241,18 +240,18 @@ def test_after_closing_nothing_is_mapped_or_found(scope: str) -> None:
     with worker("hold", scope) as other:
         path, _ = other.opened()
         neighbours = neighbours_of(scope)
-        assert neighbours.find(key_of(1))
+        assert neighbours.holds(hash_of(1))
         assert mappings(path) == 1
         neighbours.close()
         assert mappings(path) == 0
-        assert not neighbours.find(key_of(1))
+        assert not neighbours.holds(hash_of(1))
 
 
 def test_a_destination_of_another_size_is_refused(scope: str) -> None:
     segment = open_segment(SHARED_MEMORY, scope)
     fill(segment, BlockPool(NUM_BLOCKS, observers=[segment]), 1)
     with pytest.raises(ValueError, match=f"a block has {BLOCK_BYTES} bytes, but its destination 8"):
-        neighbours_of(scope).load([key_of(1)], [memoryview(bytearray(8))])
+        neighbours_of(scope).load([hash_of(1)], [[memoryview(bytearray(8))]])
     segment.close(unlink=True)
 
 
@@ -260,7 +259,7 @@ def test_a_neighbours_memory_cannot_be_written(scope: str) -> None:
     with worker("hold", scope) as other:
         path, _ = other.opened()
         neighbours = neighbours_of(scope)
-        assert neighbours.find(key_of(1))
+        assert neighbours.holds(hash_of(1))
         [mapped] = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
         assert mapped.split()[1] == "r--s"
         neighbours.close()

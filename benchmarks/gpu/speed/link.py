@@ -25,7 +25,7 @@ from benchmarks.gpu.kernel_cases import Shape, filled_cache
 from engine.memory.devices import pinning_for
 from engine.memory.host import map_memory
 from kv_transfer.handoff.gpu_slab_copy import DeviceCopies, copies_on
-from kv_transfer.handoff.slab_copy import CopyingThreads
+from kv_transfer.handoff.slab_copy import copying_threads
 
 AIM = 0.9
 
@@ -88,7 +88,7 @@ def _slab_seconds(
     segment = pinned_segment(scale.num_slabs * num_bytes, device).view(shape.dtype)
     slabs = segment.view(scale.num_slabs, 2, num_tokens, shape.num_kv_heads, shape.head_dim)
 
-    threads = CopyingThreads("link")
+    threads = copying_threads("link")
 
     def all_slabs(copy: Callable[..., int]) -> None:
         jobs = [functools.partial(copy, cache, row, 0, 0, slab, "row_sum_64") for slab in slabs]
@@ -99,7 +99,7 @@ def _slab_seconds(
         _seconds(functools.partial(all_slabs, copy), device, scale.repeats) / scale.num_slabs
         for copy in (copies.fill, copies.write)
     )
-    threads.stop()
+    threads.shutdown(wait=False)
     return out_s, in_s, num_bytes
 
 

@@ -16,8 +16,6 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -34,13 +32,6 @@ MAX_SLOTS: Final = 10**8
 
 class DiskTierError(Exception):
     """The disk tier's folder cannot be used; a sentence says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotFile:
-    slot: int
-    used_ns: int
-    """When it was written or last `touch`ed: its modification time."""
 
 
 class DiskFolder:
@@ -124,16 +115,21 @@ class DiskFolder:
     def move(self, slot: int, to: int) -> None:
         os.rename(_name(slot), _name(to), src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
-    def files(self) -> Iterator[SlotFile]:
-        """What an earlier life has left behind; unfinished files are removed. Files of other names are not touched."""
+    def slots_by_use(self) -> list[int]:
+        """Of the files that an earlier life has left, the last written or `touch`ed first.
+
+        Unfinished files are removed. Files of other names are not touched.
+        """
         with os.scandir(self._fd) as entries:
             names = [entry.name for entry in entries]
+        used: list[tuple[int, int]] = []
         for name in names:
             if _TEMPORARY.fullmatch(name):
                 self._unlink(name)
             elif match := _SLOT_FILE.fullmatch(name):
                 used_ns = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime_ns
-                yield SlotFile(slot=int(match[1]), used_ns=used_ns)
+                used.append((used_ns, int(match[1])))
+        return [slot for _, slot in sorted(used, reverse=True)]
 
     def close(self) -> None:
         """Give the lock back. No other method may run or be called any more."""

@@ -1,10 +1,10 @@
 """The host KV memory of the other workers of this node, for reading.
 
 Maps their segments and follows which content they hold. A peer may rewrite a block, close its segment or be
-killed at any moment, so what `find` says is a hint, and `load` verifies what it brings. A dead peer's segment
+killed at any moment, so what `holds` says is a hint, and `load` verifies what it brings. A dead peer's segment
 stays of use until it is adopted, and after that. Never writes, locks or removes anything.
 
-`find` does no more than look at memory, apart from a listing of the folder every `rescan_s`; `load` copies, and may be
+`holds` does no more than look at memory, apart from a listing of the folder every `rescan_s`; `load` copies, and may be
 called from any thread.
 """
 
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor, uint8
 
 from engine.kv.block_pool import BlockKey
 from kv_transfer.messages.fields import SourceName
@@ -34,15 +32,17 @@ log = logging.getLogger(__name__)
 # A segment seen for the first time has changed in all of its records; some milliseconds of them at a time.
 _MAX_FOLLOWED_RECORDS: Final = 1024
 
-Destination = memoryview | Tensor
-"""Writable, contiguous, on the CPU, and as large as a block."""
-
 
 class PeerSegments:
-    """The segments of a scope and fingerprint, save the own one. `refresh` now and then, even if nobody asks.
+    """The segments of a scope and fingerprint, save the own one: a `ColumnSource`. `refresh` now and then, even if
+    nobody asks.
 
-    A segment that was removed keeps its memory while it is mapped here, hence until the next `refresh` or `find`.
+    A column may be put together from several peers. A segment that was removed keeps its memory while it is mapped
+    here, hence until the next `refresh` or `holds`.
     """
+
+    name: SourceName = "neighbours"  # as metrics and messages call it
+    assumed_bytes_per_s = 2e9
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class PeerSegments:
         fingerprint: str,
         own_path: Path | None,
         *,
+        num_groups: int,
         rescan_s: float = 1.0,
         follow_s: float = 0.005,
         clock: Callable[[], float] = time.monotonic,
@@ -59,6 +60,7 @@ class PeerSegments:
         self._scope = scope
         self._fingerprint = fingerprint_digest(fingerprint)
         self._own_path = own_path
+        self._num_groups = num_groups
         self._rescan_s = rescan_s
         self._follow_s = follow_s
         self._clock = clock
@@ -67,27 +69,19 @@ class PeerSegments:
         # Replaced as a whole, so that other threads see either the old or the new one.
         self._segments: dict[Path, _Segment] = {}
 
-    @property
-    def num_segments(self) -> int:
-        return len(self._segments)
-
-    @property
-    def num_keys(self) -> int:
-        """Blocks on offer, those that several peers hold counted several times."""
-        return sum(len(segment.block_of) for segment in self._segments.values())
-
-    def find(self, key: BlockKey) -> bool:
-        """Whether a peer seems to have that content."""
+    def holds(self, prefix_hash: bytes) -> bool:
+        """Whether peers seem to have the column."""
         self.refresh()
-        return any(key in segment.block_of for segment in self._segments.values())
+        keys = ((prefix_hash, group) for group in range(self._num_groups))
+        return all(any(key in segment.block_of for segment in self._segments.values()) for key in keys)
 
-    def load(self, keys: Sequence[BlockKey], destinations: Sequence[Destination]) -> list[bool]:
-        """Copy each content into its destination; False where it is gone, and the destination then holds anything.
+    def load(self, hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
+        """Copy each column into its destination; False where some of it is gone; the destination then holds anything.
 
-        Raises ValueError if a destination is not of a block's size.
+        Raises ValueError if a view is not of a block's size.
         """
         self.refresh()
-        return [self._load(key, _bytes(to)) for key, to in zip(keys, destinations, strict=True)]
+        return [self._load(prefix_hash, views) for prefix_hash, views in zip(hashes, destinations, strict=True)]
 
     def refresh(self) -> None:
         """Notice new, removed and changed segments, as far as it is time. Never waits for another thread doing so."""
@@ -110,8 +104,11 @@ class PeerSegments:
             self._segments = {}
             self._follow_at = float("inf")
 
-    def _load(self, key: BlockKey, destination: npt.NDArray[np.uint8]) -> bool:
-        return any(segment.read(key, destination) for segment in self._segments.values())
+    def _load(self, prefix_hash: bytes, views: ColumnViews) -> bool:
+        segments = self._segments.values()
+        return all(
+            any(segment.read((prefix_hash, group), view) for segment in segments) for group, view in enumerate(views)
+        )
 
     def _rescan(self) -> None:
         known = self._segments
@@ -136,25 +133,6 @@ class PeerSegments:
             log.warning("the host KV segment %s cannot be mapped and is left out: %s", path, error)
             return None
         return _Segment(SegmentIndex(memory, shape))
-
-
-class PeerColumns:
-    """Host memory of the node's other workers. A column may be put together from several of them."""
-
-    name: SourceName = "neighbours"  # as metrics and messages call it
-    assumed_bytes_per_s = 2e9
-
-    def __init__(self, peers: PeerSegments, num_groups: int) -> None:
-        self._peers = peers
-        self._num_groups = num_groups
-
-    def holds(self, prefix_hash: bytes) -> bool:
-        return all(self._peers.find((prefix_hash, group)) for group in range(self._num_groups))
-
-    def load(self, hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
-        keys = [(prefix_hash, group) for prefix_hash in hashes for group in range(self._num_groups)]
-        loaded = self._peers.load(keys, [view for column in destinations for view in column])
-        return [all(loaded[start : start + self._num_groups]) for start in range(0, len(keys), self._num_groups)]
 
 
 class _Segment:
@@ -185,21 +163,15 @@ class _Segment:
         if len(now) == len(outdated):
             self._changes = changes
 
-    def read(self, key: BlockKey, destination: npt.NDArray[np.uint8]) -> bool:
+    def read(self, key: BlockKey, destination: memoryview) -> bool:
         if destination.nbytes != self._index.shape.block_bytes:
             raise ValueError(
                 f"a block has {self._index.shape.block_bytes} bytes, but its destination {destination.nbytes}"
             )
         block = self.block_of.get(key)
-        return block is not None and self._index.read(block, key, destination)
+        return block is not None and self._index.read(block, key, np.frombuffer(destination, dtype=np.uint8))
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)
         if key is not None and self.block_of.get(key) == block:
             del self.block_of[key]
-
-
-def _bytes(destination: Destination) -> npt.NDArray[np.uint8]:
-    if isinstance(destination, Tensor):
-        return destination.view(-1).view(uint8).numpy()
-    return np.frombuffer(destination, dtype=np.uint8)

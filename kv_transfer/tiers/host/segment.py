@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,7 +29,9 @@ from kv_transfer.transports.shared_memory.segment import SegmentError
 
 log = logging.getLogger(__name__)
 
-_MAX_BYTES_AT_ONCE = 64 * 1024  # of a block; digesting more takes longer than all else there is to do for it
+MAX_BYTES_AT_ONCE = 16 * 1024
+"""Of a block that the pool's thread digests itself, in 2 µs. More would take longer than all else that it does for a
+block, and sequences in host memory are published hundreds of megabytes at a time: larger ones have a thread."""
 
 
 class HostSegment:
@@ -53,8 +54,11 @@ class HostSegment:
                 "tier less memory or raise the process's limits."
             ) from error
         self._index = SegmentIndex(memory, shape)
-        self._late = LateDigests(self._index)
-        self._prepared: dict[int, tuple[BlockKey, int]] = {}  # block -> what `prepare` was told, digest
+        self._lock = threading.Lock()  # of the index, which changes from two threads, and all below
+        self._undigested: deque[tuple[int, BlockKey, object]] = deque()
+        self._turns: dict[int, object] = {}  # block -> the last that was queued for it, if its content still stands
+        self._is_digesting = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="block-digests", initializer=work_alone)
 
     @classmethod
     def open(
@@ -103,37 +107,31 @@ class HostSegment:
                 found[record.key] = block
         return [(block, key) for key, block in found.items()]
 
-    def prepare(self, block: int, key: BlockKey) -> None:
-        """Compute the digest now, so that `stored` need not; for the thread that has just written the block.
-
-        From here on the bytes must stay as they are until the pool has told of the block's removal, or until
-        `unprepare`, if the pool has not stored it.
-        """
-        self._prepared[block] = key, block_digest(key, self.block(block))
-
-    def unprepare(self, blocks: Iterable[int]) -> None:
-        """Forget preparations that came to nothing: the pool knew the content by another block, or a copy failed."""
-        for block in blocks:
-            self._prepared.pop(block, None)
-
     def stored(self, block: int, key: BlockKey) -> None:
-        """The pool finds the block from now on, and so may the neighbours, soon: large ones are digested first."""
+        """The pool finds the block from now on, and so may the neighbours, soon: large ones are digested first.
+
+        The bytes must stay as they are until the pool has told of the block's removal.
+        """
         self._require_open()
-        prepared_key, digest = self._prepared.pop(block, (None, 0))
-        record = self._index.record(block)
-        if record.valid and record.key == key:
-            return  # restored
-        if prepared_key == key:
-            self._late.publish(block, key, digest)
-        elif self._index.shape.block_bytes > _MAX_BYTES_AT_ONCE:
-            self._late.publish_later(block, key)
-        else:
-            self._late.publish(block, key, block_digest(key, self.block(block)))
+        with self._lock:
+            record = self._index.record(block)
+            if record.valid and record.key == key:
+                return  # restored
+            if self._index.shape.block_bytes <= MAX_BYTES_AT_ONCE:
+                self._index.publish(block, key, block_digest(key, self.block(block)))
+                return
+            turn = self._turns[block] = object()
+            self._undigested.append((block, key, turn))
+            if not self._is_digesting:
+                self._is_digesting = True
+                self._thread.submit(self._digest)
 
     def removed(self, block: int, key: BlockKey) -> None:
-        """The pool is about to let the block's bytes change."""
+        """The pool is about to let the block's bytes change, also under the eyes of the thread that digests."""
         self._require_open()
-        self._late.retract(block)
+        with self._lock:
+            self._turns.pop(block, None)
+            self._index.retract(block)
 
     def published(self) -> dict[BlockKey, int]:
         """What peers can find now, and in which block: for checks, since the pool knows it better."""
@@ -146,15 +144,33 @@ class HostSegment:
     def close(self, *, unlink: bool) -> None:
         """End the ownership; nothing may write to the memory from here on. Without `unlink` the next worker adopts it.
 
-        The mapping goes with the last view of it.
+        What was not digested yet is not published any more; waits for the block in hand. The mapping goes with the last
+        view of it.
         """
         if self._file is None:
             return
         file, self._file = self._file, None
-        self._late.close()
+        with self._lock:
+            self._turns.clear()
+            self._undigested.clear()
+        self._thread.shutdown()
         if unlink:
             file.remove()  # before the lock is gone: whoever is owner then must find it there
         file.unlock()
+
+    def _digest(self) -> None:
+        """In the thread, while there is something to digest."""
+        while True:
+            with self._lock:
+                self._is_digesting = bool(self._undigested)
+                if not self._undigested:
+                    return
+                block, key, turn = self._undigested.popleft()
+            digest = block_digest(key, self.block(block))
+            with self._lock:
+                if self._turns.get(block) is turn:  # else the bytes may have changed while they were read
+                    del self._turns[block]
+                    self._index.publish(block, key, digest)
 
     def _require_open(self) -> None:
         assert self._file is not None, f"{self.path} is closed: its memory may be another worker's"
@@ -176,61 +192,3 @@ def _make_room(folder: Path, scope: str, shape: SegmentShape) -> None:
             f"A host KV segment of {shape.num_bytes} bytes does not fit into {folder}, which has {free} left. Give the "
             "host tier less memory, make the file system larger, or name a folder in another memory file system."
         )
-
-
-class LateDigests:
-    """Publishes large blocks in a segment's index from its own thread, so that the pool's thread need not read them.
-
-    Whoever writes a block in a thread prepares its digest there; but a sequence that rests in host memory has its
-    blocks published by the pool's thread, hundreds of megabytes at a time. They are findable in the pool at once, by
-    peers a little later. Owns all changes of the index, which come from two threads.
-    """
-
-    def __init__(self, index: SegmentIndex) -> None:
-        self._index = index
-        self._lock = threading.Lock()  # of the index and all below
-        self._waiting: dict[int, object] = {}  # block -> the turn that it waits for
-        self._queue: deque[tuple[int, BlockKey, object]] = deque()
-        self._is_at_work = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="late-digests", initializer=work_alone)
-
-    def publish(self, block: int, key: BlockKey, digest: int) -> None:
-        with self._lock:
-            self._index.publish(block, key, digest)
-
-    def publish_later(self, block: int, key: BlockKey) -> None:
-        """The bytes must stay as they are until `retract`."""
-        turn = object()
-        with self._lock:
-            self._waiting[block] = turn
-            self._queue.append((block, key, turn))
-            if not self._is_at_work:
-                self._is_at_work = True
-                self._thread.submit(self._work)
-
-    def retract(self, block: int) -> None:
-        """Once this returns the bytes may change, also under the eyes of the thread."""
-        with self._lock:
-            self._waiting.pop(block, None)
-            self._index.retract(block)
-
-    def close(self) -> None:
-        """What was not published yet will not be. Waits for the block in hand."""
-        with self._lock:
-            self._waiting.clear()
-            self._queue.clear()
-        self._thread.shutdown()
-
-    def _work(self) -> None:
-        while (next_one := self._next()) is not None:
-            block, key, turn = next_one
-            digest = block_digest(key, self._index.block(block))
-            with self._lock:
-                if self._waiting.get(block) is turn:  # else the bytes may have changed while they were read
-                    del self._waiting[block]
-                    self._index.publish(block, key, digest)
-
-    def _next(self) -> tuple[int, BlockKey, object] | None:
-        with self._lock:
-            self._is_at_work = bool(self._queue)
-            return self._queue.popleft() if self._queue else None

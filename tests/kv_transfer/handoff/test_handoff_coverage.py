@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.digest import combine, slab_digest
-from kv_transfer.handoff.coverage import Coverage, RangeError
+from kv_transfer.handoff.coverage import BrokenHandoffError, Coverage
 
 spans = st.tuples(st.integers(-1, 3), st.integers(-2, 12), st.integers(-1, 12))
 
@@ -28,7 +28,7 @@ def test_claims_agree_with_a_set_of_tokens(claims: list[tuple[int, int, int]]) -
             made.add(claim)
             taken |= tokens
         else:
-            with pytest.raises(RangeError):
+            with pytest.raises(BrokenHandoffError):
                 coverage.claim(layer, start, count, 1)
     for layer, _, count in made:
         coverage.complete(layer, count, 1)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.sequence import SequenceKey
 from kv_transfer.handoff.actions import Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.messages.handoff import Abort, KeepAlive, Verified
 from tests.kv_transfer.handoff.handoff_world.model import NUM_LAYERS, TTL_S
@@ -75,7 +76,6 @@ def test_slab_with_wrong_bytes_fails_the_attempt(receiver: ScriptedReceiver) -> 
     actions = receiver.copied(only(receiver.hear(slab(1, 2)), Copy), digest=1)
     assert kinds(actions) == ["Send", "Fail", "ReleaseLease"]
     assert "layer 1, tokens [2, 4)" in only(actions, Fail).reason
-    assert only(actions, Fail).retryable
     assert rejection(actions).reason == only(actions, Fail).reason
 
 
@@ -143,11 +143,11 @@ def test_payload_that_belongs_to_no_slab_is_dropped(receiver: ScriptedReceiver) 
 def test_lease_goes_back_after_the_last_copy(receiver: ScriptedReceiver) -> None:
     receiver.reserve()
     first, second, third, fourth = receiver.hear_all_slabs()
-    assert kinds(receiver.machine.cancel("r", 1, receiver.now)) == ["Send"]
+    assert kinds(receiver.machine.cancel(SequenceKey("r", 1))) == ["Send"]
     assert not receiver.machine.holds("r")
     assert receiver.copied(second) == []
     assert receiver.copied(first, digest=0) == [], "a cancelled attempt does not fail as well"
-    assert receiver.machine.on_copy_failed(third.delivery_id, "no", receiver.now) == []
+    assert receiver.machine.on_copy_failed(third.delivery_id, "no") == []
     assert receiver.copied(fourth) == [ReleaseLease(LEASE)]
 
 
@@ -170,7 +170,7 @@ def test_waiting_slabs_are_dropped_when_nobody_wants_them_any_more(receiver: Scr
     receiver.hear(slab(0, 0, fence=RENEWED))
     assert Drop(2) in receiver.renew(3)
     receiver.hear(slab(0, 0, fence=replace(FENCE, generation=3)))
-    assert Drop(3) in receiver.machine.cancel("r", 3, receiver.now)
+    assert Drop(3) in receiver.machine.cancel(SequenceKey("r", 3))
     assert receiver.copied(old) == [ReleaseLease(LEASE)]
 
 
@@ -201,14 +201,14 @@ def test_void_attempts_are_refused(receiver: ScriptedReceiver) -> None:
     receiver.reserve(attempt=2)
     assert "attempt 2 has taken over" in (receiver.machine.refusal(request(1)) or "")
     assert receiver.machine.refusal(request(2)) is None
-    receiver.machine.cancel("r", 3, receiver.now)
+    receiver.machine.cancel(SequenceKey("r", 3))
     assert "cancelled" in (receiver.machine.refusal(request(3)) or "")
     assert receiver.machine.refusal(request(4)) is None
 
 
 def test_cancel_of_an_older_attempt_changes_nothing(receiver: ScriptedReceiver) -> None:
     receiver.reserve(attempt=2)
-    assert receiver.machine.cancel("r", 1, receiver.now) == []
+    assert receiver.machine.cancel(SequenceKey("r", 1)) == []
     assert receiver.machine.holds("r")
 
 
@@ -272,7 +272,7 @@ def test_stale_references_renew_nothing(receiver: ScriptedReceiver) -> None:
 def test_request_may_be_reserved_anew_while_its_old_lease_drains(receiver: ScriptedReceiver) -> None:
     receiver.reserve()
     old = only(receiver.hear(slab(0, 0)), Copy)
-    receiver.machine.cancel("r", 1, receiver.now)
+    receiver.machine.cancel(SequenceKey("r", 1))
     receiver.reserve(attempt=2, lease=LEASE + 1)
     fence = replace(RENEWED, lease=LEASE + 1)
     assert kinds(receiver.hear(slab(0, 0, fence=fence))) == ["Copy"], "another lease: nothing to wait for"
@@ -281,6 +281,6 @@ def test_request_may_be_reserved_anew_while_its_old_lease_drains(receiver: Scrip
 
 def test_only_the_last_endings_are_remembered(receiver: ScriptedReceiver) -> None:
     for number in range(5000):
-        receiver.machine.cancel(f"request-{number}", 1, receiver.now)
+        receiver.machine.cancel(SequenceKey(f"request-{number}", 1))
     assert receiver.machine.refusal(replace(request(), request_id="request-4999")) is not None
     assert receiver.machine.refusal(replace(request(), request_id="request-0")) is None

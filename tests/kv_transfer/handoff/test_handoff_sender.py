@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from engine.sequence import SequenceKey
 from kv_transfer.digest import combine
-from kv_transfer.handoff.actions import Fail, ReleaseSource, Send, SendSlab
+from kv_transfer.handoff.actions import Fail, ReleaseSource, Send, SenderState, SendSlab
 from kv_transfer.messages.connections import Ping
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, Verified
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TTL_S
@@ -22,7 +23,8 @@ from tests.kv_transfer.handoff.handoff_world.scripted import (
     only,
 )
 
-RELEASED = ReleaseSource(*KEY)
+RELEASED = ReleaseSource(KEY)
+LIVE = ("SENDING", "COMMITTED")
 VERIFIED = Verified(request_id="r", fence=FENCE)
 
 
@@ -34,7 +36,7 @@ def sender() -> ScriptedSender:
 def test_ready_tokens_are_sent_and_announced(sender: ScriptedSender) -> None:
     sender.begin()
     action = only(sender.ready(1, 2), SendSlab)
-    assert (action.worker_id, action.request_id, action.attempt) == (DECODE, *KEY)
+    assert (action.worker_id, action.key) == (DECODE, KEY)
     header = action.header(5)
     assert (header.layer, header.token_start, header.num_tokens, header.digest) == (1, 2, 2, 5)
     assert header.fence == FENCE
@@ -69,19 +71,19 @@ def test_answers_for_other_fences_are_ignored(sender: ScriptedSender, name: str)
     other = replace(FENCE, **{name: getattr(FENCE, name) + 1})
     assert sender.hear(replace(VERIFIED, fence=other)) == []
     assert sender.hear(Rejected(request_id="r", fence=other, reason="stale")) == []
-    assert sender.machine.holds(*KEY)
+    assert sender.state in LIVE
 
 
 def test_answers_of_other_peers_and_other_messages_are_ignored(sender: ScriptedSender) -> None:
     sender.commit()
     assert sender.hear(VERIFIED, peer="decode-2") == sender.hear(Ping()) == []
-    assert sender.machine.holds(*KEY)
+    assert sender.state in LIVE
 
 
 def test_verified_before_the_commit_is_not_believed(sender: ScriptedSender) -> None:
     sender.begin()
     assert sender.hear(VERIFIED) == []
-    assert sender.machine.holds(*KEY)
+    assert sender.state in LIVE
 
 
 def test_source_is_kept_while_slabs_read_it(sender: ScriptedSender) -> None:
@@ -89,37 +91,38 @@ def test_source_is_kept_while_slabs_read_it(sender: ScriptedSender) -> None:
     sender.ready(0, 0)
     sender.ready(1, 0)
     assert kinds(sender.hear(Rejected(request_id="r", fence=FENCE, reason="no"))) == ["Fail"]
-    assert not sender.machine.holds(*KEY)
+    assert sender.state not in LIVE
     assert sender.sent(0, 0) == []
-    assert sender.machine.on_slab_failed(*KEY, 1, 0, sender.now) == [RELEASED]
+    assert sender.machine.on_slab_failed(KEY, 1, 0, "no") == [RELEASED]
 
 
 def test_lost_link_fails_what_went_over_it(sender: ScriptedSender) -> None:
     sender.begin()
     elsewhere = replace(TICKET, request_id="other", worker_id="decode-2")
     sender.begin(elsewhere)
-    assert kinds(sender.machine.on_link_lost(DECODE, sender.now)) == ["Fail", "ReleaseSource"]
-    assert sender.machine.holds("other", 1)
-    assert sender.machine.on_link_lost(DECODE, sender.now) == []
+    assert kinds(sender.machine.on_link_lost(DECODE)) == ["Fail", "ReleaseSource"]
+    assert sender.machine.state(SequenceKey("other", 1)) is SenderState.SENDING
+    assert sender.machine.on_link_lost(DECODE) == []
 
 
 def test_cancel_aborts_and_reports_nothing(sender: ScriptedSender) -> None:
     sender.begin()
-    actions = sender.machine.cancel("r", 1, "the client left", sender.now)
+    actions = sender.machine.cancel(KEY, "the client left")
     assert actions == [Send(DECODE, Abort(request_id="r", fence=FENCE, reason="the client left")), RELEASED]
-    assert sender.machine.cancel("r", 1, "again", sender.now) == []
+    assert sender.machine.cancel(KEY, "again") == []
 
 
 def test_cancel_reaches_older_attempts_only(sender: ScriptedSender) -> None:
     for generation in (1, 2, 3):
         sender.begin(replace(TICKET, fence=replace(FENCE, generation=generation)))
-    sender.machine.cancel("r", 2, "the client left", sender.now)
-    assert [sender.machine.holds("r", attempt) for attempt in (1, 2, 3)] == [False, False, True]
+    sender.machine.cancel(SequenceKey("r", 2), "the client left")
+    states = [sender.machine.state(SequenceKey("r", attempt)) for attempt in (1, 2, 3)]
+    assert states == [None, None, SenderState.SENDING]
 
 
 def test_events_of_an_attempt_that_is_over_do_nothing(sender: ScriptedSender) -> None:
     sender.begin()
-    sender.machine.cancel("r", 1, "the client left", sender.now)
+    sender.machine.cancel(KEY, "the client left")
     assert sender.ready(0, 0) == sender.first_token() == sender.hear(VERIFIED) == []
 
 

@@ -14,6 +14,7 @@ from kv_transfer.messages.handoff import Abort, KeepAlive, Rejected, Verified
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, TTL_S
 from tests.kv_transfer.handoff.handoff_world.scripted import (
     FENCE,
+    KEY,
     PREFILL,
     ScriptedReceiver,
     ScriptedSender,
@@ -62,7 +63,7 @@ def in_state(name: str) -> ScriptedReceiver:
         case "COMMITTED":
             receiver.hear(commit())
         case "ORPHANED":
-            receiver.machine.on_link_lost(PREFILL, receiver.now)
+            receiver.machine.on_link_lost(PREFILL)
         case "ABANDONED":
             receiver.hear(ABORT)
         case "ended":
@@ -83,10 +84,10 @@ RECEIVER_EVENTS: dict[str, Callable[[ScriptedReceiver], list[Action]]] = {
     "Abort": lambda receiver: receiver.hear(ABORT),
     "copy ended": lambda receiver: receiver.machine.on_copied(1, slab(0, 0).digest, receiver.now),
     "wrong bytes": lambda receiver: receiver.machine.on_copied(1, 5, receiver.now),
-    "copy failed": lambda receiver: receiver.machine.on_copy_failed(1, "no", receiver.now),
-    "link lost": lambda receiver: receiver.machine.on_link_lost(PREFILL, receiver.now),
+    "copy failed": lambda receiver: receiver.machine.on_copy_failed(1, "no"),
+    "link lost": lambda receiver: receiver.machine.on_link_lost(PREFILL),
     "renew": lambda receiver: receiver.renew(2),
-    "cancel": lambda receiver: receiver.machine.cancel("r", 1, receiver.now),
+    "cancel": lambda receiver: receiver.machine.cancel(KEY),
     "time is up": time_is_up,
 }
 CANNOT_BE = {(event, "RESERVED") for event in ("slab, again", "copy ended", "wrong bytes", "copy failed")}
@@ -118,20 +119,20 @@ def sender_in(name: str) -> ScriptedSender:
     sender.ready(0, 0)
     sender.ready(0, 2)
     if name == "DRAINING":
-        sender.machine.cancel("r", 1, "the client left", sender.now)
+        sender.machine.cancel(KEY, "the client left")
     return sender
 
 
 SENDER_EVENTS: dict[str, Callable[[ScriptedSender], list[Action]]] = {
     "layer ready": lambda sender: sender.ready(1, 0),
     "slab sent": lambda sender: sender.sent(0, 0),
-    "slab failed": lambda sender: sender.machine.on_slab_failed("r", 1, 0, 0, sender.now),
+    "slab failed": lambda sender: sender.machine.on_slab_failed(KEY, 0, 0, "no"),
     "first token": lambda sender: sender.first_token(),
     "Verified": lambda sender: sender.hear(Verified(request_id="r", fence=FENCE)),
     "Rejected": lambda sender: sender.hear(Rejected(request_id="r", fence=FENCE, reason="no")),
-    "link lost": lambda sender: sender.machine.on_link_lost(DECODE, sender.now),
+    "link lost": lambda sender: sender.machine.on_link_lost(DECODE),
     "time is up": lambda sender: [a for a in sender.machine.tick(sender.now + TTL_S) if not _is_alive(a)],
-    "cancel": lambda sender: sender.machine.cancel("r", 1, "the client left", sender.now),
+    "cancel": lambda sender: sender.machine.cancel(KEY, "the client left"),
 }
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from kv_transfer.tiers.disk.files import ColumnFormat
-from kv_transfer.tiers.disk.health import WritePause
-from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.disk.tier import DiskTier
 from tests.support.waiting import HANGS_S
 
 NUM_GROUPS = 3
@@ -19,19 +19,21 @@ BLOCK_BYTES = 5000  # no multiple of a page
 FORM = ColumnFormat(fingerprint="model a", num_groups=NUM_GROUPS, block_bytes=BLOCK_BYTES)
 
 
-def limits(num_slots: int, *, queued: int = 64, sync: bool = False) -> DiskLimits:
-    return DiskLimits(
-        budget_bytes=num_slots * FORM.file_bytes + FORM.file_bytes // 2,
-        queue_bytes=queued * FORM.column_bytes,
-        sync=sync,
-    )
+def budget(num_slots: int) -> int:
+    """In bytes, and not quite enough for one more."""
+    return num_slots * FORM.file_bytes + FORM.file_bytes // 2
 
 
 @contextmanager
 def opened(
-    path: Path, num_slots: int = 8, *, form: ColumnFormat = FORM, pause: WritePause | None = None, queued: int = 64
+    path: Path,
+    num_slots: int = 8,
+    *,
+    form: ColumnFormat = FORM,
+    queued: int = 64,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[DiskTier]:
-    tier = DiskTier(path, form, limits(num_slots, queued=queued), pause=pause)
+    tier = DiskTier(path, form, budget_bytes=budget(num_slots), queue_bytes=queued * FORM.column_bytes, clock=clock)
     try:
         yield tier
         assert tier.flush(HANGS_S)

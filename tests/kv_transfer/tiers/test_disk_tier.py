@@ -21,9 +21,9 @@ from tests.kv_transfer.tiers.disk_tiers import (
     FORM,
     NUM_GROUPS,
     blocks_of,
+    budget,
     files,
     hash_of,
-    limits,
     load,
     opened,
     present,
@@ -53,14 +53,13 @@ def test_what_was_stored_comes_back(tmp_path: Path) -> None:
         store(tier, 1, 2)
         assert load(tier, 2, 3, 1, 1) == [True, False, True, True]
         assert not tier.store(hash_of(1), blocks_of(1), lambda: pytest.fail("it was refused"))
-        counters = tier.counters()
-    assert (counters.loaded, counters.missed, counters.stored, counters.lost) == (3, 2, 2, 0)
-    assert counters.written_bytes == 2 * FORM.file_bytes
-    assert counters.read_bytes == 3 * FORM.file_bytes
+        report = tier.report()
+    assert (report.stored, report.lost) == (2, 0)
+    assert (report.written_bytes, report.read_bytes) == (2 * FORM.file_bytes, 3 * FORM.file_bytes)
 
 
 def test_confirmed_writes_come_back_too(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, FORM, limits(4, sync=True))
+    tier = DiskTier(tmp_path, FORM, budget_bytes=budget(4), sync=True)
     store(tier, 1)
     assert load(tier, 1) == [True]
     tier.close()
@@ -161,7 +160,7 @@ def test_a_restart_finds_what_was_there(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         store(tier, 1, 2, 3)
     with opened(tmp_path) as tier:
-        assert tier.counters().restored == 3
+        assert tier.report().restored == 3
         assert load(tier, 1, 2, 3, 4) == [True, True, True, False]
 
 
@@ -247,7 +246,7 @@ def test_a_restart_cleans_up_what_is_ours_alone(tmp_path: Path) -> None:
     (folder / "00000007.tmp").write_bytes(b"unfinished")
     (folder / "notes.txt").write_text("somebody's")
     with opened(tmp_path) as tier:
-        assert tier.counters().restored == 2
+        assert tier.report().restored == 2
         assert len(files(tier)) == 2
         assert not list(folder.glob("*.tmp"))
         assert (folder / "notes.txt").exists()
@@ -258,7 +257,7 @@ def test_a_restart_cleans_up_what_is_ours_alone(tmp_path: Path) -> None:
 
 
 def test_the_budget_holds_at_every_moment_and_the_newest_stay(tmp_path: Path) -> None:
-    budget = limits(5).budget_bytes
+    most_bytes = budget(5)
     most, stop = 0, threading.Event()
 
     def watch() -> None:
@@ -272,7 +271,7 @@ def test_the_budget_holds_at_every_moment_and_the_newest_stay(tmp_path: Path) ->
         store(tier, *range(60))
         stop.set()
         watcher.join()
-        assert 4 * FORM.file_bytes <= most <= budget
+        assert 4 * FORM.file_bytes <= most <= most_bytes
         assert present(tier, range(60)) == [55, 56, 57, 58, 59]
         assert len(files(tier)) == 5
 
@@ -293,7 +292,7 @@ def bytes_on_disk(folder: Path) -> int:
 def test_a_prefix_loses_its_tail_first(tmp_path: Path) -> None:
     with opened(tmp_path, 4) as tier:
         store(tier, 1, 2, 3, 4)
-        tier.touch_now([hash_of(number) for number in (1, 2, 3, 4, 5)])
+        tier.touch([hash_of(number) for number in (1, 2, 3, 4, 5)])
         store(tier, 9, 10)
         assert present(tier, [1, 2, 3, 4, 9, 10]) == [1, 2, 9, 10]
         assert load(tier, 1, 2) == [True, True]
@@ -317,7 +316,7 @@ def test_observers_know_what_can_be_found(tmp_path: Path) -> None:
     with opened(tmp_path, 3) as tier:
         store(tier, 1, 2)
     told = Told()
-    tier = DiskTier(tmp_path, FORM, limits(3), observers=[told])
+    tier = DiskTier(tmp_path, FORM, budget_bytes=budget(3), observers=[told])
     assert sorted(told.known.values()) == [(hash_of(1), 0), (hash_of(2), 0)]
     store(tier, 3, 4)
     files(tier)[-1].write_bytes(b"")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.tiers.disk.files import ColumnFormat
-from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
-from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
+from kv_transfer.tiers.disk.tier import DiskTier
+from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
 from tests.kv_transfer.tiers.prefix_bench import SlowSink, Tiers, opened
@@ -39,7 +39,7 @@ def neighbour(folder: Path, digests: Sequence[bytes]) -> HostSegment:
 
 def disk_of(folder: Path) -> DiskTier:
     form = ColumnFormat(fingerprint="model", num_groups=GROUPS, block_bytes=LAYOUT.block_bytes)
-    return DiskTier(folder, form, DiskLimits(budget_bytes=2**20))
+    return DiskTier(folder, form, budget_bytes=2**20)
 
 
 async def write(disk: DiskTier, digests: Sequence[bytes]) -> None:
@@ -54,17 +54,17 @@ async def write(disk: DiskTier, digests: Sequence[bytes]) -> None:
 async def test_a_neighbours_host_memory_and_the_own_disk_serve_one_prefix(tmp_path: Path) -> None:
     digests = hashes(8)
     segment = neighbour(tmp_path, digests[:4])
-    neighbours = PeerSegments(tmp_path, SCOPE, "model", None)
+    neighbours = PeerSegments(tmp_path, SCOPE, "model", None, num_groups=GROUPS)
     disk = disk_of(tmp_path / "disk")
     try:
         await write(disk, digests)
         for digest in digests[:4]:  # so that only the neighbour has these
             assert disk.holds(digest)
-        async with opened(Tiers(PeerColumns(neighbours, GROUPS), disk)) as bench:
+        async with opened(Tiers(neighbours, disk)) as bench:
             assert bench.tiers.missing(digests).num_reachable == 8
             assert await bench.promote(digests) == 8
             assert all(holds(bench.host, digest) for digest in digests)
-            assert disk.counters().loaded == 4
+            assert bench.tiers.loaded_columns == {"neighbours": 4, "disk": 4}
     finally:
         disk.close()
         neighbours.close()
@@ -75,10 +75,10 @@ async def test_a_neighbour_that_lies_is_a_miss(tmp_path: Path) -> None:
     """Bytes that are not those of the digest."""
     digests = hashes(3)
     segment = neighbour(tmp_path, digests)
-    neighbours = PeerSegments(tmp_path, SCOPE, "model", None)
+    neighbours = PeerSegments(tmp_path, SCOPE, "model", None, num_groups=GROUPS)
     try:
         segment.block(1 * GROUPS + 1)[7] ^= 1
-        async with opened(Tiers(PeerColumns(neighbours, GROUPS))) as bench:
+        async with opened(Tiers(neighbours)) as bench:
             assert bench.tiers.missing(digests).num_reachable == 3
             assert await bench.promote(digests) == 1
             assert [holds(bench.host, digest) for digest in digests] == [True, False, True]

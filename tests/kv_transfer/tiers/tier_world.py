@@ -24,9 +24,9 @@ from engine.kv.cache import KVCache, KVLayout
 from engine.kv.prefix import block_hashes
 from engine.sequence import Sequence, SequenceKey, StepPlan
 from kv_transfer.tiers.disk.files import ColumnFormat
-from kv_transfer.tiers.disk.tier import DiskLimits, DiskTier
+from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.index import block_digest
-from kv_transfer.tiers.host.peer_segments import PeerColumns, PeerSegments
+from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
@@ -132,15 +132,15 @@ class Worker:
         )
         self.device = TierMemory(KVCache(LAYOUT, sizes.columns * GROUPS), BlockPool(sizes.columns * GROUPS))
         cache = KVCache(LAYOUT, sizes.host_columns * GROUPS, memory=self.segment.memory)
-        self.host = TierMemory(cache, BlockPool(cache.num_blocks), self.segment.prepare, self.segment.unprepare)
+        self.host = TierMemory(cache, BlockPool(cache.num_blocks))
         for block, key in self.segment.restored():
             self.host.pool.restore(block, key)
         self.host.pool.observe(self.segment)
         self.neighbours = PeerSegments(
-            SHARED_MEMORY, sizes.scope, "ghost", self.segment.path, rescan_s=0.0, follow_s=0.0
+            SHARED_MEMORY, sizes.scope, "ghost", self.segment.path, num_groups=GROUPS, rescan_s=0.0, follow_s=0.0
         )
-        self.disk = DiskTier(sizes.disk_folder, FORM, DiskLimits(budget_bytes=sizes.disk_columns * FORM.file_bytes))
-        sources: list[ColumnSource] = [PeerColumns(self.neighbours, GROUPS), self.disk]
+        self.disk = DiskTier(sizes.disk_folder, FORM, budget_bytes=sizes.disk_columns * FORM.file_bytes)
+        sources: list[ColumnSource] = [self.neighbours, self.disk]
         self.tiers = PrefixTiers(self.device, self.host, sources=sources, sink=self.disk)
         self.allocator = BlockAllocator(
             self.device.pool, layer_groups=GROUPS, block_size=BLOCK_SIZE, host_pool=self.host.pool

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.kv.block_pool import BlockLease, BlockPool, OutOfBlocksError
+from engine.sequence import SequenceKey
 from kv_transfer.digest import slab_digest
 from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
 from kv_transfer.handoff.receiver_state import HandoffReceiver
@@ -82,7 +83,7 @@ class DecodeNode:
     def on_packet(self, packet: Packet) -> None:
         message, now = packet.message, self.world.now
         if message is None:
-            self.do(self.receiver.on_link_lost(packet.sender, now))
+            self.do(self.receiver.on_link_lost(packet.sender))
         elif isinstance(message, Reserve):
             self.world.post(GATEWAY, DECODE, self.reserve(message.request))
         elif isinstance(message, Cancel):
@@ -101,11 +102,11 @@ class DecodeNode:
                 return Reserved(attempt=request.attempt, ticket=self._ticket(request))
             except OutOfBlocksError as error:
                 reason = str(error)
-                self.do(self.receiver.cancel(request.request_id, request.attempt, self.world.now))
+                self.do(self.receiver.cancel(SequenceKey(request.request_id, request.attempt)))
         return Refused(request_id=request.request_id, attempt=request.attempt, reason=reason, retry_after_s=None)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        self.do(self.receiver.cancel(request_id, attempt, self.world.now))
+        self.do(self.receiver.cancel(SequenceKey(request_id, attempt)))
         running = self.running.get(request_id)
         if running is not None and running.request.attempt <= attempt:
             self._retire(request_id)
@@ -129,7 +130,7 @@ class DecodeNode:
 
     def fail_copy(self, running: RunningCopy) -> None:
         self.copies.remove(running)
-        self.do(self.receiver.on_copy_failed(running.copy.delivery_id, "the device refused it", self.world.now))
+        self.do(self.receiver.on_copy_failed(running.copy.delivery_id, "the device refused it"))
 
     def finish_decoding(self, request_id: str) -> None:
         admit = self.running[request_id]
@@ -165,9 +166,9 @@ class DecodeNode:
                 case ReleaseLease():
                     self._release(action.lease_id)
                 case Fail():
-                    self._note_outcome(action.request_id, action.attempt)
+                    self._note_outcome(*action.key)
                     self.failures.append(action)
-                    self.world.on_failed(action.request_id, action.attempt)
+                    self.world.on_failed(*action.key)
                 case _:
                     raise AssertionError(f"{action} is not decode's")
 

@@ -8,13 +8,14 @@ from functools import partial
 
 from engine.sequence import SequenceKey
 from kv_transfer.digest import slab_digest
-from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
+from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SenderState, SendSlab
 from kv_transfer.handoff.sender_state import HandoffSender
 from kv_transfer.messages.requests import Cancel, RequestSpec, Start, Ticket
 from tests.kv_transfer.handoff.handoff_world.decode import Surroundings
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TOKEN_BYTES, Packet, kv_of
 
 CHUNK_TOKENS = 3
+LIVE = (SenderState.SENDING, SenderState.COMMITTED)
 Key = SequenceKey
 
 
@@ -49,16 +50,16 @@ class PrefillNode:
         self._silent: set[Key] = set()  # attempts of which nothing may be reported any more
 
     def on_packet(self, packet: Packet) -> None:
-        message, now = packet.message, self.world.now
+        message = packet.message
         if message is None:
-            self.do(self.sender.on_link_lost(packet.sender, now))
+            self.do(self.sender.on_link_lost(packet.sender))
         elif isinstance(message, Start):
             assert message.ticket is not None
             self.start(message.request, message.ticket)
         elif isinstance(message, Cancel):
             self.cancel(message.request_id, message.attempt)
         else:
-            self.do(self.sender.on_message(packet.sender, message, now))
+            self.do(self.sender.on_message(packet.sender, message))
 
     def start(self, request: RequestSpec, ticket: Ticket) -> None:
         key = Key(request.request_id, request.attempt)
@@ -71,7 +72,7 @@ class PrefillNode:
         )
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        actions = self.sender.cancel(request_id, attempt, "the client left", self.world.now)
+        actions = self.sender.cancel(Key(request_id, attempt), "the client left")
         self._silent |= {key for key in self.sources if key.request_id == request_id and key.attempt <= attempt}
         self.do(actions)
 
@@ -90,9 +91,9 @@ class PrefillNode:
         source.next_layer += 1
         if source.next_layer == self.num_layers:
             source.next_layer, source.num_computed = 0, stop
-        self.do(self.sender.on_layer_ready(*key, layer, start, stop - start, now))
+        self.do(self.sender.on_layer_ready(key, layer, start, stop - start, now))
         if source.num_computed == request.num_tokens:
-            self.do(self.sender.on_first_token(*key, 7, len(request.output_token_ids), now))
+            self.do(self.sender.on_first_token(key, 7, len(request.output_token_ids), now))
 
     def find_prefix(self, key: Key, num_tokens: int) -> None:
         """The first tokens were computed before, and go out before anything else is."""
@@ -100,7 +101,7 @@ class PrefillNode:
         for layer in range(self.num_layers):
             for token in range(num_tokens):
                 source.kv[layer, token] = kv_of(source.request, layer, token)
-            self.do(self.sender.on_layer_ready(*key, layer, 0, num_tokens, self.world.now))
+            self.do(self.sender.on_layer_ready(key, layer, 0, num_tokens, self.world.now))
         source.num_computed = num_tokens
 
     def send_slab(self, index: int) -> None:
@@ -111,19 +112,18 @@ class PrefillNode:
         assert len(payload) == action.num_tokens * TOKEN_BYTES
         digest = slab_digest(payload)
         self.world.post(action.worker_id, self.name, action.header(digest), payload)
-        where = (action.request_id, action.attempt, action.layer, action.token_start)
-        self.do(self.sender.on_slab_sent(*where, digest, self.world.now))
+        self.do(self.sender.on_slab_sent(action.key, action.layer, action.token_start, digest, self.world.now))
 
     def fail_slab(self, index: int) -> None:
         action, _ = self.slabs.pop(index)
-        where = (action.request_id, action.attempt, action.layer, action.token_start)
-        self.do(self.sender.on_slab_failed(*where, self.world.now))
+        reason = "the link did not take it"
+        self.do(self.sender.on_slab_failed(action.key, action.layer, action.token_start, reason))
 
     def things_to_do(self) -> list[Callable[[], None]]:
         uncomputed = [
             key
             for key, source in self.sources.items()
-            if self.sender.holds(*key) and source.num_computed < source.request.num_tokens
+            if self.sender.state(key) in LIVE and source.num_computed < source.request.num_tokens
         ]
         slabs = [partial(self.send_slab, index) for index in range(len(self.slabs))]
         return [*slabs, *(partial(self.compute, key) for key in uncomputed)]
@@ -138,14 +138,14 @@ class PrefillNode:
             match action:
                 case SendSlab():
                     assert action.worker_id == DECODE
-                    self.slabs.append((action, self.sources[Key(action.request_id, action.attempt)]))
+                    self.slabs.append((action, self.sources[action.key]))
                 case Send():
                     self.world.post(action.peer_id, self.name, action.message)
                 case ReleaseSource():
-                    self._release(Key(action.request_id, action.attempt))
+                    self._release(action.key)
                 case Fail():
                     self._note_failure(action)
-                    self.world.on_failed(action.request_id, action.attempt)
+                    self.world.on_failed(*action.key)
                 case _:
                     raise AssertionError(f"{action} is not prefill's")
 
@@ -155,7 +155,7 @@ class PrefillNode:
         self._silent.add(key)
 
     def _note_failure(self, fail: Fail) -> None:
-        key = Key(fail.request_id, fail.attempt)
+        key = fail.key
         assert key not in self._silent, f"attempt {key} was reported after it was over"
         self._silent.add(key)
         self.failures.append(fail)

@@ -116,23 +116,23 @@ class ScriptedSender:
     @property
     def state(self) -> str:
         """Of attempt 1."""
-        state = self.machine.state(*KEY)
+        state = self.machine.state(KEY)
         return "OVER" if state is None else state.name
 
     def begin(self, ticket: Ticket = TICKET, num_tokens: int = NUM_TOKENS) -> list[Action]:
         return self.machine.begin(ticket, num_layers=NUM_LAYERS, num_tokens=num_tokens, now=self.now)
 
     def ready(self, layer: int, start: int, count: int = 2) -> list[Action]:
-        return self.machine.on_layer_ready(*KEY, layer, start, count, self.now)
+        return self.machine.on_layer_ready(KEY, layer, start, count, self.now)
 
     def sent(self, layer: int, start: int) -> list[Action]:
-        return self.machine.on_slab_sent(*KEY, layer, start, digest_of(layer, start), self.now)
+        return self.machine.on_slab_sent(KEY, layer, start, digest_of(layer, start), self.now)
 
     def first_token(self) -> list[Action]:
-        return self.machine.on_first_token(*KEY, 9, 0, self.now)
+        return self.machine.on_first_token(KEY, 9, 0, self.now)
 
     def hear(self, message: Verified | Rejected | Ping, peer: str = DECODE) -> list[Action]:
-        return self.machine.on_message(peer, message, self.now)
+        return self.machine.on_message(peer, message)
 
     def send_all(self) -> list[Action]:
         actions = []

@@ -87,7 +87,7 @@ class Story:
                 states[f"decode: {request_id}"] = state.name
         for name, prefill in self.prefills.items():
             for key in self._tickets:
-                sending = prefill.sender.state(*key)
+                sending = prefill.sender.state(key)
                 if sending is not None:
                     states[f"{name}: {_of(key)}"] = sending.name
         return states
@@ -283,11 +283,11 @@ def _action(action: Action) -> str:
         case Send():
             return f"→ {action.peer_id}: {_message(action.message)}"
         case Fail():
-            return f"tells the gateway that {action.request_id}/{action.attempt} failed: {action.reason}"
+            return f"tells the gateway that {_of(action.key)} failed: {action.reason}"
         case Copy():
             header = action.header
             tokens = _tokens(header.token_start, header.num_tokens)
-            return f"copies layer {header.layer}, {tokens} of {action.request_id}/{header.fence.generation}"
+            return f"copies layer {header.layer}, {tokens} of {header.request_id}/{header.fence.generation}"
         case Drop():
             return f"drops delivery {action.delivery_id}"
         case Admit():
@@ -296,6 +296,6 @@ def _action(action: Action) -> str:
             return f"gives lease {action.lease_id} back"
         case SendSlab():
             tokens = _tokens(action.token_start, action.num_tokens)
-            return f"has a slab to fill: {action.request_id}/{action.attempt}, layer {action.layer}, {tokens}"
+            return f"has a slab to fill: {_of(action.key)}, layer {action.layer}, {tokens}"
         case ReleaseSource():
-            return f"releases the source blocks of {action.request_id}/{action.attempt}"
+            return f"releases the source blocks of {_of(action.key)}"
