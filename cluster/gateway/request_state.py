@@ -134,7 +134,7 @@ class RequestRun:
             max_new_tokens=max(1, self.request.params.max_tokens - len(self.emitted)),
             exclude=sorted(self.excluded.union(avoid)),
             prefer_decode=prefer_decode,
-            slo_class=self.terms.slo.slo_class,
+            slo_class=self.terms.slo.name,
             tenant=self.terms.tenant,
             ttft_s=self.terms.slo.ttft_s,
             tpot_s=self.terms.slo.tpot_s,

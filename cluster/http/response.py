@@ -226,7 +226,7 @@ class GenerationResponse(Response):
 
     async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
         self._started = True
-        slo_class = self._timeline.terms.slo.slo_class
+        slo_class = self._timeline.terms.slo.name
         named = {
             "content-type": content_type,
             "x-request-id": self._job.id,

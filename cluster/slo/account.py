@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from cluster.errors import ApiError, GenerationError, OverloadedError, RequestTooLargeError, UnreadError
 from cluster.gateway.timeline import Attempt, RequestTimeline
-from cluster.slo.classes import NO_TARGETS, RequestSlo, RequestTerms, SloConfig
+from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Counts, Outcome, SeriesKey, Served, SloReport
 from cluster.slo.tracker import SeriesSnapshot, SloTracker
 
@@ -126,7 +126,7 @@ class SloAccount:
 
     def _count_news(self, readers: Iterable[_Reader]) -> None:
         """Report what came since the last time; the gaps of one worker all at once, which is quickest."""
-        gaps: dict[tuple[RequestSlo, str | None], list[float]] = {}
+        gaps: dict[tuple[SloClass, str | None], list[float]] = {}
         for reader in readers:
             timeline = reader.timeline
             if not reader.has_first and (first := timeline.first) is not None and first.ttft_s is not None:

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import msgpack
 
-from cluster.slo.classes import RequestSlo
+from cluster.slo.classes import SloClass
 from cluster.slo.histogram import Histogram, check, histogram_of, merge
 
 _VERSION: Final = 1
@@ -78,7 +78,7 @@ class Counts(NamedTuple):
 class Served:
     """A request, and the workers it is on; None: not placed (yet), or the decode worker prefills too."""
 
-    slo: RequestSlo
+    slo: SloClass
     model: str
     prefill: str | None = None
     decode: str | None = None
@@ -86,11 +86,11 @@ class Served:
     def series(self, *replicas: str | None) -> list[SeriesKey]:
         """Where something is counted that these workers had a part in: once each, and once for all."""
         names = dict.fromkeys(("", *(name for name in replicas if name)))
-        return [SeriesKey(self.slo.slo_class, self.model, name) for name in names]
+        return [SeriesKey(self.slo.name, self.model, name) for name in names]
 
 
 def counts_of(
-    slo: RequestSlo, outcome: Outcome, *, e2e_s: float, ttft_s: float | None, tpot_s: float | None, num_tokens: int
+    slo: SloClass, outcome: Outcome, *, e2e_s: float, ttft_s: float | None, tpot_s: float | None, num_tokens: int
 ) -> Counts:
     """One request's share of the counts; see `SloReport.ended`."""
     late_first = not slo.meets_ttft(e2e_s if ttft_s is None else ttft_s)

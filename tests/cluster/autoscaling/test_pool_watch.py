@@ -109,11 +109,16 @@ def test_sequences_that_run_longer_than_expected_hold_their_worker() -> None:
 
 
 def ended(news: SloReport, count: int, ending: Ending, *, ttft_s: float = 0.1, tpot_s: float = 0.01) -> None:
-    served = Served(slo=SLO.classes[0].promise(), model="m")
+    served = Served(slo=SLO.classes[0], model="m")
     is_served = ending is Ending.FINISHED
     for _ in range(count):
-        times = {"ttft_s": ttft_s, "tpot_s": tpot_s} if is_served else {}
-        news.ended(served, ending, e2e_s=5.0, **times)
+        news.ended(
+            served,
+            ending,
+            e2e_s=5.0,
+            ttft_s=ttft_s if is_served else None,
+            tpot_s=tpot_s if is_served else None,
+        )
 
 
 @pytest.mark.parametrize(

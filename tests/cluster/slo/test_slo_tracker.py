@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.slo.classes import RequestSlo, SloConfig
+from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.report import Counts, Metric, Outcome, SeriesKey, Served, SloReport
 from cluster.slo.tracker import SloTracker
 
@@ -24,7 +24,7 @@ End = dict[str, Any]
 """What `SloReport.ended` is told of a request."""
 
 
-def served(slo: RequestSlo = INTERACTIVE, *, prefill: str | None = "p0", decode: str | None = "d0") -> Served:
+def served(slo: SloClass = INTERACTIVE, *, prefill: str | None = "p0", decode: str | None = "d0") -> Served:
     return Served(slo=slo, model="m", prefill=prefill, decode=decode)
 
 
@@ -66,7 +66,7 @@ def tracker() -> SloTracker:
         (CONFIG.choose("flex", {"x-slo-ttft-ms": "100"}), ended(Outcome.REJECTED), Counts(missed=1, rejected=1)),
     ],
 )
-def test_what_meets_and_what_misses_a_promise(slo: RequestSlo, end: End, counts: Counts) -> None:
+def test_what_meets_and_what_misses_a_promise(slo: SloClass, end: End, counts: Counts) -> None:
     assert {tally.counts for tally in report(end, who=served(slo)).tallies.values()} == {counts}
 
 
@@ -169,7 +169,7 @@ ENDS = st.fixed_dictionaries(
 EVENTS = st.tuples(ENDS, st.sampled_from([INTERACTIVE, BATCH]), st.sampled_from(["w0", "w1", None]), st.integers(0, 3))
 
 
-def record(reports: Sequence[SloReport], events: Iterable[tuple[End, RequestSlo, str | None, int]]) -> None:
+def record(reports: Sequence[SloReport], events: Iterable[tuple[End, SloClass, str | None, int]]) -> None:
     for end, slo, worker, gateway in events:
         who = served(slo, prefill=worker, decode="d0")
         news = reports[gateway % len(reports)]
@@ -182,7 +182,7 @@ def record(reports: Sequence[SloReport], events: Iterable[tuple[End, RequestSlo,
 @given(st.lists(st.tuples(st.integers(0, 20), st.lists(EVENTS, max_size=8)), max_size=12))
 @settings(max_examples=60, deadline=None)
 def test_four_gateways_add_up_to_one(
-    batches: list[tuple[int, list[tuple[End, RequestSlo, str | None, int]]]],
+    batches: list[tuple[int, list[tuple[End, SloClass, str | None, int]]]],
 ) -> None:
     one, many = tracker(), tracker()
     now_s = 0.0
@@ -224,7 +224,7 @@ def test_a_damaged_report_is_refused_or_is_still_one(data: st.DataObject) -> Non
 def test_a_class_that_there_is_not_changes_nothing() -> None:
     news = SloReport()
     news.ended(served(), **finished())
-    news.ended(served(RequestSlo(slo_class="gold", ttft_s=1.0, tpot_s=None)), **finished())
+    news.ended(served(SloClass(name="gold", ttft_s=1.0, tpot_s=None)), **finished())
     subject = tracker()
     with pytest.raises(ValueError, match="no SLO class 'gold'"):
         subject.absorb(1.0, news)
