@@ -12,7 +12,7 @@ from cluster.simulation.records import Record
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.workers import Worker
 from cluster.slo.classes import SloConfig
-from cluster.slo.report import Outcome, RequestEnd, Served, SloRecorder
+from cluster.slo.report import Outcome, Served, SloReport
 from cluster.slo.tracker import SloTracker
 
 Sizes = tuple[int, int]
@@ -89,22 +89,23 @@ class PredictedSizes:
 
     def __init__(self, router: LegatoRouter, plan: PoolsPlan, slo: SloConfig) -> None:
         self._watch = DemandMonitor(router.ledger, plan, 0.0)
-        self._recorder, self._tracker = SloRecorder(), SloTracker(slo, now_s=0.0)
+        self._news, self._tracker = SloReport(), SloTracker(slo, now_s=0.0)
         router.on_verdict = self._watch.asked
 
     def sizes(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> Sizes | None:
-        self._tracker.absorb(now, self._recorder.take())
+        self._tracker.absorb(now, self._news)
+        self._news = SloReport()
         advice = self._watch.advise(now, BurnAlerts.of(self._tracker.totals(now)))
         return None if advice is None else (advice.num_prefill, advice.num_decode)
 
     def ended(self, record: Record, now: float) -> None:
         served = Served(slo=record.slo, model="simulated")
         is_served = record.end_s is not None
-        end = RequestEnd(
-            outcome=Outcome.FINISHED if is_served else Outcome.REJECTED,
+        self._news.ended(
+            served,
+            Outcome.FINISHED if is_served else Outcome.REJECTED,
             e2e_s=now - record.arrival_s,
             ttft_s=record.ttft_s if is_served else None,
             tpot_s=record.tpot_s,
             num_tokens=record.output_tokens if is_served else 0,
         )
-        self._recorder.ended(served, end)

@@ -7,10 +7,10 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster.gateway.timeline import SequenceTimeline
 from kv_transfer.messages.fields import Role
@@ -30,23 +30,12 @@ Tokens = list[TokenEvent]
 """What has come since the last time, in order: at least one."""
 
 
-class TokenStream(Protocol):
-    """The tokens of one sequence, as many at a time as are there. Any async generator of Tokens is one."""
-
-    def __aiter__(self) -> AsyncIterator[Tokens]: ...
-
-    def __anext__(self) -> Coroutine[Any, Any, Tokens]: ...
-
-    def aclose(self) -> Coroutine[Any, Any, None]:
-        """Cancel the sequence on every worker and free what it holds. Idempotent; nothing to do after the end."""
-        ...
-
-
 class Generator(Protocol):
     """Generates sequences somewhere in the cluster, surviving the deaths of workers."""
 
-    def generate(self, request: RequestSpec, timeline: SequenceTimeline | None = None) -> TokenStream:
-        """The tokens of one sequence: each index once, in order, ending after the event with a `finish_reason`.
+    def generate(self, request: RequestSpec, timeline: SequenceTimeline | None = None) -> AsyncGenerator[Tokens, None]:
+        """The tokens of one sequence: each index once, in order, ending after the event with a `finish_reason`. Closing
+        it cancels the sequence on every worker and frees what it holds.
 
         `timeline` says on what terms, and is told what happens when: where the sequence is and when each token came.
         None: without targets.
@@ -88,7 +77,7 @@ class ClusterView(Protocol):
         ...
 
 
-async def one_by_one(stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
+async def one_by_one(stream: AsyncGenerator[Tokens, None]) -> AsyncGenerator[TokenEvent, None]:
     """The tokens of a stream; closes it."""
     async with aclosing(stream):
         async for tokens in stream:

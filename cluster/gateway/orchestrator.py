@@ -27,16 +27,7 @@ from cluster.errors import (
 from cluster.gateway.generator import ServingLimits, Tokens
 from cluster.gateway.placing import Placer, sleep_within
 from cluster.gateway.quarantine import Quarantine
-from cluster.gateway.request_state import (
-    AttemptFailedError,
-    FoundGuilty,
-    FromWorker,
-    Recalled,
-    RequestRun,
-    RequestState,
-    WorkerLost,
-    WorkerSuspected,
-)
+from cluster.gateway.request_state import AttemptFailedError, RequestRun, RequestState
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.gateway.worker_connections import WorkerLinks
@@ -188,29 +179,11 @@ class Orchestrator:
     def _read_news(self, run: RequestRun) -> Reserved | None:
         """Up to the first good news, if there is any. Raises what bad news means for the attempt or the request."""
         while run.inbox:
-            match run.inbox.popleft():
-                case FoundGuilty():
-                    raise PoisonRequestError
-                case Recalled(attempt) if attempt == run.attempt and run.placement is not None:
-                    raise AttemptFailedError(_COPY_IS_TRIED, run.placement.decode, "moved")
-                case WorkerLost(worker_id, in_order) if run.concerns(worker_id):
-                    raise AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault")
-                case WorkerSuspected(worker_id) if self._may_leave(run, worker_id):
-                    if self.links.is_silent(worker_id):
-                        raise AttemptFailedError("the worker is silent", worker_id, "silent")
-                    raise AttemptFailedError("the worker's step does not end", worker_id, "hung")
-                case FromWorker(worker_id, FailureEvent() as failure) if failure.attempt == run.attempt:
-                    if not failure.retryable:
-                        logger.error("request %s cannot go on: %s (%s)", run.request_id, failure.reason, worker_id)
-                        raise FailedError(f"A worker cannot go on with the request. {_what_to_do(run)}")
-                    if run.concerns(worker_id):
-                        raise AttemptFailedError(failure.reason, worker_id, failure.cause)
-                case FromWorker(worker_id, Refused() as refused) if refused.attempt == run.attempt:
-                    self._refused(run, worker_id, refused)
-                case FromWorker(_, Reserved() as reserved) if reserved.attempt == run.attempt:
-                    return reserved
-                case _:
-                    pass  # of an attempt or a worker that is of the past
+            news = run.inbox.popleft()
+            if isinstance(news, Reserved):
+                return news
+            if isinstance(news, GenerationError) or news.worker_id is None or run.concerns(news.worker_id):
+                raise news
         return None
 
     async def _arrival(self, run: RequestRun) -> None:
@@ -228,18 +201,6 @@ class Orchestrator:
             assert run.placement is not None
             self._lost_in_a_step(run.placement.decode)
             raise AttemptFailedError("the worker is silent", run.placement.decode) from None
-
-    def _refused(self, run: RequestRun, worker_id: str, refused: Refused) -> None:
-        logger.info("request %s attempt %d: %s refuses it: %s", run.request_id, run.attempt, worker_id, refused.reason)
-        if refused.retry_after_s is None:
-            raise RequestTooLargeError(
-                "The workers have no room for so many tokens. Shorten the prompt, or lower max_tokens."
-            )
-        if run.attempt == run.request.attempt:
-            raise OverloadedError(
-                "Overloaded: the workers are full. Try again later.", retry_after_s=refused.retry_after_s
-            )
-        raise AttemptFailedError(refused.reason, worker_id, "full")
 
     async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:
         worker_id = failure.worker_id
@@ -306,13 +267,14 @@ class Orchestrator:
                         run.timeline.handed_off(handoff.attempt, handoff.exposed_s)
                 self._look_who_failed(worker_id, failures)
                 for failure in failures:
-                    self._deliver(failure.request_id, FromWorker(worker_id, failure))
+                    self._failed(worker_id, failure)
             case Computing(sequences=sequences, alone=alone):
                 self._note_computing(worker_id, sequences, alone)
-            case Reserved(ticket=ticket):
-                self._deliver(ticket.request_id, FromWorker(worker_id, message))
-            case Refused(request_id=request_id):
-                self._deliver(request_id, FromWorker(worker_id, message))
+            case Reserved(ticket=ticket, attempt=attempt):
+                if (run := self._current(ticket.request_id, attempt)) is not None:
+                    run.tell(message)
+            case Refused():
+                self._refused(worker_id, message)
             case StepOverdue(is_overdue=is_overdue):
                 self.links.step_overdue(worker_id, is_overdue)
                 if is_overdue and self._quarantine.had(worker_id):
@@ -331,10 +293,32 @@ class Orchestrator:
         if run.alone:
             self._quarantine.came(run)
 
-    def _deliver(self, request_id: str, event: FromWorker) -> None:
+    def _current(self, request_id: str, attempt: int) -> RequestRun | None:
+        """None: this is of an attempt of the past."""
         run = self.runs.get(request_id)
-        if run is not None:
-            run.tell(event)
+        return run if run is not None and run.attempt == attempt else None
+
+    def _failed(self, worker_id: str, failure: FailureEvent) -> None:
+        if (run := self._current(failure.request_id, failure.attempt)) is None:
+            return
+        if failure.retryable:
+            run.tell(AttemptFailedError(failure.reason, worker_id, failure.cause))
+        else:
+            logger.error("request %s cannot go on: %s (%s)", run.request_id, failure.reason, worker_id)
+            run.tell(FailedError(f"A worker cannot go on with the request. {_what_to_do(run)}"))
+
+    def _refused(self, worker_id: str, refused: Refused) -> None:
+        if (run := self._current(refused.request_id, refused.attempt)) is None:
+            return
+        logger.info("request %s attempt %d: %s refuses it: %s", run.request_id, run.attempt, worker_id, refused.reason)
+        if refused.retry_after_s is None:
+            advice = "Shorten the prompt, or lower max_tokens."
+            run.tell(RequestTooLargeError(f"The workers have no room for so many tokens. {advice}"))
+        elif run.attempt == run.request.attempt:
+            sentence = "Overloaded: the workers are full. Try again later."
+            run.tell(OverloadedError(sentence, retry_after_s=refused.retry_after_s))
+        else:
+            run.tell(AttemptFailedError(refused.reason, worker_id, "full"))
 
     async def _watch_workers(self) -> None:
         while True:
@@ -342,11 +326,15 @@ class Orchestrator:
             self._tell_of_suspects()
 
     def _tell_of_suspects(self) -> None:
+        """Those who wait for them, again and again for as long as it is so."""
         for worker_id in self.links.suspects():
-            told = WorkerSuspected(worker_id)
             for run in self.runs.values():
-                if run.concerns(worker_id) and told not in run.inbox:
-                    run.tell(told)
+                if run.inbox or run.state is RequestState.PLACING or not self._may_leave(run, worker_id):
+                    continue
+                if self.links.is_silent(worker_id):
+                    run.tell(AttemptFailedError("the worker is silent", worker_id, "silent"))
+                else:
+                    run.tell(AttemptFailedError("the worker's step does not end", worker_id, "hung"))
 
     def _may_leave(self, run: RequestRun, worker_id: str) -> bool:
         is_bound = self._is_in_step(run, worker_id) and self._quarantine.must_stay(run, worker_id)
@@ -374,14 +362,13 @@ class Orchestrator:
         self._alone_on.pop(worker_id, None)
         for run in self.runs.values():
             if run.concerns(worker_id):
-                run.tell(WorkerLost(worker_id, in_order))
+                run.tell(AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault"))
 
     # --- who is to blame ---
 
     def _note_computing(self, worker_id: str, sequences: list[tuple[str, int]], alone: bool) -> None:
         for request_id, attempt in sequences:
-            run = self.runs.get(request_id)
-            if run is not None and run.attempt == attempt:
+            if (run := self._current(request_id, attempt)) is not None:
                 run.computing_on.add(worker_id)
         if alone:
             self._alone_on[worker_id] = {request_id for request_id, _ in sequences}
@@ -403,14 +390,15 @@ class Orchestrator:
     def _recall_copies(self) -> None:
         for run in self.runs.values():
             if self._quarantine.recall(run, run.computing_on):
-                run.tell(Recalled(run.attempt))
+                decode = None if run.placement is None else run.placement.decode
+                run.tell(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
 
     def _look_who_failed(self, worker_id: str, failures: list[FailureEvent]) -> None:
         broke: list[RequestRun] = []
         found = False
         for failure in failures:
-            run = self.runs.get(failure.request_id)
-            if run is None or run.attempt != failure.attempt or not run.concerns(worker_id):
+            run = self._current(failure.request_id, failure.attempt)
+            if run is None or not run.concerns(worker_id):
                 continue
             if failure.cause == "broke":
                 broke.append(run)
@@ -428,7 +416,7 @@ class Orchestrator:
         """Also the copies that have done nothing yet."""
         for run in self.runs.values():
             if self._quarantine.is_guilty(run):
-                run.tell(FoundGuilty())
+                run.tell(PoisonRequestError())
 
 
 def _what_to_do(run: RequestRun) -> str:

@@ -159,7 +159,7 @@ def logged_request(sequence: SequenceTimeline, clock_offset_s: float, key: bytes
         prompt_tokens=sequence.num_prompt_tokens,
         output_tokens=0 if sequence.ttft_s is None else len(sequence.token_times),
         hashes=tuple(_name(hashes[at : at + HASH_BYTES], key) for at in range(0, len(hashes), HASH_BYTES)),
-        slo_class=sequence.terms.slo.slo_class,
+        slo_class=sequence.terms.slo.name,
         ttft_s=sequence.ttft_s,
         tpot_s=sequence.tpot_s,
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Final, Literal
 
+from cluster.errors import GenerationError
 from cluster.gateway.timeline import SequenceEnd, SequenceTimeline
 from cluster.gateway.wakeup import Wakeup
-from kv_transfer.messages.requests import FailureCause, FailureEvent, Refused, RequestSpec, Reserved, TokenEvent
+from kv_transfer.messages.requests import FailureCause, RequestSpec, Reserved, TokenEvent
 from kv_transfer.messages.scheduling import Place, Placement, StandingRequest
 
 
@@ -34,44 +35,6 @@ TERMINAL: Final[dict[RequestState, SequenceEnd]] = {
     RequestState.FAILED: "failed",
     RequestState.CANCELLED: "cancelled",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
-    """`in_order`: it stopped as it was told to."""
-
-    worker_id: str
-    in_order: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSuspected:
-    """It is silent, or a step of it may never end. Told again for as long as that is so."""
-
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class FoundGuilty:
-    """It, or a copy of it, makes workers fail."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recalled:
-    """A copy of it is suspected of that: it must not compute any more meanwhile."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class FromWorker:
-    """An event and who it came from."""
-
-    worker_id: str
-    event: FailureEvent | Reserved | Refused
-
-
-RunEvent = WorkerLost | WorkerSuspected | FromWorker | FoundGuilty | Recalled
 
 
 AttemptEnd = FailureCause | Literal["full", "silent", "hung"]
@@ -101,7 +64,7 @@ class RequestRun:
         self.emitted: list[int] = list(request.output_token_ids)
         self.ended = False
         self.ready: list[TokenEvent] = []  # merged, and not yet given on
-        self.inbox: deque[RunEvent] = deque()  # what else came
+        self.inbox: deque[Reserved | AttemptFailedError | GenerationError] = deque()  # what else came, of this attempt
         self.wakeup = Wakeup()  # set when either grows
         self.placement: Placement | None = None
         self.touched: set[str] = set()  # workers that may hold something for it
@@ -121,9 +84,9 @@ class RequestRun:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def tell(self, event: RunEvent) -> None:
-        """Anything but a token has come."""
-        self.inbox.append(event)
+    def tell(self, news: Reserved | AttemptFailedError | GenerationError) -> None:
+        """Anything but a token has come for this attempt: its reservation, or what ends it."""
+        self.inbox.append(news)
         self.wakeup.set()
 
     def take(self, worker_id: str, event: TokenEvent, now: float) -> bool:
@@ -145,11 +108,6 @@ class RequestRun:
     def num_of_attempt(self) -> int:
         """Tokens that this attempt has brought."""
         return len(self.emitted) - self._num_before
-
-    @property
-    def num_ahead(self) -> int:
-        """Tokens that have come before one that precedes them."""
-        return len(self._early)
 
     @property
     def num_output_tokens(self) -> int | None:
@@ -176,7 +134,7 @@ class RequestRun:
             max_new_tokens=max(1, self.request.params.max_tokens - len(self.emitted)),
             exclude=sorted(self.excluded.union(avoid)),
             prefer_decode=prefer_decode,
-            slo_class=self.terms.slo.slo_class,
+            slo_class=self.terms.slo.name,
             tenant=self.terms.tenant,
             ttft_s=self.terms.slo.ttft_s,
             tpot_s=self.terms.slo.tpot_s,
@@ -236,6 +194,7 @@ class RequestRun:
         self.computing_on.clear()
         self._num_before = len(self.emitted)
         self.timeline.attempt_failed(cause)
+        self.inbox.clear()
         self._early.clear()
 
     def _suspects(self, failed_worker: str | None, cause: AttemptEnd) -> set[str]:

@@ -84,7 +84,7 @@ class SchedulerClient:
         self._on_replicas = on_replicas
         self._on_slo = on_slo
         self._standing = standing
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None  # None: the scheduler cannot be reached
         # By request and attempt: an answer that comes too late for one attempt is none to the next.
         self._awaiting_placement: dict[tuple[str, int], _Question] = {}
         self._asked: dict[int, asyncio.Future[Decisions | RoleAnswer]] = {}  # by number
@@ -137,15 +137,6 @@ class SchedulerClient:
         assert isinstance(answer, RoleAnswer)
         require_ordered(answer)
 
-    @property
-    def is_connected(self) -> bool:
-        return self._connection is not None
-
-    @property
-    def silent_s(self) -> float:
-        """For how long nothing has come from the scheduler; 0 while there is no connection."""
-        return 0.0 if self._connection is None else self._connection.silent_s
-
     def reports(self) -> list[KnownWorker]:
         """Each live worker's registration and newest snapshot."""
         return list(self.workers.values())
@@ -178,20 +169,20 @@ class SchedulerClient:
 
     def tell(self, message: Message) -> None:
         """What is lost, and no harm, while the scheduler cannot be reached."""
-        if self._connection is not None:
-            self._connection.post(message)
+        if self.connection is not None:
+            self.connection.post(message)
 
     def worker_lost(self, worker_id: str) -> None:
         """The link to a worker broke. Without a scheduler to tell whether it lives on, it is dead."""
-        if self._connection is None:
+        if self.connection is None:
             self.workers.pop(worker_id, None)
 
     async def _ask(self, question: AskDecisions | RoleRequest) -> Decisions | RoleAnswer:
         answer: asyncio.Future[Decisions | RoleAnswer] = asyncio.get_running_loop().create_future()
         self._asked[question.ask_id] = answer
         try:
-            if self._connection is not None:
-                self._connection.post(question)
+            if self.connection is not None:
+                self.connection.post(question)
                 return await asyncio.wait_for(answer, PLACE_TIMEOUT_S)
         except (TransportError, TimeoutError) as error:
             logger.info("the scheduler does not answer %s: %s", type(question).__name__, error)
@@ -200,7 +191,7 @@ class SchedulerClient:
         raise UnavailableError("The global scheduler cannot be asked now. Try again.", retry_after_s=RETRY_S)
 
     async def _ask_where(self, request: Place) -> Placement | Unplaceable:
-        connection = self._connection
+        connection = self.connection
         if connection is None or connection.silent_s >= SILENCE_S:
             return self._place_alone(request)
         answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
@@ -269,14 +260,14 @@ class SchedulerClient:
         standing = self._standing()
         for at in range(0, len(standing), STANDING_AT_ONCE):
             connection.post(Standing(requests=standing[at : at + STANDING_AT_ONCE]))
-        self._connection = connection
+        self.connection = connection
         self._settles_at = time.monotonic() + SETTLE_S if self.workers else 0.0
         try:
             while True:
                 message, _ = await connection.receive()
                 self._on_message(message)
         finally:
-            self._connection = None
+            self.connection = None
             self.indexes, self.pools = {}, {}
             connection.close("the gateway reconnects")
             lost: list[asyncio.Future[Any]] = [

@@ -23,7 +23,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from cluster.slo.classes import RequestTerms
 from cluster.slo.report import Outcome
@@ -40,16 +40,6 @@ DECODE_PARTS: Final = ("handoff", "decode", "finish")
 over."""
 
 SequenceEnd = Literal["finished", "failed", "cancelled"]
-
-
-class Event(NamedTuple):
-    """Something that happened to a sequence. `worker`: where; "" at the gateway or the scheduler. `detail`: why."""
-
-    at: float
-    name: str
-    attempt: int
-    worker: str = ""
-    detail: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -199,46 +189,6 @@ class SequenceTimeline:
             if stop > first:
                 yield attempt.decode, [times[index] - times[index - 1] for index in range(first, stop)]
             stop = min(stop, attempt.num_before)
-
-    def events(self) -> list[Event]:
-        """What happened to it, in order; tokens by their index."""
-        found: list[Event] = []
-        for attempt in self.attempts:
-            found += self._events_of(attempt)
-        found += (
-            Event(at, "first token" if index == 0 else "token", self._attempt_of(index), detail=str(index))
-            for index, at in enumerate(self.token_times)
-        )
-        last = self.attempts[-1].number if self.attempts else 0
-        if self.sent_at is not None:
-            found.append(Event(self.sent_at, "first byte", last))
-        if self.ended_at is not None:
-            found.append(Event(self.ended_at, "ended", last, detail=self.end or ""))
-        return sorted(found, key=lambda event: event.at)
-
-    def _events_of(self, attempt: Attempt) -> Iterator[Event]:
-        number, decode = attempt.number, attempt.decode or ""
-        computed_by = attempt.prefill or decode
-        yield Event(attempt.asked_at, "placement asked", number)
-        if attempt.placed_at is not None:
-            yield Event(attempt.placed_at, "placed", number, detail=f"prefill {attempt.prefill}, decode {decode}")
-        if attempt.reserved_at is not None:
-            yield Event(attempt.reserved_at, "reserved", number, decode)
-        if attempt.started_at is not None:
-            yield Event(attempt.started_at, "queued", number, computed_by)
-            if attempt.waited_s is not None:
-                yield Event(attempt.started_at + attempt.waited_s, "prefill started", number, computed_by)
-        if len(self.token_times) > attempt.num_before and self._attempt_of(attempt.num_before) == number:
-            first = self.token_times[attempt.num_before]
-            yield Event(first, "prefill ended", number, computed_by)
-            if attempt.handoff_s is not None:
-                yield Event(first + attempt.handoff_s, "handed off", number, decode)
-        if attempt.ended_at is not None:
-            yield Event(attempt.ended_at, "attempt failed", number, detail=attempt.end_cause)
-
-    def _attempt_of(self, index: int) -> int:
-        """The number of the attempt that brought a token."""
-        return next((a.number for a in reversed(self.attempts) if a.num_before <= index), 0)
 
 
 @dataclass(slots=True, kw_only=True)

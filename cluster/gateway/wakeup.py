@@ -39,10 +39,6 @@ class Wakeup:
                 self._waiter = None
         self._is_set = False
 
-    @property
-    def is_awaited(self) -> bool:
-        return self._waiter is not None
-
     def close(self) -> None:
         """Nobody waits any more."""
         if self._timer is not None:

@@ -1,7 +1,8 @@
 """The answer to a generation request: streamed or whole, and ended when the client goes away or does not read.
 
-Owns the request from the moment its sequences start. One task generates, another sends what waits in the outbox between
-them, so that a sequence ends, and makes room for the next one, when it is done and not when its client has read it.
+Owns the request from the moment its sequences start. A task reads each sequence, another one sends what waits in the
+outbox between them, so that a sequence ends, and makes room for the next one, when it is done and not when its client
+has read it.
 The status line is sent with the first token, so that an error before it (429, 503, ...) has its own status; an error
 after it becomes a last event of the stream.
 """
@@ -11,114 +12,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, DeadlineError, FailedError
-from cluster.gateway.merged_streams import merge_streams
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.connection import Connection, connection_of
-from cluster.http.openai.choice import Choice, Delta
+from cluster.http.openai.choice import Delta
 from cluster.http.openai.sse import Shape, dumps, dumps_large
-from cluster.http.parse import Job
 from cluster.http.unread import PIECE_BYTES, Outbox
 from cluster.slo.account import outcome_of
 from cluster.slo.classes import CLASS_HEADER
 from cluster.slo.report import Outcome
-from kv_transfer.messages.requests import TokenEvent
 
 logger = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S: Final = 5.0  # for a sequence to end
 LAST_WORD_S: Final = 1.0  # for telling a client that may not be reading that its request failed
+_STARTED_PER_TURN: Final = 16  # sequences: 128 at once would hold the loop for tens of milliseconds
 _UNBUFFERED: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would hold it back
 _LOOKS_PER_TIMEOUT: Final = 8  # at whether a client takes anything
 _LARGE_BYTES: Final = 64 * 2**10  # of JSON, which take about a millisecond
 
 
-class Generation:
-    """Runs the sequences of a job."""
-
-    def __init__(self, job: Job, api: Api, timeline: RequestTimeline) -> None:
-        self._api = api
-        self.timeline = timeline
-        timeline.parsed(job.specs, job.num_prompt_tokens)
-        self.job = job
-        text_ends = [api.tokenizer.text_end(prompt.token_ids) for prompt in job.prompts]  # once for all its choices
-        self.choices = [
-            Choice(
-                api.tokenizer,
-                text_ends[index // job.num_choices],
-                spec.params,
-                job.stop,
-                return_token_ids=job.return_token_ids,
-            )
-            for index, spec in enumerate(job.specs)
-        ]
-
-    async def batches(self) -> AsyncGenerator[dict[int, Delta], None]:
-        """What has become certain, by choice; several tokens that arrived together are one delta.
-
-        Raises GenerationError. Closing it closes every sequence on every worker.
-        """
-        remaining = len(self.choices)
-        streams = [
-            self._api.generator.generate(spec, sequence)
-            for spec, sequence in zip(self.job.specs, self.timeline.sequences, strict=True)
-        ]
-        async with merge_streams(streams) as reader:
-            while remaining:
-                batch: dict[int, Delta] = {}
-                for index, event in await reader.next():
-                    choice = self.choices[index]
-                    if choice.finish_reason is not None:
-                        continue  # arrived together with, but after, the end of a stop string
-                    delta = self._delta(choice, event)
-                    if (earlier := batch.setdefault(index, delta)) is not delta:
-                        earlier.merge(delta)
-                    if delta.finish_reason is not None:
-                        remaining -= 1
-                        if event.finish_reason is None:
-                            reader.close(index)
-                yield batch
-
-    def _delta(self, choice: Choice, event: TokenEvent) -> Delta:
-        delta = choice.append(event)
-        return Delta(finish_reason="length") if self.job.discard_output else delta
-
-    @property
-    def num_generated_tokens(self) -> int:
-        return 0 if self.job.discard_output else sum(choice.num_tokens for choice in self.choices)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens found in a prefix cache; a prompt with several choices counts once."""
-        return sum(choice.num_cached_tokens for choice in self.choices[:: self.job.num_choices])
-
-    def usage(self) -> dict[str, object]:
-        """OpenAI's `usage`."""
-        num_prompt, num_generated = self.job.num_prompt_tokens, self.num_generated_tokens
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_generated,
-            "total_tokens": num_prompt + num_generated,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
-
-
 class GenerationResponse(Response):
     """Generates while it is being sent."""
 
-    def __init__(self, api: Api, generation: Generation, shape: Shape) -> None:
+    def __init__(self, api: Api, timeline: RequestTimeline, shape: Shape) -> None:
         super().__init__()
         self._api = api
-        self._generation = generation
         self._shape = shape
-        self._timeline = generation.timeline
+        self._job = shape.job
+        self._timeline = timeline
+        timeline.parsed([choice.spec for choice in self._job.choices], self._job.num_prompt_tokens)
         self._started = self._complete = False  # what has been handed to the connection
         self._sending_since: float | None = None  # a `send` has not returned since then
         self._given_up = asyncio.Event()  # during such a `send`: too much waits behind it
@@ -153,16 +84,16 @@ class GenerationResponse(Response):
         except ApiError as error:
             await self._fail(send, error)
         except Exception:
-            logger.exception("request %s failed", self._generation.job.id)
+            logger.exception("request %s failed", self._job.id)
             await self._fail(send, FailedError("The server failed to answer; the fault is its own. Try again."))
 
     async def _answer(self, send: Send) -> None:
         deadline_s = self._api.settings.request_deadline_s
-        outbox = self._api.unread.open(len(self._generation.choices), self._on_too_much)
+        outbox = self._api.unread.open(len(self._job.choices), self._on_too_much)
         generating = asyncio.create_task(self._generate(outbox))
         try:
             async with asyncio.timeout(deadline_s):
-                await (self._stream if self._generation.job.stream else self._whole)(send, outbox)
+                await (self._stream if self._job.stream else self._whole)(send, outbox)
                 self._timeline.outcome, self._timeline.promise = "finished", Outcome.FINISHED
         except TimeoutError as error:
             raise DeadlineError(
@@ -172,22 +103,46 @@ class GenerationResponse(Response):
             outbox.close()
             generating.cancel()
             await asyncio.wait({generating})
-            self._timeline.num_cached_tokens = self._generation.num_cached_tokens
-            self._timeline.num_generated_tokens = self._generation.num_generated_tokens
+            self._timeline.num_cached_tokens = self._job.num_cached_tokens
+            self._timeline.num_generated_tokens = self._job.num_generated_tokens
 
     async def _generate(self, outbox: Outbox) -> None:
-        """Into the outbox, as fast as the workers are. Each sequence holds its place only while it runs."""
+        """Into the outbox, as fast as the workers are. The first sequence that fails ends the others."""
         try:
-            with self._api.in_flight.enter(len(self._generation.choices)) as leave:
-                async with aclosing(self._generation.batches()) as batches:
-                    async for batch in batches:
-                        for index, delta in batch.items():
-                            if delta.finish_reason is not None:
-                                leave()
-                            outbox.add(index, delta)
+            with self._api.in_flight.enter(len(self._job.choices)) as leave:
+                async with asyncio.TaskGroup() as readers:
+                    for index in range(len(self._job.choices)):
+                        if index and index % _STARTED_PER_TURN == 0:
+                            await asyncio.sleep(0)
+                        readers.create_task(self._read(index, outbox, leave))
             outbox.end()
-        except Exception as error:
-            outbox.end(error)
+        except* Exception as failed:
+            outbox.end(failed.exceptions[0])
+
+    async def _read(self, index: int, outbox: Outbox, leave: Callable[[], None]) -> None:
+        """One sequence, which holds its place only while it runs. What ends it ends it on every worker, too."""
+        choice = self._job.choices[index]
+        stream = self._api.generator.generate(choice.spec, self._timeline.sequences[index])
+        is_over = False  # by itself, not by a stop string
+        try:
+            async for tokens in stream:
+                for event in tokens:
+                    delta = choice.append(event)
+                    if delta.finish_reason is not None:
+                        leave()
+                    outbox.add(index, delta)
+                    if delta.finish_reason is not None:
+                        is_over = event.finish_reason is not None
+                        return
+            raise FailedError("The sequence ended before it was finished. Try again.")
+        finally:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    if is_over:  # what it does after its last token
+                        await anext(stream, None)
+                    await stream.aclose()
+            except TimeoutError:
+                logger.error("a token stream did not close within %.0f s", CLOSE_TIMEOUT_S)
 
     def _on_too_much(self) -> None:
         if self._sending_since is not None:  # else the next call to the outbox raises
@@ -203,13 +158,12 @@ class GenerationResponse(Response):
                 await self._write(send, events)
                 self._timeline.sent([index for index, _ in waiting])
             outbox.shrink(sum(delta.num_bytes for _, delta in waiting))
-        usage = self._generation.usage() if self._generation.job.include_usage else None
-        await self._write(send, self._shape.closing(usage), last=True)
+        await self._write(send, self._shape.closing(), last=True)
 
     def _size(self, deltas: Sequence[tuple[int, Delta]], opened: Collection[int]) -> int:
         """About the bytes of their events."""
-        job = self._generation.job
-        opening = {index for index, _ in deltas}.difference(opened) if len(opened) < len(job.specs) else ()
+        job = self._job
+        opening = {index for index, _ in deltas}.difference(opened) if len(opened) < len(job.choices) else ()
         return sum(map(job.opening_size, opening)) + sum(job.size(delta) for _, delta in deltas)
 
     async def _made(self, size: int, work: Callable[..., bytes], *args: Any) -> bytes:
@@ -227,21 +181,21 @@ class GenerationResponse(Response):
         return b"".join(events)
 
     async def _whole(self, send: Send, outbox: Outbox) -> None:
-        wholes = [_Whole() for _ in self._generation.choices]
+        pieces: list[list[Delta]] = [[] for _ in self._job.choices]
         while waiting := await outbox.take():
             self._timeline.sent([index for index, _ in waiting])
             for index, delta in waiting:
-                wholes[index].add(delta)
-        deltas = [whole.delta() for whole in wholes]
-        del wholes
-        job = self._generation.job
+                pieces[index].append(delta)
+        deltas = list(map(Delta.total, pieces))
+        del pieces
+        job = self._job
         size = sum(job.opening_size(index) + job.size(delta) for index, delta in enumerate(deltas))
         data = await self._made(size, self._whole_json, deltas)
         outbox.resize(len(data))
         await self._send_json(send, 200, data, outbox=outbox)
 
     def _whole_json(self, deltas: list[Delta]) -> bytes:
-        return dumps_large(self._shape.whole(deltas, self._generation.usage()))
+        return dumps_large(self._shape.whole(deltas))
 
     async def _fail(self, send: Send, error: ApiError) -> None:
         self._timeline.outcome, self._timeline.promise = error.code or "failed", outcome_of(error)
@@ -272,33 +226,15 @@ class GenerationResponse(Response):
 
     async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
         self._started = True
-        slo_class = self._timeline.terms.slo.slo_class
+        slo_class = self._timeline.terms.slo.name
         named = {
             "content-type": content_type,
-            "x-request-id": self._generation.job.id,
+            "x-request-id": self._job.id,
             CLASS_HEADER: slo_class,
             **headers,
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-class _Whole:
-    """All of one choice, gathered."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._last = Delta()
-
-    def add(self, delta: Delta) -> None:
-        self._texts.append(delta.text)
-        self._last.entries += delta.entries
-        self._last.token_ids += delta.token_ids
-        self._last.finish_reason = delta.finish_reason
-
-    def delta(self) -> Delta:
-        self._last.text = "".join(self._texts)
-        return self._last
 
 
 async def first_of(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, None]) -> None:

@@ -28,7 +28,7 @@ from fastapi import Request
 from cluster.errors import InvalidRequestError
 from cluster.http.connection import arrival
 from cluster.http.openai.schemas import GenerationBody
-from cluster.slo.classes import CLASS_HEADER, RequestTerms, SloChoiceError, SloConfig
+from cluster.slo.classes import CLASS_HEADER, RequestTerms, SloConfig
 
 TENANT_HEADER: Final = "x-tenant"
 MAX_TENANT: Final = 64
@@ -91,10 +91,7 @@ def _tenant_header(headers: Mapping[str, str]) -> str:
 
 def terms_of(request: Request, body: GenerationBody, classes: SloConfig, tenants: Tenants) -> RequestTerms:
     """Raises InvalidRequestError where a class, tier, target or tenant is none."""
-    try:
-        slo = classes.choose(body.service_tier, request.headers)
-    except SloChoiceError as error:
-        raise InvalidRequestError(str(error), param=error.param) from error
+    slo = classes.choose(body.service_tier, request.headers)
     tenant = tenants.name(request.headers, body.safety_identifier, body.user)
     return RequestTerms(slo=slo, tenant=tenant, arrived_at=arrival(request))
 

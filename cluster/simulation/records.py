@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cluster.slo.classes import RequestSlo
+from cluster.slo.classes import SloClass
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Record:
     """
 
     request_id: str
-    slo: RequestSlo
+    slo: SloClass
     first_arrival_s: float
     arrival_s: float
     prompt_tokens: int
@@ -146,8 +146,8 @@ def summarise(
     offered_s = max(r.first_arrival_s for r in records) - first
     duration_s = max(r.end_s or r.arrival_s for r in records) - first
     served = [r for r in records if r.end_s is not None]
-    names = sorted({r.slo.slo_class for r in records})
-    groups = [("all", list(records)), *((name, [r for r in records if r.slo.slo_class == name]) for name in names)]
+    names = sorted({r.slo.name for r in records})
+    groups = [("all", list(records)), *((name, [r for r in records if r.slo.name == name]) for name in names)]
     return Summary(
         router=router,
         offered_per_s=len(records) / offered_s if offered_s else 0.0,

@@ -139,7 +139,7 @@ class Simulation:
             raise ValueError(f"request {request.request_id} of class {request.slo_class!r}: no such class, or a twin")
         record = Record(
             request_id=request.request_id,
-            slo=slo_class.promise(),
+            slo=slo_class,
             first_arrival_s=self._clock.now,
             arrival_s=self._clock.now,
             prompt_tokens=request.prompt_tokens,

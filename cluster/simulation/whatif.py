@@ -197,8 +197,7 @@ def _was_met(slo: SloConfig, request: LoggedRequest) -> bool:
     slo_class = slo.named(request.slo_class or slo.default)
     if slo_class is None:
         raise ValueError(f"request {request.request_id} is of class {request.slo_class!r}, which the log does not know")
-    promise = slo_class.promise()
-    return request.ttft_s is not None and promise.meets_ttft(request.ttft_s) and promise.meets_tpot(request.tpot_s)
+    return request.ttft_s is not None and slo_class.meets_ttft(request.ttft_s) and slo_class.meets_tpot(request.tpot_s)
 
 
 def _row(seen: Seen) -> list[str]:

@@ -16,8 +16,8 @@ from typing import Final, Literal
 
 from cluster.errors import ApiError, GenerationError, OverloadedError, RequestTooLargeError, UnreadError
 from cluster.gateway.timeline import Attempt, RequestTimeline
-from cluster.slo.classes import NO_TARGETS, RequestSlo, RequestTerms, SloConfig
-from cluster.slo.report import Counts, Outcome, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
+from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
+from cluster.slo.report import Counts, Outcome, SeriesKey, Served, SloReport
 from cluster.slo.tracker import SeriesSnapshot, SloTracker
 
 PERIOD_S: Final = 1.0
@@ -40,7 +40,7 @@ class SloAccount:
         now = time.monotonic()
         self.classes = classes
         self._model = model
-        self._recorder = SloRecorder()
+        self._news = SloReport()
         self._readers: dict[int, _Reader] = {}  # of the requests that are being answered
         self._trackers: dict[Scope, SloTracker] = {
             "gateway": SloTracker(classes, now_s=now),
@@ -70,15 +70,15 @@ class SloAccount:
         if timeline.promise is None:
             return
         self._count_news([reader])
-        slowest, attempt = timeline.slowest, timeline.slowest.attempt
-        end = RequestEnd(
-            outcome=timeline.promise,
+        slowest = timeline.slowest
+        self._news.ended(
+            self._served(timeline.terms, slowest.attempt),
+            timeline.promise,
             e2e_s=timeline.total_s,
             ttft_s=timeline.ttft_s,
             tpot_s=slowest.tpot_s,
             num_tokens=timeline.num_generated_tokens,
         )
-        self._recorder.ended(self._served(timeline.terms, attempt), end)
 
     @contextmanager
     def admitting(self, terms: RequestTerms) -> Iterator[None]:
@@ -88,8 +88,7 @@ class SloAccount:
         except ApiError as error:
             outcome = outcome_of(error)
             if outcome is not None:
-                end = RequestEnd(outcome=outcome, e2e_s=time.monotonic() - terms.arrived_at)
-                self._recorder.ended(Served(slo=terms.slo, model=self._model), end)
+                self._news.ended(self._served(terms, None), outcome, e2e_s=time.monotonic() - terms.arrived_at)
             raise
 
     def hear(self, report: bytes) -> None:
@@ -99,7 +98,7 @@ class SloAccount:
     def settle(self) -> None:
         """Absorb and publish what is new."""
         self._count_news(self._readers.values())
-        report = self._recorder.take()
+        report, self._news = self._news, SloReport()
         if not report.tallies:
             return
         for tracker in self._trackers.values():
@@ -126,14 +125,14 @@ class SloAccount:
         return self._trackers[scope].replicas(time.monotonic())
 
     def _count_news(self, readers: Iterable[_Reader]) -> None:
-        """Tell the recorder what came since the last time; the gaps of one worker all at once, which is quickest."""
-        gaps: dict[tuple[RequestSlo, str | None], list[float]] = {}
+        """Report what came since the last time; the gaps of one worker all at once, which is quickest."""
+        gaps: dict[tuple[SloClass, str | None], list[float]] = {}
         for reader in readers:
             timeline = reader.timeline
             if not reader.has_first and (first := timeline.first) is not None and first.ttft_s is not None:
                 reader.has_first = True
                 served = self._served(timeline.terms, first.first_attempt)
-                self._recorder.first_byte(served, ttft_s=first.ttft_s, queue_s=first.queue_s)
+                self._news.first_byte(served, ttft_s=first.ttft_s, queue_s=first.queue_s)
             for index, sequence in enumerate(timeline.sequences):
                 start = reader.num_tokens[index]
                 if len(sequence.token_times) > start:
@@ -141,7 +140,7 @@ class SloAccount:
                     for decode, some in sequence.gaps(start):
                         gaps.setdefault((timeline.terms.slo, decode), []).extend(some)
         for (slo, decode), all_gaps in gaps.items():
-            self._recorder.gaps(Served(slo=slo, model=self._model, decode=decode), all_gaps)
+            self._news.gaps(Served(slo=slo, model=self._model, decode=decode), all_gaps)
 
     def _served(self, terms: RequestTerms, attempt: Attempt | None) -> Served:
         if attempt is None:

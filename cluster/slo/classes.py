@@ -6,8 +6,8 @@
 
 OpenAI's own words are always understood: one that no class was given stands for the default class, so that a client
 made for OpenAI works with any set of classes. The header `x-slo-class` names a class and goes before `service_tier`;
-`x-slo-ttft-ms` and `x-slo-tpot-ms` set a target for one request. Knows seconds and names; nothing of HTTP servers,
-placement or how targets are met.
+`x-slo-ttft-ms` and `x-slo-tpot-ms` set a target for one request: what it is promised is its class with these targets.
+Knows seconds and names; nothing of HTTP servers, placement or how targets are met.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
+
+from cluster.errors import InvalidRequestError
 
 CLASS_HEADER: Final = "x-slo-class"
 TTFT_HEADER: Final = "x-slo-ttft-ms"
@@ -26,38 +28,10 @@ _MAX_NAME: Final = 64
 _MAX_TARGET_S: Final = 86_400.0
 
 
-class SloChoiceError(ValueError):
-    """A request asks for a class or a target that there is not. `param`: the field or header that it stands in."""
-
-    def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSlo:
-    """The promise to one request. A target of None is none: any time meets it."""
-
-    slo_class: str
-    ttft_s: float | None
-    tpot_s: float | None
-
-    @property
-    def has_targets(self) -> bool:
-        return self.ttft_s is not None or self.tpot_s is not None
-
-    def meets_ttft(self, ttft_s: float) -> bool:
-        """`ttft_s`: from arrival at the gateway to the first byte that the client is sent."""
-        return self.ttft_s is None or ttft_s <= self.ttft_s
-
-    def meets_tpot(self, tpot_s: float | None) -> bool:
-        """`tpot_s`: mean seconds between a request's tokens; None: it had fewer than two."""
-        return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloClass:
-    """`share` of its requests should meet both targets (0.99 makes them promises about P99)."""
+    """`share` of its requests should meet both targets (0.99 makes them promises about P99). A target of None is none:
+    any time meets it."""
 
     name: str
     ttft_s: float | None = None
@@ -80,13 +54,17 @@ class SloClass:
                 " class that no request may miss has no error budget"
             )
 
-    def promise(self, *, ttft_s: float | None = None, tpot_s: float | None = None) -> RequestSlo:
-        """To a request of this class, which may bring targets of its own."""
-        return RequestSlo(
-            slo_class=self.name,
-            ttft_s=self.ttft_s if ttft_s is None else ttft_s,
-            tpot_s=self.tpot_s if tpot_s is None else tpot_s,
-        )
+    @property
+    def has_targets(self) -> bool:
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    def meets_ttft(self, ttft_s: float) -> bool:
+        """`ttft_s`: from arrival at the gateway to the first byte that the client is sent."""
+        return self.ttft_s is None or ttft_s <= self.ttft_s
+
+    def meets_tpot(self, tpot_s: float | None) -> bool:
+        """`tpot_s`: mean seconds between a request's tokens; None: it had fewer than two."""
+        return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
 
 
 INTERACTIVE: Final = SloClass(name="interactive", ttft_s=2.0, tpot_s=0.1, service_tiers=("priority", "scale"))
@@ -117,18 +95,21 @@ class SloConfig:
     def named(self, name: str) -> SloClass | None:
         return next((slo_class for slo_class in self.classes if slo_class.name == name), None)
 
-    def choose(self, service_tier: str | None, headers: Mapping[str, str]) -> RequestSlo:
+    def choose(self, service_tier: str | None, headers: Mapping[str, str]) -> SloClass:
         """What a request is promised that brings this `service_tier` and these headers (names in lower case, or a
-        mapping that ignores case). Raises SloChoiceError, a sentence for the client."""
+        mapping that ignores case). Raises InvalidRequestError where there is no such class, tier or target."""
         name = headers.get(CLASS_HEADER)
         chosen = self._of_tier(service_tier) if name is None else self._of_header(name)
-        return chosen.promise(ttft_s=_target(headers, TTFT_HEADER), tpot_s=_target(headers, TPOT_HEADER))
+        ttft_s, tpot_s = _target(headers, TTFT_HEADER, chosen.ttft_s), _target(headers, TPOT_HEADER, chosen.tpot_s)
+        return replace(chosen, ttft_s=ttft_s, tpot_s=tpot_s)
 
     def _of_header(self, name: str) -> SloClass:
         chosen = self.named(name)
         if chosen is None:
             names = _listed(slo_class.name for slo_class in self.classes)
-            raise SloChoiceError(f"There is no SLO class {name[:_MAX_NAME]!r}; there are {names}.", param=CLASS_HEADER)
+            raise InvalidRequestError(
+                f"There is no SLO class {name[:_MAX_NAME]!r}; there are {names}.", param=CLASS_HEADER
+            )
         return chosen
 
     def _of_tier(self, service_tier: str | None) -> SloClass:
@@ -140,7 +121,7 @@ class SloConfig:
         if service_tier is None:
             return default
         if service_tier not in words:
-            raise SloChoiceError(
+            raise InvalidRequestError(
                 f"There is no service tier {service_tier[:_MAX_NAME]!r}; there are {_listed(words)}.",
                 param="service_tier",
             )
@@ -150,9 +131,6 @@ class SloConfig:
 NO_TARGETS: Final = SloConfig(classes=(SloClass(name="default"),), default="default")  # where nothing was configured
 
 
-_NO_PROMISE: Final = SloClass(name="default").promise()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTerms:
     """On what terms a request is served. Goes from the HTTP side to the orchestrator, in the request's timeline.
@@ -160,7 +138,7 @@ class RequestTerms:
     `tenant`: who shares with others under overload; "" is one tenant, too. `arrived_at`: when the request reached
     its gateway, in seconds of that process's `time.monotonic()`."""
 
-    slo: RequestSlo = _NO_PROMISE
+    slo: SloClass = NO_TARGETS.classes[0]
     tenant: str = ""
     arrived_at: float = field(default_factory=time.monotonic)
 
@@ -169,17 +147,17 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(words)
 
 
-def _target(headers: Mapping[str, str], name: str) -> float | None:
+def _target(headers: Mapping[str, str], name: str, default_s: float | None) -> float | None:
     """Seconds, from the milliseconds in a header."""
     text = headers.get(name)
     if text is None:
-        return None
+        return default_s
     try:
         seconds = float(text) / 1e3
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= _MAX_TARGET_S:
-        raise SloChoiceError(
+        raise InvalidRequestError(
             f"{name} is {text[:_MAX_NAME]!r}; write milliseconds above 0 and at most {_MAX_TARGET_S * 1e3:.0f}.",
             param=name,
         )

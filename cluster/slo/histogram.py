@@ -1,15 +1,16 @@
 """Quantiles of latencies from counts in fixed logarithmic bins, as in DDSketch (Masson, Rim, Lee; PVLDB 12(12), 2019).
 
 A quantile is within `RELATIVE_ERROR` of the value that really has that rank, whatever the distribution, and merging
-histograms is exact and in any order the same, so that what several gateways saw adds up. One that has stopped growing
-is packed into 6 bytes for each bin that holds something: an array of all bins would take 9 kB, times metrics, classes,
-workers and parts of a window. Packed ones merge by being put behind each other.
+histograms is exact and in any order the same, so that what several gateways saw adds up.
+
+A histogram is bytes: records of 6 bytes, each a bin and how many values lie in it. An array of all bins would take
+9 kB, times metrics, classes, workers and parts of a window. A bin may come several times, so that histograms merge by
+being put behind each other; once they are long each bin is counted together again.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
@@ -27,16 +28,15 @@ _RECORD: Final = np.dtype([("bin", "<u2"), ("count", "<u4")])
 _MAX_COUNT: Final = 2**32 - 1
 COMPACT_ABOVE_BYTES: Final = 2 * NUM_BINS * _RECORD.itemsize  # at most half of it remains, so compacting is rare
 
-Bins = Counter[int]  # how many values lie in each bin: a histogram that grows
-Packed = bytes  # a histogram at rest: records of a bin and a count; a bin may come several times
+Histogram = bytes
 
 
-def bins_of(values_s: Iterable[float]) -> list[int]:
-    """The bin of each value, in seconds. Bin 0 is `MIN_S`; bin k ends at `MIN_S * _RATIO**k`."""
+def histogram_of(values_s: Iterable[float]) -> Histogram:
+    """Of values in seconds. Bin 0 is `MIN_S`; bin k ends at `MIN_S * _RATIO**k`."""
     values = np.fromiter(values_s, dtype=np.float64)
     assert not (values < 0).any(), "latencies are differences of a clock that only goes forward"
-    bins: list[int] = np.ceil(np.log(values.clip(MIN_S, MAX_S) / MIN_S) / math.log(_RATIO)).astype(np.int64).tolist()
-    return bins
+    bins = np.ceil(np.log(values.clip(MIN_S, MAX_S) / MIN_S) / math.log(_RATIO)).astype(np.int64)
+    return _packed(np.bincount(bins))
 
 
 def _value_of(index: int) -> float:
@@ -44,25 +44,15 @@ def _value_of(index: int) -> float:
     return MIN_S * _RATIO**index * 2 / (1 + _RATIO)
 
 
-def pack(bins: Bins) -> Packed:
-    """At rest, in the order of the bins."""
-    records = np.fromiter(sorted(bins.items()), dtype=_RECORD, count=len(bins))
-    return records.tobytes()
-
-
-def merge(histograms: Iterable[Packed]) -> Packed:
+def merge(histograms: Iterable[Histogram]) -> Histogram:
     """One histogram of all their values."""
     merged = b"".join(histograms)
     if len(merged) <= COMPACT_ABOVE_BYTES:
         return merged
-    counts = np.minimum(_counts(merged), _MAX_COUNT)
-    filled = np.flatnonzero(counts)
-    records = np.empty(len(filled), dtype=_RECORD)
-    records["bin"], records["count"] = filled, counts[filled]
-    return records.tobytes()
+    return _packed(np.minimum(_counts(merged), _MAX_COUNT))
 
 
-def quantiles(histograms: Iterable[Packed], shares: tuple[float, ...]) -> tuple[int, tuple[float, ...]]:
+def quantiles(histograms: Iterable[Histogram], shares: tuple[float, ...]) -> tuple[int, tuple[float, ...]]:
     """How many values the histograms hold, and the value that each share of them does not exceed; none of no values.
 
     Of n values in order, the one at index floor(share * (n - 1)) (numpy's method "lower").
@@ -76,21 +66,29 @@ def quantiles(histograms: Iterable[Packed], shares: tuple[float, ...]) -> tuple[
     return num_values, tuple(_value_of(int(index)) for index in found)
 
 
-def check(histograms: Iterable[Packed]) -> None:
-    """Raises ValueError where there are bytes among them that are no packed histogram."""
-    packed = list(histograms)
-    for histogram in packed:
+def check(histograms: Iterable[Histogram]) -> None:
+    """Raises ValueError where there are bytes among them that are no histogram."""
+    told = list(histograms)
+    for histogram in told:
         if len(histogram) % _RECORD.itemsize or len(histogram) > COMPACT_ABOVE_BYTES:
             raise ValueError(
-                f"a packed histogram has {_RECORD.itemsize} bytes per bin and at most {COMPACT_ABOVE_BYTES}, not"
+                f"a histogram has {_RECORD.itemsize} bytes per bin and at most {COMPACT_ABOVE_BYTES}, not"
                 f" {len(histogram)}"
             )
-    records = np.frombuffer(b"".join(packed), dtype=_RECORD)
+    records = np.frombuffer(b"".join(told), dtype=_RECORD)
     if len(records) and (int(records["bin"].max()) >= NUM_BINS or int(records["count"].min()) == 0):
-        raise ValueError(f"a packed histogram has bins 0 to {NUM_BINS - 1}, none of them empty")
+        raise ValueError(f"a histogram has bins 0 to {NUM_BINS - 1}, none of them empty")
 
 
-def _counts(packed: Packed) -> NDArray[np.int64]:
+def _packed(counts: NDArray[np.int64]) -> Histogram:
+    """`counts[i]` values lie in bin i."""
+    filled = np.flatnonzero(counts)
+    records = np.empty(len(filled), dtype=_RECORD)
+    records["bin"], records["count"] = filled, counts[filled]
+    return records.tobytes()
+
+
+def _counts(histogram: Histogram) -> NDArray[np.int64]:
     """Of each bin. Exact: a sum of such counts stays far below 2**53, from where doubles have gaps."""
-    records = np.frombuffer(packed, dtype=_RECORD)
+    records = np.frombuffer(histogram, dtype=_RECORD)
     return np.bincount(records["bin"], weights=records["count"], minlength=NUM_BINS).astype(np.int64)

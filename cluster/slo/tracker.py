@@ -26,21 +26,9 @@ from cluster.slo.sliding_window import SlidingWindow
 logger = logging.getLogger(__name__)
 
 _SHARES: Final = (0.5, 0.95, 0.99)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SloWindows:
-    """The short window is for latencies and goodput, both are for burn rates. Each moves in `num_parts` steps."""
-
-    short_s: float = 60.0
-    long_s: float = 600.0
-    num_parts: int = 12
-
-    def __post_init__(self) -> None:
-        if not 0 < self.short_s <= self.long_s:
-            raise ValueError(f"the short window ({self.short_s} s) must be above 0 and no longer than the long one")
-        if self.num_parts < 2:
-            raise ValueError(f"a window of {self.num_parts} parts would not slide; give it at least 2")
+_SHORT_S: Final = 60.0  # the window of latencies and goodput, and of burn rates
+_LONG_S: Final = 600.0  # another one of burn rates
+_NUM_PARTS: Final = 12  # in which each of them moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +71,13 @@ class SeriesSnapshot:
 class SloTracker:
     """Absorbs reports and answers how things stand."""
 
-    def __init__(self, config: SloConfig, *, now_s: float, windows: SloWindows | None = None) -> None:
-        windows = windows or SloWindows()
+    def __init__(self, config: SloConfig, *, now_s: float) -> None:
         self._config = config
         self._tallies = SlidingWindow[dict[SeriesKey, Tally]](
-            window_s=windows.short_s, num_parts=windows.num_parts, start_s=now_s, make=dict
+            window_s=_SHORT_S, num_parts=_NUM_PARTS, start_s=now_s, make=dict
         )
         self._counts = SlidingWindow[dict[SeriesKey, Counts]](
-            window_s=windows.long_s, num_parts=windows.num_parts, start_s=now_s, make=dict
+            window_s=_LONG_S, num_parts=_NUM_PARTS, start_s=now_s, make=dict
         )
 
     def absorb(self, now_s: float, report: SloReport) -> None:
@@ -100,8 +87,7 @@ class SloTracker:
             self._share_of(key)
         tallies, counts = self._tallies.current(now_s), self._counts.current(now_s)
         for key, tally in report.tallies.items():
-            known = tallies.get(key)
-            tallies[key] = tally if known is None else Tally.total((known, tally))
+            tallies[key] = Tally.total((tallies[key], tally)) if key in tallies else tally
             if any(tally.counts):
                 counts[key] = Counts.total((counts.get(key, Counts()), tally.counts))
 

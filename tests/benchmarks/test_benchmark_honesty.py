@@ -71,7 +71,7 @@ def test_only_what_comes_after_the_warm_up_is_judged() -> None:
         )
         record = Record(
             request_id=f"r{number}",
-            slo=NO_TARGETS.classes[0].promise(),
+            slo=NO_TARGETS.classes[0],
             first_arrival_s=float(number),
             arrival_s=float(number),
             prompt_tokens=10,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.config.settings import GatewaySettings
-from cluster.slo.classes import RequestSlo, SloClass, SloConfig
+from cluster.slo.classes import SloClass, SloConfig
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import Target
@@ -18,13 +19,9 @@ from tests.support.scripted_generator import ScriptedGenerator
 
 pytestmark = pytest.mark.model
 
-CLASSES = SloConfig(
-    classes=(
-        SloClass(name="chat", ttft_s=600.0, tpot_s=600.0, share=0.9, service_tiers=("priority",)),
-        SloClass(name="batch", service_tiers=("flex",)),
-    ),
-    default="chat",
-)
+CHAT = SloClass(name="chat", ttft_s=600.0, tpot_s=600.0, share=0.9, service_tiers=("priority",))
+BATCH = SloClass(name="batch", service_tiers=("flex",))
+CLASSES = SloConfig(classes=(CHAT, BATCH), default="chat")
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +50,15 @@ def turned_away(target: Target) -> list[int]:
 @pytest.mark.parametrize(
     ("fields", "headers", "slo", "tier"),
     [
-        ({}, {}, RequestSlo(slo_class="chat", ttft_s=600.0, tpot_s=600.0), "default"),
-        ({"service_tier": "auto"}, {}, RequestSlo(slo_class="chat", ttft_s=600.0, tpot_s=600.0), "default"),
-        ({"service_tier": "scale"}, {}, RequestSlo(slo_class="chat", ttft_s=600.0, tpot_s=600.0), "scale"),
-        ({"service_tier": "flex"}, {}, RequestSlo(slo_class="batch", ttft_s=None, tpot_s=None), "flex"),
-        ({}, {"x-slo-class": "batch"}, RequestSlo(slo_class="batch", ttft_s=None, tpot_s=None), "batch"),
+        ({}, {}, CHAT, "default"),
+        ({"service_tier": "auto"}, {}, CHAT, "default"),
+        ({"service_tier": "scale"}, {}, CHAT, "scale"),
+        ({"service_tier": "flex"}, {}, BATCH, "flex"),
+        ({}, {"x-slo-class": "batch"}, BATCH, "batch"),
         (
             {"service_tier": "priority"},
             {"X-SLO-TTFT-ms": "250", "x-slo-tpot-ms": "12.5"},
-            RequestSlo(slo_class="chat", ttft_s=0.25, tpot_s=0.0125),
+            replace(CHAT, ttft_s=0.25, tpot_s=0.0125),
             "priority",
         ),
     ],
@@ -72,7 +69,7 @@ def test_the_promise_goes_with_the_request(
     asked: ScriptedGenerator,
     fields: dict[str, Any],
     headers: dict[str, str],
-    slo: RequestSlo,
+    slo: SloClass,
     tier: str,
     stream: bool,
 ) -> None:
@@ -81,7 +78,7 @@ def test_the_promise_goes_with_the_request(
     assert {part.service_tier for part in (answer if stream else [answer])} == {tier}
     assert [terms is not None and terms.slo for terms in asked.terms] == [slo, slo]
     completion = shared.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", **fields}, headers=headers)
-    assert completion.json()["service_tier"] == tier and completion.headers["x-slo-class"] == slo.slo_class
+    assert completion.json()["service_tier"] == tier and completion.headers["x-slo-class"] == slo.name
 
 
 @pytest.mark.parametrize(

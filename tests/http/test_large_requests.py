@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections import Counter
@@ -15,11 +16,12 @@ import uvicorn
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import BodyTooLargeError, OverloadedError
 from cluster.gateway.generator import Tokens
-from cluster.gateway.merged_streams import merge_streams
+from cluster.gateway.timeline import SequenceTimeline
+from cluster.http.app import create_app
 from cluster.http.body import MAX_VALUES, _require_few_values
 from cluster.http.connection import accept_many
 from cluster.http.openai.schemas import CompletionBody
@@ -27,11 +29,11 @@ from cluster.http.openai.sse import dumps, dumps_large
 from cluster.http.parse import prepare_completion
 from cluster.http.turns import Turns
 from engine.text.tokenizer import Tokenizer
-from kv_transfer.messages.requests import TokenEvent
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from tests.http.attacked_gateway import ATTACKS, TAKE_SECONDS, attack, fetch, gateway, get, request_bytes
 from tests.support.http_server import MODEL, scripted_api
 from tests.support.scripted_generator import ScriptedGenerator
-from tests.support.waiting import eventually, wait_until
+from tests.support.waiting import HANGS_S, eventually, wait_until
 
 LONGEST_SILENCE_S = 0.25
 
@@ -106,41 +108,57 @@ async def _no_application(scope: Scope, receive: Receive, send: Send) -> None:
     raise AssertionError("nobody asks for anything")
 
 
-async def test_the_choices_of_a_request_start_a_few_in_each_turn_and_all_end_with_it() -> None:
-    turns = _Turns()
-    started_in: Counter[int] = Counter()
-    begun = asyncio.Event()
-    ended = 0
+class _Endless(ScriptedGenerator):
+    """One token of each sequence, and no more. Notes in which turn of the loop each began."""
 
-    async def stream(number: int) -> AsyncGenerator[Tokens, None]:
-        nonlocal ended
-        started_in[turns.number] += 1
-        begun.set()
+    def __init__(self, tokenizer: Tokenizer, turns: _Turns, enough: int) -> None:
+        super().__init__(tokenizer)
+        self._turns = turns
+        self._enough = enough
+        self.have_started = asyncio.Event()  # that many
+        self.started_in: Counter[int] = Counter()
+        self.num_ended = 0
+
+    async def generate(
+        self, request: RequestSpec, timeline: SequenceTimeline | None = None
+    ) -> AsyncGenerator[Tokens, None]:
+        self.started_in[self._turns.number] += 1
+        if self.started_in.total() == self._enough:
+            self.have_started.set()
         try:
-            while True:
-                token = TokenEvent(request_id=f"r-{number}", attempt=0, index=0, token_id=1)
-                yield [token]
-                await asyncio.get_running_loop().create_future()
+            yield [TokenEvent(request_id=request.request_id, attempt=0, index=0, token_id=1)]
+            await asyncio.get_running_loop().create_future()
         finally:
-            ended += 1
+            self.num_ended += 1
 
-    async with merge_streams([stream(number) for number in range(128)]) as reader:
-        seen: set[int] = set()
-        while len(seen) < 128:
-            seen |= {index for index, _ in await reader.next()}
-    assert max(started_in.values()) <= 16 and ended == 128
 
-    async def enter() -> None:
-        async with merge_streams([stream(number) for number in range(128)]):
-            raise AssertionError("it is cancelled before")
+@pytest.mark.model
+@pytest.mark.parametrize("leaves_after", [1, 128], ids=["while they start", "once all have started"])
+async def test_the_choices_of_a_request_start_a_few_in_each_turn_and_all_end_with_it(
+    smollm2_folder: Path, leaves_after: int
+) -> None:
+    tokenizer = Tokenizer(smollm2_folder)
+    generator = _Endless(tokenizer, _Turns(), leaves_after)
+    api = scripted_api(generator, tokenizer)
+    request = {"model": MODEL, "prompt": "a", "n": 128, "max_tokens": 10, "stream": True}
+    messages: list[Message] = [{"type": "http.request", "body": json.dumps(request).encode(), "more_body": False}]
 
-    started_in.clear()
-    begun.clear()
-    entering = asyncio.create_task(enter())
-    await begun.wait()
-    entering.cancel()
-    await asyncio.wait({entering})
-    assert entering.cancelled() and ended == 128 + started_in.total() < 256
+    async def receive() -> Message:
+        if not messages:
+            await generator.have_started.wait()
+            return {"type": "http.disconnect"}
+        return messages.pop()
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    await asyncio.wait_for(create_app(api)(scope, receive, send), HANGS_S)
+    num_started = generator.started_in.total()
+    assert max(generator.started_in.values()) <= 16 and generator.num_ended == num_started
+    assert num_started == 128 if leaves_after == 128 else num_started < 128
+    with api.in_flight.enter(512):
+        pass  # no place is held any more
 
 
 async def test_a_thread_begins_nothing_while_the_loop_is_kept() -> None:

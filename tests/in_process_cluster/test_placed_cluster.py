@@ -145,7 +145,7 @@ async def test_a_new_scheduler_knows_what_runs(llama: SmallModel) -> None:
         requests.append(asyncio.create_task(run(cluster, "computes", loose)))
         await placed(cluster, "computes")
         await cluster.scheduler.stop()
-        await eventually(lambda: not cluster.orchestrator.scheduler.is_connected)
+        await eventually(lambda: cluster.orchestrator.scheduler.connection is None)
         requests.append(asyncio.create_task(run(cluster, "alone", loose)))
         await placed(cluster, "alone")
 

@@ -44,7 +44,7 @@ async def test_decisions_can_be_read_at_a_gateway(llama: SmallModel) -> None:
         [table] = await cluster.orchestrator.scheduler.decisions(5, as_text=True)
         assert cluster.prefills[0].info.worker_id[:10] in table
         await cluster.scheduler.stop()
-        await eventually(lambda: not cluster.orchestrator.scheduler.is_connected)
+        await eventually(lambda: cluster.orchestrator.scheduler.connection is None)
         with pytest.raises(UnavailableError):
             await cluster.orchestrator.scheduler.decisions(5, as_text=False)
 

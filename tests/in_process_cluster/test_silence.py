@@ -164,8 +164,10 @@ async def test_a_silent_scheduler_is_not_asked(llama: SmallModel, monkeypatch: p
         try:
             await eventually(lambda: (limits := gateway.limits()) is not None and limits.ready)
             cable.cut()
-            await eventually(lambda: gateway.scheduler.silent_s >= SILENCE_S)
-            assert gateway.scheduler.is_connected
+            connection = gateway.scheduler.connection
+            assert connection is not None
+            await eventually(lambda: connection.silent_s >= SILENCE_S)
+            assert gateway.scheduler.connection is connection
             request = RequestSpec(request_id="r", attempt=0, prompt_token_ids=PROMPT, params=greedy())
 
             async def answer() -> list[TokenEvent]:
@@ -230,7 +232,7 @@ async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) ->
         workers[stopped].send_signal(signal.SIGCONT)
         await eventually(lambda: is_back(cluster, stopped), what="it did not let go of what had gone elsewhere")
         await cluster.scheduler.stop()  # without it every prompt is for a prefill worker, if there is one
-        await eventually(lambda: not cluster.orchestrator.scheduler.is_connected)
+        await eventually(lambda: cluster.orchestrator.scheduler.connection is None)
         next(p for name, p in workers.items() if name.startswith("prefill")).send_signal(signal.SIGSTOP)
         began = time.monotonic()
         again = await asyncio.wait_for(cluster.generate("again", PROMPT, greedy(10)), NOT_BY_DEATH_S)

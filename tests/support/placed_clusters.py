@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.timeline import RequestTimeline
-from cluster.slo.classes import RequestSlo, RequestTerms
+from cluster.slo.classes import RequestTerms, SloClass
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.requests import RequestSpec
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
@@ -41,7 +41,7 @@ def knows_costs(cluster: MiniCluster) -> bool:
 
 
 def terms(ttft_s: float | None, tpot_s: float | None = None) -> RequestTerms:
-    return RequestTerms(slo=RequestSlo(slo_class="interactive", ttft_s=ttft_s, tpot_s=tpot_s))
+    return RequestTerms(slo=SloClass(name="interactive", ttft_s=ttft_s, tpot_s=tpot_s))
 
 
 async def run(

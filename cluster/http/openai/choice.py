@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
-from kv_transfer.messages.requests import TokenEvent
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +52,44 @@ class Delta:
         self.token_ids += later.token_ids
         self.finish_reason = later.finish_reason
 
+    @classmethod
+    def total(cls, deltas: Sequence[Delta]) -> Delta:
+        """All of a choice, of which there may be thousands."""
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            entries=[entry for delta in deltas for entry in delta.entries],
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            finish_reason=deltas[-1].finish_reason,
+        )
+
 
 class Choice:
     """One choice as it grows. `append` takes every event in order until `finish_reason` is set.
 
     The token that ends a choice by itself (end of sequence, or one of `stop_token_ids`) is counted, but is part
     neither of the text nor of the log probabilities.
+
+    `spec` is what workers generate, `echo` what the answer's text begins with, `text_end` the prompt's last tokens as
+    `Tokenizer.text_end` gives them. `discard_output`: only the prompt is wanted (`max_tokens: 0` with `echo`).
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        stop: tuple[str, ...],
+        spec: RequestSpec,
+        text_end: list[int],
         *,
+        echo: str = "",
+        stop: list[str],
         return_token_ids: bool = False,
+        discard_output: bool = False,
     ) -> None:
-        self._params = params
+        self.spec = spec
+        self.echo = echo
         self._return_token_ids = return_token_ids
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
-        self._stop = StopChecker(list(stop)) if stop else None
+        self._discard_output = discard_output
+        self._detokenizer = IncrementalDetokenizer(tokenizer, text_end)
+        self._stop = StopChecker(stop) if stop else None
         self._waiting: deque[TokenEntry] = deque()  # entries whose text is not out yet
         self._num_read = 0  # characters that the detokeniser has given
         self._num_out = 0  # of those, characters given on
@@ -87,6 +104,9 @@ class Choice:
         if self.num_tokens == 0:
             self.num_cached_tokens = event.num_cached_tokens or 0
             self.prompt_logprobs = event.prompt_logprobs
+        if self._discard_output:
+            self.finish_reason = "length"
+            return Delta(finish_reason="length")
         self.num_tokens += 1
         self.finish_reason = event.finish_reason
         text, stopped = self._check(self._read(event))
@@ -109,16 +129,17 @@ class Choice:
         return text
 
     def _note(self, event: TokenEvent) -> None:
-        if self._params.logprobs is None:
+        num_top = self.spec.params.logprobs
+        if num_top is None:
             return
         assert event.logprob is not None, "a token came without its logprob"
-        top = (event.top_logprobs or [])[: self._params.logprobs]
+        top = (event.top_logprobs or [])[:num_top]
         entry = TokenEntry(token_id=event.token_id, logprob=event.logprob, top=top, offset=self._num_read)
         self._waiting.append(entry)
 
     def _check(self, text: str) -> tuple[str, bool]:
         """(text that is certain, whether a stop string was found). Stop strings count from `min_tokens` on."""
-        if self._stop is None or self.num_tokens < self._params.min_tokens:
+        if self._stop is None or self.num_tokens < self.spec.params.min_tokens:
             return text, False
         certain, stopped = self._stop.append(text)
         if self.finish_reason is not None and not stopped:

@@ -1,4 +1,4 @@
-"""What both kinds of answers have in common: the pieces that a streamed chunk is put together from.
+"""What the answers of both endpoints have in common: the pieces that a streamed chunk is put together from.
 
 A chunk costs two byte concatenations and one `json.dumps` of its text; everything that stays the same during a
 request is encoded once.
@@ -7,34 +7,15 @@ request is encoded once.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from cluster.http.openai.choice import Delta
 from cluster.http.parse import Job
 
 SYSTEM_FINGERPRINT: Final = "legato"
 DONE: Final = b"data: [DONE]\n\n"
-
-
-class Shape(Protocol):
-    """How one endpoint writes its answers."""
-
-    def opening(self, index: int) -> bytes:
-        """Sent before anything else of choice `index`; may be empty."""
-        ...
-
-    def chunk(self, index: int, delta: Delta) -> bytes:
-        """One server-sent event."""
-        ...
-
-    def closing(self, usage: dict[str, object] | None) -> bytes:
-        """After every choice has ended; `usage` where the client asked for it."""
-        ...
-
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, object]) -> dict[str, Any]:
-        """The answer that is not streamed; `deltas[i]` is all of choice i."""
-        ...
 
 
 # Made once: `json.dumps` with settings of its own makes an encoder for each call.
@@ -79,45 +60,64 @@ def _pieces(value: object, depth: int) -> Iterator[bytes]:
             yield dumps(value)
 
 
-def token_ids_member(job: Job, delta: Delta) -> dict[str, Any]:
-    """What a whole choice has besides OpenAI's members, where the client asked for it."""
-    return {"token_ids": delta.token_ids} if job.return_token_ids else {}
+class Shape(ABC):
+    """How one endpoint writes its answers: chunks named `chunk_name`, or a whole object named `whole_name`."""
 
-
-class ChunkFrame:
-    """The parts of a server-sent event around a choice's content."""
-
-    def __init__(self, job: Job, object_name: str) -> None:
-        self._job = job
-        self._object_name = object_name
-        head = dumps(self.envelope(object_name))
+    def __init__(self, job: Job, *, chunk_name: str, whole_name: str) -> None:
+        self.job = job
+        self._chunk_name = chunk_name
+        self._whole_name = whole_name
+        head = dumps(self._envelope(chunk_name))
         self._head = b"data: " + head[:-1] + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if job.include_usage else b"}]}\n\n"
 
-    def envelope(self, object_name: str) -> dict[str, Any]:
+    @abstractmethod
+    def opening(self, index: int) -> bytes:
+        """Sent before anything else of choice `index`; may be empty."""
+
+    @abstractmethod
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """One server-sent event."""
+
+    @abstractmethod
+    def choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        """All of choice `index` in an answer that is not streamed, but for what `whole` adds to each."""
+
+    def closing(self) -> bytes:
+        """After every choice has ended, with OpenAI's `usage` where the client asked for it."""
+        if not self.job.include_usage:
+            return DONE
+        last = {**self._envelope(self._chunk_name), "choices": [], "usage": self.job.usage()}
+        return b"data: " + dumps(last) + b"\n\n" + DONE
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The answer that is not streamed; `deltas[i]` is all of choice i."""
+        choices = []
+        for index, delta in enumerate(deltas):
+            token_ids = {"token_ids": delta.token_ids} if self.job.return_token_ids else {}
+            choices.append(
+                {"index": index, **self.choice(index, delta), "finish_reason": delta.finish_reason, **token_ids}
+            )
+        return {**self._envelope(self._whole_name), "choices": choices, "usage": self.job.usage()}
+
+    def _envelope(self, object_name: str) -> dict[str, Any]:
         """The fields that every object of this answer has."""
         return {
-            "id": self._job.id,
+            "id": self.job.id,
             "object": object_name,
-            "created": self._job.created,
-            "model": self._job.model,
-            "service_tier": self._job.service_tier,
+            "created": self.job.created,
+            "model": self.job.model,
+            "service_tier": self.job.service_tier,
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
 
-    def chunk(self, index: int, content: bytes, logprobs: dict[str, Any] | None, delta: Delta | None) -> bytes:
+    def _event(self, index: int, content: bytes, logprobs: dict[str, Any] | None, delta: Delta | None) -> bytes:
         """`content` is JSON of a member, such as b'"text":"hello"'; None for `delta`: nothing has been generated."""
         finish_reason = None if delta is None else delta.finish_reason
-        if delta is not None and self._job.return_token_ids:
+        if delta is not None and self.job.return_token_ids:
             content += b',"token_ids":' + dumps(delta.token_ids)
         ending = b',"logprobs":%b,"finish_reason":%b' % (
             b"null" if logprobs is None else dumps_large(logprobs) if delta is None else dumps(logprobs),
             b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
         )
         return self._head + b"%d," % index + content + ending + self._tail
-
-    def closing(self, usage: dict[str, object] | None) -> bytes:
-        if usage is None:
-            return DONE
-        last = {**self.envelope(self._object_name), "choices": [], "usage": usage}
-        return b"data: " + dumps(last) + b"\n\n" + DONE

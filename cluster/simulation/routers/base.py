@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.slo.classes import RequestSlo
+from cluster.slo.classes import SloClass
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Place, Placement, Unplaceable
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
@@ -18,7 +18,7 @@ class PlaceQuery(Place):
     """With what routers may want to know beside it. `arrived_at`: from where TTFT counts. `hashes`: of the prompt's
     full blocks that may be found cached."""
 
-    slo: RequestSlo
+    slo: SloClass
     arrived_at: float = 0.0
     hashes: tuple[bytes, ...] = ()
 

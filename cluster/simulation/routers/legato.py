@@ -71,7 +71,7 @@ class LegatoRouter:
     def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
         question = replace(
             request,
-            slo_class=request.slo.slo_class,
+            slo_class=request.slo.name,
             ttft_s=request.slo.ttft_s,
             tpot_s=request.slo.tpot_s,
             waited_s=now - request.arrived_at,

@@ -17,7 +17,7 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.query import DecisionPolicy, Query
 from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.report import Outcome as Ending
-from cluster.slo.report import RequestEnd, Served, SloRecorder
+from cluster.slo.report import Served, SloReport
 from cluster.slo.tracker import SloTracker
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.workers import ChangeRole, PoolTarget
@@ -108,14 +108,17 @@ def test_sequences_that_run_longer_than_expected_hold_their_worker() -> None:
     assert demands[-1] == pytest.approx(10 * 0.00205 / 0.04, rel=0.1)
 
 
-def ended(recorder: SloRecorder, count: int, ending: Ending, *, ttft_s: float = 0.1, tpot_s: float = 0.01) -> None:
-    served = Served(slo=SLO.classes[0].promise(), model="m")
+def ended(news: SloReport, count: int, ending: Ending, *, ttft_s: float = 0.1, tpot_s: float = 0.01) -> None:
+    served = Served(slo=SLO.classes[0], model="m")
     is_served = ending is Ending.FINISHED
     for _ in range(count):
-        end = RequestEnd(
-            outcome=ending, e2e_s=5.0, ttft_s=ttft_s if is_served else None, tpot_s=tpot_s if is_served else None
+        news.ended(
+            served,
+            ending,
+            e2e_s=5.0,
+            ttft_s=ttft_s if is_served else None,
+            tpot_s=tpot_s if is_served else None,
         )
-        recorder.ended(served, end)
 
 
 @pytest.mark.parametrize(
@@ -127,18 +130,18 @@ def ended(recorder: SloRecorder, count: int, ending: Ending, *, ttft_s: float = 
     ],
 )
 def test_whose_budget_burns(ending: Ending, times: dict[str, float], expected: BurnAlerts) -> None:
-    recorder, slo = SloRecorder(), tracker()
-    ended(recorder, 17, Ending.FINISHED)
-    ended(recorder, 3, ending, **times)  # 15 % where 10 % are allowed
-    slo.absorb(1.0, recorder.take())
+    news, slo = SloReport(), tracker()
+    ended(news, 17, Ending.FINISHED)
+    ended(news, 3, ending, **times)  # 15 % where 10 % are allowed
+    slo.absorb(1.0, news)
     assert BurnAlerts.of(slo.totals(1.0)) == expected
     assert BurnAlerts.of(slo.totals(200.0)) == BurnAlerts()  # over, says the short window
 
 
 def test_two_misses_are_chance() -> None:
-    recorder, slo = SloRecorder(), tracker()
-    ended(recorder, 2, Ending.FINISHED, ttft_s=9.0)
-    slo.absorb(1.0, recorder.take())
+    news, slo = SloReport(), tracker()
+    ended(news, 2, Ending.FINISHED, ttft_s=9.0)
+    slo.absorb(1.0, news)
     assert BurnAlerts.of(slo.totals(1.0)) == BurnAlerts()
 
 

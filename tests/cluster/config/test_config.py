@@ -73,12 +73,12 @@ def test_classes_of_service() -> None:
     assert load_config({"slo": {}}).slo_classes == SloConfig()
     config = load_config(ROOT / "ray_configs" / "slo.yaml")
     interactive, batch = config.slo_classes.classes
-    assert (interactive.name, config.slo_classes.default, interactive.promise().has_targets) == (
+    assert (interactive.name, config.slo_classes.default, interactive.has_targets) == (
         "interactive",
         "interactive",
         True,
     )
-    assert batch.name == "batch" and not batch.promise().has_targets
+    assert batch.name == "batch" and not batch.has_targets
     assert pickle.loads(pickle.dumps(config)) == config
 
 

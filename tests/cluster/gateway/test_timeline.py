@@ -127,34 +127,6 @@ def test_a_request_that_was_never_placed_has_parts_too() -> None:
     assert timeline.parts() == {"parse": pytest.approx(0.1), "finish": pytest.approx(1.9)}
 
 
-def test_events_name_what_happened_where_and_why() -> None:
-    one = sequence(3.0, 3.25, handoff_s=0.1)
-    one.attempts[0].ended_at, one.attempts[0].end_cause = ARRIVED + 3.3, "fault"
-    one.attempts.append(Attempt(number=1, asked_at=ARRIVED + 3.3, placed_at=ARRIVED + 3.4, decode="d1", num_before=2))
-    one.attempts[1].started_at = ARRIVED + 3.4
-    one.token_times.append(ARRIVED + 4.0)
-    one.ended_at, one.end = ARRIVED + 4.0, "finished"
-    assert [(round(event.at - ARRIVED, 3), event.name, event.attempt, event.worker) for event in one.events()] == [
-        (0.2, "placement asked", 0, ""),
-        (0.3, "placed", 0, ""),
-        (0.5, "reserved", 0, "d0"),
-        (0.5, "queued", 0, "p0"),
-        (1.5, "prefill started", 0, "p0"),
-        (3.0, "prefill ended", 0, "p0"),
-        (3.0, "first token", 0, ""),
-        (3.01, "first byte", 1, ""),
-        (3.1, "handed off", 0, "d0"),
-        (3.25, "token", 0, ""),
-        (3.3, "attempt failed", 0, ""),
-        (3.3, "placement asked", 1, ""),
-        (3.4, "placed", 1, ""),
-        (3.4, "queued", 1, "d1"),
-        (4.0, "prefill ended", 1, "d1"),
-        (4.0, "token", 1, ""),
-        (4.0, "ended", 1, ""),
-    ]
-
-
 # What `/slo` counts.
 
 

@@ -16,7 +16,7 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.recovery import RecoveredQuery, RecoveredRequests
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
-from cluster.slo.classes import RequestSlo, RequestTerms
+from cluster.slo.classes import RequestTerms, SloClass
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from kv_transfer.messages.scheduling import Place, Placement, Queued, StandingRequest, Unplaceable
@@ -209,7 +209,7 @@ def test_a_gateway_tells_how_each_attempt_stands() -> None:
     request = RequestSpec(
         request_id="r", attempt=0, prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=10, seed=0)
     )
-    terms = RequestTerms(slo=RequestSlo(slo_class="interactive", ttft_s=5.0, tpot_s=0.1), tenant="t")
+    terms = RequestTerms(slo=SloClass(name="interactive", ttft_s=5.0, tpot_s=0.1), tenant="t")
     run = RequestRun(request, 1e9, SequenceTimeline(replace(terms, arrived_at=time.monotonic() - 2.0)))
     assert run.standing() is None
     asked = run.place_query(prefer_decode=None)
@@ -236,7 +236,7 @@ def test_a_gateway_tells_how_each_attempt_stands() -> None:
 def test_a_gateway_tells_who_is_late_already() -> None:
     params = SamplingParams(max_tokens=10, seed=0)
     request = RequestSpec(request_id="r", attempt=0, prompt_token_ids=[1], params=params)
-    slo = RequestSlo(slo_class="interactive", ttft_s=5.0, tpot_s=None)
+    slo = SloClass(name="interactive", ttft_s=5.0, tpot_s=None)
     run = RequestRun(request, 1e9, SequenceTimeline(RequestTerms(slo=slo, arrived_at=time.monotonic() - 6.0)))
     run.placed(Placement(request_id="r", attempt=0, prefill="p1", decode="d1"))
     standing = run.standing()

@@ -69,7 +69,7 @@ async def _client(
     client.workers = {info.worker_id: (info, snapshot) for info, snapshot in knows}
     client.start()
     try:
-        await eventually(lambda: client.is_connected)
+        await eventually(lambda: client.connection is not None)
         yield client
     finally:
         await client.stop()
@@ -176,7 +176,7 @@ async def test_a_scheduler_that_stops_takes_nobody_s_workers_away() -> None:
             async with _client(server) as client:
                 await eventually(lambda: len(client.workers) == 2)
                 await server.stop()
-                await eventually(lambda: not client.is_connected)
+                await eventually(lambda: client.connection is None)
                 assert len(client.workers) == 2
 
 

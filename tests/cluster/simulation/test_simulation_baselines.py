@@ -23,7 +23,7 @@ from cluster.simulation.routers.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workload.synthetic import Workload, draw_requests
-from cluster.slo.classes import RequestSlo
+from cluster.slo.classes import SloClass
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Placement, Unplaceable
@@ -66,7 +66,7 @@ def query(
         attempt=0,
         num_tokens=num_tokens,
         max_new_tokens=new,
-        slo=RequestSlo(slo_class="c", ttft_s=ttft_s, tpot_s=tpot_s),
+        slo=SloClass(name="c", ttft_s=ttft_s, tpot_s=tpot_s),
         hashes=HASHES[: (num_tokens - 1) // BLOCK],
     )
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import yaml
 from pydantic import ValidationError
 
 from cluster.config.settings import SloSettings
-from cluster.slo.classes import NO_TARGETS, RequestSlo, SloChoiceError, SloClass, SloConfig
+from cluster.errors import InvalidRequestError
+from cluster.slo.classes import NO_TARGETS, SloClass, SloConfig
 
-INTERACTIVE = RequestSlo(slo_class="interactive", ttft_s=2.0, tpot_s=0.1)
-BATCH = RequestSlo(slo_class="batch", ttft_s=None, tpot_s=None)
+INTERACTIVE = SloClass(name="interactive", ttft_s=2.0, tpot_s=0.1, service_tiers=("priority", "scale"))
+BATCH = SloClass(name="batch", service_tiers=("flex",))
 
 
 @pytest.mark.parametrize(
@@ -25,11 +28,11 @@ BATCH = RequestSlo(slo_class="batch", ttft_s=None, tpot_s=None)
         ("batch", {}, BATCH),
         (None, {"x-slo-class": "batch"}, BATCH),
         ("priority", {"x-slo-class": "batch"}, BATCH),  # the header is Legato's own, so it was meant
-        ("auto", {"x-slo-ttft-ms": "350"}, RequestSlo(slo_class="interactive", ttft_s=0.35, tpot_s=0.1)),
-        ("flex", {"x-slo-tpot-ms": "12.5"}, RequestSlo(slo_class="batch", ttft_s=None, tpot_s=0.0125)),
+        ("auto", {"x-slo-ttft-ms": "350"}, replace(INTERACTIVE, ttft_s=0.35)),
+        ("flex", {"x-slo-tpot-ms": "12.5"}, replace(BATCH, tpot_s=0.0125)),
     ],
 )
-def test_a_request_chooses_its_promise(tier: str | None, headers: dict[str, str], promise: RequestSlo) -> None:
+def test_a_request_chooses_its_promise(tier: str | None, headers: dict[str, str], promise: SloClass) -> None:
     assert SloConfig().choose(tier, headers) == promise
 
 
@@ -37,16 +40,16 @@ def test_a_tier_of_openai_may_be_given_to_any_class() -> None:
     gold = SloClass(name="gold", ttft_s=0.2, service_tiers=("priority",))
     bulk = SloClass(name="bulk", service_tiers=("auto",))
     config = SloConfig(classes=(gold, bulk), default="gold")
-    assert config.choose("priority", {}).slo_class == "gold"
-    assert config.choose("auto", {}).slo_class == "bulk"
-    assert config.choose("default", {}).slo_class == "gold"
+    assert config.choose("priority", {}).name == "gold"
+    assert config.choose("auto", {}).name == "bulk"
+    assert config.choose("default", {}).name == "gold"
 
 
 @pytest.mark.parametrize("tier", [None, "auto", "default", "flex", "scale", "priority"])
 def test_clients_made_for_openai_work_with_any_classes(tier: str | None) -> None:
     bulk = SloClass(name="bulk", ttft_s=9.0)
-    assert SloConfig(classes=(bulk,), default="bulk").choose(tier, {}) == bulk.promise()
-    assert NO_TARGETS.choose(tier, {}) == RequestSlo(slo_class="default", ttft_s=None, tpot_s=None)
+    assert SloConfig(classes=(bulk,), default="bulk").choose(tier, {}) == bulk
+    assert NO_TARGETS.choose(tier, {}) == SloClass(name="default", ttft_s=None, tpot_s=None)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +68,13 @@ def test_clients_made_for_openai_work_with_any_classes(tier: str | None) -> None
 def test_what_there_is_not_is_refused_with_what_there_is(
     tier: str | None, headers: dict[str, str], param: str, says: str
 ) -> None:
-    with pytest.raises(SloChoiceError, match=says) as caught:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
         SloConfig().choose(tier, headers)
     assert caught.value.param == param
 
 
 def test_a_refusal_quotes_little_of_a_long_text() -> None:
-    with pytest.raises(SloChoiceError) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         SloConfig().choose("x" * 10_000, {})
     assert len(str(caught.value)) < 200
 

@@ -4,43 +4,47 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.slo.classes import RequestSlo, SloConfig
-from cluster.slo.report import Counts, Metric, Outcome, RequestEnd, SeriesKey, Served, SloRecorder, SloReport
-from cluster.slo.tracker import SloTracker, SloWindows
+from cluster.slo.classes import SloClass, SloConfig
+from cluster.slo.report import Counts, Metric, Outcome, SeriesKey, Served, SloReport
+from cluster.slo.tracker import SloTracker
 
 CONFIG = SloConfig()
 INTERACTIVE = CONFIG.choose(None, {})
 BATCH = CONFIG.choose("flex", {})
 ALL = SeriesKey("interactive", "m", "")
 
+End = dict[str, Any]
+"""What `SloReport.ended` is told of a request."""
 
-def served(slo: RequestSlo = INTERACTIVE, *, prefill: str | None = "p0", decode: str | None = "d0") -> Served:
+
+def served(slo: SloClass = INTERACTIVE, *, prefill: str | None = "p0", decode: str | None = "d0") -> Served:
     return Served(slo=slo, model="m", prefill=prefill, decode=decode)
 
 
-def finished(ttft_s: float = 1.0, tpot_s: float | None = 0.05, num_tokens: int = 10) -> RequestEnd:
-    return RequestEnd(outcome=Outcome.FINISHED, e2e_s=10.0, ttft_s=ttft_s, tpot_s=tpot_s, num_tokens=num_tokens)
+def finished(ttft_s: float = 1.0, tpot_s: float | None = 0.05, num_tokens: int = 10) -> End:
+    return {"outcome": Outcome.FINISHED, "e2e_s": 10.0, "ttft_s": ttft_s, "tpot_s": tpot_s, "num_tokens": num_tokens}
 
 
-def ended(outcome: Outcome, *, e2e_s: float = 0.5, ttft_s: float | None = None) -> RequestEnd:
-    return RequestEnd(outcome=outcome, e2e_s=e2e_s, ttft_s=ttft_s)
+def ended(outcome: Outcome, *, e2e_s: float = 0.5, ttft_s: float | None = None) -> End:
+    return {"outcome": outcome, "e2e_s": e2e_s, "ttft_s": ttft_s}
 
 
-def report(*ends: RequestEnd, who: Served | None = None) -> SloReport:
-    recorder = SloRecorder()
+def report(*ends: End, who: Served | None = None) -> SloReport:
+    news = SloReport()
     for end in ends:
-        recorder.ended(who or served(), end)
-    return SloReport.from_bytes(recorder.take().to_bytes())
+        news.ended(who or served(), **end)
+    return SloReport.from_bytes(news.to_bytes())
 
 
-def tracker(windows: SloWindows | None = None) -> SloTracker:
-    return SloTracker(CONFIG, now_s=0.0, windows=windows)
+def tracker() -> SloTracker:
+    return SloTracker(CONFIG, now_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -62,17 +66,17 @@ def tracker(windows: SloWindows | None = None) -> SloTracker:
         (CONFIG.choose("flex", {"x-slo-ttft-ms": "100"}), ended(Outcome.REJECTED), Counts(missed=1, rejected=1)),
     ],
 )
-def test_what_meets_and_what_misses_a_promise(slo: RequestSlo, end: RequestEnd, counts: Counts) -> None:
-    assert end.counts(slo) == counts
+def test_what_meets_and_what_misses_a_promise(slo: SloClass, end: End, counts: Counts) -> None:
+    assert {tally.counts for tally in report(end, who=served(slo)).tallies.values()} == {counts}
 
 
 def test_each_worker_is_told_its_own_part_and_the_whole_counts_once() -> None:
-    recorder = SloRecorder()
-    recorder.first_byte(served(), ttft_s=1.0, queue_s=0.5)
-    recorder.gaps(served(), [0.04, 0.06])
-    recorder.ended(served(), finished())
+    news = SloReport()
+    news.first_byte(served(), ttft_s=1.0, queue_s=0.5)
+    news.gaps(served(), [0.04, 0.06])
+    news.ended(served(), **finished())
     subject = tracker()
-    subject.absorb(1.0, recorder.take())
+    subject.absorb(1.0, news)
     totals, replicas = subject.totals(1.0), subject.replicas(1.0)
     found = {series.key.replica: set(series.latencies) for series in totals + replicas}
     assert found == {
@@ -90,9 +94,9 @@ def test_a_worker_that_does_both_is_counted_once() -> None:
     same = served(prefill="d0", decode="d0")
     subject.absorb(1.0, report(finished(), who=alone))
     subject.absorb(1.0, report(finished(), who=same))
-    recorder = SloRecorder()
-    recorder.first_byte(alone, ttft_s=1.0, queue_s=0.5)
-    subject.absorb(1.0, recorder.take())
+    news = SloReport()
+    news.first_byte(alone, ttft_s=1.0, queue_s=0.5)
+    subject.absorb(1.0, news)
     assert subject.snapshot(1.0, ALL._replace(replica="d0")).latencies[Metric.TTFT].count == 1
     assert subject.snapshot(1.0, ALL).counts.met == subject.snapshot(1.0, ALL._replace(replica="d0")).counts.met == 2
 
@@ -102,10 +106,10 @@ def test_quantiles_are_those_of_the_short_window() -> None:
     values = rng.lognormal(-1, 0.7, (24, 200))
     subject = tracker()
     for part, row in enumerate(values):  # one per part of five seconds, for two windows
-        recorder = SloRecorder()
+        news = SloReport()
         for value in row:
-            recorder.first_byte(served(), ttft_s=value, queue_s=value / 2)
-        subject.absorb(5.0 * part + 1.0, recorder.take())
+            news.first_byte(served(), ttft_s=value, queue_s=value / 2)
+        subject.absorb(5.0 * part + 1.0, news)
     ttft = subject.snapshot(119.0, ALL).latencies[Metric.TTFT]
     exact = np.quantile(values[12:], (0.5, 0.95, 0.99), method="lower")
     np.testing.assert_allclose((ttft.p50_s, ttft.p95_s, ttft.p99_s), exact, rtol=0.0101)
@@ -153,51 +157,45 @@ def test_burn_rates_over_two_windows() -> None:
     assert subject.snapshot(302.0, ALL).short.rate == pytest.approx(0.5 / 0.01)
 
 
-ENDS = st.builds(
-    RequestEnd,
-    outcome=st.sampled_from(Outcome),
-    e2e_s=st.floats(0, 100),
-    ttft_s=st.none() | st.floats(0, 5),
-    tpot_s=st.none() | st.floats(0, 0.3),
-    num_tokens=st.integers(0, 5000),
+ENDS = st.fixed_dictionaries(
+    {
+        "outcome": st.sampled_from(Outcome),
+        "e2e_s": st.floats(0, 100),
+        "ttft_s": st.none() | st.floats(0, 5),
+        "tpot_s": st.none() | st.floats(0, 0.3),
+        "num_tokens": st.integers(0, 5000),
+    }
 )
 EVENTS = st.tuples(ENDS, st.sampled_from([INTERACTIVE, BATCH]), st.sampled_from(["w0", "w1", None]), st.integers(0, 3))
 
 
-def record(recorders: Sequence[SloRecorder], events: Iterable[tuple[RequestEnd, RequestSlo, str | None, int]]) -> None:
+def record(reports: Sequence[SloReport], events: Iterable[tuple[End, SloClass, str | None, int]]) -> None:
     for end, slo, worker, gateway in events:
         who = served(slo, prefill=worker, decode="d0")
-        recorder = recorders[gateway % len(recorders)]
-        if end.ttft_s is not None:
-            recorder.first_byte(who, ttft_s=end.ttft_s, queue_s=end.ttft_s / 3)
-        recorder.gaps(who, [end.tpot_s] * 3 if end.tpot_s is not None else [])
-        recorder.ended(who, end)
+        news = reports[gateway % len(reports)]
+        if end["ttft_s"] is not None:
+            news.first_byte(who, ttft_s=end["ttft_s"], queue_s=end["ttft_s"] / 3)
+        news.gaps(who, [end["tpot_s"]] * 3 if end["tpot_s"] is not None else [])
+        news.ended(who, **end)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.lists(EVENTS, max_size=8)), max_size=12))
 @settings(max_examples=60, deadline=None)
 def test_four_gateways_add_up_to_one(
-    batches: list[tuple[int, list[tuple[RequestEnd, RequestSlo, str | None, int]]]],
+    batches: list[tuple[int, list[tuple[End, SloClass, str | None, int]]]],
 ) -> None:
     one, many = tracker(), tracker()
     now_s = 0.0
     for pause_s, events in batches:
         now_s += pause_s
-        single, gateways = SloRecorder(), [SloRecorder() for _ in range(4)]
+        single, gateways = SloReport(), [SloReport() for _ in range(4)]
         record([single], events)
         record(gateways, events)
-        one.absorb(now_s, single.take())
+        one.absorb(now_s, single)
         for gateway in reversed(gateways):
-            many.absorb(now_s, SloReport.from_bytes(gateway.take().to_bytes()))
+            many.absorb(now_s, SloReport.from_bytes(gateway.to_bytes()))
     assert one.totals(now_s) == many.totals(now_s)
     assert one.replicas(now_s) == many.replicas(now_s)
-
-
-def test_a_report_holds_what_is_new() -> None:
-    recorder = SloRecorder()
-    recorder.ended(served(), finished())
-    assert len(recorder.take().tallies) == 3
-    assert recorder.take().tallies == {}
 
 
 @given(st.binary(max_size=60))
@@ -209,9 +207,9 @@ def test_bytes_that_are_no_report_are_refused(garbage: bytes) -> None:
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_damaged_report_is_refused_or_is_still_one(data: st.DataObject) -> None:
-    recorder = SloRecorder()
-    record([recorder], [(finished(), INTERACTIVE, "w0", 0)])
-    damaged = bytearray(recorder.take().to_bytes())
+    news = SloReport()
+    record([news], [(finished(), INTERACTIVE, "w0", 0)])
+    damaged = bytearray(news.to_bytes())
     at = data.draw(st.integers(0, len(damaged) - 1))
     damaged[at] ^= data.draw(st.integers(1, 255))
     subject = tracker()
@@ -224,32 +222,25 @@ def test_a_damaged_report_is_refused_or_is_still_one(data: st.DataObject) -> Non
 
 
 def test_a_class_that_there_is_not_changes_nothing() -> None:
-    recorder = SloRecorder()
-    recorder.ended(served(), finished())
-    recorder.ended(served(RequestSlo(slo_class="gold", ttft_s=1.0, tpot_s=None)), finished())
+    news = SloReport()
+    news.ended(served(), **finished())
+    news.ended(served(SloClass(name="gold", ttft_s=1.0, tpot_s=None)), **finished())
     subject = tracker()
     with pytest.raises(ValueError, match="no SLO class 'gold'"):
-        subject.absorb(1.0, recorder.take())
+        subject.absorb(1.0, news)
     assert subject.totals(1.0) == []
-
-
-def test_windows_that_do_not_slide_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2"):
-        SloWindows(num_parts=1)
-    with pytest.raises(ValueError, match="no longer than"):
-        SloWindows(short_s=60.0, long_s=30.0)
 
 
 def busy_report(part: int) -> bytes:
     """Of a thousand workers, each with a few requests and a hundred gaps."""
     gaps = np.random.default_rng(part).lognormal(-3, 0.5, 100).tolist()
-    recorder = SloRecorder()
+    news = SloReport()
     for worker in range(1000):
         who = served(prefill=None, decode=f"worker-{worker}-of-{part // 26}")
-        recorder.first_byte(who, ttft_s=gaps[0], queue_s=gaps[1])
-        recorder.gaps(who, gaps)
-        recorder.ended(who, finished(gaps[0], gaps[2]))
-    return recorder.take().to_bytes()
+        news.first_byte(who, ttft_s=gaps[0], queue_s=gaps[1])
+        news.gaps(who, gaps)
+        news.ended(who, **finished(gaps[0], gaps[2]))
+    return news.to_bytes()
 
 
 def test_a_thousand_workers_take_bounded_memory() -> None:
