@@ -23,7 +23,6 @@ from cluster.scheduler.placement.worker_table import Row
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Replicas, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
-from kv_transfer.worker.cost_report import reported_cost
 
 WAKE_PERIOD_S: Final = 0.02  # those who wait are looked at so often at most when room comes early,
 WAKE_COUNT: Final = 4  # so many of them,
@@ -72,14 +71,7 @@ class GlobalScheduler:
         what was placed on an earlier life; what was placed on this one is its own still."""
         self.block_index.forget(info.worker_id)
         self._recovered.on_worker_lost(info.worker_id, now)
-        self.ledger.register(
-            info,
-            snapshot,
-            now,
-            cost=reported_cost(info.role, snapshot.step_cost),
-            chunk_tokens=info.chunk_tokens or float("inf"),
-            max_num_seqs=info.max_num_seqs or float("inf"),
-        )
+        self.ledger.register(info, snapshot, now)
         self._recovered.registered(info.worker_id, now)
         self._note_prefills()
         self._room_may_have_come(now)
@@ -89,10 +81,7 @@ class GlobalScheduler:
         if snapshot.worker_id not in self.ledger.table:
             return False
         before = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)].copy()
-        cost = reported_cost(self.ledger.info(snapshot.worker_id).role, snapshot.step_cost)
-        # A worker that does not count its context tokens reports none, whatever runs there.
-        context = None if snapshot.num_running and not snapshot.context_tokens else snapshot.context_tokens
-        self.ledger.heartbeat(snapshot, now, cost=cost, context_tokens=context)
+        self.ledger.heartbeat(snapshot, now)
         after = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)]
         earlier_s = max(before[Row.DRAINED_AT], now) - max(after[Row.DRAINED_AT], now)
         left = before[Row.EXTRA_DECODES] > after[Row.EXTRA_DECODES] or before[Row.DRAINING] > after[Row.DRAINING]

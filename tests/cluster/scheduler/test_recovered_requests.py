@@ -20,7 +20,7 @@ from cluster.slo.classes import RequestSlo, RequestTerms
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from kv_transfer.messages.scheduling import Place, Placement, Queued, StandingRequest, Unplaceable
-from tests.cluster.scheduler.placement.placement_world import COST, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import costed_snapshot, ledger_of, query_of
 from tests.support.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 
@@ -39,8 +39,8 @@ def _fact(ledger: Ledger, worker_id: str, fact: int) -> float:
 
 def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
     ledger = ledger_of("p1", "d1")
-    report = worker_snapshot("d1", 2, num_running=3)
-    ledger.heartbeat(report, 1.0, cost=COST, context_tokens=3 * 1040)
+    report = costed_snapshot("d1", 2, num_running=3, context_tokens=3 * 1040)
+    ledger.heartbeat(report, 1.0)
     step_s = _fact(ledger, "d1", Row.STEP_S)
     requests = RecoveredRequests(ledger)
     for number in range(3):
@@ -49,7 +49,7 @@ def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
         requests.told(_recovered(f"r{number}", 40), 1.0)
         assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(step_s)
     assert (_fact(ledger, "d1", Row.EXTRA_DECODES), _fact(ledger, "d1", Row.EXTRA_CONTEXT)) == (0, 0)
-    ledger.heartbeat(replace(report, sequence_number=3), 1.1, cost=COST, context_tokens=3 * 1045)
+    ledger.heartbeat(replace(report, sequence_number=3, context_tokens=3 * 1045), 1.1)
     assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 0
     slots = ledger.table.slots[:, ledger.table.row("d1"), :3]
     assert list(slots[Slot.FIRST_AT]) == [-1.0] * 3
@@ -62,14 +62,14 @@ def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
 
 def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
     ledger = ledger_of("p1", "d1")
-    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=2500), 1.0, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 2, queued_prefill_tokens=2500), 1.0)
     drained_at = _fact(ledger, "p1", Row.DRAINED_AT)
     requests = RecoveredRequests(ledger)
     for number in range(3):
         requests.told(_recovered(f"r{number}"), 1.0)
         assert drained_at <= _fact(ledger, "p1", Row.DRAINED_AT) <= drained_at + 0.6
-    ledger.heartbeat(worker_snapshot("p1", 3, queued_prefill_tokens=2400), 1.1, cost=COST)
-    ledger.heartbeat(worker_snapshot("p1", 4, queued_prefill_tokens=2300), 1.2, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 3, queued_prefill_tokens=2400), 1.1)
+    ledger.heartbeat(costed_snapshot("p1", 4, queued_prefill_tokens=2300), 1.2)
     assert _fact(ledger, "p1", Row.DRAINED_AT) == pytest.approx(1.2 + 2.3, abs=0.1), "700 tokens were computed before"
     for number in range(3):
         ledger.first_token(f"r{number}", 2.0 + number)
@@ -79,7 +79,7 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
 
 def test_a_prompt_that_decode_computes_itself_counts_there() -> None:
     ledger = ledger_of("d1")
-    ledger.heartbeat(worker_snapshot("d1", 2, num_waiting=1, queued_prefill_tokens=1000), 0.0, cost=COST)
+    ledger.heartbeat(costed_snapshot("d1", 2, num_waiting=1, queued_prefill_tokens=1000), 0.0)
     RecoveredRequests(ledger).told(_recovered("r", prefill=None), 0.0)
     assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 0
     assert _fact(ledger, "d1", Row.DRAINED_AT) == pytest.approx(1.01)
@@ -95,7 +95,7 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
     requests = RecoveredRequests(ledger)
     for now, what in enumerate(said):
         if what in ("p1", "d1"):
-            ledger.register(worker_info(what), worker_snapshot(what, num_running=1), float(now), cost=COST)
+            ledger.register(worker_info(what), costed_snapshot(what, num_running=1), float(now))
             requests.registered(what, float(now))
         else:
             requests.told(_recovered(what, 9 if what == "decodes" else 0), float(now))
