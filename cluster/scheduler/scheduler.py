@@ -17,7 +17,7 @@ from cluster.scheduler.decision_log import DecisionLog
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.query import NO_TARGET, DecisionPolicy, Query
-from cluster.scheduler.placement.recovery import RecoveredQuery, RecoveredRequests
+from cluster.scheduler.placement.recovery import RecoveredRequest, RecoveredRequests
 from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.placement.worker_table import Row
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
@@ -119,15 +119,6 @@ class GlobalScheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def is_waiting(self, request_id: str) -> bool:
-        """Whether it was asked for and is told `Queued` so far."""
-        return request_id in self._waiting
-
-    @property
-    def num_booked(self) -> int:
-        """Requests that were placed and have not ended."""
-        return len(self.ledger)
-
     @property
     def num_unbooked(self) -> int:
         """Requests that run on workers which are out of sight: booked once these are known."""
@@ -172,15 +163,15 @@ class GlobalScheduler:
         """It is on its workers, placed by somebody else: count it, as soon as they are known."""
         self.ended(request.place.request_id, now)
         self._recovered.told(
-            RecoveredQuery(
+            RecoveredRequest(
                 query=self._query(request.place, now),
                 prefill=request.prefill,
                 decode=request.decode,
                 num_emitted=request.num_emitted,
                 first_at=now - request.since_first_s,
                 weight=0.0 if request.late else 1.0,
-            ),
-            now,
+                as_of=now,
+            )
         )
 
     def first_token(self, request_id: str, now: float) -> None:
