@@ -7,8 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from cluster.autoscaling.sizing import FlipRules, PoolRules
-from cluster.autoscaling.watch import PoolsPlan
+from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.config.settings import DecodeSettings, LegatoConfig, PrefillSettings
 from cluster.gateway.line_log import LineLog
 from cluster.scheduler.placement.admission import AdmissionPolicy
@@ -50,7 +49,7 @@ def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
     rules = [_pool_rules(config, pool) for pool in (config.prefill, config.decode)]
     if not config.scheduler.role_flips and not any(rule.scales for rule in rules):
         return None
-    return PoolsPlan(prefill=rules[0], decode=rules[1], flips=FlipRules(enabled=config.scheduler.role_flips))
+    return PoolsPlan(prefill=rules[0], decode=rules[1], flips=config.scheduler.role_flips)
 
 
 def _pool_rules(config: LegatoConfig, pool: PrefillSettings | DecodeSettings) -> PoolRules:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.autoscaling.controller import Autoscaler
-from cluster.autoscaling.sizing import FlipRules, PoolRules
-from cluster.autoscaling.watch import BurnAlerts, DemandMonitor, PoolsPlan
+from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
+from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.config.load import load_config
 from cluster.config.scheduler import pools_plan
 from cluster.scheduler.block_index import BlockIndex
@@ -194,7 +194,7 @@ def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_
     for pid, worker_id in enumerate(("p1", "d1", "d2", "d3")):
         ledger.register(worker_info(worker_id, pid=pid), costed_snapshot(worker_id), 0.0)
     rules = PoolRules(max_workers=8)
-    plan = PoolsPlan(prefill=rules, decode=replace(rules, initial=3), flips=FlipRules(enabled=True, hold_s=2.0))
+    plan = PoolsPlan(prefill=rules, decode=replace(rules, initial=3), flips=True, flip_hold_s=2.0)
     sizing = keeper(ledger, plan)
     ledger.heartbeat(worker_snapshot("d1", 2, num_running=1), 5.0)
     ledger.heartbeat(worker_snapshot("d3", 2, num_running=2), 5.0)
@@ -227,13 +227,13 @@ def test_settings_become_rules() -> None:
     plan = plan_of({"prefill": {"replicas": 2, "autoscaling": scaling}})
     assert plan is not None
     expected = PoolRules(initial=2, max_workers=4, target=0.5, start_s=7.0, hold_s=9.0)
-    assert plan.prefill == expected and not plan.decode.scales and not plan.flips.enabled
+    assert plan.prefill == expected and not plan.decode.scales and not plan.flips
 
 
 def test_without_pools_to_size_there_is_no_plan() -> None:
     assert plan_of({}) is None
     flips = plan_of({"scheduler": {"role_flips": True}})
-    assert flips is not None and flips.flips.enabled and not flips.prefill.scales
+    assert flips is not None and flips.flips and not flips.prefill.scales
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
