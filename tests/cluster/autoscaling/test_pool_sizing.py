@@ -236,8 +236,8 @@ def test_a_pool_at_its_bound_gets_a_worker_of_the_other() -> None:
     period_s=st.integers(2, 600),
 )
 def test_roles_do_not_swing_with_the_demand(total: int, share: float, load: float, swing: float, period_s: int) -> None:
-    """Never more than one flip in `flip_cooldown_s`, none at all where the demand is constant once it settled, and each pool
-    keeps a worker."""
+    """Never more than one flip in `flip_cooldown_s`, none at all where the demand is constant once it settled, and each
+    pool keeps a worker."""
     prefill = max(1, min(total - 1, round(total * share)))
     decode, flipped_at = total - prefill, []
     sizer = PoolSizer(PoolsPlan(prefill=fixed(prefill), decode=fixed(decode), flips=True), 0.0)
