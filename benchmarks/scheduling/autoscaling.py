@@ -23,8 +23,7 @@ from benchmarks.common.part import note, run_part
 from benchmarks.common.summary import Json
 from benchmarks.scheduling.elastic import Elasticity, ElasticSimulation, SizeSample, Sizing
 from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
-from cluster.autoscaling.sizing import PoolRules
-from cluster.autoscaling.watch import PoolsPlan
+from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.simulation.routers.fleet import KnownCosts
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig

@@ -20,6 +20,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -37,6 +38,7 @@ from kv_transfer.messages.blocks import BlockIndexSnapshot
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
+from kv_transfer.worker.cost_report import stated_report
 
 BLOCK_TOKENS: Final = 64
 CHUNK_TOKENS: Final = 2048
@@ -49,7 +51,7 @@ CLOCKS: Final = (time.thread_time, time.perf_counter)
 def build(num_workers: int, num_blocks: int) -> tuple[Ledger, BlockIndex]:
     """Half of them prefill workers, with the blocks spread evenly over all."""
     ledger, index = Ledger(), BlockIndex()
-    cost = roofline_cost(LLAMA_3_1_8B, H100_SXM)
+    report = stated_report(roofline_cost(LLAMA_3_1_8B, H100_SXM))
     each = num_blocks // num_workers
     for number in range(num_workers):
         role: Role = "prefill" if number % 2 else "decode"
@@ -64,8 +66,10 @@ def build(num_workers: int, num_blocks: int) -> tuple[Ledger, BlockIndex]:
             num_blocks=kv_capacity_tokens(LLAMA_3_1_8B, H100_SXM) // BLOCK_TOKENS,
             block_size=BLOCK_TOKENS,
             layer_groups=1,
+            chunk_tokens=CHUNK_TOKENS,
+            max_num_seqs=512,
         )
-        ledger.register(info, _idle(info), 0.0, cost=cost, chunk_tokens=CHUNK_TOKENS, max_num_seqs=512)
+        ledger.register(info, replace(_idle(info), step_cost=report), 0.0)
         common = [_digest(0, block) for block in range(min(PREFIX_BLOCKS, each) if number < WIDE else 0)]
         own = [_digest(number + 1, block) for block in range(each - len(common))]
         index.on_snapshot(

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.autoscaling.watch import BurnAlerts, DemandMonitor, PoolsPlan
+from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
+from cluster.autoscaling.sizing import PoolSizer, PoolsPlan
 from cluster.simulation.records import Record
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.workers import Worker
@@ -88,14 +89,14 @@ class PredictedSizes:
     """What the scheduler's pool sizing advises, with the error budgets that gateways would report."""
 
     def __init__(self, router: LegatoRouter, plan: PoolsPlan, slo: SloConfig) -> None:
-        self._watch = DemandMonitor(router.ledger, plan, 0.0)
+        self._watch, self._sizer = DemandMonitor(router.ledger, plan, 0.0), PoolSizer(plan, 0.0)
         self._news, self._tracker = SloReport(), SloTracker(slo, now_s=0.0)
         router.on_verdict = self._watch.asked
 
     def sizes(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> Sizes | None:
         self._tracker.absorb(now, self._news)
         self._news = SloReport()
-        advice = self._watch.advise(now, BurnAlerts.of(self._tracker.totals(now)))
+        advice = self._sizer.advise(now, *self._watch.views(now, BurnAlerts.of(self._tracker.totals(now))))
         return None if advice is None else (advice.num_prefill, advice.num_decode)
 
     def ended(self, record: Record, now: float) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from cluster.autoscaling.sizing import PoolAdvice
-from cluster.autoscaling.watch import BurnAlerts, DemandMonitor, PoolsPlan
+from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
+from cluster.autoscaling.sizing import PoolAdvice, PoolSizer, PoolsPlan
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.slo.tracker import SloTracker
 from kv_transfer.messages.fields import Role
@@ -45,6 +45,7 @@ class Autoscaler:
         self._tracker = tracker
         self._plan = plan
         self._flips: list[_Flip] = []
+        self._sizer = PoolSizer(plan, now)
         self.watch = DemandMonitor(ledger, plan, now)
         self.advice: PoolAdvice | None = None
         self.targets: dict[Role, int] = {}  # what Serve should have in each pool; empty until there is advice
@@ -66,10 +67,11 @@ class Autoscaler:
                 yield info.worker_id, PoolTarget(num_workers=self.targets[home])
 
     def _advise(self, now: float) -> None:
-        before, burning = self.advice, BurnAlerts.of(self._tracker.totals(now))
-        self.advice = advice = self.watch.advise(now, burning)
-        if advice is not None and (before is None or before != advice):
-            prefill, decode = self.watch.views(now, burning)
+        burning = BurnAlerts.of(self._tracker.totals(now))
+        prefill, decode = self.watch.views(now, burning)
+        before, advice = self.advice, self._sizer.advise(now, prefill, decode)
+        self.advice = advice
+        if advice is not None and advice != before:
             logger.info(
                 "the pools should have %d prefill and %d decode workers (%s); demand keeps %.2f and %.2f busy, %s",
                 advice.num_prefill,

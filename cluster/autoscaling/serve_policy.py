@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from cluster.config.autoscaling import AutoscalingSettings
+from cluster.config.settings import AutoscalingSettings
 
 _REPORTED_OVER_S = 5.0  # Serve takes five samples in this time
 

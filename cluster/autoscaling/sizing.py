@@ -53,13 +53,17 @@ class PoolRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlipRules:
-    """A worker may change its role where the pool that it leaves could do without it for `hold_s`, and `cooldown_s`
-    after the last one that did."""
+class PoolsPlan:
+    """What the pools may be. With `flips`, a worker may change its role where the pool that it leaves could do without
+    it for `flip_hold_s`, and `flip_cooldown_s` after the last one that did. For the first `settle_s` nothing changes:
+    workers have to find a restarted scheduler first."""
 
-    enabled: bool = False
-    hold_s: float = 15.0
-    cooldown_s: float = 60.0
+    prefill: PoolRules
+    decode: PoolRules
+    flips: bool = False
+    flip_hold_s: float = 15.0
+    flip_cooldown_s: float = 60.0
+    settle_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,46 +152,38 @@ class PoolSize:
 
 
 class PoolSizer:
-    """Both pools. For the first `settle_s` it only listens: workers have to find a restarted scheduler first."""
+    """Both pools, asked by the `Autoscaler` every second."""
 
-    def __init__(
-        self,
-        prefill: PoolRules,
-        decode: PoolRules,
-        flips: FlipRules | None = None,
-        *,
-        now: float,
-        settle_s: float = 5.0,
-    ) -> None:
-        self.prefill = PoolSize(prefill, prefill.initial, raised_at=now)
-        self.decode = PoolSize(decode, decode.initial, raised_at=now)
-        self._flips = flips or FlipRules()
+    def __init__(self, plan: PoolsPlan, now: float) -> None:
+        self._plan = plan
+        self._prefill = PoolSize(plan.prefill, plan.prefill.initial, raised_at=now)
+        self._decode = PoolSize(plan.decode, plan.decode.initial, raised_at=now)
         self._flipped_at = -math.inf
-        self._settled_at = now + settle_s
+        self._settled_at = now + plan.settle_s
 
     def advise(self, now: float, prefill: PoolView, decode: PoolView) -> PoolAdvice | None:
         """None: too early to say."""
-        for pool, view in ((self.prefill, prefill), (self.decode, decode)):
+        for pool, view in ((self._prefill, prefill), (self._decode, decode)):
             if now < self._settled_at:
                 pool.size = min(max(pool.size, view.live), pool.rules.max_workers)
             pool.look(now, view)
         if now < self._settled_at:
             return None
         flip = self._flip(now)
-        self.prefill.scale(now)
-        self.decode.scale(now)
-        return PoolAdvice(num_prefill=self.prefill.size, num_decode=self.decode.size, flip=flip)
+        self._prefill.scale(now)
+        self._decode.scale(now)
+        return PoolAdvice(num_prefill=self._prefill.size, num_decode=self._decode.size, flip=flip)
 
     def _flip(self, now: float) -> Role | None:
-        if not self._flips.enabled or now - self._flipped_at < self._flips.cooldown_s:
+        if not self._plan.flips or now - self._flipped_at < self._plan.flip_cooldown_s:
             return None
         pairs: tuple[tuple[Role, PoolSize, PoolSize], ...] = (
-            ("prefill", self.prefill, self.decode),
-            ("decode", self.decode, self.prefill),
+            ("prefill", self._prefill, self._decode),
+            ("decode", self._decode, self._prefill),
         )
         for role, gains, gives in pairs:
             lacks = gains.needed > gains.size < gains.rules.max_workers
-            if lacks and gives.size > 1 and gives.could_spare(now, self._flips.hold_s):
+            if lacks and gives.size > 1 and gives.could_spare(now, self._plan.flip_hold_s):
                 gains.change(now, gains.size + 1)
                 gives.change(now, gives.size - 1)
                 self._flipped_at = now

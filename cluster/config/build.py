@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from cluster.config.settings import KvPoolSettings, LegatoConfig, PoolSettings
+from cluster.config.settings import LegatoConfig
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
@@ -37,19 +38,13 @@ def worker_replica(
     role: Role, config: LegatoConfig, site: ReplicaSite, locate_scheduler: Callable[[], Awaitable[Endpoint]]
 ) -> WorkerReplica:
     """What a worker's process makes of the configuration: a replica of the pool of this role, not started."""
-    if role == "prefill":
-        tiers = WorkerTiers(prefill_tiers(config), prefill_engine(config), site.secret)
-    else:
-        tiers = WorkerTiers(decode_tiers(config), decode_engine(config), site.secret)
-    return WorkerReplica(role, worker_roles(config), tiers, transfer_config(config), site, locate_scheduler)
-
-
-def prefill_engine(config: LegatoConfig) -> EngineConfig:
-    return _engine(config, config.kv.prefill, config.prefill, may_decode=config.scheduler.role_flips)
-
-
-def decode_engine(config: LegatoConfig) -> EngineConfig:
-    return _engine(config, config.kv.decode, config.decode, may_decode=True)
+    tiers = WorkerTiers(tiers_config(role, config), engine_config(role, config), site.secret)
+    # What every worker can be, whichever pool it was started in.
+    roles: dict[Role, WorkerRole] = {
+        "prefill": partial(PrefillWorker, config=prefill_worker(config)),
+        "decode": partial(DecodeWorker, config=decode_worker(config)),
+    }
+    return WorkerReplica(role, roles, tiers, transfer_config(config), site, locate_scheduler)
 
 
 def prefill_worker(config: LegatoConfig) -> PrefillWorkerConfig:
@@ -75,33 +70,27 @@ def decode_worker(config: LegatoConfig) -> DecodeWorkerConfig:
     )
 
 
-def worker_roles(config: LegatoConfig) -> dict[Role, WorkerRole]:
-    """What every worker can be, whichever pool it was started in."""
-    return {
-        "prefill": partial(PrefillWorker, config=prefill_worker(config)),
-        "decode": partial(DecodeWorker, config=decode_worker(config)),
-    }
-
-
-def prefill_tiers(config: LegatoConfig) -> TiersConfig:
-    return _tiers(config, config.kv.prefill)
-
-
-def decode_tiers(config: LegatoConfig) -> TiersConfig:
-    return _tiers(config, config.kv.decode)
-
-
 def transfer_config(config: LegatoConfig) -> TransferConfig:
+    made = TransferConfig(transport=config.transfer.transport)
     if config.prefill.num_gpus or config.decode.num_gpus:
-        made = TransferConfig(
-            transport=config.transfer.transport, slab_bytes=32 * 2**20, num_slabs=16, num_connections=4
-        )
-    else:
-        made = TransferConfig(transport=config.transfer.transport)
+        made = replace(made, slab_bytes=32 * 2**20, num_slabs=16, num_connections=4)
     return config.tuned(made)
 
 
-def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings, *, may_decode: bool) -> EngineConfig:
+def tiers_config(role: Role, config: LegatoConfig) -> TiersConfig:
+    """Of a worker of this role's pool."""
+    disk = config.kv.disk
+    return config.tuned(
+        TiersConfig(
+            host=config.kv.pools[role].host_memory,
+            disk=None if disk is None else DiskConfig(folder=disk.path, budget=disk.budget, sync=disk.sync),
+        )
+    )
+
+
+def engine_config(role: Role, config: LegatoConfig) -> EngineConfig:
+    """Of a worker of this role's pool."""
+    kv, pool = config.kv.pools[role], config.pools[role]
     made = EngineConfig(
         model_ref=config.model.ref,
         model_name=config.model.name,
@@ -119,7 +108,7 @@ def _engine(config: LegatoConfig, kv: KvPoolSettings, pool: PoolSettings, *, may
         batch_invariant=config.model.batch_invariant,
         quantisation=config.model.quantisation,
         share_weights="auto",
-        decode_graphs=may_decode,
+        decode_graphs=role == "decode" or config.scheduler.role_flips,
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
     )
     return config.tuned(made)
@@ -141,15 +130,5 @@ def _layerkv(config: LegatoConfig) -> LayerKvConfig | None:
         LayerKvConfig(
             tpot_target_s=config.decode.tpot_target_ms / 1000,
             max_in_flight=max(MAX_IN_FLIGHT, config.decode.max_num_seqs),
-        )
-    )
-
-
-def _tiers(config: LegatoConfig, kv: KvPoolSettings) -> TiersConfig:
-    disk = config.kv.disk
-    return config.tuned(
-        TiersConfig(
-            host=kv.host_memory,
-            disk=None if disk is None else DiskConfig(folder=disk.path, budget=disk.budget, sync=disk.sync),
         )
     )

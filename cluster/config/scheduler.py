@@ -7,13 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from cluster.autoscaling.sizing import FlipRules, PoolRules
-from cluster.autoscaling.watch import PoolsPlan
-from cluster.config.settings import DecodeSettings, LegatoConfig, PrefillSettings
+from cluster.autoscaling.sizing import PoolRules, PoolsPlan
+from cluster.config.settings import LegatoConfig
 from cluster.gateway.line_log import LineLog
 from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
+from kv_transfer.messages.fields import Role
 from kv_transfer.transports.base import Identity
 
 STALE_AFTER_S: Final = 3.0
@@ -47,16 +47,17 @@ def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
 
 def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
     """For the scheduler. None: both pools stay as they are."""
-    rules = [_pool_rules(config, pool) for pool in (config.prefill, config.decode)]
-    if not config.scheduler.role_flips and not any(rule.scales for rule in rules):
+    prefill, decode = _pool_rules("prefill", config), _pool_rules("decode", config)
+    if not (config.scheduler.role_flips or prefill.scales or decode.scales):
         return None
-    return PoolsPlan(prefill=rules[0], decode=rules[1], flips=FlipRules(enabled=config.scheduler.role_flips))
+    return PoolsPlan(prefill=prefill, decode=decode, flips=config.scheduler.role_flips)
 
 
-def _pool_rules(config: LegatoConfig, pool: PrefillSettings | DecodeSettings) -> PoolRules:
+def _pool_rules(role: Role, config: LegatoConfig) -> PoolRules:
+    pool = config.pools[role]
     scaling = pool.autoscaling
     if scaling is None:
-        most = 0 if config.colocated and pool is config.prefill else _MANY
+        most = 0 if config.colocated and role == "prefill" else _MANY
         return PoolRules(min_workers=0, initial=min(pool.replicas, most), max_workers=most, scales=False)
     return PoolRules(
         min_workers=scaling.min_replicas,

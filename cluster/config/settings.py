@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.config.autoscaling import AutoscalingSettings
 from cluster.config.fields import BudgetField, KvMemory, Settings, SizeBytes
 from cluster.slo.classes import BATCH, INTERACTIVE, NO_TARGETS, SloClass, SloConfig
 from kv_transfer.tiers.config import Budget
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from engine.checkpoint.quantisation import Quantisation
+    from kv_transfer.messages.fields import Role
 
 SCHEDULER_CPUS: Final = 0.1
 """That Ray sets aside for the global scheduler."""
@@ -151,6 +151,10 @@ class KvSettings(Settings):
     prefill: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each prefill worker.")
     decode: KvPoolSettings = Field(KvPoolSettings(), description="Memory of each decode worker.")
 
+    @property
+    def pools(self) -> dict[Role, KvPoolSettings]:
+        return {"prefill": self.prefill, "decode": self.decode}
+
     @model_validator(mode="after")
     def _check_disk(self) -> Self:
         if self.disk is None:
@@ -161,6 +165,35 @@ class KvSettings(Settings):
             raise ValueError(
                 "kv.disk is filled from host memory, and no worker has any; give kv.prefill.host_memory or"
                 " kv.decode.host_memory a size"
+            )
+        return self
+
+
+class AutoscalingSettings(Settings):
+    """How a pool's number of workers follows the demand."""
+
+    min_replicas: int = Field(1, ge=0, description="Never fewer workers than this.")
+    max_replicas: int = Field(ge=1, description="Never more workers than this.")
+    target_utilisation: float = Field(
+        0.7, gt=0, le=1, description="Share of their time that predicted demand should keep the workers busy."
+    )
+    start_s: float = Field(
+        30.0, ge=0, description="What a new worker takes until it serves; demand is predicted so far ahead."
+    )
+    downscale_delay_s: float = Field(
+        60.0, gt=0, description="Fewer workers must have been enough for this long before one ends."
+    )
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; "
+                "lower the first or raise the second"
+            )
+        if self.min_replicas == 0:
+            raise ValueError(
+                "min_replicas is 0, and a pool without workers hears of nothing that would let it grow again: use 1"
             )
         return self
 
@@ -386,6 +419,11 @@ class LegatoConfig(Settings):
         return self
 
     @property
+    def pools(self) -> dict[Role, PrefillSettings | DecodeSettings]:
+        """By the role that their workers are started in."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
     def slo_classes(self) -> SloConfig:
         return NO_TARGETS if self.slo is None else self.slo.config()
 
@@ -406,8 +444,7 @@ class LegatoConfig(Settings):
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:
-        pools: Mapping[str, PrefillSettings | DecodeSettings] = {"prefill": self.prefill, "decode": self.decode}
-        for name, pool in pools.items():
+        for name, pool in self.pools.items():
             scaling = pool.autoscaling
             if scaling is not None and not scaling.min_replicas <= pool.replicas <= scaling.max_replicas:
                 raise ValueError(
@@ -421,7 +458,7 @@ class LegatoConfig(Settings):
     @model_validator(mode="after")
     def _check_batch_invariance(self) -> Self:
         if self.model.batch_invariant:
-            for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            for name, pool in self.pools.items():
                 if pool.replicas and not pool.num_gpus:
                     raise ValueError(
                         f"model.batch_invariant is on, but {name}.num_gpus is 0, and only GPUs have such kernels; give"
@@ -432,7 +469,7 @@ class LegatoConfig(Settings):
     @model_validator(mode="after")
     def _check_transport(self) -> Self:
         transport = self.transfer.transport
-        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+        for name, pool in self.pools.items():
             if pool.replicas and not pool.num_gpus and transport in ("cuda_ipc", "nccl"):
                 raise ValueError(
                     f"transfer.transport is {transport!r}, which does not move KV of {name} workers with"
@@ -451,11 +488,9 @@ class LegatoConfig(Settings):
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        for name, pool, kv in (("prefill", self.prefill, self.kv.prefill), ("decode", self.decode, self.kv.decode)):
-            if pool.tensor_parallel == 1:
-                continue
-            if pool.num_gpus:
-                _check_group_on_gpus(name, pool, kv)
+        for name, pool in self.pools.items():
+            if pool.tensor_parallel > 1 and pool.num_gpus:
+                _check_group_on_gpus(name, pool, self.kv.pools[name])
         return self
 
     @model_validator(mode="after")
@@ -463,7 +498,7 @@ class LegatoConfig(Settings):
         context = self.model.max_model_len
         if context is None:
             return self
-        for name, pool in (("prefill", self.kv.prefill), ("decode", self.kv.decode)):
+        for name, pool in self.kv.pools.items():
             if pool.block_size > context:
                 raise ValueError(
                     f"kv.{name}.block_size is {pool.block_size}, more than model.max_model_len ({context}), so that "

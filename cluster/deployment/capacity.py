@@ -32,7 +32,7 @@ class Need:
 def needs(config: LegatoConfig) -> list[Need]:
     """What is started with the application; pools that grow later get what is there then."""
     found = []
-    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+    for name, pool in config.pools.items():
         if pool.replicas and not (name == "prefill" and config.colocated):
             each = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
             found.append(Need(f"{name} worker", name, pool.replicas, each))

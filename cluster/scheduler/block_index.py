@@ -7,14 +7,19 @@ that worker's columns. The clock is passed in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final, NamedTuple
 
-from cluster.scheduler.prefix_holders import DEVICE, DISK, HOST, PrefixHolders, members, split
+import numpy as np
+
+from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexRequest, BlockIndexSnapshot, IndexReport
 from kv_transfer.messages.fields import Tier
 
-RETRY_S: Final = 2.0
+RETRY_S: Final = 2.0  # so long an answer may be under way, before a worker is asked again
+DEVICE, HOST, DISK = 1, 2, 4
+_ANY = DEVICE | HOST | DISK
 _BIT: Final[dict[Tier, int]] = {"device": DEVICE, "host": HOST, "disk": DISK}
 
 
@@ -26,46 +31,15 @@ class PrefixReach(NamedTuple):
     disk: int
 
 
-class _TierBits:
-    """The tiers that hold a column, as a set of bits; counts the columns of each tier.
-
-    A plain dictionary of bytes and integers is nothing that the garbage collector looks through, however large."""
-
-    def __init__(self, holders: PrefixHolders, number: int) -> None:
-        self.bits: dict[bytes, int] = {}
-        self.num_columns: dict[Tier, int] = dict.fromkeys(_BIT, 0)
-        self._holders = holders
-        self.number = number  # the worker's, there
-
-    def emptied(self) -> _TierBits:
-        """In place of this one: nothing is known."""
-        self._holders.put(b"".join(self.bits), self.number, bytes(len(self.bits)))
-        return _TierBits(self._holders, self.number)
-
-    def apply(self, change: BlockChange) -> None:
-        bit, count, known, after = _BIT[change.tier], 0, self.bits, bytearray()
-        for column in split(change.removed):
-            bits = known.get(column, 0)
-            count -= bool(bits & bit)
-            if bits & ~bit:
-                known[column] = bits & ~bit
-            else:
-                known.pop(column, None)
-            after.append(bits & ~bit)
-        for column in split(change.stored):
-            bits = known.get(column, 0)
-            count += not bits & bit
-            known[column] = bits | bit
-            after.append(bits | bit)
-        self._holders.put(change.removed + change.stored, self.number, bytes(after))
-        self.num_columns[change.tier] += count
-
-
 @dataclass(slots=True)
 class _WorkerColumns:
-    """`next_id` None: changes are missing, a snapshot is awaited."""
+    """`number`: the worker's, among the holders. `tiers`: that hold a column, as a set of bits; a dictionary of bytes
+    and integers is nothing that the garbage collector looks through, however large. `num_columns`: of each tier.
+    `next_id` None: changes are missing, a snapshot is awaited."""
 
-    tiers: _TierBits
+    number: int
+    tiers: dict[bytes, int] = field(default_factory=dict)
+    num_columns: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(_BIT, 0))
     epoch: int = -1
     next_id: int | None = None
     next_part: int = 0  # of the snapshot that is arriving
@@ -79,8 +53,7 @@ class _WorkerColumns:
 class BlockIndex:
     """`on_events` and `on_snapshot` return what to ask the worker, if anything."""
 
-    def __init__(self, retry_s: float = RETRY_S) -> None:
-        self._retry_s = retry_s
+    def __init__(self) -> None:
         self._workers: dict[str, _WorkerColumns] = {}
         self._holders = PrefixHolders()
         self._names: list[str] = []  # of the workers, by their numbers in `_holders`; "" where one is free
@@ -94,7 +67,7 @@ class BlockIndex:
             return self._lose_track(events.worker_id, worker, now)
         num_known = worker.next_id - events.first_id
         for change in events.changes[num_known:]:
-            worker.tiers.apply(change)
+            self._apply(worker, change)
             worker.next_id += 1
         return None
 
@@ -107,11 +80,12 @@ class BlockIndex:
         if worker.snapshot == identity and part.part < worker.next_part:
             return None
         if part.part == 0:
-            worker.epoch, worker.next_id, worker.tiers = part.epoch, None, worker.tiers.emptied()
+            self._empty(worker)
+            worker.epoch, worker.next_id = part.epoch, None
             worker.next_part, worker.snapshot = 0, identity
         elif worker.snapshot != identity or part.part > worker.next_part:
             return self._lose_track(part.worker_id, worker, now)
-        worker.tiers.apply(BlockChange(tier=part.tier, stored=part.hashes, removed=b""))
+        self._apply(worker, BlockChange(tier=part.tier, stored=part.hashes, removed=b""))
         worker.next_part += 1
         if worker.next_part == part.num_parts:
             worker.next_id, worker.asked_at = part.next_id, float("-inf")
@@ -122,20 +96,20 @@ class BlockIndex:
         """The worker is gone, or starts anew."""
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            self._names[worker.tiers.number] = ""
-            worker.tiers.emptied()
+            self._names[worker.number] = ""
+            self._empty(worker)
 
     def num_columns(self, worker_id: str) -> int | None:
         """Columns that the worker holds in any tier; None while that is not known."""
         worker = self._workers.get(worker_id)
-        return None if worker is None or worker.next_id is None else len(worker.tiers.bits)
+        return None if worker is None or worker.next_id is None else len(worker.tiers)
 
     def columns(self, worker_id: str, tier: Tier) -> set[bytes]:
         """What the worker holds in the tier, as far as it is known."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.next_id is None:
             return set()
-        return {column for column, bits in worker.tiers.bits.items() if bits & _BIT[tier]}
+        return {column for column, bits in worker.tiers.items() if bits & _BIT[tier]}
 
     def report(self) -> list[IndexReport]:
         """For operators, of every worker that was heard of; takes no longer however much is known."""
@@ -143,7 +117,7 @@ class BlockIndex:
             IndexReport(
                 worker_id=worker_id,
                 in_step=worker.next_id is not None,
-                columns=dict(worker.tiers.num_columns) if worker.next_id is not None else {},
+                columns=dict(worker.num_columns) if worker.next_id is not None else {},
                 num_gaps=worker.num_gaps,
                 num_snapshots_asked=worker.num_asked,
                 num_snapshots_taken=worker.num_taken,
@@ -167,18 +141,196 @@ class BlockIndex:
                 self._names.append("")
             number = self._names.index("")
             self._names[number] = worker_id
-            worker = self._workers[worker_id] = _WorkerColumns(_TierBits(self._holders, number))
+            worker = self._workers[worker_id] = _WorkerColumns(number)
         return worker
 
+    def _apply(self, worker: _WorkerColumns, change: BlockChange) -> None:
+        bit, count, known, after = _BIT[change.tier], 0, worker.tiers, bytearray()
+        for column in split(change.removed):
+            bits = known.get(column, 0)
+            count -= bool(bits & bit)
+            if bits & ~bit:
+                known[column] = bits & ~bit
+            else:
+                known.pop(column, None)
+            after.append(bits & ~bit)
+        for column in split(change.stored):
+            bits = known.get(column, 0)
+            count += not bits & bit
+            known[column] = bits | bit
+            after.append(bits | bit)
+        self._holders.put(change.removed + change.stored, worker.number, bytes(after))
+        worker.num_columns[change.tier] += count
+
+    def _empty(self, worker: _WorkerColumns) -> None:
+        """Nothing is known of it."""
+        self._holders.put(b"".join(worker.tiers), worker.number, bytes(len(worker.tiers)))
+        worker.tiers, worker.num_columns = {}, dict.fromkeys(_BIT, 0)
+
     def _lose_track(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
-        worker.next_id, worker.snapshot, worker.tiers = None, (-1, -1, 0), worker.tiers.emptied()
+        self._empty(worker)
+        worker.next_id, worker.snapshot = None, (-1, -1, 0)
         worker.num_gaps += 1
         return self._ask_again(worker_id, worker, now)
 
     def _ask_again(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
-        """Not at every message: the answer may be under way."""
-        if now - worker.asked_at < self._retry_s:
+        """Not at every message."""
+        if now - worker.asked_at < RETRY_S:
             return None
         worker.asked_at = now
         worker.num_asked += 1
         return BlockIndexRequest(worker_id=worker_id)
+
+
+Sets = tuple[int, int, int]  # of workers: with the column on the device; there or in host memory; anywhere
+_NOBODY: Final[Sets] = (0, 0, 0)
+
+
+class PrefixHolders:
+    """Who holds a column, found by the column: the index turned around, so that a prefix is looked up once for all.
+
+    Workers are small numbers here, sets of workers are the bits of an integer. A holder's tiers are a set of the bits
+    DEVICE, HOST, DISK.
+
+    Each column that anyone holds has a number. Most are held by one worker: the number of such a one is 8 times the
+    worker's and its tiers. Of the others it is 8 times that of their `Sets`. A dictionary of bytes and integers is
+    nothing that the garbage collector looks through, however large.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._shared = _SharedSets()
+
+    def __len__(self) -> int:
+        """Columns that anyone holds."""
+        return len(self._numbers)
+
+    @property
+    def num_shared_sets(self) -> int:
+        """Different sets of several holders."""
+        return len(self._shared)
+
+    def put(self, hashes: bytes, worker: int, tiers: bytes) -> None:
+        """The worker holds these columns (joined), each in the tiers that `tiers` has for it, and in no others; 0: not
+        at all."""
+        numbers, sole = self._numbers, [worker << 3 | held for held in range(_ANY + 1)]
+        for column, held in zip(split(hashes), tiers, strict=True):
+            number = numbers.get(column, 0)
+            if not number or (number & _ANY and number >> 3 == worker):
+                if held:
+                    numbers[column] = sole[held]
+                elif number:
+                    del numbers[column]
+            elif held or not number & _ANY:
+                self._put_shared(column, number, worker, held)
+
+    def reaches(self, hashes: bytes) -> dict[tuple[int, int, int], int]:
+        """The leading columns held (on the device, down to host memory, in any tier), and the set of workers with just
+        so many; those that hold none are left out."""
+        device = host = disk = -1  # everyone
+        ends: list[list[tuple[int, int]]] = [[], [], []]  # of each kind: (length, workers whose run ends there)
+        numbers, number, length = self._numbers, -1, -1
+        for length, column in enumerate(split(hashes)):
+            before, number = number, numbers.get(column, 0)
+            if number == before:
+                continue  # as most columns do, it says what the one before it said
+            on_device, in_host, anywhere = self._sets(number)
+            if gone := disk & ~anywhere if length else 0:
+                ends[2].append((length, gone))
+            if gone := host & ~in_host if length else ~in_host & anywhere:
+                ends[1].append((length, gone))
+            if gone := device & ~on_device if length else ~on_device & anywhere:
+                ends[0].append((length, gone))
+            device, host, disk = device & on_device, host & in_host, disk & anywhere
+            if not disk:
+                break
+        for kind, left in enumerate((device, host, disk)):
+            if left and length >= 0:
+                ends[kind].append((length + 1, left))
+        return {
+            (on_device, in_host, anywhere): workers
+            for anywhere, any_workers in ends[2]
+            for in_host, host_workers in ends[1]
+            if any_workers & host_workers
+            for on_device, device_workers in ends[0]
+            if (workers := any_workers & host_workers & device_workers)
+        }
+
+    def _put_shared(self, column: bytes, number: int, worker: int, tiers: int) -> None:
+        """What more than one worker holds, or did."""
+        sets = _with(self._sets(number), worker, tiers)
+        if not number & _ANY:
+            self._shared.give_back(number >> 3)
+        if sets[2]:
+            self._numbers[column] = self._shared.take(sets) << 3
+        else:
+            del self._numbers[column]
+
+    def _sets(self, number: int) -> Sets:
+        tiers = number & _ANY
+        if not tiers:
+            return self._shared.of(number >> 3)
+        bit = 1 << (number >> 3)
+        return bit if tiers & DEVICE else 0, bit if tiers & (DEVICE | HOST) else 0, bit
+
+
+class _SharedSets:
+    """Each once, however many columns have it, under a number from 1 on; 0: nobody."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Sets, int] = {}
+        self._sets: list[Sets] = [_NOBODY]
+        self._num_columns = [0]
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def of(self, number: int) -> Sets:
+        return self._sets[number]
+
+    def take(self, sets: Sets) -> int:
+        """For one column more."""
+        number = self._numbers.get(sets)
+        if number is None:
+            number = self._numbers[sets] = self._next()
+            self._sets[number] = sets
+        self._num_columns[number] += 1
+        return number
+
+    def give_back(self, number: int) -> None:
+        self._num_columns[number] -= 1
+        if not self._num_columns[number]:
+            del self._numbers[self._sets[number]]
+            self._sets[number] = _NOBODY
+            self._free.append(number)
+
+    def _next(self) -> int:
+        if not self._free:
+            self._free.append(len(self._sets))
+            self._sets.append(_NOBODY)
+            self._num_columns.append(0)
+        return self._free.pop()
+
+
+def members(workers: int) -> list[int]:
+    """The numbers in a set of workers."""
+    joined = np.frombuffer(workers.to_bytes((workers.bit_length() + 7) // 8, "little"), np.uint8)
+    numbers: list[int] = np.unpackbits(joined, bitorder="little").nonzero()[0].tolist()
+    return numbers
+
+
+def split(hashes: bytes) -> list[bytes]:
+    """Prefix hashes that were joined."""
+    found: list[bytes] = np.frombuffer(hashes, f"V{HASH_BYTES}").tolist()
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _with(sets: Sets, worker: int, tiers: int) -> Sets:
+    bit = 1 << worker
+    wanted = (DEVICE, DEVICE | HOST, _ANY)
+    on_device, in_host, anywhere = (
+        held | bit if tiers & tier else held & ~bit for held, tier in zip(sets, wanted, strict=True)
+    )
+    return on_device, in_host, anywhere

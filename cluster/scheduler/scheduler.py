@@ -17,13 +17,12 @@ from cluster.scheduler.decision_log import DecisionLog
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.query import NO_TARGET, DecisionPolicy, Query
-from cluster.scheduler.placement.recovery import RecoveredQuery, RecoveredRequests
+from cluster.scheduler.placement.recovery import RecoveredRequest, RecoveredRequests
 from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.placement.worker_table import Row
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Replicas, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
-from kv_transfer.worker.cost_report import reported_cost
 
 WAKE_PERIOD_S: Final = 0.02  # those who wait are looked at so often at most when room comes early,
 WAKE_COUNT: Final = 4  # so many of them,
@@ -72,14 +71,7 @@ class GlobalScheduler:
         what was placed on an earlier life; what was placed on this one is its own still."""
         self.block_index.forget(info.worker_id)
         self._recovered.on_worker_lost(info.worker_id, now)
-        self.ledger.register(
-            info,
-            snapshot,
-            now,
-            cost=reported_cost(info.role, snapshot.step_cost),
-            chunk_tokens=info.chunk_tokens or float("inf"),
-            max_num_seqs=info.max_num_seqs or float("inf"),
-        )
+        self.ledger.register(info, snapshot, now)
         self._recovered.registered(info.worker_id, now)
         self._note_prefills()
         self._room_may_have_come(now)
@@ -89,10 +81,7 @@ class GlobalScheduler:
         if snapshot.worker_id not in self.ledger.table:
             return False
         before = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)].copy()
-        cost = reported_cost(self.ledger.info(snapshot.worker_id).role, snapshot.step_cost)
-        # A worker that does not count its context tokens reports none, whatever runs there.
-        context = None if snapshot.num_running and not snapshot.context_tokens else snapshot.context_tokens
-        self.ledger.heartbeat(snapshot, now, cost=cost, context_tokens=context)
+        self.ledger.heartbeat(snapshot, now)
         after = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)]
         earlier_s = max(before[Row.DRAINED_AT], now) - max(after[Row.DRAINED_AT], now)
         left = before[Row.EXTRA_DECODES] > after[Row.EXTRA_DECODES] or before[Row.DRAINING] > after[Row.DRAINING]
@@ -129,15 +118,6 @@ class GlobalScheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    def is_waiting(self, request_id: str) -> bool:
-        """Whether it was asked for and is told `Queued` so far."""
-        return request_id in self._waiting
-
-    @property
-    def num_booked(self) -> int:
-        """Requests that were placed and have not ended."""
-        return len(self.ledger)
 
     @property
     def num_unbooked(self) -> int:
@@ -183,15 +163,15 @@ class GlobalScheduler:
         """It is on its workers, placed by somebody else: count it, as soon as they are known."""
         self.ended(request.place.request_id, now)
         self._recovered.told(
-            RecoveredQuery(
+            RecoveredRequest(
                 query=self._query(request.place, now),
                 prefill=request.prefill,
                 decode=request.decode,
                 num_emitted=request.num_emitted,
                 first_at=now - request.since_first_s,
                 weight=0.0 if request.late else 1.0,
-            ),
-            now,
+                as_of=now,
+            )
         )
 
     def first_token(self, request_id: str, now: float) -> None:

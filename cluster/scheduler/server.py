@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 from cluster.autoscaling.controller import Autoscaler
-from cluster.autoscaling.watch import PoolsPlan
+from cluster.autoscaling.sizing import PoolsPlan
 from cluster.gateway.line_log import LineLog
 from cluster.scheduler.role_changes import RoleChanges
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy

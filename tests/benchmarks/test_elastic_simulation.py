@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.scheduling.elastic import Elasticity, ElasticSimulation
 from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
-from cluster.autoscaling.sizing import PoolRules
-from cluster.autoscaling.watch import PoolsPlan
+from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.simulation.records import Record
 from cluster.simulation.routers.fleet import KnownCosts
 from cluster.simulation.routers.legato import LegatoRouter

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.autoscaling.sizing import FlipRules, PoolRules
-from cluster.autoscaling.watch import PoolsPlan
+from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from tests.support.mini_requests import tokens
 from tests.support.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -70,7 +69,9 @@ async def test_a_decode_worker_becomes_one_for_prefill_where_prompts_are_what_is
     pools = PoolsPlan(
         prefill=replace(fixed, max_workers=2),
         decode=replace(fixed, target=0.9),
-        flips=FlipRules(enabled=True, hold_s=1.0, cooldown_s=600.0),
+        flips=True,
+        flip_hold_s=1.0,
+        flip_cooldown_s=600.0,
         settle_s=1.0,
     )
     async with replica_cluster(llama, num_prefill=1, num_decode=3, pools=pools) as cluster:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.config.build import decode_engine, prefill_engine
+from cluster.config.build import engine_config
 from cluster.config.settings import LegatoConfig
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.sequence import Sequence as Seq
@@ -279,12 +279,12 @@ def test_a_cpu_records_nothing(tmp_path: Path) -> None:
 
 
 def test_the_setting_reaches_those_who_decode() -> None:
-    assert decode_engine(LegatoConfig()).decode_graphs
-    assert not prefill_engine(LegatoConfig()).decode_graphs
+    assert engine_config("decode", LegatoConfig()).decode_graphs
+    assert not engine_config("prefill", LegatoConfig()).decode_graphs
     flipping = LegatoConfig.model_validate({"scheduler": {"role_flips": True}})
-    assert prefill_engine(flipping).decode_graphs
+    assert engine_config("prefill", flipping).decode_graphs
     off = LegatoConfig.model_validate(
         {"tuning": {"EngineConfig": {"decode_graphs": False}}, "scheduler": {"role_flips": True}}
     )
-    assert not decode_engine(off).decode_graphs
-    assert not prefill_engine(off).decode_graphs
+    assert not engine_config("decode", off).decode_graphs
+    assert not engine_config("prefill", off).decode_graphs

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.config.build import decode_engine, prefill_engine
+from cluster.config.build import engine_config
 from cluster.config.settings import LegatoConfig
 from engine.sequence import Sequence
 from kernels import reference
@@ -98,9 +98,9 @@ def test_batch_invariance_is_refused_with_advice_where_no_kernels_have_it() -> N
 def test_the_setting_reaches_both_kinds_of_workers() -> None:
     tree = {"model": {"batch_invariant": True}, "prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
     config = LegatoConfig.model_validate(tree)
-    assert prefill_engine(config).batch_invariant
-    assert decode_engine(config).batch_invariant
-    assert not prefill_engine(LegatoConfig()).batch_invariant
+    assert engine_config("prefill", config).batch_invariant
+    assert engine_config("decode", config).batch_invariant
+    assert not engine_config("prefill", LegatoConfig()).batch_invariant
 
 
 def test_a_gpu_has_its_own_kernels() -> None:

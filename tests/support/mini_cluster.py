@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.autoscaling.watch import PoolsPlan
+from cluster.autoscaling.sizing import PoolsPlan
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.line_log import LineLog
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig

@@ -31,7 +31,7 @@ async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniClus
         yield cluster
         await cluster.idle()
         scheduler = cluster.scheduler.scheduler
-        await eventually(lambda: not scheduler.num_booked, what="the scheduler still counts requests")
+        await eventually(lambda: not len(scheduler.ledger), what="the scheduler still counts requests")
         assert (scheduler.num_waiting, scheduler.next_at(), cluster.scheduler.num_asked) == (0, None, 0)
 
 

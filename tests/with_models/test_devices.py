@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.config.build import decode_engine, prefill_engine
+from cluster.config.build import engine_config
 from cluster.config.load import LegatoConfig
 from engine.checkpoint.weights import load_weights
 from engine.memory.devices import CPU, require_device
@@ -57,8 +57,8 @@ def test_host_memory_of_a_group_on_gpus_is_refused() -> None:
 
 def test_a_worker_that_is_given_a_gpu_computes_there() -> None:
     config = LegatoConfig.model_validate({"prefill": {"num_gpus": 1}, "decode": {"num_cpus": 2}})
-    assert prefill_engine(config).device == "cuda:0"
-    assert decode_engine(config).device == "cpu"
+    assert engine_config("prefill", config).device == "cuda:0"
+    assert engine_config("decode", config).device == "cpu"
 
 
 def test_weights_are_converted_one_by_one(folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_share_is_given_alone(folder: Path) -> None:
     with pytest.raises(ValueError, match="as a share, or in bytes, or in blocks"):
         runner_of(folder, kv_share=0.5, kv_blocks=10)
     config = LegatoConfig.model_validate({"kv": {"decode": {"memory": "85%"}}, "decode": {"max_num_seqs": 32}})
-    engine = decode_engine(config)
+    engine = engine_config("decode", config)
     assert (engine.kv_share, engine.kv_bytes, engine.kv_blocks) == (0.85, None, None)
     assert engine.largest_step == StepSize(num_tokens=512, num_seqs=32)
     assert str(config.kv.decode.memory) == "85%"

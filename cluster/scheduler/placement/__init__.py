@@ -6,10 +6,10 @@ A gateway's `Place` message becomes a `Query` (`query.py`) in `GlobalScheduler.p
     filter.py       1. all workers: who could take it at all, how soon its prompt would be computed there; a shortlist
     score.py        2. each candidate pair: first token, time between tokens, what others lose; its gain in met targets
     tpot_forecast.py   of 2: who decodes on a worker now and later, and how long the steps take with one more
-    pick.py         3. the candidates in order, and whether the best is good enough; the table that operators read
+    pick.py         3. the candidates in order, and whether the best is good enough, or when it would be; the table that
+                       operators read
     ledger.py       4. bind: booked on its workers at once, corrected by what workers and gateways report
-    later.py        where nothing is good now: when it would be, and
-    retry_after.py  when a client that is turned away is asked to come back (and every constant of that)
+    retry_after.py  where nothing is good now: when a client is asked to come back (and every constant of that)
 
 What the stages read: `worker_table.py`, all workers as arrays; `estimates.py`, what was learned of outputs, overheads
 and demand. `recovery.py` books requests that somebody else placed: a scheduler before this one, or a gateway alone.

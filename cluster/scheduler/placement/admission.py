@@ -1,25 +1,35 @@
 """Admission: what becomes of a request: placed now, kept waiting, or told when to come back.
 
 The entry of a decision (see the package). `Admission` takes a request through filter, score and pick, books what was
-picked, and decides what happens to those for whom nothing good was found: they wait in the `WaitQueue`, fairly between
-tenants (`TenantShares`), or hear when to come back (`RetryAfterCalendar`). The clock is passed in.
+picked, and decides what happens to those for whom nothing good was found: they wait, fairly between tenants
+(`TenantShares`), or hear when to come back (`RetryAfterCalendar`). The clock is passed in.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
+import numpy as np
+
 from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.placement.filter import Filtered, could_ever, filter_workers
-from cluster.scheduler.placement.later import Later
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.pick import Action, Candidates, Decision, bind, pick, place_anyway
+from cluster.scheduler.placement.pick import (
+    Action,
+    Candidates,
+    Decision,
+    bind,
+    first_good_s,
+    pick,
+    place_anyway,
+    predict_later,
+)
 from cluster.scheduler.placement.query import NO_TARGET, DecisionPolicy, Query
-from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, MIN_RETRY_AFTER_S, RetryAfterCalendar
+from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MIN_RETRY_AFTER_S, RetryAfterCalendar
 
 _OUTPUT_WEIGHT: Final = 2.0  # a token that is put out costs a tenant as much as two of the prompt
 
@@ -58,6 +68,18 @@ class Verdict:
         return f"{self.outcome.name}: {self.outcome.value}{times}\n{self.decision}"
 
 
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A request that will be placed a little later. `try_at`: before, another look is useless; `latest_start`: of its
+    prompt's computation, to meet its target; by `deadline` it is placed or not."""
+
+    query: Query
+    came_at: float
+    try_at: float
+    latest_start: float
+    deadline: float
+
+
 class Admission:
     """Asked by the `GlobalScheduler` for each request, and again for those who wait. `prefixes`: what workers hold of a
     prompt, by worker."""
@@ -69,14 +91,14 @@ class Admission:
         self._idle_policy = replace(policy, batch_queue_s=float("inf"), batch_slo_loss=float("inf"))
         self._returned_policy = replace(policy, displacement_cost=0.0)  # who comes back on time is charged for nobody
         self._rules = rules
-        self._queue = WaitQueue(self._rules.max_waiting)
+        self._waiting: dict[str, _Waiting] = {}
         self._shares = TenantShares()
         self._calendar = RetryAfterCalendar()
         self._slo_traffic_until = float("-inf")
 
     def ask(self, query: Query, now: float) -> Verdict:
         """Decide, and book or remember what was decided. Asked again for a request that waits, it is decided anew."""
-        self._queue.remove(query.request_id)
+        self._waiting.pop(query.request_id, None)
         self._shares.ask(query.tenant, now)
         verdict = self._judge(query, now, now)
         if verdict.decision.rows and query.ttft_s < NO_TARGET:
@@ -86,29 +108,35 @@ class Admission:
     def again(self, now: float) -> list[Verdict]:
         """Look again at those who wait and are due; returns only what is news: placed, or rejected."""
         verdicts = []
-        for waiting in self._queue.due(now, lambda tenant: self._shares.is_ahead(tenant, now)):
-            self._queue.remove(waiting.query.request_id)
+        due = [waiting for waiting in self._waiting.values() if min(waiting.try_at, waiting.deadline) <= now]
+        for waiting in self._in_turn(due, now):
+            del self._waiting[waiting.query.request_id]
             verdict = self._judge(waiting.query, now, waiting.came_at)
             if verdict.outcome is not Outcome.WAITING:
                 verdicts.append(verdict)
         return verdicts
 
-    @property
-    def num_expected_back(self) -> int:
-        """Clients that were asked to come back and are not late yet."""
-        return len(self._calendar)
-
     def next_at(self) -> float | None:
         """When `again` has something to do."""
-        return self._queue.next_at()
+        return min((min(waiting.try_at, waiting.deadline) for waiting in self._waiting.values()), default=None)
 
     def wake(self, now: float, count: int) -> None:
         """Room may have come before it was expected: `again` looks at so many of those who wait, too."""
-        self._queue.hurry(now, count, lambda tenant: self._shares.is_ahead(tenant, now))
+        for waiting in self._in_turn(self._waiting.values(), now)[:count]:
+            waiting.try_at = min(now, waiting.try_at)
 
     def gone(self, request_id: str) -> None:
         """The client of a request that waits is gone. Unknown ids are fine."""
-        self._queue.remove(request_id)
+        self._waiting.pop(request_id, None)
+
+    def _in_turn(self, waiting: Iterable[_Waiting], now: float) -> list[_Waiting]:
+        """First who has targets, then whose tenant is not ahead, then the least slack."""
+        ahead = {tenant: self._shares.is_ahead(tenant, now) for tenant in {w.query.tenant for w in waiting}}
+
+        def turn(w: _Waiting) -> tuple[bool, bool, float, float, str]:
+            return not w.query.has_targets, ahead[w.query.tenant], w.latest_start, w.came_at, w.query.request_id
+
+        return sorted(waiting, key=turn)
 
     def _judge(self, query: Query, now: float, came_at: float) -> Verdict:
         found = filter_workers(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
@@ -167,21 +195,25 @@ class Admission:
         query = decision.query
         latest_start = query.arrived_at + query.ttft_s - decision.best.prefill_s
         deadline = min(came_at + self._rules.max_wait_s, latest_start)
-        later = Later(self._ledger, query, candidates, now)
+        later = predict_later(self._ledger, query, candidates, now)
         if now < deadline and self._may_wait(query):
             within_s = deadline - now if query.has_targets else NO_TARGET
-            wait_s = later.earliest_feasible_s(self._policy_for(query, now), share, within_s)
+            waited_s = max(0.0, now - query.arrived_at)
+            policy = self._policy_for(query, now)
+            wait_s = first_good_s(self._ledger, policy, query, later, waited_s, share=share, within_s=within_s)
             if wait_s is not None:
                 until = min(now + wait_s, deadline)
-                self._queue.put(
-                    Waiting(query=query, came_at=came_at, try_at=until, latest_start=latest_start, deadline=deadline)
+                self._waiting[query.request_id] = _Waiting(
+                    query=query, came_at=came_at, try_at=until, latest_start=latest_start, deadline=deadline
                 )
                 return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
         if query.has_targets and came_at < now and decision.best.ttft_s < NO_TARGET:
             decision = place_anyway(decision)
             self._place(decision, now)
             return Verdict(outcome=Outcome.PLACED, decision=decision)
-        retry_at = now + later.earliest_admission_s(self._policy, share)
+        comes_then = -np.array(LATER_S)[:, None]
+        retry_s = first_good_s(self._ledger, self._policy, query, later, comes_then, share=share)
+        retry_at = now + (LATER_S[-1] if retry_s is None else retry_s)
         if query.has_targets:
             pool = self._ledger.table.pools()[decision.best.prefill is None]
             num_workers = max(1, int(pool.stop - pool.start))
@@ -199,71 +231,10 @@ class Admission:
         return best.prefill_s + num_output * token_s
 
     def _may_wait(self, query: Query) -> bool:
-        if query.has_targets and self._queue.num_with_targets >= self._rules.max_contenders:
+        num_contenders = sum(waiting.query.has_targets for waiting in self._waiting.values())
+        if query.has_targets and num_contenders >= self._rules.max_contenders:
             return False
-        return not self._queue.is_full
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """`try_at`: before, another look is useless; `latest_start`: of its prompt's computation, to meet its target."""
-
-    query: Query
-    came_at: float
-    try_at: float
-    latest_start: float
-    deadline: float
-
-
-class WaitQueue:
-    """Requests that will be placed a little later: in which order, and until when at the latest. Everyone in it leaves
-    it by its deadline, placed or not. At most `max_waiting` at once."""
-
-    def __init__(self, max_waiting: int) -> None:
-        self._max_waiting = max_waiting
-        self._waiting: dict[str, Waiting] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
-
-    @property
-    def num_with_targets(self) -> int:
-        return sum(waiting.query.has_targets for waiting in self._waiting.values())
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._waiting) >= self._max_waiting
-
-    def put(self, waiting: Waiting) -> None:
-        assert not self.is_full or waiting.query.request_id in self._waiting, "put() into a full wait queue"
-        self._waiting[waiting.query.request_id] = waiting
-
-    def remove(self, request_id: str) -> Waiting | None:
-        return self._waiting.pop(request_id, None)
-
-    def due(self, now: float, is_ahead: Callable[[str], bool]) -> list[Waiting]:
-        """Those to look at again: first who has targets, then whose tenant is not ahead, then the least slack."""
-        return _in_turn([w for w in self._waiting.values() if w.try_at <= now or w.deadline <= now], is_ahead)
-
-    def hurry(self, now: float, count: int, is_ahead: Callable[[str], bool]) -> None:
-        """Room may have come before it was expected: so many of those whose turn it is are due now."""
-        for waiting in _in_turn(list(self._waiting.values()), is_ahead)[:count]:
-            self._waiting[waiting.query.request_id] = replace(waiting, try_at=min(now, waiting.try_at))
-
-    def next_at(self) -> float | None:
-        """When somebody is due."""
-        return min((min(w.try_at, w.deadline) for w in self._waiting.values()), default=None)
-
-
-def _in_turn(waiting: list[Waiting], is_ahead: Callable[[str], bool]) -> list[Waiting]:
-    ahead = {tenant: is_ahead(tenant) for tenant in {w.query.tenant for w in waiting}}
-    return sorted(
-        waiting,
-        key=lambda w: (not w.query.has_targets, ahead[w.query.tenant], w.latest_start, w.came_at, w.query.request_id),
-    )
+        return len(self._waiting) < self._rules.max_waiting
 
 
 class TenantShares:

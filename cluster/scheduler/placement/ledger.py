@@ -19,6 +19,7 @@ from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot, WorkerTable
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
 from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
+from kv_transfer.worker.cost_report import reported_cost
 
 # Of a worker that reports none. What a sequence adds to a step, and a token of its context, is wrong by as much as you
 # like, but with nothing at all, workers would look the same however many decode there.
@@ -111,30 +112,14 @@ class Ledger:
 
     # --- workers ---
 
-    def register(
-        self,
-        info: WorkerInfo,
-        snapshot: WorkerSnapshot,
-        now: float,
-        *,
-        cost: StepCost | None = None,
-        chunk_tokens: float = float("inf"),
-        max_num_seqs: float = float("inf"),
-    ) -> None:
+    def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
         """A worker's new life. What was booked on an earlier one is void."""
         self.lost(info.worker_id, now)
         self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], now)
-        self.table.add(info, chunk_tokens, max_num_seqs, now)
-        self._take_in(self._workers[info.worker_id], snapshot, now, cost, None)
+        self.table.add(info, now)
+        self._take_in(self._workers[info.worker_id], snapshot, now, None)
 
-    def heartbeat(
-        self,
-        snapshot: WorkerSnapshot,
-        now: float,
-        *,
-        cost: StepCost | None = None,
-        context_tokens: float | None = None,
-    ) -> bool:
+    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
         """Take a snapshot in, unless a newer one is known. False if the worker is not: it has to register (again)."""
         worker = self._workers.get(snapshot.worker_id)
         if worker is None:
@@ -143,7 +128,9 @@ class Ledger:
             # What was placed before the previous snapshot has reached the worker and counts in this one.
             for booking in worker.queue.values():
                 booking.reported = booking.reported or booking.placed_at < worker.heard_at
-            self._take_in(worker, snapshot, now, cost, context_tokens)
+            # A worker that does not count its context tokens reports none, whatever runs there.
+            counts_context = snapshot.context_tokens > 0 or snapshot.num_running == 0
+            self._take_in(worker, snapshot, now, snapshot.context_tokens if counts_context else None)
         return True
 
     def lost(self, worker_id: str, now: float) -> bool:
@@ -326,14 +313,9 @@ class Ledger:
         rows[Row.EXTRA_CONTEXT, row] = max(0.0, context) if extra else 0.0
 
     def _take_in(
-        self,
-        worker: BookedWorker,
-        snapshot: WorkerSnapshot,
-        now: float,
-        cost: StepCost | None,
-        context_tokens: float | None,
+        self, worker: BookedWorker, snapshot: WorkerSnapshot, now: float, context_tokens: float | None
     ) -> None:
-        row = self.table.row(snapshot.worker_id)
+        row, cost = self.table.row(snapshot.worker_id), reported_cost(worker.info.role, snapshot.step_cost)
         self.table.advance(row, now)
         worker.snapshot, worker.heard_at = snapshot, now
         if cost is not None or not worker.is_measured:

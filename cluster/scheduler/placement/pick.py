@@ -1,13 +1,14 @@
 """Pick: one request, one decision: which pair of workers, or none now.
 
 The third stage (see the package): `pick` takes what `filter_workers` found, has the shortlist scored, puts the
-candidates in order, and says whether the best one is good enough. It is a function of ledger, query, prefixes and
-clock alone and changes nothing; `bind` makes the choice count. A `Decision` keeps the table that it was made from, for
-operators to read.
+candidates in order, and says whether the best one is good enough; `first_good_s`, when it would be. Both are functions
+of ledger, query, prefixes and clock alone and change nothing; `bind` makes the choice count. A `Decision` keeps the
+table that it was made from, for operators to read.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, NamedTuple
@@ -15,13 +16,15 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.scheduler.placement.filter import Filtered, PromptForecast, shortlist
+from cluster.scheduler.placement.filter import Filtered, shortlist
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.query import DecisionPolicy, Query
-from cluster.scheduler.placement.score import predict, score
-from cluster.scheduler.placement.worker_table import Floats, Row, Rows
+from cluster.scheduler.placement.retry_after import LATER_S, NUM_LATER_CANDIDATES
+from cluster.scheduler.placement.score import Prediction, Score, predict, score
+from cluster.scheduler.placement.worker_table import Floats, Row
 
 _AT_ONCE: Final = np.zeros(1)
+_NUM_ROWS: Final = 8  # candidates that a decision keeps
 _ASSUMED_TTFT_S: Final = 10.0  # what delays are relative to where there is no target
 _ASSUMED_TPOT_S: Final = 0.1
 
@@ -32,25 +35,12 @@ class Action(Enum):
     IMPOSSIBLE = "no worker that is there could ever do it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """Columns by candidate: see `Prediction` and `Score`. `order`: of candidates, best first."""
+class Candidates(NamedTuple):
+    """Those of the shortlist, as if the request were placed now, which is their only moment. `order`: best first."""
 
-    computing: Rows
-    decode: Rows
-    prompt: PromptForecast
-    start_s: Floats
-    ttft_s: Floats
-    tpot_s: Floats
-    kv_share: Floats
-    slo_probability: Floats
-    slo_loss: Floats
-    slo_gain: Floats
-    leaves_room: NDArray[np.bool_]
+    predicted: Prediction
+    scores: Score
     order: NDArray[np.intp]
-
-    def __len__(self) -> int:
-        return len(self.decode)
 
 
 class CandidateRow(NamedTuple):
@@ -90,11 +80,15 @@ class Decision:
     now: float
     action: Action
     rows: tuple[CandidateRow, ...]
-    uncached_tokens: float = 0.0  # of the first row
 
     @property
     def best(self) -> CandidateRow:
         return self.rows[0]
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Of the prompt, on the best candidate."""
+        return self.query.num_tokens - self.best.cached_tokens
 
     def __str__(self) -> str:
         query = self.query
@@ -107,24 +101,15 @@ class Decision:
 
 
 def pick(
-    ledger: Ledger,
-    policy: DecisionPolicy,
-    query: Query,
-    found: Filtered,
-    now: float,
-    *,
-    share: float = 1.0,
-    num_rows: int = 8,
+    ledger: Ledger, policy: DecisionPolicy, query: Query, found: Filtered, now: float, *, share: float = 1.0
 ) -> tuple[Decision, Candidates | None]:
-    """The decision, and all candidates that it was made among (None where there are none, for `later` to look at).
-    `share`: see `DecisionPolicy.admits`. `num_rows`: that the decision keeps."""
+    """The decision, and all candidates that it was made among, for `Admission` to look at again; None where there are
+    none. `share`: see `DecisionPolicy.admits`."""
     candidates = rank(ledger, policy, query, found, now)
     if candidates is None:
         return Decision(query=query, now=now, action=Action.IMPOSSIBLE, rows=()), None
-    action = Action.PLACE if is_good_enough(policy, query, candidates, share) else Action.DEFER
-    rows = _rows(ledger, candidates, candidates.order[:num_rows])
-    uncached = float(candidates.prompt.uncached_tokens[candidates.order[0]])
-    return Decision(query=query, now=now, action=action, rows=rows, uncached_tokens=uncached), candidates
+    action = Action.PLACE if _is_good_enough(policy, query, candidates, share) else Action.DEFER
+    return Decision(query=query, now=now, action=action, rows=_rows(ledger, candidates)), candidates
 
 
 def rank(ledger: Ledger, policy: DecisionPolicy, query: Query, found: Filtered, now: float) -> Candidates | None:
@@ -143,43 +128,57 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Query, found: Filtered, 
     barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
     # Of equals who has least to do: predictions err, and then it is good not to have put everything on one.
     ties = (computing, decode, ledger.table.rows[Row.BOOKED, decode])
-    return Candidates(
-        computing=computing,
-        decode=decode,
-        prompt=predicted.prompt,
-        start_s=predicted.start_s[0],
-        ttft_s=ttft_s,
-        tpot_s=tpot_s,
-        kv_share=predicted.after.kv_share[0],
-        slo_probability=slo_probability,
-        slo_loss=predicted.after.slo_loss[0],
-        slo_gain=slo_gain,
-        leaves_room=leaves_room,
-        order=np.lexsort((*ties, delay, predicted.alone, -rounded, barred)),
-    )
+    return Candidates(predicted, scores, np.lexsort((*ties, delay, predicted.alone, -rounded, barred)))
 
 
-def is_good_enough(policy: DecisionPolicy, query: Query, candidates: Candidates, share: float = 1.0) -> bool:
-    """Whether the best candidate is to be taken. What was begun already (a later attempt) always is, if it fits.
-    `share`: see `DecisionPolicy.admits`."""
-    best = candidates.order[0]
-    if candidates.ttft_s[best] == float("inf"):
+def _is_good_enough(policy: DecisionPolicy, query: Query, candidates: Candidates, share: float) -> bool:
+    """Whether the best candidate is to be taken. What was begun already (a later attempt) always is, if it fits."""
+    scores, best = candidates.scores, (0, candidates.order[0])
+    if scores.ttft_s[best] == float("inf"):
         return False
     if query.attempt > 0:
         return True
     if not query.has_targets:
-        return bool(candidates.leaves_room[best] and candidates.slo_probability[best] >= policy.min_gain)
-    return bool(policy.admits(candidates.ttft_s[best], candidates.slo_gain[best], query.ttft_s, share))
+        return bool(scores.leaves_room[best] and scores.slo_probability[best] >= policy.min_gain)
+    return bool(policy.admits(scores.ttft_s[best], scores.slo_gain[best], query.ttft_s, share))
 
 
 def place_anyway(decision: Decision) -> Decision:
     """To the best candidate, good enough or not; where none has the room, to the one that lacks least of it."""
     assert decision.action is Action.DEFER, decision
-    rows, query = decision.rows, decision.query
+    rows = decision.rows
     if rows[0].ttft_s == float("inf"):
         rows = tuple(sorted(rows, key=lambda row: row.kv_share))
-    uncached = float(query.num_tokens - rows[0].cached_tokens)
-    return replace(decision, action=Action.PLACE, rows=rows, uncached_tokens=uncached)
+    return replace(decision, action=Action.PLACE, rows=rows)
+
+
+def predict_later(ledger: Ledger, query: Query, candidates: Candidates, now: float) -> Prediction:
+    """The best candidates as if the request were placed at each of the moments `LATER_S` from now; those who may come
+    in between are not foreseen."""
+    predicted, best = candidates.predicted, candidates.order[:NUM_LATER_CANDIDATES]
+    computing, decode, prompt = predicted.computing[best], predicted.decode[best], predicted.prompt.at(best)
+    return predict(ledger, query, computing, decode, prompt, np.array(LATER_S), now)
+
+
+def first_good_s(
+    ledger: Ledger,
+    policy: DecisionPolicy,
+    query: Query,
+    later: Prediction,
+    waited_s: float | Floats,
+    *,
+    share: float,
+    within_s: float = float("inf"),
+) -> float | None:
+    """Seconds until a request that does no good now could be placed, as those before it get on: the first good moment
+    of `later` (see `predict_later`) that is `within_s`, or None. `waited_s`: see `score`."""
+    scores = score(ledger, policy, query, later, waited_s)
+    if query.has_targets:
+        good = policy.admits(scores.ttft_s, scores.slo_gain, query.ttft_s, share)
+    else:
+        good = scores.leaves_room
+    moments = np.flatnonzero(good[: bisect_right(LATER_S, within_s)].any(axis=1))
+    return LATER_S[moments[0]] if len(moments) else None
 
 
 def bind(ledger: Ledger, decision: Decision) -> None:
@@ -201,12 +200,14 @@ def _relative(seconds: Floats, target_s: float, assumed_s: float) -> Floats:
     return seconds / (target_s if target_s < np.inf else assumed_s)
 
 
-def _rows(ledger: Ledger, found: Candidates, best: Rows) -> tuple[CandidateRow, ...]:
-    ids = ledger.table.ids
+def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
+    ids, best = ledger.table.ids, candidates.order[:_NUM_ROWS]
+    predicted, scores = candidates.predicted, candidates.scores
+    prompt, after = predicted.prompt, predicted.after
     columns = (
-        *(found.computing, found.decode, found.prompt.cached_tokens, found.start_s),
-        *(found.prompt.load_s + found.prompt.prefill_s, found.ttft_s, found.tpot_s, found.kv_share),
-        *(found.slo_probability, found.slo_loss, found.slo_gain),
+        *(predicted.computing, predicted.decode, prompt.cached_tokens, predicted.start_s[0]),
+        *(predicted.work_s, scores.ttft_s[0], after.tpot_s[0], after.kv_share[0]),
+        *(scores.slo_probability[0], after.slo_loss[0], scores.slo_gain[0]),
     )
     return tuple(
         CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)

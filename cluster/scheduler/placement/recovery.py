@@ -21,9 +21,10 @@ MAX_PENDING: Final = 65_536  # whose workers are not known; beyond it, the oldes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveredQuery:
-    """`prefill` None: the decode worker computes the prompt. `num_emitted`: tokens by now, since the first one came at
-    `first_at`; 0: the prompt is still to be computed. `weight`: see `Slot.WEIGHT`."""
+class RecoveredRequest:
+    """As it stood at `as_of`. `prefill` None: the decode worker computes the prompt. `num_emitted`: tokens by then,
+    since the first one came at `first_at`; 0: the prompt is still to be computed. `weight`: see `Slot.WEIGHT`.
+    `lives`: of its workers, where only these are meant."""
 
     query: Query
     prefill: str | None
@@ -31,25 +32,16 @@ class RecoveredQuery:
     num_emitted: int
     first_at: float
     weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """`as_of`: when it stood so. `lives`: of its workers, where only these are meant."""
-
-    recovered: RecoveredQuery
     as_of: float
     lives: Mapping[str, WorkerInfo] = field(default_factory=dict)
 
-    def query_at(self, now: float) -> RecoveredQuery:
-        """By now, at the pace it had: who is out of sight goes on."""
-        recovered = self.recovered
-        decoded_s = self.as_of - recovered.first_at
-        if recovered.num_emitted == 0 or decoded_s <= 0.0:
-            return recovered
-        num_emitted = recovered.num_emitted * (now - recovered.first_at) / decoded_s
-        most = max(recovered.num_emitted, recovered.query.max_new_tokens)
-        return replace(recovered, num_emitted=min(most, round(num_emitted)))
+    def num_emitted_at(self, now: float) -> int:
+        """At the pace it had: who is out of sight goes on."""
+        decoded_s = self.as_of - self.first_at
+        if self.num_emitted == 0 or decoded_s <= 0.0:
+            return self.num_emitted
+        most = max(self.num_emitted, self.query.max_new_tokens)
+        return min(most, round(self.num_emitted * (now - self.first_at) / decoded_s))
 
 
 class RecoveredRequests:
@@ -58,19 +50,14 @@ class RecoveredRequests:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._lacking: dict[str, str] = {}  # the worker, by request
-        self._pending: dict[str, dict[str, _Pending]] = {}  # by worker, then by request
+        self._pending: dict[str, dict[str, RecoveredRequest]] = {}  # by worker, then by request
 
     def __len__(self) -> int:
         return len(self._lacking)
 
-    @property
-    def awaited_workers(self) -> set[str]:
-        """Those that have to be known before more can be booked."""
-        return set(self._pending)
-
-    def told(self, recovered: RecoveredQuery, now: float) -> None:
+    def told(self, recovered: RecoveredRequest) -> None:
         self.ended(recovered.query.request_id)
-        self._book_or_keep(_Pending(recovered, now), now)
+        self._book_or_keep(recovered, recovered.as_of)
 
     def registered(self, worker_id: str, now: float) -> None:
         """The worker is known from now on."""
@@ -88,11 +75,11 @@ class RecoveredRequests:
         """Unknown ids are fine."""
         kept = self.ended(request_id)
         if kept is not None:
-            if not kept.recovered.num_emitted:
-                kept = _Pending(replace(kept.recovered, num_emitted=1, first_at=now), now, kept.lives)
+            if not kept.num_emitted:
+                kept = replace(kept, num_emitted=1, first_at=now, as_of=now)
             self._book_or_keep(kept, now)
 
-    def ended(self, request_id: str) -> _Pending | None:
+    def ended(self, request_id: str) -> RecoveredRequest | None:
         """It left the cluster, or is placed anew. Returns it, if it was kept here."""
         worker_id = self._lacking.pop(request_id, None)
         if worker_id is None:
@@ -103,26 +90,25 @@ class RecoveredRequests:
             del self._pending[worker_id]
         return kept
 
-    def _book_or_keep(self, kept: _Pending, now: float) -> None:
-        lacking = self._lacks(kept)
+    def _book_or_keep(self, recovered: RecoveredRequest, now: float) -> None:
+        lacking = self._lacks(recovered)
         if lacking is None:
-            self._book(kept.query_at(now), now)
+            self._book(recovered, now)
         else:
-            self._keep(lacking, kept)
+            self._keep(lacking, recovered)
 
-    def _keep(self, lacking: str, kept: _Pending) -> None:
+    def _keep(self, lacking: str, recovered: RecoveredRequest) -> None:
         if len(self._lacking) == MAX_PENDING:
             self.ended(next(iter(self._lacking)))
-        self._lacking[kept.recovered.query.request_id] = lacking
-        self._pending.setdefault(lacking, {})[kept.recovered.query.request_id] = kept
+        self._lacking[recovered.query.request_id] = lacking
+        self._pending.setdefault(lacking, {})[recovered.query.request_id] = recovered
 
-    def _lacks(self, kept: _Pending) -> str | None:
+    def _lacks(self, recovered: RecoveredRequest) -> str | None:
         """A worker that has to be known first. One that has computed the prompt may be gone."""
-        recovered = kept.recovered
         needed = [recovered.decode]
         if recovered.prefill is not None and not recovered.num_emitted:
             needed.append(recovered.prefill)
-        return next((worker_id for worker_id in needed if not self._is_there(worker_id, kept.lives)), None)
+        return next((worker_id for worker_id in needed if not self._is_there(worker_id, recovered.lives)), None)
 
     def _is_there(self, worker_id: str, lives: Mapping[str, WorkerInfo]) -> bool:
         if worker_id not in self._ledger.table:
@@ -130,31 +116,32 @@ class RecoveredRequests:
         info = self._ledger.info(worker_id)
         return lives.get(worker_id, info) == info
 
-    def _as_booked(self, booking: Booking, now: float) -> _Pending:
+    def _as_booked(self, booking: Booking, now: float) -> RecoveredRequest:
         table = self._ledger.table
         row = table.row(booking.decode)
         table.advance(row, now)
         slot = table.slots[:, row, booking.slot]
         is_computed = slot[Slot.JOINED_STEP] < float("inf")
         num_emitted = max(1, round(float(table.rows[Row.STEPS, row] - slot[Slot.JOINED_STEP]))) if is_computed else 0
-        recovered = RecoveredQuery(
+        there = [worker_id for worker_id in (booking.computing, booking.decode) if worker_id in table]
+        return RecoveredRequest(
             query=booking.query,
             prefill=None if booking.computing == booking.decode else booking.computing,
             decode=booking.decode,
             num_emitted=num_emitted,
             first_at=float(slot[Slot.FIRST_AT]),
             weight=float(slot[Slot.WEIGHT]),
+            as_of=now,
+            lives={worker_id: self._ledger.info(worker_id) for worker_id in there},
         )
-        there = [worker_id for worker_id in (booking.computing, booking.decode) if worker_id in table]
-        return _Pending(recovered, now, {worker_id: self._ledger.info(worker_id) for worker_id in there})
 
-    def _book(self, recovered: RecoveredQuery, now: float) -> None:
+    def _book(self, recovered: RecoveredRequest, now: float) -> None:
         if recovered.num_emitted:
             self._ledger.book_decoding(
                 recovered.query,
                 prefill=recovered.prefill,
                 decode=recovered.decode,
-                num_emitted=recovered.num_emitted,
+                num_emitted=recovered.num_emitted_at(now),
                 first_at=recovered.first_at,
                 weight=recovered.weight,
                 now=now,

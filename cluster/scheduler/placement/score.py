@@ -2,7 +2,7 @@
 
 The second stage of a decision (see the package). A candidate is a pair (prefill, decode), or a decode worker alone.
 `predict` says what would happen, whatever the targets; `score` what that is worth to those who have some. `pick` calls
-both for now, `later` for a row of moments to come.
+both for now, and for a row of moments to come.
 """
 
 from __future__ import annotations

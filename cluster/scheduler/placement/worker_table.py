@@ -112,7 +112,7 @@ class WorkerTable:
     def num_used(self, row: int) -> int:
         return self._used[row]
 
-    def add(self, info: WorkerInfo, chunk_tokens: float, max_num_seqs: float, now: float) -> None:
+    def add(self, info: WorkerInfo, now: float) -> None:
         key = (info.role == "decode", info.worker_id)
         row, end = bisect_left(self._order, key), len(self)
         if end == self.rows.shape[1]:
@@ -124,8 +124,9 @@ class WorkerTable:
         self._order.insert(row, key)
         self._used.insert(row, 0)
         facts = self.rows[:, row]
-        facts[Row.CHUNK_TOKENS], facts[Row.DRAINED_AT], facts[Row.AS_OF] = chunk_tokens, now, now
-        facts[Row.STRETCH], facts[Row.MAX_SEQUENCES] = 1.0, max_num_seqs
+        facts[Row.DRAINED_AT], facts[Row.AS_OF], facts[Row.STRETCH] = now, now, 1.0
+        facts[Row.CHUNK_TOKENS] = info.chunk_tokens or np.inf
+        facts[Row.MAX_SEQUENCES] = info.max_num_seqs or np.inf
         facts[Row.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
         facts[Row.BLOCK_SIZE] = info.block_size
         facts[Row.MAX_MODEL_LEN] = info.max_model_len

@@ -9,7 +9,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from cluster.autoscaling.serve_policy import autoscaling_config, follow_advice
-from cluster.config.autoscaling import AutoscalingSettings
+from cluster.config.settings import AutoscalingSettings
 
 POOL = DeploymentID("PrefillWorker", "legato")
 

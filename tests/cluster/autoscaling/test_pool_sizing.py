@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.autoscaling.demand import DecodeRoom, DemandWindows, WorkRate, decode_work_s, largest_batch, prefill_work_s
-from cluster.autoscaling.sizing import FlipRules, PoolAdvice, PoolRules, PoolSize, PoolSizer, PoolView
+from cluster.autoscaling.demand import WorkRate, decode_work_s, largest_batch, prefill_work_s
+from cluster.autoscaling.sizing import PoolAdvice, PoolRules, PoolSize, PoolSizer, PoolsPlan, PoolView
 from engine.cost_model.step_cost import StepCost
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-6)
@@ -39,17 +40,16 @@ def test_a_busy_prefill_worker_fills_its_steps() -> None:
 
 
 def test_as_many_decode_at_once_as_target_memory_and_limit_allow() -> None:
-    room = DecodeRoom(kv_tokens=100_000.0, max_num_seqs=64.0)
-    assert largest_batch(COST, room, 1000.0, tpot_s=0.05) == 20  # (50 - 10) ms at 2 ms each
-    assert largest_batch(COST, room, 10_000.0, tpot_s=math.inf) == 10
-    assert largest_batch(COST, room, 1000.0, tpot_s=math.inf) == 64
-    assert largest_batch(COST, room, 1000.0, tpot_s=0.001) == 1  # one at a time is as fast as it gets
+    batch_of = partial(largest_batch, COST, 100_000.0, 64.0)
+    assert batch_of(context_tokens=1000.0, tpot_s=0.05) == 20  # (50 - 10) ms at 2 ms each
+    assert batch_of(context_tokens=10_000.0, tpot_s=math.inf) == 10
+    assert batch_of(context_tokens=1000.0, tpot_s=math.inf) == 64
+    assert batch_of(context_tokens=1000.0, tpot_s=0.001) == 1  # one at a time is as fast as it gets
 
 
 def test_decode_work_fills_a_worker_exactly_at_its_largest_batch() -> None:
-    room = DecodeRoom(kv_tokens=1e6)
     step_s = COST.base_s + 20 * (COST.decode_s + 1000 * COST.context_token_s)
-    work = decode_work_s(COST, room, num_tokens=950, num_output=100, tpot_s=0.05)
+    work = decode_work_s(COST, 1e6, math.inf, num_tokens=950, num_output=100, tpot_s=0.05)
     assert math.isclose(20 * work, 100 * step_s)
 
 
@@ -63,7 +63,7 @@ def poisson(rate: WorkRate, seconds: tuple[float, float], per_s: float, work_s: 
 
 
 def test_demand_is_what_comes_per_second() -> None:
-    rate = WorkRate(0.0)
+    rate = WorkRate(0.0, short_s=30.0, long_s=180.0)
     poisson(rate, (0.0, 400.0), per_s=50.0, work_s=0.04)
     forecast = rate.forecast(400.0, lead_s=30.0)
     assert abs(forecast.long - 2.0) < 0.1
@@ -71,7 +71,7 @@ def test_demand_is_what_comes_per_second() -> None:
 
 
 def test_a_rise_is_carried_on_as_far_as_a_worker_needs_to_start() -> None:
-    rate = WorkRate(0.0)
+    rate = WorkRate(0.0, short_s=30.0, long_s=180.0)
     for tick in range(40_000):
         rate.add(tick / 100, 0.01 + 1e-6 * max(0, tick - 20_000))  # from 1 to 3 per second in the last 200 s
     forecast = rate.forecast(400.0, lead_s=30.0)
@@ -83,7 +83,7 @@ def test_chance_is_not_taken_for_a_rise() -> None:
     """Rare, large pieces of work: the short window differs from the long one by chance alone."""
     predicted = []
     for seed in range(50):
-        rate = WorkRate(0.0)
+        rate = WorkRate(0.0, short_s=30.0, long_s=180.0)
         poisson(rate, (0.0, 400.0), per_s=0.5, work_s=2.0, seed=seed)
         predicted.append(rate.forecast(400.0, lead_s=30.0).predicted)
     assert sorted(predicted)[25] < 1.2
@@ -91,7 +91,7 @@ def test_chance_is_not_taken_for_a_rise() -> None:
 
 
 def test_what_is_over_is_forgotten_in_time() -> None:
-    rate = WorkRate(0.0, DemandWindows(short_s=10.0, long_s=60.0))
+    rate = WorkRate(0.0, short_s=10.0, long_s=60.0)
     poisson(rate, (0.0, 100.0), per_s=10.0, work_s=0.5)
     assert rate.forecast(130.0, 0.0).predicted > 1.0
     assert rate.forecast(161.0, 0.0).predicted == 0.0
@@ -188,7 +188,7 @@ def test_a_demand_that_swings_does_not_make_the_size_swing(
 
 
 def test_it_listens_first() -> None:
-    sizer = PoolSizer(RULES, RULES, now=0.0, settle_s=5.0)
+    sizer = PoolSizer(PoolsPlan(prefill=RULES, decode=RULES, settle_s=5.0), 0.0)
     assert sizer.advise(1.0, view(9.0, 3), view(0.0, 2)) is None
     assert sizer.advise(4.0, view(0.0, 4), view(0.0, 2)) is None
     assert sizer.advise(5.0, view(0.0, 4), view(0.0, 2)) == PoolAdvice(num_prefill=4, num_decode=2)
@@ -199,7 +199,7 @@ def fixed(initial: int) -> PoolRules:
 
 
 def test_a_worker_changes_its_role_where_the_other_pool_can_do_without_it() -> None:
-    sizer = PoolSizer(fixed(2), fixed(3), FlipRules(enabled=True), now=0.0)
+    sizer = PoolSizer(PoolsPlan(prefill=fixed(2), decode=fixed(3), flips=True), 0.0)
     prefill, decode = 2, 3
     flips = []
     for second in range(5, 400):
@@ -212,7 +212,7 @@ def test_a_worker_changes_its_role_where_the_other_pool_can_do_without_it() -> N
 
 
 def test_no_worker_leaves_a_pool_that_needs_it() -> None:
-    sizer = PoolSizer(fixed(2), fixed(2), FlipRules(enabled=True), now=0.0)
+    sizer = PoolSizer(PoolsPlan(prefill=fixed(2), decode=fixed(2), flips=True), 0.0)
     advices = [sizer.advise(float(second), view(5.0, 2), view(1.0, 2)) for second in range(5, 300)]
     assert {advice.flip for advice in advices if advice is not None} == {None}
 
@@ -220,7 +220,7 @@ def test_no_worker_leaves_a_pool_that_needs_it() -> None:
 def test_a_pool_at_its_bound_gets_a_worker_of_the_other() -> None:
     """What can scale scales; a flip is quicker where the other pool has one to spare."""
     rules = PoolRules(initial=4, max_workers=6)
-    sizer = PoolSizer(rules, rules, FlipRules(enabled=True), now=0.0)
+    sizer = PoolSizer(PoolsPlan(prefill=rules, decode=rules, flips=True), 0.0)
     for second in range(30):
         sizer.advise(float(second), view(0.5, 4), view(2.0, 4))
     advice = sizer.advise(30.0, view(0.5, 4), view(3.0, 4))
@@ -236,11 +236,11 @@ def test_a_pool_at_its_bound_gets_a_worker_of_the_other() -> None:
     period_s=st.integers(2, 600),
 )
 def test_roles_do_not_swing_with_the_demand(total: int, share: float, load: float, swing: float, period_s: int) -> None:
-    """Never more than one flip in `cooldown_s`, none at all where the demand is constant once it settled, and each pool
-    keeps a worker."""
+    """Never more than one flip in `flip_cooldown_s`, none at all where the demand is constant once it settled, and each
+    pool keeps a worker."""
     prefill = max(1, min(total - 1, round(total * share)))
     decode, flipped_at = total - prefill, []
-    sizer = PoolSizer(fixed(prefill), fixed(decode), FlipRules(enabled=True), now=0.0)
+    sizer = PoolSizer(PoolsPlan(prefill=fixed(prefill), decode=fixed(decode), flips=True), 0.0)
     for second in range(5, 1800):
         wave = swing * math.sin(2 * math.pi * second / period_s)
         demands = (load * total * share * (1 + wave), load * total * (1 - share) * (1 - wave))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.autoscaling.controller import Autoscaler
-from cluster.autoscaling.sizing import FlipRules, PoolRules
-from cluster.autoscaling.watch import BurnAlerts, DemandMonitor, PoolsPlan
+from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
+from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.config.load import load_config
 from cluster.config.scheduler import pools_plan
 from cluster.scheduler.block_index import BlockIndex
@@ -21,7 +21,7 @@ from cluster.slo.report import Served, SloReport
 from cluster.slo.tracker import SloTracker
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.workers import ChangeRole, PoolTarget
-from tests.cluster.scheduler.placement.placement_world import COST, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import costed_snapshot, ledger_of, query_of
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 SLO = SloConfig(
@@ -186,7 +186,7 @@ def test_pools_of_fixed_size_hear_nothing() -> None:
 def test_a_worker_counts_where_it_works_and_is_kept_where_it_was_started() -> None:
     """Of three decode workers one was started for prefill: Serve should have two for prefill, and two for decode."""
     ledger = ledger_of("p1", "d1", "d2")
-    ledger.register(replace(worker_info("d3"), home="prefill"), worker_snapshot("d3"), 0.0, cost=COST)
+    ledger.register(replace(worker_info("d3"), home="prefill"), costed_snapshot("d3"), 0.0)
     rules = PoolRules(initial=1, max_workers=8)
     heard = targets(keeper(ledger, PoolsPlan(prefill=rules, decode=replace(rules, initial=3))), 10.0)
     assert heard == {"p1": 2, "d3": 2, "d1": 2, "d2": 2}
@@ -195,9 +195,9 @@ def test_a_worker_counts_where_it_works_and_is_kept_where_it_was_started() -> No
 def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_change() -> None:
     ledger = Ledger()
     for pid, worker_id in enumerate(("p1", "d1", "d2", "d3")):
-        ledger.register(worker_info(worker_id, pid=pid), worker_snapshot(worker_id), 0.0, cost=COST)
+        ledger.register(worker_info(worker_id, pid=pid), costed_snapshot(worker_id), 0.0)
     rules = PoolRules(max_workers=8)
-    plan = PoolsPlan(prefill=rules, decode=replace(rules, initial=3), flips=FlipRules(enabled=True, hold_s=2.0))
+    plan = PoolsPlan(prefill=rules, decode=replace(rules, initial=3), flips=True, flip_hold_s=2.0)
     sizing = keeper(ledger, plan)
     ledger.heartbeat(worker_snapshot("d1", 2, num_running=1), 5.0)
     ledger.heartbeat(worker_snapshot("d3", 2, num_running=2), 5.0)
@@ -214,7 +214,7 @@ def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_
     assert during["d1"] == 3  # as Serve has it
     ledger.lost("d2", 22.0)
     assert targets(sizing, 22.0)["d1"] == 3
-    ledger.register(replace(worker_info("p2"), home="decode", pid=2), worker_snapshot("p2"), 23.0, cost=COST)
+    ledger.register(replace(worker_info("p2"), home="decode", pid=2), costed_snapshot("p2"), 23.0)
     assert targets(sizing, 23.0)["d1"] == 3
 
 
@@ -230,13 +230,13 @@ def test_settings_become_rules() -> None:
     plan = plan_of({"prefill": {"replicas": 2, "autoscaling": scaling}})
     assert plan is not None
     expected = PoolRules(initial=2, max_workers=4, target=0.5, start_s=7.0, hold_s=9.0)
-    assert plan.prefill == expected and not plan.decode.scales and not plan.flips.enabled
+    assert plan.prefill == expected and not plan.decode.scales and not plan.flips
 
 
 def test_without_pools_to_size_there_is_no_plan() -> None:
     assert plan_of({}) is None
     flips = plan_of({"scheduler": {"role_flips": True}})
-    assert flips is not None and flips.flips.enabled and not flips.prefill.scales
+    assert flips is not None and flips.flips and not flips.prefill.scales
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -14,7 +14,7 @@ from ray import cloudpickle
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build_application
-from cluster.config.build import decode_engine, decode_worker, prefill_tiers, prefill_worker, transfer_config
+from cluster.config.build import decode_worker, engine_config, prefill_worker, tiers_config, transfer_config
 from cluster.config.fields import KvMemory, format_size, parse_size
 from cluster.config.load import (
     CONSTANTS,
@@ -278,7 +278,7 @@ def test_constants_are_as_the_refusal_says() -> None:
     assert decode.overlap_steps is None and decode.layerkv is not None and decode.layerkv.max_in_flight == 256
     wide = decode_worker(load_config({"decode": {"max_num_seqs": 300}}))
     assert wide.layerkv is not None and wide.layerkv.max_in_flight == 300
-    engine = decode_engine(load_config({}))
+    engine = engine_config("decode", load_config({}))
     assert (engine.ring_groups, engine.layers_per_group, engine.activation_bits) == (2, None, 8)
     assert (engine.share_weights, engine.decode_graphs) == ("auto", True)
     assert scheduler_policy(load_config({})).stale_after_s == 3 and OrchestratorConfig().max_attempts == 4
@@ -292,7 +292,7 @@ def test_tuning_changes_a_constant_of_a_whole_cluster() -> None:
     config = load_config({"tuning": tuning})
     assert pickle.loads(pickle.dumps(config)) == config
     assert decode_worker(config).reserve_wait_s == 240 and decode_worker(config).lease_ttl_s == 10
-    assert prefill_tiers(config).host_folder == "/mnt"
+    assert tiers_config("prefill", config).host_folder == "/mnt"
     with pytest.raises(ValueError, match=r"tuning\.DecodeWorkerConfig has reserve, but the fields"):
         decode_worker(load_config({"tuning": {"DecodeWorkerConfig": {"reserve": 1}}}))
 

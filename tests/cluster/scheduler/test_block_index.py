@@ -52,7 +52,7 @@ class ChannelMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.index = BlockIndex(retry_s=2.0)
+        self.index = BlockIndex()
         self.wire: list[BlockEvents | BlockIndexSnapshot] = []
         self.delivered: list[BlockEvents | BlockIndexSnapshot] = []
         self.asked = False
@@ -284,7 +284,7 @@ def test_a_new_life_is_known_by_its_snapshot_however_few_changes_it_has_seen() -
 
 def test_a_lost_request_is_repeated_but_not_at_every_message() -> None:
     log, _ = log_with_pool()
-    index = BlockIndex(retry_s=2.0)
+    index = BlockIndex()
     [events] = log.take()
     answers = [index.on_events(events, now) is not None for now in (0.0, 1.0, 1.9, 2.1, 3.0, 4.5)]
     assert answers == [True, False, False, True, False, True]

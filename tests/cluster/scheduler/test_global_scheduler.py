@@ -202,7 +202,7 @@ def test_an_ended_request_weighs_nothing() -> None:
     first = placed(scheduler, "r1")
     scheduler.ended("r1", 1.0)
     scheduler.ended("never heard of", 1.0)
-    assert scheduler.num_booked == 0
+    assert len(scheduler.ledger) == 0
     assert placed(scheduler, "r2", 1.0) == replace(first, request_id="r2")
 
 
@@ -210,7 +210,7 @@ def test_a_request_that_is_placed_again_weighs_once() -> None:
     scheduler = scheduler_of("p1", "p2", "d1", "d2")
     for attempt in range(4):
         placed(scheduler, "r1", attempt=attempt)
-    assert scheduler.num_booked == 1
+    assert len(scheduler.ledger) == 1
 
 
 # --- what it is told decides ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scheduler.prefix_holders import PrefixHolders, members
+from cluster.scheduler.block_index import PrefixHolders, members
 from engine.kv.prefix import HASH_BYTES
 
 COLUMNS = [bytes([number]) * HASH_BYTES for number in range(6)]

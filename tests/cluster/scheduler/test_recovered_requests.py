@@ -13,20 +13,26 @@ from cluster.gateway.request_state import RequestRun
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.scheduler.placement import recovery
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.recovery import RecoveredQuery, RecoveredRequests
+from cluster.scheduler.placement.recovery import RecoveredRequest, RecoveredRequests
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.slo.classes import RequestTerms, SloClass
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from kv_transfer.messages.scheduling import Place, Placement, Queued, StandingRequest, Unplaceable
-from tests.cluster.scheduler.placement.placement_world import COST, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import costed_snapshot, ledger_of, query_of
 from tests.support.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 
-def _recovered(request_id: str, num_emitted: int = 0, *, prefill: str | None = "p1") -> RecoveredQuery:
-    return RecoveredQuery(
-        query=query_of(request_id), prefill=prefill, decode="d1", num_emitted=num_emitted, first_at=-1.0, weight=1.0
+def _recovered(request_id: str, num_emitted: int = 0, *, prefill: str | None = "p1", as_of: float) -> RecoveredRequest:
+    return RecoveredRequest(
+        query=query_of(request_id),
+        prefill=prefill,
+        decode="d1",
+        num_emitted=num_emitted,
+        first_at=-1.0,
+        weight=1.0,
+        as_of=as_of,
     )
 
 
@@ -39,17 +45,17 @@ def _fact(ledger: Ledger, worker_id: str, fact: int) -> float:
 
 def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
     ledger = ledger_of("p1", "d1")
-    report = worker_snapshot("d1", 2, num_running=3)
-    ledger.heartbeat(report, 1.0, cost=COST, context_tokens=3 * 1040)
+    report = costed_snapshot("d1", 2, num_running=3, context_tokens=3 * 1040)
+    ledger.heartbeat(report, 1.0)
     step_s = _fact(ledger, "d1", Row.STEP_S)
     requests = RecoveredRequests(ledger)
     for number in range(3):
         assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 3 - number
         assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 1040 * (3 - number)
-        requests.told(_recovered(f"r{number}", 40), 1.0)
+        requests.told(_recovered(f"r{number}", 40, as_of=1.0))
         assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(step_s)
     assert (_fact(ledger, "d1", Row.EXTRA_DECODES), _fact(ledger, "d1", Row.EXTRA_CONTEXT)) == (0, 0)
-    ledger.heartbeat(replace(report, sequence_number=3), 1.1, cost=COST, context_tokens=3 * 1045)
+    ledger.heartbeat(replace(report, sequence_number=3, context_tokens=3 * 1045), 1.1)
     assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 0
     slots = ledger.table.slots[:, ledger.table.row("d1"), :3]
     assert list(slots[Slot.FIRST_AT]) == [-1.0] * 3
@@ -62,14 +68,14 @@ def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
 
 def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
     ledger = ledger_of("p1", "d1")
-    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=2500), 1.0, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 2, queued_prefill_tokens=2500), 1.0)
     drained_at = _fact(ledger, "p1", Row.DRAINED_AT)
     requests = RecoveredRequests(ledger)
     for number in range(3):
-        requests.told(_recovered(f"r{number}"), 1.0)
+        requests.told(_recovered(f"r{number}", as_of=1.0))
         assert drained_at <= _fact(ledger, "p1", Row.DRAINED_AT) <= drained_at + 0.6
-    ledger.heartbeat(worker_snapshot("p1", 3, queued_prefill_tokens=2400), 1.1, cost=COST)
-    ledger.heartbeat(worker_snapshot("p1", 4, queued_prefill_tokens=2300), 1.2, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 3, queued_prefill_tokens=2400), 1.1)
+    ledger.heartbeat(costed_snapshot("p1", 4, queued_prefill_tokens=2300), 1.2)
     assert _fact(ledger, "p1", Row.DRAINED_AT) == pytest.approx(1.2 + 2.3, abs=0.1), "700 tokens were computed before"
     for number in range(3):
         ledger.first_token(f"r{number}", 2.0 + number)
@@ -79,8 +85,8 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
 
 def test_a_prompt_that_decode_computes_itself_counts_there() -> None:
     ledger = ledger_of("d1")
-    ledger.heartbeat(worker_snapshot("d1", 2, num_waiting=1, queued_prefill_tokens=1000), 0.0, cost=COST)
-    RecoveredRequests(ledger).told(_recovered("r", prefill=None), 0.0)
+    ledger.heartbeat(costed_snapshot("d1", 2, num_waiting=1, queued_prefill_tokens=1000), 0.0)
+    RecoveredRequests(ledger).told(_recovered("r", prefill=None, as_of=0.0))
     assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 0
     assert _fact(ledger, "d1", Row.DRAINED_AT) == pytest.approx(1.01)
 
@@ -95,10 +101,10 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
     requests = RecoveredRequests(ledger)
     for now, what in enumerate(said):
         if what in ("p1", "d1"):
-            ledger.register(worker_info(what), worker_snapshot(what, num_running=1), float(now), cost=COST)
+            ledger.register(worker_info(what), costed_snapshot(what, num_running=1), float(now))
             requests.registered(what, float(now))
         else:
-            requests.told(_recovered(what, 9 if what == "decodes" else 0), float(now))
+            requests.told(_recovered(what, 9 if what == "decodes" else 0, as_of=float(now)))
         told = {one for one in said[: now + 1] if one not in ("p1", "d1")}
         assert len(ledger) + len(requests) == len(told)
     assert (len(ledger), len(requests), _fact(ledger, "d1", Row.EXTRA_DECODES)) == (2, 0, 0)
@@ -115,8 +121,8 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
 def test_a_prefill_worker_is_not_waited_for_once_the_prompt_is_computed() -> None:
     ledger = ledger_of("d1")
     requests = RecoveredRequests(ledger)
-    requests.told(_recovered("decodes", 5), 0.0)
-    requests.told(_recovered("computes"), 0.0)
+    requests.told(_recovered("decodes", 5, as_of=0.0))
+    requests.told(_recovered("computes", as_of=0.0))
     assert (len(ledger), len(requests)) == (1, 1)
     requests.first_token("computes", 0.5)
     assert (len(ledger), len(requests)) == (2, 0)
@@ -128,11 +134,11 @@ def test_those_whose_workers_never_come_are_bounded(monkeypatch: pytest.MonkeyPa
     ledger = Ledger()
     requests = RecoveredRequests(ledger)
     for number in range(25):
-        requests.told(_recovered(f"r{number}", 1), 0.0)
+        requests.told(_recovered(f"r{number}", 1, as_of=0.0))
     assert len(requests) == 10
     for number in range(25):
         requests.ended(f"r{number}")
-    assert (len(requests), requests.awaited_workers) == (0, set())
+    assert len(requests) == 0
 
 
 # --- a new scheduler ---
@@ -158,7 +164,7 @@ def _newcomer(scheduler: GlobalScheduler, now: float = 0.0) -> Placement | Unpla
 
 def test_who_is_known_to_end_is_waited_for() -> None:
     scheduler = _successor(6, told=True)
-    assert scheduler.num_booked == 6
+    assert len(scheduler.ledger) == 6
     assert isinstance(_newcomer(scheduler), Queued)
     for number in range(2):
         scheduler.ended(f"close-{number}", 0.1)
@@ -187,15 +193,15 @@ def test_what_is_told_twice_or_placed_anew_or_ended_counts_so() -> None:
     scheduler = _successor(2, told=True)
     again = StandingRequest(place=Place(request_id="close-0", attempt=0, **CLOSE), prefill="p1", decode="d1")
     scheduler.recovered(again, 0.1)
-    assert scheduler.num_booked == 2
+    assert len(scheduler.ledger) == 2
     scheduler.recovered(replace(again, decode="unknown"), 0.2)
-    assert scheduler.num_booked == 1
+    assert len(scheduler.ledger) == 1
     assert isinstance(scheduler.place(replace(again.place, attempt=1), 0.3), Placement)
     scheduler.register(worker_info("unknown"), worker_snapshot("unknown"), 0.4)
-    assert scheduler.num_booked == 2
+    assert len(scheduler.ledger) == 2
     for number in range(2):
         scheduler.ended(f"close-{number}", 0.5)
-    assert (scheduler.num_booked, scheduler.num_unbooked) == (0, 0)
+    assert (len(scheduler.ledger), scheduler.num_unbooked) == (0, 0)
 
 
 # --- as a gateway tells ---

@@ -112,10 +112,10 @@ async def test_what_runs_on_a_worker_counts_again_when_its_connection_is_back() 
             await eventually(lambda: len(server.scheduler.replicas().workers) == 1)
             if number == 1:
                 await client.place(place("r"))
-            assert server.scheduler.num_booked == 1
+            assert len(server.scheduler.ledger) == 1
             worker.close("its network is gone")
             await eventually(lambda: not server.scheduler.replicas().workers)
-            assert server.scheduler.num_booked == 0
+            assert len(server.scheduler.ledger) == 0
         client.ended("r")
         await eventually(lambda: not server.scheduler.num_unbooked)
 
@@ -134,8 +134,8 @@ async def test_a_gateway_s_death_ends_its_requests() -> None:
         server.scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
         async with _client(server) as client:
             await client.place(place("r"))
-            assert server.scheduler.num_booked == 1
-        await eventually(lambda: not server.scheduler.num_booked)
+            assert len(server.scheduler.ledger) == 1
+        await eventually(lambda: not len(server.scheduler.ledger))
 
 
 async def test_a_gateway_tells_what_stands_when_it_comes_and_takes_it_along_when_it_goes() -> None:
@@ -146,11 +146,11 @@ async def test_a_gateway_tells_what_stands_when_it_comes_and_takes_it_along_when
     async with _server() as server:
         async with _client(server, standing):
             await eventually(lambda: server.num_asked == 2500)
-            assert server.scheduler.num_booked == 0, "the worker is not known yet"
+            assert len(server.scheduler.ledger) == 0, "the worker is not known yet"
             server.scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
-            assert server.scheduler.num_booked == 2500
+            assert len(server.scheduler.ledger) == 2500
         await eventually(lambda: not server.num_asked)
-        assert server.scheduler.num_booked == 0
+        assert len(server.scheduler.ledger) == 0
 
 
 async def test_what_a_gateway_places_itself_is_told_to_a_scheduler_that_was_too_slow(
@@ -161,9 +161,9 @@ async def test_what_a_gateway_places_itself_is_told_to_a_scheduler_that_was_too_
         assert (await client.place(place("r"))).decode == "d1", "the scheduler knows no worker"
         await eventually(lambda: server.scheduler.num_unbooked == 1)
         server.scheduler.register(small_info("d1"), small_snapshot("d1"), time.monotonic())
-        assert server.scheduler.num_booked == 1
+        assert len(server.scheduler.ledger) == 1
         client.ended("r")
-        await eventually(lambda: not server.scheduler.num_booked)
+        await eventually(lambda: not len(server.scheduler.ledger))
 
 
 async def test_a_scheduler_that_stops_takes_nobody_s_workers_away() -> None:

@@ -46,7 +46,7 @@ def test_who_waits_is_told_at_once_and_placed_when_room_comes() -> None:
     assert isinstance(answer, Placement)
     assert (answer.request_id, answer.prefill, answer.decode) == ("r0", "p1", "d1")
     assert 0.6 < (answer.ttft_s or 0.0) < 10.0, "it counts from the request's arrival"
-    assert (scheduler.next_at(), scheduler.num_waiting, scheduler.num_booked) == (None, 0, 1)
+    assert (scheduler.next_at(), scheduler.num_waiting, len(scheduler.ledger)) == (None, 0, 1)
 
 
 def test_a_worker_that_joins_wakes_who_waits() -> None:

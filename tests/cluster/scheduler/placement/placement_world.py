@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from cluster.scheduler.placement.ledger import Booking, Ledger
 from cluster.scheduler.placement.query import Query
 from engine.cost_model.step_cost import StepCost
+from kv_transfer.worker.cost_report import stated_report
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 # A prompt of 1000 tokens takes 1.01 s; a decode step 10 ms, each sequence 1 ms more, each 1000 tokens of context too.
@@ -15,10 +17,13 @@ COST = StepCost(
 )
 
 
+costed_snapshot = partial(worker_snapshot, step_cost=stated_report(COST))
+
+
 def ledger_of(*worker_ids: str, cost: StepCost = COST, **info: object) -> Ledger:
     ledger = Ledger()
     for worker_id in worker_ids:
-        ledger.register(worker_info(worker_id, **info), worker_snapshot(worker_id), 0.0, cost=cost)
+        ledger.register(worker_info(worker_id, **info), worker_snapshot(worker_id, step_cost=stated_report(cost)), 0.0)
     return ledger
 
 

@@ -190,7 +190,10 @@ def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_not_expect
     verdict = _ask(admission, "busy", **unattainable)  # a worker is free, but only one
     assert verdict.outcome is Outcome.WAITING
     assert _ask(admission, "short", num_tokens=100, tpot_s=0.1).decision.best.prefill == "p2"
-    assert admission.num_expected_back == 0
+    hasty = _admission(ledger, max_waiting=0)
+    turned_away = [_ask(hasty, f"r{number}", ttft_s=2.0, num_tokens=8000 + number) for number in range(4)]
+    assert {verdict.outcome for verdict in turned_away} == {Outcome.REJECTED}
+    assert len({verdict.retry_after_s for verdict in turned_away}) == 1, "no time is set aside for any of them"
 
 
 # --- overload ---

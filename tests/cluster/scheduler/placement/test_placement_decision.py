@@ -16,7 +16,8 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import Action, Candidates, Decision, bind, pick, rank
 from cluster.scheduler.placement.query import DecisionPolicy
 from engine.cost_model.step_cost import StepCost
-from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
+from kv_transfer.worker.cost_report import stated_report
+from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 POLICY = DecisionPolicy()
@@ -106,15 +107,15 @@ def test_exclusions_preferences_and_drains() -> None:
     assert _decide(ledger, prefer_decode="d2", attempt=1).best.decode == "d2"
     assert _decide(ledger, prefer_decode="gone", attempt=1).best.decode == "d1"
     for worker_id in ("p1", "d1"):
-        ledger.heartbeat(worker_snapshot(worker_id, 2, draining=True), 0.0, cost=COST)
+        ledger.heartbeat(costed_snapshot(worker_id, 2, draining=True), 0.0)
     assert {(r.prefill, r.decode) for r in _decide(ledger).rows} == {("p2", "d2"), (None, "d2")}
     assert _decide(ledger, prefer_decode="d1", attempt=1).best.decode == "d1"
 
 
 def test_only_what_fits_together_is_paired() -> None:
     ledger = ledger_of("d1")
-    ledger.register(worker_info("p1", compatibility="other"), worker_snapshot("p1"), 0.0, cost=COST)
-    ledger.register(worker_info("p2", max_model_len=999), worker_snapshot("p2"), 0.0, cost=COST)
+    ledger.register(worker_info("p1", compatibility="other"), costed_snapshot("p1"), 0.0)
+    ledger.register(worker_info("p2", max_model_len=999), costed_snapshot("p2"), 0.0)
     assert _where(_decide(ledger)) == (None, "d1")
     assert _decide(ledger, num_tokens=9_990, max_new_tokens=11).action is Action.IMPOSSIBLE
 
@@ -143,7 +144,7 @@ def test_different_machines_are_told_apart() -> None:
     ledger = ledger_of("p1", "d1")
     fast = StepCost(base_s=0.002, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-4, context_token_s=1e-7)
     for worker_id in ("p2", "d2"):
-        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=fast)
+        ledger.register(worker_info(worker_id), worker_snapshot(worker_id, step_cost=stated_report(fast)), 0.0)
     assert _where(_decide(ledger)) == ("p2", "d2")
 
 
@@ -188,7 +189,7 @@ def _replay(events: list[tuple[str, int, int, float]], order: list[str]) -> list
             ledger.ended(f"r{number}", now, tokens)
         else:
             worker_id = order[number % len(order)]
-            ledger.heartbeat(worker_snapshot(worker_id, count + 2, queued_prefill_tokens=tokens), now, cost=COST)
+            ledger.heartbeat(costed_snapshot(worker_id, count + 2, queued_prefill_tokens=tokens), now)
     return log
 
 
@@ -239,7 +240,12 @@ def _loaded(requests: list[tuple[str, str, int, int, bool, float]]) -> Ledger:
 
 
 def _gains(found: Candidates) -> dict[tuple[int, int], float]:
-    return dict(zip(zip(found.computing.tolist(), found.decode.tolist(), strict=True), found.slo_gain, strict=True))
+    pairs = zip(found.predicted.computing.tolist(), found.predicted.decode.tolist(), strict=True)
+    return dict(zip(pairs, found.scores.slo_gain[0], strict=True))
+
+
+def _computed_by(found: Candidates) -> int:
+    return int(found.predicted.computing[found.order[0]])
 
 
 @settings(deadline=None)
@@ -270,10 +276,10 @@ def test_more_work_on_a_prefill_worker_never_moves_requests_to_it(
     ledger = _loaded(requests)
     wanted: dict[str, Any] = {"num_tokens": newcomer[0], "ttft_s": newcomer[1], "tpot_s": newcomer[2]}
     before, row = _found(ledger, **wanted), ledger.table.row(prefill)
-    ledger.heartbeat(worker_snapshot(prefill, 2, queued_prefill_tokens=int(1000 * work_s) + 40_000), 0.0, cost=COST)
+    ledger.heartbeat(costed_snapshot(prefill, 2, queued_prefill_tokens=int(1000 * work_s) + 40_000), 0.0)
     after = _found(ledger, **wanted)
-    if before.computing[before.order[0]] != row:
-        assert after.computing[after.order[0]] != row
+    if _computed_by(before) != row:
+        assert _computed_by(after) != row
 
 
 @settings(deadline=None)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from cluster.scheduler.placement.estimates import OutputLengths
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.worker_table import Row, Slot
-from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import COST, book, costed_snapshot, decoding, ledger_of, query_of
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 
@@ -67,9 +67,9 @@ def test_a_cancelled_prompt_leaves_the_queue() -> None:
 def test_a_snapshot_tells_what_is_done_of_what_it_knows() -> None:
     ledger = ledger_of("p1", "d1")
     book(ledger, "a", 0.5), book(ledger, "b", 0.5)
-    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=2000), 1.0, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 2, queued_prefill_tokens=2000), 1.0)
     book(ledger, "c", 1.5)
-    ledger.heartbeat(worker_snapshot("p1", 3, queued_prefill_tokens=1500), 2.0, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 3, queued_prefill_tokens=1500), 2.0)
     # a and b were there before the snapshot at 1.0, c came after: at least half of a is done, by the clock all of it.
     assert _drained_at(ledger, "p1") == pytest.approx(4.0)
 
@@ -77,29 +77,29 @@ def test_a_snapshot_tells_what_is_done_of_what_it_knows() -> None:
 def test_between_the_ends_of_steps_the_clock_tells_what_is_done() -> None:
     ledger = ledger_of("p1", "d1")
     book(ledger, "a", 0.0)
-    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=1000), 0.4, cost=COST)
-    ledger.heartbeat(worker_snapshot("p1", 3, queued_prefill_tokens=1000), 0.8, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 2, queued_prefill_tokens=1000), 0.4)
+    ledger.heartbeat(costed_snapshot("p1", 3, queued_prefill_tokens=1000), 0.8)
     assert _drained_at(ledger, "p1") == pytest.approx(1.0)
 
 
 def test_a_worker_that_lags_is_no_more_than_a_step_ahead_of_what_it_says() -> None:
     ledger = ledger_of("d1")
-    ledger.register(worker_info("p1"), worker_snapshot("p1"), 0.0, cost=COST, chunk_tokens=200)
+    ledger.register(worker_info("p1", chunk_tokens=200), costed_snapshot("p1"), 0.0)
     book(ledger, "a", 0.0)
-    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=900), 0.9, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 2, queued_prefill_tokens=900), 0.9)
     assert _drained_at(ledger, "p1") == pytest.approx(0.9 + 0.7)
 
 
 def test_what_a_waiting_prompt_will_find_cached_is_no_unknown_work() -> None:
     ledger = ledger_of("p1", "d1")
     book(ledger, "a", 0.0), book(ledger, "b", 0.0, num_cached=900, prefill_s=0.1)
-    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=2000), 0.5, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 2, queued_prefill_tokens=2000), 0.5)
     assert _drained_at(ledger, "p1") == pytest.approx(1.1)
 
 
 def test_work_that_nobody_booked_counts_too() -> None:
     ledger = ledger_of("p1", "d1")
-    ledger.heartbeat(worker_snapshot("p1", 2, queued_prefill_tokens=3000), 1.0, cost=COST)
+    ledger.heartbeat(costed_snapshot("p1", 2, queued_prefill_tokens=3000), 1.0)
     assert _drained_at(ledger, "p1") == pytest.approx(1.0 + 3.01)
     assert book(ledger, "a", 2.0).computed_at == pytest.approx(5.01)
     assert book(ledger, "late", 2.0, prefill_s=0.5).computed_at == pytest.approx(5.51)
@@ -107,8 +107,8 @@ def test_work_that_nobody_booked_counts_too() -> None:
 
 def test_older_snapshots_and_unknown_workers_change_nothing() -> None:
     ledger = ledger_of("p1", "d1")
-    assert ledger.heartbeat(worker_snapshot("p1", 5, queued_prefill_tokens=1000), 1.0, cost=COST)
-    assert ledger.heartbeat(worker_snapshot("p1", 5, queued_prefill_tokens=0), 2.0, cost=COST)
+    assert ledger.heartbeat(costed_snapshot("p1", 5, queued_prefill_tokens=1000), 1.0)
+    assert ledger.heartbeat(costed_snapshot("p1", 5, queued_prefill_tokens=0), 2.0)
     assert _drained_at(ledger, "p1") == pytest.approx(2.01)
     assert not ledger.heartbeat(worker_snapshot("p9", 5), 1.0)
 
@@ -157,12 +157,12 @@ def test_decode_steps_are_counted_with_those_who_decode() -> None:
 
 def test_sequences_of_before_this_scheduler_count_until_they_leave() -> None:
     ledger = ledger_of("d1")
-    ledger.heartbeat(worker_snapshot("d1", 2, num_running=3, blocks_available=1900), 1.0, cost=COST)
+    ledger.heartbeat(costed_snapshot("d1", 2, num_running=3, blocks_available=1900), 1.0)
     assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 3
     assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 1600
-    ledger.heartbeat(worker_snapshot("d1", 3, num_running=1), 2.0, cost=COST, context_tokens=700)
+    ledger.heartbeat(costed_snapshot("d1", 3, num_running=1, context_tokens=700), 2.0)
     assert (_fact(ledger, "d1", Row.EXTRA_DECODES), _fact(ledger, "d1", Row.EXTRA_CONTEXT)) == (1, 700)
-    ledger.heartbeat(worker_snapshot("d1", 4), 3.0, cost=COST)
+    ledger.heartbeat(costed_snapshot("d1", 4), 3.0)
     assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 0
 
 
@@ -224,13 +224,13 @@ class LedgerRules(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]), queued=st.integers(0, 5000), running=st.integers(0, 9))
     def heartbeat(self, worker: str, queued: int, running: int) -> None:
         self.number += 1
-        snapshot = worker_snapshot(worker, self.number, queued_prefill_tokens=queued, num_running=running)
-        assert self.ledger.heartbeat(snapshot, self.now, cost=COST)
+        snapshot = costed_snapshot(worker, self.number, queued_prefill_tokens=queued, num_running=running)
+        assert self.ledger.heartbeat(snapshot, self.now)
 
     @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]))
     def restart(self, worker: str) -> None:
         self.number += 1
-        self.ledger.register(worker_info(worker), worker_snapshot(worker, self.number), self.now, cost=COST)
+        self.ledger.register(worker_info(worker), costed_snapshot(worker, self.number), self.now)
         gone = [r for r, (p, d, queued) in self.model.items() if worker == d or (queued and worker == p)]
         for request_id in gone:
             del self.model[request_id]
@@ -307,7 +307,7 @@ def test_rows_stay_in_order_and_what_is_known_of_a_worker_moves_with_it() -> Non
     decoding(ledger, "a", prefill="p2", decode="d2")
     before = ledger.table.rows[:, ledger.table.row("d2")].tolist(), ledger.table.slots[:, 1, 0].tolist()
     for worker_id in ("p1", "d1", "d3"):
-        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=COST)
+        ledger.register(worker_info(worker_id), costed_snapshot(worker_id), 0.0)
     assert ledger.table.ids == ["p1", "p2", "d1", "d2", "d3"]
     assert ledger.table.pools() == (slice(0, 2), slice(2, 5))
     for worker_id in ("p1", "d1"):

@@ -23,7 +23,7 @@ def _ttft_s(ledger: Ledger, now: float) -> float:
     query, policy = query_of(arrived_at=now), DecisionPolicy()
     found = rank(ledger, policy, query, filter_workers(ledger, policy, query, {}, now), now)
     assert found is not None
-    return float(found.ttft_s[found.order[0]])
+    return float(found.scores.ttft_s[0, found.order[0]])
 
 
 def test_a_few_are_not_believed_then_the_median_is() -> None:

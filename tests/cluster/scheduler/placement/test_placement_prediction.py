@@ -17,8 +17,8 @@ from cluster.scheduler.placement.tpot_forecast import (
     log_fit_probability,
     log_probability,
 )
-from tests.cluster.scheduler.placement.placement_world import COST, book, decoding, ledger_of, query_of
-from tests.support.worker_reports import worker_info, worker_snapshot
+from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
+from tests.support.worker_reports import worker_info
 
 
 def _prompt(
@@ -62,7 +62,7 @@ def test_a_prompt_waits_for_the_queue_and_is_computed() -> None:
 
 def test_chunks_cost_a_step_each() -> None:
     ledger = Ledger()
-    ledger.register(worker_info("p1"), worker_snapshot("p1"), 0.0, cost=COST, chunk_tokens=256)
+    ledger.register(worker_info("p1", chunk_tokens=256), costed_snapshot("p1"), 0.0)
     assert _prompt(ledger, "p1").prefill_s[0] == pytest.approx(1.0 + 4 * 0.01)
 
 
@@ -188,7 +188,7 @@ def test_prompts_of_lately_stretch_the_steps_and_are_forgotten() -> None:
     book(ledger, "a", prefill=None)
     ledger.ended("a", 0.0)
     assert _decode(ledger).tpot_s[0] == pytest.approx(alone / (1.0 - 0.1))  # 1 s of the last 10
-    ledger.heartbeat(worker_snapshot("d1", 2), 100.0, cost=COST)
+    ledger.heartbeat(costed_snapshot("d1", 2), 100.0)
     assert _decode(ledger, now=100.0).tpot_s[0] == pytest.approx(alone, rel=1e-3)
 
 
@@ -202,7 +202,7 @@ def test_reservations_go_on_while_prompts_wait_there() -> None:
 def test_who_exceeds_the_sequences_of_a_worker_waits_for_one_to_end() -> None:
     ledger = Ledger()
     for worker_id in ("p1", "d1"):
-        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=COST, max_num_seqs=2)
+        ledger.register(worker_info(worker_id, max_num_seqs=2), costed_snapshot(worker_id), 0.0)
     decoding(ledger, "short", max_new_tokens=50)
     assert _decode(ledger).room_s[0] == 0.0
     decoding(ledger, "long", max_new_tokens=100)
@@ -213,7 +213,7 @@ def test_who_exceeds_the_sequences_of_a_worker_waits_for_one_to_end() -> None:
 def test_those_who_decode_leave_less_of_each_step_to_prompts() -> None:
     ledger = Ledger()
     for worker_id in ("p1", "d1"):
-        ledger.register(worker_info(worker_id), worker_snapshot(worker_id), 0.0, cost=COST, chunk_tokens=501)
+        ledger.register(worker_info(worker_id, chunk_tokens=501), costed_snapshot(worker_id), 0.0)
     decoding(ledger, "a")
     assert _prompt(ledger, "d1").prefill_s[0] == pytest.approx(1.0 + 2 * 0.012)
     decoding(ledger, "b")
