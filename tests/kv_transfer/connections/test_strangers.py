@@ -82,8 +82,8 @@ def test_a_stranger_is_cut_off_in_time_and_harms_nobody(run: Run, words: bytes) 
             loop = asyncio.get_running_loop()
             with socket.create_connection((server.endpoint.host, server.endpoint.port)) as stranger:
                 stranger.setblocking(False)
-                await loop.sock_sendall(stranger, words)
-                with suppress(ConnectionResetError):
+                with suppress(ConnectionResetError, BrokenPipeError):  # cut off before it has said or heard all
+                    await loop.sock_sendall(stranger, words)
                     assert await asyncio.wait_for(loop.sock_recv(stranger, 1000), HANGS_S) == b""
             await assert_alive(friend)
 
@@ -174,7 +174,7 @@ def test_random_bytes_never_bring_a_listener_down() -> None:
         with asyncio.Runner(loop_factory=LOOP_KINDS["uvloop"]) as runner:
 
             async def listen() -> Server:
-                return Server("127.0.0.1", WORKER, echo, handshake_timeout_s=2.0)
+                return Server("127.0.0.1", WORKER, echo, handshake_timeout_s=HANGS_S)
 
             server = runner.run(listen())
             friend = runner.run(connect_to(server))
