@@ -23,6 +23,7 @@ from kv_transfer.transports.base import Identity, LinkClosedError
 from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
 from tests.support.waiting import HANGS_S, eventually
 
+
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway places nothing itself because this machine is busy."""
