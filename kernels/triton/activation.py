@@ -51,8 +51,7 @@ def configuration(dtype: torch.dtype, activation: Activation) -> Shipped:
     return Shipped(
         name=f"gated_activation-{activation}-{element}",
         kernel=gated_activation_kernel,
-        signature={"gate_up": f"*{element}", "out": f"*{element}", "width": "i32", "GELU": "constexpr"}
-        | {"BLOCK": "constexpr"},
+        types={"gate_up": f"*{element}", "out": f"*{element}", "width": "i32"},
         constants={"GELU": activation == "gelu_tanh", "BLOCK": _BLOCK},
         num_warps=4,
         num_stages=1,

@@ -63,7 +63,7 @@ def configuration() -> Shipped:
     return Shipped(
         name="copy_blocks",
         kernel=copy_blocks_kernel,
-        signature=pointers | {"num_blocks": "i32", "block_words": "i32", "TILE_WORDS": "constexpr"},
+        types=pointers | {"num_blocks": "i32", "block_words": "i32"},
         constants={"TILE_WORDS": _TILE_WORDS},
         num_warps=4,
         num_stages=1,

@@ -98,7 +98,7 @@ def configuration() -> Shipped:
     return Shipped(
         name="block_digest",
         kernel=block_digest_kernel,
-        signature={"content": "*i64", "keys": "*i64", "digest": "*i64", "num_words": "i64", "ROW_WORDS": "constexpr"},
+        types={"content": "*i64", "keys": "*i64", "digest": "*i64", "num_words": "i64"},
         constants={"ROW_WORDS": ROW_WORDS},
         num_warps=4,
         num_stages=1,

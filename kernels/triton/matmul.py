@@ -228,7 +228,7 @@ def configuration(dtype: torch.dtype, wide: bool, fetch: Fetch, has_bias: bool, 
     return Shipped(
         name="matmul-" + "-".join(details),
         kernel=matmul_kernel if fetch == "loads" else matmul_tma_kernel,
-        signature=inputs | pointers | dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr"),
+        types=inputs | pointers | dict.fromkeys(integers, "i32"),
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

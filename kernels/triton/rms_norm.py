@@ -113,7 +113,7 @@ def configuration(dtype: torch.dtype, weight_dtype: torch.dtype, tile: int, adds
     return Shipped(
         name=f"rms_norm-{'add-' if adds else ''}{element}-by-{of_weight}-{tile}",
         kernel=rms_norm_kernel,
-        signature={
+        types={
             "x": f"*{element}",
             "residual": f"*{element}",
             "weight": f"*{of_weight}",
@@ -124,9 +124,6 @@ def configuration(dtype: torch.dtype, weight_dtype: torch.dtype, tile: int, adds
             "heads": "i32",
             "token_stride": "i32",
             "eps": "fp32",
-            "ADDS": "constexpr",
-            "ROWS": "constexpr",
-            "WIDTH": "constexpr",
         },
         constants={"ADDS": adds, "ROWS": max(1, _ELEMENTS // tile), "WIDTH": tile},
         num_warps=4 if tile <= _ELEMENTS else 8 if tile <= 2 * _ELEMENTS else 32,

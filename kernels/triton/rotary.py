@@ -130,7 +130,7 @@ def configuration(dtype: torch.dtype, half: int) -> Shipped:
     return Shipped(
         name=f"rotate_and_store-{element}-{2 * half}",
         kernel=rotate_and_store_kernel,
-        signature=pointers | {"slots": "*i64"} | integers | {"ROWS": "constexpr", "HALF": "constexpr"},
+        types=pointers | {"slots": "*i64"} | integers,
         constants={"ROWS": _ELEMENTS // half, "HALF": half},
         num_warps=4,
         num_stages=1,

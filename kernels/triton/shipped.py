@@ -21,20 +21,23 @@ class Shipped:
 
     name: str  # unique among all: the key of what was recorded of it
     kernel: Any  # what `triton.jit` returned
-    signature: Mapping[str, str]  # Triton's type of every parameter: "*bf16", "i32", "i64", "fp32", "constexpr"
-    constants: Mapping[str, Any]  # the values of the "constexpr" ones
+    types: Mapping[str, str]  # Triton's, of the parameters that are no constants: "*bf16", "i32", "i64", "fp32"
+    constants: Mapping[str, Any]  # the values of all others
     num_warps: int
     num_stages: int
     aligned: frozenset[str] = frozenset()  # integers that are multiples of 16 in every launch that matters
     architectures: tuple[int, ...] = (80, 90, 100)  # compute capabilities, times ten
 
     def __post_init__(self) -> None:
-        declared = {name for name, kind in self.signature.items() if kind == "constexpr"}
-        if declared != set(self.constants):
-            odd = sorted(declared ^ set(self.constants))
-            raise ValueError(f"{self.name}: {', '.join(odd)} must be constexpr in the signature and have a value")
-        if unknown := self.aligned - set(self.signature):
-            raise ValueError(f"{self.name}: {', '.join(sorted(unknown))} is no parameter, but said to be aligned")
+        if odd := set(self.kernel.arg_names) ^ self.types.keys() ^ self.constants.keys():
+            raise ValueError(f"{self.name}: {', '.join(sorted(odd))} must be a parameter with a type or with a value")
+        if unknown := self.aligned - self.types.keys():
+            raise ValueError(f"{self.name}: {', '.join(sorted(unknown))} has no type, but is said to be aligned")
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """The type of every parameter, in the kernel's order; "constexpr" of constants."""
+        return {name: self.types.get(name, "constexpr") for name in self.kernel.arg_names}
 
     def launch(self, grid: tuple[int, ...], **arguments: Any) -> None:
         """Run on `grid` with the `arguments` that are no constants."""

@@ -146,9 +146,7 @@ def configuration(to_cache: bool, block_size: int, num_heads: int, head_words: i
     return Shipped(
         name=f"{name}-{block_size}x{num_heads}x{head_words * WORD_BYTES}B-heads{heads.start}to{heads.stop}",
         kernel=slab_kernel,
-        signature=pointers
-        | {"start": "i32", "half_words": "i64", "block_stride": "i32"}
-        | dict.fromkeys(constants, "constexpr"),
+        types=pointers | {"start": "i32", "half_words": "i64", "block_stride": "i32"},
         constants=constants,
         num_warps=4,
         num_stages=1,

@@ -77,8 +77,8 @@ def doubled(x, out, num, BLOCK: tl.constexpr):
 
 
 def doubling(**changes: Any) -> Shipped:
-    signature = {"x": "*fp32", "out": "*fp32", "num": "i32", "BLOCK": "constexpr"}
-    wishes: dict[str, Any] = {"signature": signature, "constants": {"BLOCK": 64}} | changes
+    types = {"x": "*fp32", "out": "*fp32", "num": "i32"}
+    wishes: dict[str, Any] = {"types": types, "constants": {"BLOCK": 64}} | changes
     return Shipped(name="doubled", kernel=doubled, num_warps=1, num_stages=1, **wishes)
 
 
@@ -90,8 +90,12 @@ def test_a_shipped_kernel_is_launched_with_its_constants() -> None:
     assert (out[100:] == 7.0).all()
 
 
-def test_a_constant_must_be_declared_and_have_a_value() -> None:
-    with pytest.raises(ValueError, match="BLOCK must be constexpr"):
+def test_every_parameter_has_either_a_type_or_a_value() -> None:
+    with pytest.raises(ValueError, match="BLOCK must be a parameter"):
         doubling(constants={})
+    with pytest.raises(ValueError, match="WIDTH must be a parameter"):
+        doubling(constants={"BLOCK": 64, "WIDTH": 1})
+    with pytest.raises(ValueError, match="num must be a parameter"):
+        doubling(constants={"BLOCK": 64, "num": 1})
     with pytest.raises(ValueError, match="WIDTH"):
         doubling(aligned=frozenset({"WIDTH"}))

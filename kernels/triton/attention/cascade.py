@@ -34,8 +34,8 @@ from kernels.triton.attention.tiles import (
     empty_sums,
     load_queries,
     shipped_operands,
-    signature_of,
     softmax_scales,
+    types_of,
 )
 from kernels.triton.shipped import Shipped
 
@@ -95,7 +95,7 @@ def configuration(operands: Operands) -> Shipped:
     return Shipped(
         name=operands.name("cascade_attention"),
         kernel=cascade_attention_kernel,
-        signature=signature_of(cascade_attention_kernel, operands.dtype),
+        types=types_of(cascade_attention_kernel, operands.dtype),
         constants={**operands.constants(tile), "SPLIT_TILES": SPLIT_TOKENS // tile.tokens},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

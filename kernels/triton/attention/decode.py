@@ -38,9 +38,9 @@ from kernels.triton.attention.tiles import (
     merge_sums,
     normalised,
     shipped_operands,
-    signature_of,
     softmax_scales,
     store_rows,
+    types_of,
 )
 from kernels.triton.shipped import TYPE_NAMES, Shipped
 
@@ -175,7 +175,7 @@ def configuration(operands: Operands, wide: bool) -> Shipped:
     return Shipped(
         name=operands.name("decode_attention", "wide" if wide else "narrow"),
         kernel=decode_attention_kernel,
-        signature=signature_of(decode_attention_kernel, operands.dtype),
+        types=types_of(decode_attention_kernel, operands.dtype),
         constants={
             **operands.constants(tile),
             "WINDOWED": operands.windowed,
@@ -192,7 +192,7 @@ def merge_configuration(dtype: torch.dtype, head_dim: int, num_kv_heads: int) ->
     return Shipped(
         name=f"merge_splits-{TYPE_NAMES[dtype]}-{head_dim}",
         kernel=merge_splits_kernel,
-        signature=signature_of(merge_splits_kernel, dtype),
+        types=types_of(merge_splits_kernel, dtype),
         constants={
             "HEAD_DIM": head_dim,
             "HEAD_TILE": head_tile(head_dim),

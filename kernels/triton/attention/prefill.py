@@ -35,9 +35,9 @@ from kernels.triton.attention.tiles import (
     merge_sums,
     normalised,
     shipped_operands,
-    signature_of,
     softmax_scales,
     store_rows,
+    types_of,
 )
 from kernels.triton.shipped import Shipped
 
@@ -112,7 +112,7 @@ def configuration(operands: Operands, batch_invariant: bool) -> Shipped:
     return Shipped(
         name=operands.name("prefill_attention", *marks),
         kernel=prefill_attention_kernel,
-        signature=signature_of(prefill_attention_kernel, operands.dtype),
+        types=types_of(prefill_attention_kernel, operands.dtype),
         constants={
             **operands.constants(tile),
             "WINDOWED": operands.windowed,

@@ -148,15 +148,15 @@ def softmax_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     return softcap * math.log2(math.e), 2 * scale / softcap * math.log2(math.e)
 
 
-def signature_of(kernel: Any, dtype: torch.dtype) -> Mapping[str, str]:
-    """Triton's types of an attention kernel's parameters, in its order: what is not named here is a constant."""
+def types_of(kernel: Any, dtype: torch.dtype) -> Mapping[str, str]:
+    """Triton's types of an attention kernel's parameters: what is not named here is a constant."""
     element = f"*{TYPE_NAMES[dtype]}"
     types = dict.fromkeys(("q", "out", "cache"), element)
     types |= dict.fromkeys(("table", "segments", "tiles", "items", "num_items", "members"), "*i32")
     types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
     types |= dict.fromkeys(("group", "window", "slot_rows"), "i32")
     types |= {"q_row_stride": "i64", "scale": "fp32", "squeeze": "fp32"}
-    return {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    return {name: types[name] for name in kernel.arg_names if name in types}
 
 
 @triton.jit

@@ -85,8 +85,8 @@ def _configuration() -> Shipped:
     return Shipped(
         name="sample_edit",
         kernel=edit_kernel,
-        signature={"logits": "*fp32", "out": "*fp32", "rows": "*i64", "edits": "*i64", "vocab_size": "i32"}
-        | {"row_stride": "i64", "out_stride": "i64", "TILE": "constexpr"},
+        types={"logits": "*fp32", "out": "*fp32", "rows": "*i64", "edits": "*i64", "vocab_size": "i32"}
+        | {"row_stride": "i64", "out_stride": "i64"},
         constants={"TILE": _TILE},
         num_warps=4,
         num_stages=1,

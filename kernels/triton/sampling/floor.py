@@ -171,9 +171,8 @@ def _configuration(splits: int) -> Shipped:
     return Shipped(
         name=f"sample_floor-{splits}",
         kernel=floor_kernel,
-        signature={"logits": "*fp32", "rows": "*i64", "best_values": "*fp32", "near": "*fp32", "floors": "*fp32"}
-        | {"vocab_size": "i32", "row_stride": "i64", "num_splits": "i32"}
-        | dict.fromkeys(constants, "constexpr"),
+        types={"logits": "*fp32", "rows": "*i64", "best_values": "*fp32", "near": "*fp32", "floors": "*fp32"}
+        | {"vocab_size": "i32", "row_stride": "i64", "num_splits": "i32"},
         constants=constants,
         num_warps=16,
         num_stages=1,

@@ -109,10 +109,9 @@ def _configuration(splits: int) -> Shipped:
     return Shipped(
         name=f"sample_logprobs-{splits}",
         kernel=logprobs_kernel,
-        signature={"logits": "*fp32", "best_values": "*fp32", "token_ids": "*i64", "rows": "*i64"}
+        types={"logits": "*fp32", "best_values": "*fp32", "token_ids": "*i64", "rows": "*i64"}
         | {"logprobs": "*fp64", "top_ids": "*i64", "top_logprobs": "*fp64", "vocab_size": "i32"}
-        | {"row_stride": "i64", "num_splits": "i32", "num_columns": "i32"}
-        | dict.fromkeys(constants, "constexpr"),
+        | {"row_stride": "i64", "num_splits": "i32", "num_columns": "i32"},
         constants=constants,
         num_warps=8,
         num_stages=1,

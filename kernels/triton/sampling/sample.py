@@ -190,8 +190,8 @@ def _finding_best() -> Shipped:
     return Shipped(
         name="sample_best",
         kernel=best_kernel,
-        signature={"logits": "*fp32", "best_values": "*fp32", "best_ids": "*i32", "vocab_size": "i32"}
-        | {"row_stride": "i64", "SPLIT": "constexpr"},
+        types={"logits": "*fp32", "best_values": "*fp32", "best_ids": "*i32", "vocab_size": "i32"}
+        | {"row_stride": "i64"},
         constants={"SPLIT": SPLIT},
         num_warps=4,
         num_stages=1,
@@ -205,9 +205,8 @@ def _drawing(has_floors: bool, splits: int) -> Shipped:
     return Shipped(
         name=f"sample_draw-{splits}{'-truncated' if has_floors else ''}",
         kernel=draw_kernel,
-        signature={"logits": "*fp32", "rows": "*i64", "best_values": "*fp32", "floors": "*fp32", "scores": "*fp64"}
-        | {"score_ids": "*i32", "vocab_size": "i32", "row_stride": "i64", "num_splits": "i32"}
-        | dict.fromkeys(constants, "constexpr"),
+        types={"logits": "*fp32", "rows": "*i64", "best_values": "*fp32", "floors": "*fp32", "scores": "*fp64"}
+        | {"score_ids": "*i32", "vocab_size": "i32", "row_stride": "i64", "num_splits": "i32"},
         constants=constants,
         num_warps=4,
         num_stages=1,
@@ -221,9 +220,8 @@ def _choosing(draws: bool, splits: int) -> Shipped:
     return Shipped(
         name=f"sample_choose-{splits}{'-drawn' if draws else ''}",
         kernel=choose_kernel,
-        signature={"rows": "*i64", "raw_values": "*fp32", "best_values": "*fp32", "best_ids": "*i32"}
-        | {"scores": "*fp64" if draws else "*fp32", "score_ids": "*i32", "token_ids": "*i64", "num_splits": "i32"}
-        | dict.fromkeys(constants, "constexpr"),
+        types={"rows": "*i64", "raw_values": "*fp32", "best_values": "*fp32", "best_ids": "*i32"}
+        | {"scores": "*fp64" if draws else "*fp32", "score_ids": "*i32", "token_ids": "*i64", "num_splits": "i32"},
         constants=constants,
         num_warps=1,
         num_stages=1,
