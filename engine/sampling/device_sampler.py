@@ -110,15 +110,9 @@ class DeviceSampler:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
 
-    def sample(self, logits: Tensor, rows: list[Sequence]) -> list[SampledToken]:
-        """The next token of each sequence, from `logits [len(rows), vocab_size]`, float32.
-
-        Raises InvalidLogitsError for rows of which no token can be chosen.
-        """
-        return self.begin(logits, rows).finish() if rows else []
-
     def begin(self, logits: Tensor, rows: list[Sequence]) -> PendingSample:
-        """Have them sampled, without waiting for it. There must be rows."""
+        """Have the next token of each sequence sampled, from `logits [len(rows), vocab_size]`, float32, without waiting
+        for it. There must be rows."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         packed = pack_rows([self._options(seq) for seq in rows], self.vocab_size)
         return PendingSample(rows, *sample(_rows_of(logits), packed, _uploaded(packed, logits.device)))
@@ -126,7 +120,7 @@ class DeviceSampler:
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """For each row of `logits [T, vocab_size]`, the log-probability of the token that did follow.
 
-        Raises InvalidLogitsError as `sample` does.
+        Raises InvalidLogitsError for rows that hold no distribution.
         """
         assert logits.shape == (len(next_token_ids), self.vocab_size), f"{tuple(logits.shape)} logits"
         if not next_token_ids:

