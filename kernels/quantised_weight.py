@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -61,13 +61,8 @@ class QuantisedWeight:
 
     def rows(self, wanted: Tensor) -> QuantisedWeight:
         """The outputs of these indices, in this order."""
-        return QuantisedWeight(
-            codes=self.codes[wanted],
-            scales=self.scales[wanted],
-            minimums=None if self.minimums is None else self.minimums[wanted],
-            bits=self.bits,
-            lowest=self.lowest,
-        )
+        minimums = None if self.minimums is None else self.minimums[wanted]
+        return replace(self, codes=self.codes[wanted], scales=self.scales[wanted], minimums=minimums)
 
     def part(self, rows: slice, columns: slice) -> QuantisedWeight:
         """The values of these outputs for these inputs, copied. Where an end cuts a group, all groups are smaller."""
@@ -78,12 +73,9 @@ class QuantisedWeight:
         def factors(whole: Tensor) -> Tensor:
             return _copied(whole[rows].repeat_interleave(repeats, dim=1)[:, groups])
 
-        return QuantisedWeight(
-            codes=_copied(self.codes[rows, start:stop]),
-            scales=factors(self.scales),
-            minimums=None if self.minimums is None else factors(self.minimums),
-            bits=self.bits,
-            lowest=self.lowest,
+        minimums = None if self.minimums is None else factors(self.minimums)
+        return replace(
+            self, codes=_copied(self.codes[rows, start:stop]), scales=factors(self.scales), minimums=minimums
         )
 
     def as_form(self, form: Form) -> QuantisedWeight:
@@ -93,8 +85,8 @@ class QuantisedWeight:
         minimums = self.minimums
         if form.has_minimums and minimums is None:
             minimums = torch.zeros_like(self.scales)
-        return QuantisedWeight(
-            codes=self.codes,
+        return replace(
+            self,
             scales=self.scales.repeat_interleave(repeats, dim=1),
             minimums=None if minimums is None else minimums.repeat_interleave(repeats, dim=1),
             bits=form.bits,

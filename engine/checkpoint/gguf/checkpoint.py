@@ -65,9 +65,7 @@ def convert_gguf(gguf_file: Path, folder: Path, *, progress: Callable[[str], Non
 
     Raises ValueError for an architecture other than Llama and Gemma 3.
     """
-    reader = gguf.GGUFReader(gguf_file)
-    metadata = _metadata(reader)
-    architecture = _architecture(metadata, gguf_file)
+    reader, metadata, architecture = _opened(gguf_file)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(_converted(reader, architecture, metadata, progress))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -77,9 +75,7 @@ def convert_gguf(gguf_file: Path, folder: Path, *, progress: Callable[[str], Non
 
 def describe_gguf(gguf_file: Path, folder: Path) -> None:
     """Write all that `convert_gguf` writes but the weights into `folder`, which exists. Raises the same."""
-    reader = gguf.GGUFReader(gguf_file)
-    metadata = _metadata(reader)
-    architecture = _architecture(metadata, gguf_file)
+    reader, metadata, architecture = _opened(gguf_file)
     names = {hugging_face_name(tensor.name, architecture.norm_names) for tensor in reader.tensors}
     _write_configs(folder, architecture, metadata, tied="lm_head.weight" not in names)
     write_tokenizer(metadata, folder)
@@ -88,9 +84,8 @@ def describe_gguf(gguf_file: Path, folder: Path) -> None:
 def stored_gguf_tensors(gguf_file: Path) -> Iterator[tuple[str, torch.Tensor | QuantisedWeight]]:
     """Each tensor by its name in a checkpoint, as the converter found it: blocks where `gguf_blocks` knows their kind,
     else float32. Raises ValueError for an architecture or a tensor that is not known."""
-    reader = gguf.GGUFReader(gguf_file)
-    metadata = _metadata(reader, {"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"})
-    architecture = _architecture(metadata, gguf_file)
+    vocabulary = {"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"}
+    reader, metadata, architecture = _opened(gguf_file, without=vocabulary)
     for tensor in reader.tensors:
         name = hugging_face_name(tensor.name, architecture.norm_names)
         weight = None if tensor.name.endswith("norm.weight") else quantised_weight(tensor.data, tensor.tensor_type)
@@ -101,16 +96,17 @@ def stored_gguf_tensors(gguf_file: Path) -> Iterator[tuple[str, torch.Tensor | Q
         yield name, weight if order is None else weight.rows(torch.from_numpy(order))
 
 
-def _metadata(reader: Any, without: Set[str] = frozenset()) -> Metadata:
-    return {name: field.contents() for name, field in reader.fields.items() if name not in without}
+def _opened(gguf_file: Path, without: Set[str] = frozenset()) -> tuple[Any, Metadata, Architecture]:
+    """The file's tensors, what it says of them but for the fields `without`, and how its architecture lies there.
 
-
-def _architecture(metadata: Metadata, gguf_file: Path) -> Architecture:
-    """Raises ValueError."""
+    Raises ValueError for an architecture that is not known.
+    """
+    reader = gguf.GGUFReader(gguf_file)
+    metadata = {name: field.contents() for name, field in reader.fields.items() if name not in without}
     name = metadata["general.architecture"]
     if name not in _ARCHITECTURES:
         raise ValueError(f"{gguf_file.name} holds a model of architecture {name!r}; known are {list(_ARCHITECTURES)}")
-    return _ARCHITECTURES[name]
+    return reader, metadata, _ARCHITECTURES[name]
 
 
 def _converted(
