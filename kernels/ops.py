@@ -6,7 +6,6 @@ import functools
 
 import torch
 
-from kernels import reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels
 from kernels.native.kernels import NativeCpuKernels
@@ -15,7 +14,7 @@ from kernels.quantised_weight import ActivationBits
 
 
 def kernels_for(device: torch.device, *, batch_invariant: bool = False, activation_bits: ActivationBits = 8) -> Kernels:
-    """The fastest kernels that exist for `device`; the plain-torch ones where no others do.
+    """The fastest kernels that exist for `device`, a CPU or a GPU.
 
     `batch_invariant`: with them a sequence's logits are the same to the bit alone, in any batch, in any chunking.
     `activation_bits`: see `NativeCpuKernels`; others round no activations.
@@ -23,7 +22,7 @@ def kernels_for(device: torch.device, *, batch_invariant: bool = False, activati
     """
     if device.type == "cuda":
         return _gpu_kernels(device, batch_invariant)
-    kernels = _cpu_kernels(activation_bits) if device.type == "cpu" else reference
+    kernels = _cpu_kernels(activation_bits)
     if batch_invariant and not isinstance(kernels, NativeCpuKernels):
         raise ValueError(
             f"batch_invariant asks for kernels that there are not for {device} here; on a CPU they take AVX-512 with"

@@ -18,6 +18,7 @@ from cluster.config.build import engine_config
 from cluster.config.settings import LegatoConfig
 from engine.sequence import Sequence
 from kernels import reference
+from kernels.cpu import kernels as cpu
 from kernels.ops import kernels_for
 from kernels.triton.kernels import CublasLinear, GpuKernels
 from kernels.triton.matmul import InvariantLinear
@@ -90,9 +91,10 @@ def test_projections_follow_the_mode() -> None:
             torch.testing.assert_close(linear.add_to(residual, x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_batch_invariance_is_refused_with_advice_where_no_kernels_have_it() -> None:
+def test_batch_invariance_is_refused_with_advice_where_no_kernels_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.ops._cpu_kernels", lambda activation_bits: cpu)
     with pytest.raises(ValueError, match="num_gpus: 1"):
-        kernels_for(torch.device("meta"), batch_invariant=True)
+        kernels_for(torch.device("cpu"), batch_invariant=True)
 
 
 def test_the_setting_reaches_both_kinds_of_workers() -> None:

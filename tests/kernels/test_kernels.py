@@ -219,7 +219,6 @@ def test_gated_activation(kernels: Kernels, dtype: torch.dtype, activation: Acti
     assert torch.equal(gate_up, before)
 
 
-def test_kernels_are_picked_by_device() -> None:
-    on_cpu, elsewhere = (kernels_for(torch.device(name)) for name in ("cpu", "meta"))
+def test_a_cpu_has_the_fastest_kernels_that_it_can_run() -> None:
+    on_cpu = kernels_for(torch.device("cpu"))
     assert isinstance(on_cpu, type(cpu) if native_library() is None else NativeCpuKernels)
-    assert elsewhere is reference
