@@ -78,8 +78,8 @@ class Promoter:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="promotion", initializer=work_alone)
         self._closed = False
-        self.loaded_columns: Counter[SourceName] = Counter()
-        self.failed_columns: Counter[SourceName] = Counter()
+        self.loaded_columns: Counter[SourceName] = Counter()  # into host memory, by where they came from
+        self.failed_columns: Counter[SourceName] = Counter()  # that a load was to bring and did not
 
     def bytes_per_s(self, source: ColumnSource) -> float:
         return self._rates.get(source.name, source.assumed_bytes_per_s)
