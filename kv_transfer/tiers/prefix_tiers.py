@@ -29,10 +29,6 @@ class PrefixPlan:
     load_s: float  # predicted, for bringing those beyond num_ready here
 
 
-def _nobody_waits() -> None:
-    """For room."""
-
-
 class PrefixTiers:
     """Write-through of what was computed; lookup and loading of what may be used again."""
 
@@ -49,7 +45,7 @@ class PrefixTiers:
         """What does not come within `load_timeout_s` is computed instead. `max_queued_blocks`: on their way down."""
         assert device.cache.layout == host.cache.layout, "tiers of one worker share a layout"
         self._loop = asyncio.get_running_loop()
-        self._on_room: Callable[[], None] = _nobody_waits
+        self._on_room: Callable[[], None] = lambda: None
         self._room_is_reported = True  # since there was some
         self._device = device
         self._host = host
