@@ -49,6 +49,7 @@ class Lane:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
+        self.num_users = 0
         self._lock = threading.Lock()
         self._kept: list[Tensor] = []  # by growing size
 
@@ -73,26 +74,6 @@ class Lane:
             self._kept = sorted([*self._kept, buffer], key=len)[-_KEPT_BUFFERS:]
 
 
-class Lanes:
-    """Those of one direction. Who copies gets the one that the fewest others use, so nobody waits to be let in."""
-
-    def __init__(self, streams: Sequence[Stream]) -> None:
-        self._lock = threading.Lock()
-        self._lanes = [Lane(stream) for stream in streams]
-        self._num_users = [0] * len(streams)
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[Lane]:
-        with self._lock:
-            index = self._num_users.index(min(self._num_users))
-            self._num_users[index] += 1
-        try:
-            yield self._lanes[index]
-        finally:
-            with self._lock:
-                self._num_users[index] -= 1
-
-
 class DeviceCopies:
     """Copies between one device's caches and slabs in memory of the host, or of a device, from any thread.
 
@@ -100,8 +81,9 @@ class DeviceCopies:
     """
 
     def __init__(self, outward: Sequence[Stream], inward: Sequence[Stream], queued: Callable[[], Event | None]) -> None:
-        self._outward = Lanes(outward)
-        self._inward = Lanes(inward)
+        self._lock = threading.Lock()
+        self._outward = [Lane(stream) for stream in outward]
+        self._inward = [Lane(stream) for stream in inward]
         self._queued = queued
 
     def fill(
@@ -120,7 +102,7 @@ class DeviceCopies:
         tells damage on the way to the host.
         """
         word = torch.empty(1, dtype=torch.int64)
-        with self._outward.one() as lane, lane.buffer_like(host_slab) as slab:
+        with self._one_of(self._outward) as lane, lane.buffer_like(host_slab) as slab:
 
             def take(table: Tensor) -> None:
                 digest = gather(kv_cache, layer, table, start, slab)
@@ -147,7 +129,7 @@ class DeviceCopies:
         """
         word = torch.empty(1, dtype=torch.int64)
         written = None if kind == "row_sum_64" else torch.empty_like(host_slab)
-        with self._inward.one() as lane, lane.buffer_like(host_slab) as slab:
+        with self._one_of(self._inward) as lane, lane.buffer_like(host_slab) as slab:
 
             def put(table: Tensor) -> None:
                 word.copy_(scatter(kv_cache, layer, table, start, slab), non_blocking=True)
@@ -160,6 +142,18 @@ class DeviceCopies:
 
             self._copy(lane.stream, kv_cache, group_row, after, put, upload)
         return as_digest(word) if written is None else slab_digest(bytes_of(written), kind)
+
+    @contextlib.contextmanager
+    def _one_of(self, lanes: list[Lane]) -> Iterator[Lane]:
+        """The one that the fewest others use, so nobody waits to be let in."""
+        with self._lock:
+            lane = min(lanes, key=lambda lane: lane.num_users)
+            lane.num_users += 1
+        try:
+            yield lane
+        finally:
+            with self._lock:
+                lane.num_users -= 1
 
     def _copy(
         self,

@@ -6,23 +6,20 @@ a device has to copy is waited for in threads for that alone, one for each copy 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from engine.kv.cache import GroupRow, KVLayout, SequenceKV
 from engine.memory.streams import Event, MarkQueued, nothing_queued
 from engine.sequence import SequenceKey
-from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread
+from kv_transfer.connections.event_loops import DeadlineTimer, HomeLoop, LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, ReleaseLease, Send
-from kv_transfer.handoff.receiver_state import HandoffReceiver
+from kv_transfer.handoff.receiver_state import HandoffReceiver, ReceiverMessage
 from kv_transfer.handoff.slab_copy import copying_threads, write_slab
 from kv_transfer.messages import Message
-from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, SlabHeader
 from kv_transfer.messages.requests import Endpoint, RequestSpec, Ticket
 from kv_transfer.transports.base import Delivery, Link, Transport, TransportError
 
@@ -72,7 +69,7 @@ class KvReceiver:
         self._mark_queued = mark_queued
         self._free_after: dict[int, Event | None] = {}  # by lease
         self._copying = copying_threads("kv-copies-in")
-        self._loop = asyncio.get_running_loop()
+        self._home = HomeLoop()
         self._timer = DeadlineTimer(self._on_deadline)
         self.machine: HandoffReceiver
         # Touched on the KV thread only.
@@ -124,8 +121,7 @@ class KvReceiver:
     def _on_deadline(self) -> None:
         self._do(self.machine.tick(time.monotonic()))
 
-    def _on_message(self, link_id: str, message: Message, delivery_id: int | None) -> None:
-        assert isinstance(message, SlabHeader | Commit | Abort | KeepAlive)
+    def _on_message(self, link_id: str, message: ReceiverMessage, delivery_id: int | None) -> None:
         self._do(self.machine.on_message(link_id, message, now=time.monotonic(), delivery_id=delivery_id))
 
     def _on_copied(self, delivery_id: int, digest: int) -> None:
@@ -161,10 +157,6 @@ class KvReceiver:
 
     # --- on the KV thread ---
 
-    def _report(self, function: Callable[..., None], *args: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *args)
-
     async def _serve_link(self, link: Link) -> None:
         # A peer that comes back has a new name, so that the loss of its old link does not count against the new one.
         link_id = f"{link.peer_id}/{next(self._link_numbers)}"
@@ -176,18 +168,18 @@ class KvReceiver:
             logger.info("KV link %s is down: %s", link_id, error)
         finally:
             del self._links[link_id]
-            self._report(self._on_link_lost, link_id)
+            self._home.run(self._on_link_lost, link_id)
 
     def _accept(self, link_id: str, delivery: Delivery) -> None:
         message = delivery.message
-        if not isinstance(message, SlabHeader | Commit | Abort | KeepAlive):
+        if not isinstance(message, ReceiverMessage):
             delivery.release()
             raise TransportError(f"{type(message).__name__} has no place on a KV link")
         delivery_id = None
         if delivery.payload is not None:
             delivery_id = next(self._delivery_ids)
             self._deliveries[delivery_id] = delivery
-        self._report(self._on_message, link_id, message, delivery_id)
+        self._home.run(self._on_message, link_id, message, delivery_id)
 
     def _write(self, copy: Copy, kv_cache: SequenceKV, row: GroupRow, after: Event | None) -> None:
         delivery = self._deliveries.pop(copy.delivery_id)
@@ -207,9 +199,9 @@ class KvReceiver:
         try:
             digest = write_slab(*place, payload, header.digest_kind, after=after)
         except (ValueError, RuntimeError) as error:  # the payload is not of the size that the header says
-            self._report(self._on_copy_failed, copy.delivery_id, str(error))
+            self._home.run(self._on_copy_failed, copy.delivery_id, str(error))
         else:
-            self._report(self._on_copied, copy.delivery_id, digest)
+            self._home.run(self._on_copied, copy.delivery_id, digest)
         finally:
             delivery.release()
 

@@ -65,6 +65,7 @@ from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, Sla
 from kv_transfer.messages.requests import Endpoint, Fence, RequestSpec, Ticket
 
 ReceiverMessage = SlabHeader | Commit | Abort | KeepAlive
+NUM_REMEMBERED = 4096
 
 
 # --- one reservation -------------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class Ending:
 
 
 class HandoffReceiver:
-    """All reservations of one decode worker, the copies into them, and how the last `num_remembered` ended.
+    """All reservations of one decode worker, the copies into them, and how the last `NUM_REMEMBERED` ended.
 
     A reservation is open until it is admitted, fails or is cancelled. What happens goes in, with the time in seconds
     where it matters, on any clock that does not go back. Out comes what the driver has to do, in order.
@@ -186,7 +187,6 @@ class HandoffReceiver:
         endpoint: Endpoint,
         ttl_s: float,
         digest_kind: DigestKind = "xxh3_64",
-        num_remembered: int = 4096,
     ) -> None:
         self._epoch = epoch
         self._num_layers = num_layers
@@ -194,7 +194,6 @@ class HandoffReceiver:
         self.endpoint = endpoint  # what tickets say
         self._ttl_s = ttl_s
         self._digest_kind = digest_kind
-        self._num_remembered = num_remembered
         self._open: dict[str, Reservation] = {}
         # By delivery. A copy cannot be recalled: cancelling a hand-off stops neither the thread nor the device of it.
         self._copies: dict[int, Copy] = {}
@@ -478,7 +477,7 @@ class HandoffReceiver:
     def _remember(self, request_id: str, ending: Ending) -> None:
         self._endings[request_id] = ending
         self._endings.move_to_end(request_id)
-        if len(self._endings) > self._num_remembered:
+        if len(self._endings) > NUM_REMEMBERED:
             self._endings.popitem(last=False)
 
     # --- what is made ---

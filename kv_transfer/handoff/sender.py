@@ -11,7 +11,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from engine.kv.cache import SequenceKV
 from engine.memory.streams import Event
 from engine.sequence import Sequence, SequenceKey
-from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread, to_the_end
+from kv_transfer.connections.event_loops import DeadlineTimer, HomeLoop, LoopThread, to_the_end
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff.sender_state import HandoffSender
@@ -69,7 +68,7 @@ class HandoffTimeline:
 
 
 def ignore_timeline(timeline: HandoffTimeline) -> None:
-    """What `KvSender` and `PrefillWorker` call where nobody measures."""
+    """What `PrefillWorker` calls where nobody measures."""
 
 
 @dataclass(slots=True)
@@ -140,13 +139,13 @@ class _Peer:
             self._ended = True
             while not self._slabs.empty():
                 self._report_failed(self._slabs.get_nowait(), reason)
-            self._sender.report(self._sender.on_peer_lost, self, reason)
+            self._sender.home.run(self._sender.on_peer_lost, self, reason)
 
     async def _read(self, link: Link) -> None:
         while True:
             delivery = await link.receive()
             delivery.release()
-            self._sender.report(self._sender.on_peer_message, self, delivery.message)
+            self._sender.home.run(self._sender.on_peer_message, self, delivery.message)
 
     async def _send_messages(self, link: Link) -> None:
         while True:
@@ -165,10 +164,10 @@ class _Peer:
         except BaseException as error:  # also when cancelled: whatever ends the job must end the read of its blocks
             self._report_failed(job, str(error))
             raise
-        self._sender.report(self._sender.on_slab_sent, action, digest)
+        self._sender.home.run(self._sender.on_slab_sent, action, digest)
 
     def _report_failed(self, job: _SlabJob, reason: str) -> None:
-        self._sender.report(self._sender.on_slab_failed, job.action, reason)
+        self._sender.home.run(self._sender.on_slab_failed, job.action, reason)
 
 
 class SourceOwner(Protocol):
@@ -209,7 +208,7 @@ class KvSender:
         self._peers: dict[str, _Peer] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self._copying = copying_threads("kv-copies-out")
-        self._loop = asyncio.get_running_loop()
+        self.home = HomeLoop()
         self._timer = DeadlineTimer(self._on_deadline)
 
     @property
@@ -274,11 +273,7 @@ class KvSender:
             return fill()
         return await to_the_end(asyncio.wrap_future(self._copying.submit(fill)))  # a copy cannot be recalled
 
-    # Called on the KV thread; the function then runs on the main loop.
-    def report(self, function: Callable[..., None], *args: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *args)
-
+    # Reported from the KV thread; called on the main loop.
     def on_slab_sent(self, action: SendSlab, digest: int) -> None:
         num_bytes = action.num_tokens * self.kv_cache.layout.bytes_per_token_layer
         timeline = self._handoffs[action.key].timeline

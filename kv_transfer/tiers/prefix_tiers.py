@@ -9,27 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from kv_transfer.messages.fields import SourceName
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.promotion import Promoter, Promotion, Wanted
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
-from kv_transfer.tiers.write_through import WriteThrough, WriteThroughStats
+from kv_transfer.tiers.write_through import WriteThrough
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixTiersConfig:
-    """`load_timeout_s`: after that a prefix is computed instead. `max_queued_blocks`: copies to the host in flight."""
-
-    load_timeout_s: float = 2.0
-    max_queued_blocks: int = 4096
-
-    def __post_init__(self) -> None:
-        if self.load_timeout_s <= 0:
-            raise ValueError(f"load_timeout_s is {self.load_timeout_s}; a prefix takes some time to load")
-        if self.max_queued_blocks < 1:
-            raise ValueError(f"max_queued_blocks is {self.max_queued_blocks}; at least one block must be let through")
+LOAD_TIMEOUT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +27,6 @@ class PrefixPlan:
     num_ready: int  # on the device or in the own host memory
     num_reachable: int  # with what the sources hold; at least num_ready
     load_s: float  # predicted, for bringing those beyond num_ready here
-
-
-def _nobody_waits() -> None:
-    """For room."""
 
 
 class PrefixTiers:
@@ -55,43 +39,23 @@ class PrefixTiers:
         *,
         sources: Sequence[ColumnSource] = (),
         sink: ColumnSink | None = None,
-        disk: DiskTier | None = None,
-        config: PrefixTiersConfig | None = None,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+        max_queued_blocks: int = 4096,
     ) -> None:
-        """`disk`: the tier behind a source and the sink, if it is one, for who wants to know how it fares."""
+        """What does not come within `load_timeout_s` is computed instead. `max_queued_blocks`: on their way down."""
         assert device.cache.layout == host.cache.layout, "tiers of one worker share a layout"
-        config = config or PrefixTiersConfig()
         self._loop = asyncio.get_running_loop()
-        self._on_room: Callable[[], None] = _nobody_waits
+        self._on_room: Callable[[], None] = lambda: None
         self._room_is_reported = True  # since there was some
         self._device = device
         self._host = host
         self._sources = tuple(sources)
-        self.disk = disk
-        self._down = WriteThrough(device, host, sink, max_queued_blocks=config.max_queued_blocks, on_room=self._room)
-        self._up = Promoter(host, timeout_s=config.load_timeout_s, on_room=self._room)
-
-    @property
-    def write_through_stats(self) -> WriteThroughStats:
-        return self._down.stats
-
-    @property
-    def num_loaded_columns(self) -> int:
-        return self._up.loaded_columns.total()
-
-    @property
-    def num_failed_columns(self) -> int:
-        return self._up.failed_columns.total()
-
-    @property
-    def loaded_columns(self) -> dict[SourceName, int]:
-        """Brought into host memory, by where they came from."""
-        return dict(self._up.loaded_columns)
-
-    @property
-    def failed_columns(self) -> dict[SourceName, int]:
-        """That a load was to bring and did not, by where they were to come from."""
-        return dict(self._up.failed_columns)
+        self.disk = sink if isinstance(sink, DiskTier) else None
+        self._down = WriteThrough(device, host, sink, max_queued_blocks=max_queued_blocks, on_room=self._room)
+        self._up = Promoter(host, timeout_s=load_timeout_s, on_room=self._room)
+        self.write_through_stats = self._down.stats
+        self.loaded_columns = self._up.loaded_columns
+        self.failed_columns = self._up.failed_columns
 
     def stored(self, hashes: Iterable[bytes]) -> None:
         """These columns have just been published; they go down the tiers in the background."""

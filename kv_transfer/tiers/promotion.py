@@ -29,6 +29,7 @@ Wanted = tuple[bytes, ColumnSource]
 """A column, and where it is to come from."""
 
 _SMOOTHING = 0.3
+_BATCH_COLUMNS = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -64,13 +65,10 @@ class Promotion:
 class Promoter:
     """`bytes_per_s(source)` is what loads have been measured at, smoothed. `on_room()`: blocks were given back."""
 
-    def __init__(
-        self, host: TierMemory, *, timeout_s: float, on_room: Callable[[], None], batch_columns: int = 8
-    ) -> None:
+    def __init__(self, host: TierMemory, *, timeout_s: float, on_room: Callable[[], None]) -> None:
         self._host = host
         self._on_room = on_room
         self._timeout_s = timeout_s
-        self._batch_columns = batch_columns
         self._batch_of: dict[bytes, _Batch] = {}  # those that can still be joined
         self._num_queued = 0  # columns
         self._rates: dict[str, float] = {}
@@ -78,8 +76,8 @@ class Promoter:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="promotion", initializer=work_alone)
         self._closed = False
-        self.loaded_columns: Counter[SourceName] = Counter()
-        self.failed_columns: Counter[SourceName] = Counter()
+        self.loaded_columns: Counter[SourceName] = Counter()  # into host memory, by where they came from
+        self.failed_columns: Counter[SourceName] = Counter()  # that a load was to bring and did not
 
     def bytes_per_s(self, source: ColumnSource) -> float:
         return self._rates.get(source.name, source.assumed_bytes_per_s)
@@ -138,8 +136,8 @@ class Promoter:
         new = [(prefix_hash, source) for prefix_hash, source in wanted if prefix_hash not in self._batch_of]
         for _, run in groupby(new, key=lambda column: column[1].name):
             columns = list(run)
-            for start in range(0, len(columns), self._batch_columns):
-                batch = self._begin(columns[start : start + self._batch_columns])
+            for start in range(0, len(columns), _BATCH_COLUMNS):
+                batch = self._begin(columns[start : start + _BATCH_COLUMNS])
                 if batch is None:
                     return batches
                 batches.append(batch)

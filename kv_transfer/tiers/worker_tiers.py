@@ -29,7 +29,7 @@ from kv_transfer.tiers.host.files import remove_if_last, sweep
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
-from kv_transfer.tiers.prefix_tiers import PrefixTiers, PrefixTiersConfig
+from kv_transfer.tiers.prefix_tiers import LOAD_TIMEOUT_S, PrefixTiers
 from kv_transfer.tiers.sources import ColumnSource
 from kv_transfer.transports.shared_memory.segment import SegmentError
 
@@ -45,32 +45,27 @@ class WorkerTiers:
     """What a worker's model and scheduler get of its tiers, and the one who closes them."""
 
     def __init__(
-        self, config: TiersConfig, engine: EngineConfig, secret: bytes, prefix_config: PrefixTiersConfig | None = None
+        self, config: TiersConfig, engine: EngineConfig, secret: bytes, *, load_timeout_s: float = LOAD_TIMEOUT_S
     ) -> None:
         self._config = config
-        self._prefix_config = prefix_config
+        self._load_timeout_s = load_timeout_s
         self._engine = engine
         # Applications do not share KV: whoever does not know the secret cannot name another one's files.
         self._scope = hashlib.blake2b(secret, digest_size=16, person=b"legato-scope").hexdigest()
-        self._segment: HostSegment | None = None
+        self.segment: HostSegment | None = None  # from `load` on; None where host memory is private, or there is none
         self._peers: PeerSegments | None = None
         self._disk: DiskTier | None = None
         self._following: asyncio.Task[None] | None = None
         self._prefix: PrefixTiers | None = None
 
-    @property
-    def segment(self) -> HostSegment | None:
-        """The model's host memory, from `load` on; None where it is private to this worker, or there is none."""
-        return self._segment
-
     def load(self) -> LoadedModel:
         """The model with its host memory. Blocks for long; raises ValueError where the configuration cannot be met."""
         host_bytes = _host_bytes(self._config.host)
         model = load_model(replace(self._engine, host_bytes=host_bytes), self._host_memory)
-        if model.host_pool is not None and self._segment is not None:
-            for block, key in self._segment.restored():
+        if model.host_pool is not None and self.segment is not None:
+            for block, key in self.segment.restored():
                 model.host_pool.restore(block, key)
-            model.host_pool.observe(self._segment)
+            model.host_pool.observe(self.segment)
         return model
 
     def open(self, model: LoadedModel, events: BlockEventLog) -> PrefixTiers | None:
@@ -85,12 +80,12 @@ class WorkerTiers:
         if not model.prefix_caching:
             return None
         sources: list[ColumnSource] = []
-        if self._segment is not None:
+        if self.segment is not None:
             self._peers = PeerSegments(
                 Path(self._config.host_folder),
                 self._scope,
                 self._fingerprint(model.layout),
-                self._segment.path,
+                self.segment.path,
                 num_groups=model.layout.num_layer_groups,
             )
             self._following = asyncio.create_task(_follow(self._peers), name="peer-segments")
@@ -100,9 +95,7 @@ class WorkerTiers:
             sources.append(self._disk)
         device = TierMemory(model.sequence_kv, model.block_pool)
         host = TierMemory(model.host_cache, model.host_pool)
-        self._prefix = PrefixTiers(
-            device, host, sources=sources, sink=self._disk, disk=self._disk, config=self._prefix_config
-        )
+        self._prefix = PrefixTiers(device, host, sources=sources, sink=self._disk, load_timeout_s=self._load_timeout_s)
         return self._prefix
 
     async def close(self) -> None:
@@ -118,8 +111,8 @@ class WorkerTiers:
             await asyncio.to_thread(self._disk.close)
         if self._peers is not None:
             self._peers.close()
-        if self._segment is not None:
-            self._segment.close(unlink=True)
+        if self.segment is not None:
+            self.segment.close(unlink=True)
             remove_if_last(Path(self._config.host_folder), self._scope)
 
     def _host_memory(self, layout: KVLayout, num_blocks: int) -> memoryview:
@@ -128,13 +121,13 @@ class WorkerTiers:
         pin = pinning_for(torch.device(self._engine.device))
         try:
             sweep(folder, self._scope)  # what applications left that ended without a chance to clean up
-            self._segment = HostSegment.open(
+            self.segment = HostSegment.open(
                 folder, self._scope, self._fingerprint(layout), layout.block_bytes, num_blocks, pin=pin
             )
         except SegmentError as error:
             logger.warning("Host KV memory is private to this worker: no other can use or adopt it. %s", error)
             return map_private_memory(num_blocks * layout.block_bytes, pin)
-        return self._segment.memory
+        return self.segment.memory
 
     def _fingerprint(self, layout: KVLayout) -> str:
         """All that must be equal for a block of one process to be of use to another, as text."""

@@ -104,14 +104,14 @@ async def only_on_disk(
 async def test_a_prefix_on_disk_is_brought_up_first(llama: SmallModel, tmp_path: Path) -> None:
     async with only_on_disk(llama, tmp_path) as (cluster, _):
         assert await ask(cluster, "second", PROMPT) == (llama.local(PROMPT, TOKENS).tokens, 144)
-        assert cluster.tiers[0].num_loaded_columns == 9
+        assert cluster.tiers[0].loaded_columns.total() == 9
 
 
 async def test_a_prefix_on_disk_that_is_computed_faster_is_not_loaded(llama: SmallModel, tmp_path: Path) -> None:
     async with only_on_disk(llama, tmp_path) as (cluster, _):
         cluster.believe(COMPUTING_IS_FREE)
         assert await ask(cluster, "second", PROMPT) == (llama.local(PROMPT, TOKENS).tokens, 0)
-        assert cluster.tiers[0].num_loaded_columns == 0
+        assert cluster.tiers[0].loaded_columns.total() == 0
 
 
 @asynccontextmanager
@@ -221,4 +221,4 @@ async def test_the_next_turn_finds_the_answer_in_the_decode_workers_memory(llama
             await copied_down(cluster)
             await eventually(partial(reaches, prefill_tiers, block_hashes(history, 16)[:known]), what="not found")
         assert cached_by_turn == [0, 64, 112]
-        assert prefill_tiers.num_loaded_columns == 2 + 2
+        assert prefill_tiers.loaded_columns.total() == 2 + 2

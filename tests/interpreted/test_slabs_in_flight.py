@@ -11,7 +11,7 @@ from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, copying_threads
 from tests.interpreted.device_queues import LazyEvent, LazyStream
 from tests.interpreted.test_copying import NUM_LAYERS, NUM_TOKENS
 from tests.interpreted.test_device_copying import COUNT, World
-from tests.support.waiting import HANGS_S
+from tests.support.waiting import HANGS_S, wait_until
 
 
 class HeldEvent:
@@ -61,7 +61,7 @@ def test_who_finds_all_streams_busy_shares_one() -> None:
     stored = world.store(7)
     threads = copying_threads("copies")
     slabs = [threads.submit(lambda: world.fill(after=stored)) for _ in range(COPIES_AT_ONCE)]
-    assert held.begun.wait(HANGS_S)
+    wait_until(lambda: len(held.allocated) == COPIES_AT_ONCE)  # none has ended, so each has its buffer
     held.goes_on.set()
     assert all((slab.result(HANGS_S) == 7).all() for slab in slabs)
     assert held.num_waits == len(held.allocated) == COPIES_AT_ONCE

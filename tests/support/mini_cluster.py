@@ -33,7 +33,7 @@ from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import TiersConfig
 from kv_transfer.tiers.memory import TierMemory
-from kv_transfer.tiers.prefix_tiers import PrefixTiers, PrefixTiersConfig
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.base import Identity
@@ -84,7 +84,6 @@ class MiniCluster:
             prefill=replace(config.prefill, overdue_s=config.overdue_s),
             decode=replace(config.decode, overdue_s=config.overdue_s),
         )
-        self._prefix_config = PrefixTiersConfig(load_timeout_s=config.load_timeout_s)
         self.secret = secrets.token_bytes(32)
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []
@@ -230,7 +229,7 @@ class MiniCluster:
             host,
             sources=self.config.prefill_sources,
             sink=self.config.prefill_sink,
-            config=self._prefix_config,
+            load_timeout_s=self.config.load_timeout_s,
         )
         self._close_tiers.append(tiers.close)
         return tiers
@@ -259,7 +258,9 @@ class MiniCluster:
             identity = self._worker_identity(model, role)
             lower = self._private_tiers(model) if role == "prefill" else None
         else:
-            worker_tiers = WorkerTiers(self.config.tiers, engine, self.secret, self._prefix_config)
+            worker_tiers = WorkerTiers(
+                self.config.tiers, engine, self.secret, load_timeout_s=self.config.load_timeout_s
+            )
             self._close_tiers.append(worker_tiers.close)
             model = worker_tiers.load()
             identity = self._worker_identity(model, role)

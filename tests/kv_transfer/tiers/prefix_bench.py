@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from kv_transfer.tiers.prefix_tiers import PrefixTiers, PrefixTiersConfig
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource, ColumnViews
 from tests.kv_transfer.tiers.tier_bench import tier
 from tests.support.waiting import HANGS_S, eventually
@@ -24,8 +24,14 @@ class Tiers:
         max_queued_blocks: int = 4096,
     ) -> None:
         self.device, self.host = tier(8), tier(host_columns)
-        config = PrefixTiersConfig(load_timeout_s=load_timeout_s, max_queued_blocks=max_queued_blocks)
-        self.tiers = PrefixTiers(self.device, self.host, sources=sources, sink=sink, config=config)
+        self.tiers = PrefixTiers(
+            self.device,
+            self.host,
+            sources=sources,
+            sink=sink,
+            load_timeout_s=load_timeout_s,
+            max_queued_blocks=max_queued_blocks,
+        )
 
     async def promote(self, digests: Sequence[bytes]) -> int:
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()

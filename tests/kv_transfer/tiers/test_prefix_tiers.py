@@ -169,7 +169,7 @@ async def test_a_source_that_fails_means_fewer_columns(failure: str) -> None:
     async with opened(Tiers(below)) as bench:
         assert await bench.promote(digests) == (2 if failure == "gone" else 0)
         assert not holds(bench.host, digests[2])
-        assert bench.tiers.num_failed_columns == (1 if failure == "gone" else 6)
+        assert bench.tiers.failed_columns.total() == (1 if failure == "gone" else 6)
 
 
 async def test_a_source_that_hangs_is_waited_for_only_so_long() -> None:
