@@ -106,7 +106,7 @@ class ScriptedWorker:
 
     async def _serve_gateway(self, gateway: Connection) -> None:
         try:
-            async for message, _ in gateway:
+            async for message in gateway:
                 match message:
                     case Start(request=request):
                         self._active[request.request_id] = (gateway, request, 0)

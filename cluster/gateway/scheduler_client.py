@@ -264,7 +264,7 @@ class SchedulerClient:
         self._settles_at = time.monotonic() + SETTLE_S if self.workers else 0.0
         try:
             while True:
-                message, _ = await connection.receive()
+                message = await connection.receive()
                 self._on_message(message)
         finally:
             self.connection = None

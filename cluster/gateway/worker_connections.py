@@ -107,7 +107,7 @@ class WorkerLinks:
         try:
             await self._set(info.worker_id, connection)
             while True:
-                message, _ = await connection.receive()
+                message = await connection.receive()
                 self._on_message(info.worker_id, message)
         except TransportError as error:
             logger.info("link to %s worker %s is down: %s", info.role, info.worker_id, error)

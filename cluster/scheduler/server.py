@@ -120,7 +120,7 @@ class SchedulerServer:
         worker_id = connection.peer.worker_id
         try:
             while True:
-                message, _ = await connection.receive()
+                message = await connection.receive()
                 match message:
                     case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
                         self._workers[worker_id] = connection
@@ -159,7 +159,7 @@ class SchedulerServer:
         try:
             connection.post(self._replicas())
             while True:
-                message, _ = await connection.receive()
+                message = await connection.receive()
                 match message:
                     case Place(request_id=request_id):
                         self._asked_by[request_id] = connection

@@ -265,19 +265,15 @@ class Connection:
                 with contextlib.suppress(LinkClosedError):
                     await self.send(message)
 
-    async def receive(self) -> tuple[Message, memoryview | None]:
+    async def receive(self) -> Message:
         """The next message. Raises LinkClosedError with the reason once the connection is closed and drained."""
-        frame = await self.receive_frame()
-        if frame.payload is None:
-            return frame.message, None
-        assert isinstance(frame.payload.view, memoryview), "what comes over a socket lies in memory of the host"
-        return frame.message, frame.payload.view.toreadonly()
+        return (await self.receive_frame()).message
 
     async def receive_frame(self) -> Frame:
-        """Like `receive`, for owners that gave the payload its buffer and want it back."""
+        """Like `receive`, for owners of links, whose messages have payloads."""
         return await self._inbox.get()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[Message, memoryview | None]]:
+    async def __aiter__(self) -> AsyncIterator[Message]:
         """Messages until the connection is closed."""
         with contextlib.suppress(LinkClosedError):
             while True:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Final, Literal
 
@@ -86,7 +86,6 @@ class Handshake:
         secret: bytes,
         *,
         purposes: Collection[str] | None = None,
-        new_nonce: Callable[[], bytes] = lambda: os.urandom(_NONCE_BYTES),
     ) -> None:
         """`purposes` are those that a listener serves; None: any."""
         if not secret:
@@ -101,7 +100,7 @@ class Handshake:
         self._hello = hello
         self._secret = secret
         self._purposes = purposes
-        self._nonce = new_nonce()
+        self._nonce = os.urandom(_NONCE_BYTES)
         self._their_nonce: bytes | None = None
         self.peer: Hello | None = None  # known once the peer has been checked
 

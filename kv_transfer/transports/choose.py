@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -22,14 +21,6 @@ from kv_transfer.transports.tcp import TcpCarrier
 # `cluster.config.settings.TransferSettings` has these once more, since who loads a configuration loads no torch.
 TransportKind = Literal["auto", "cuda_ipc", "nccl", "shm", "tcp"]
 
-# The carriers of each kind, in the order in which they are tried.
-_CARRIERS: Final[Mapping[TransportKind, tuple[str, ...]]] = {
-    "auto": ("shm", "tcp"),
-    "cuda_ipc": ("device", "shm", "tcp"),
-    "nccl": ("groups", "tcp"),
-    "shm": ("shm",),
-    "tcp": ("tcp",),
-}
 _GPU_KINDS: Final = ("cuda_ipc", "nccl")
 
 
@@ -48,18 +39,21 @@ def open_transport(
     does so where the two ends do not use one GPU; `nccl` (experimental) dials TCP where no process group can be made.
     `num_stripes`: connections of a TCP link, for slabs.
     """
-    if kind not in _CARRIERS:
+    if kind not in get_args(TransportKind):
         raise ValueError(f"There is no transport {kind!r}: it must be {', '.join(get_args(TransportKind))}.")
     if kind in _GPU_KINDS and device.type != "cuda":
         raise ValueError(f"The transport {kind!r} is for KV on a cuda device, and this worker's is on {device}.")
     config = config or LinkConfig()
-    makers: dict[str, Callable[[], Carrier]] = {
-        "device": lambda: DeviceCarrier(identity, CudaMemory(device), config),
-        "shm": lambda: SharedMemoryCarrier(identity, config),
-        "tcp": lambda: TcpCarrier(identity, config, num_stripes),
-        "groups": lambda: DistributedCarrier(identity, DistributedConfig(slabs=config.slabs, device=device)),
-    }
-    return SocketTransport(identity, [makers[name]() for name in _CARRIERS[kind]], host=host)
+    carriers: list[Carrier] = []  # in the order in which they are tried
+    if kind == "cuda_ipc":
+        carriers.append(DeviceCarrier(identity, CudaMemory(device), config))
+    if kind == "nccl":
+        carriers.append(DistributedCarrier(identity, DistributedConfig(slabs=config.slabs, device=device)))
+    if kind in ("auto", "cuda_ipc", "shm"):
+        carriers.append(SharedMemoryCarrier(identity, config))
+    if kind != "shm":
+        carriers.append(TcpCarrier(identity, config, num_stripes))
+    return SocketTransport(identity, carriers, host=host)
 
 
 # A hand-off that waits for a silent peer is begun again with another one: sooner than a link to a gateway is given up,

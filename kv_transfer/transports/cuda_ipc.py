@@ -14,7 +14,7 @@ import contextlib
 import os
 import secrets
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
 import torch
@@ -65,31 +65,6 @@ class SealedMemory:
         return map_file(file, offer)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSegments:
-    """Between two mailboxes. The descriptor of a segment is in the peer's before the peer is told of it."""
-
-    memory: DeviceMemory
-    mailbox: Mailbox
-    peer_mailbox: str
-
-    def make(self, num_bytes: int) -> Segment:
-        segment = self.memory.allocate(num_bytes)
-        try:
-            post_file(self.peer_mailbox, segment.name, segment.file)
-        except SegmentError:
-            segment.close()
-            raise
-        return segment
-
-    def map(self, offer: SegmentOffer) -> SlabBytes:
-        file = self.mailbox.take(offer.name)
-        try:
-            return self.memory.map(file, offer)
-        finally:
-            os.close(file)
-
-
 class DeviceCarrier(SharedMemoryCarrier):
     """Makes links to processes of this node whose slabs lie on this device."""
 
@@ -115,8 +90,22 @@ class DeviceCarrier(SharedMemoryCarrier):
         if self._mailbox is not None:
             self._mailbox.close()
 
-    def _segments(self, peer: Hello) -> DeviceSegments:
-        return DeviceSegments(self._memory, self._own_mailbox(), peer.attributes.get("mailbox", ""))
+    def make_segment(self, num_bytes: int, peer: Hello) -> Segment:
+        """Its descriptor is in the peer's mailbox before the peer is told of it. Raises SegmentError."""
+        segment = self._memory.allocate(num_bytes)
+        try:
+            post_file(peer.attributes.get("mailbox", ""), segment.name, segment.file)
+        except SegmentError:
+            segment.close()
+            raise
+        return segment
+
+    def map_segment(self, offer: SegmentOffer) -> SlabBytes:
+        file = self._own_mailbox().take(offer.name)
+        try:
+            return self._memory.map(file, offer)
+        finally:
+            os.close(file)
 
     def _own_mailbox(self) -> Mailbox:
         """There is none before it is needed."""

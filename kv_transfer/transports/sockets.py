@@ -37,7 +37,7 @@ class LinkConfig:
 class Carrier(ABC):
     """One way for KV bytes between two processes, such as shared memory: makes its links.
 
-    A `SocketTransport` tries its carriers in order. Another way is a carrier, and an entry of
+    A `SocketTransport` tries its carriers in order. Another way is a carrier, and a line of
     `kv_transfer.transports.choose`; `transfer.transport` in `cluster.config.settings` names it for users.
     """
 

@@ -166,7 +166,7 @@ class GatewayPort:
             connection.post(StepOverdue(is_overdue=True))
         try:
             while True:
-                message, _ = await connection.receive()
+                message = await connection.receive()
                 self._on_message(gateway, message)
         except TransportError as error:
             logger.info("gateway %s left: %s", connection.peer.worker_id, error)
@@ -257,7 +257,7 @@ class Registration:
             await connection.send(events)
 
     async def _listen(self, connection: Connection) -> None:
-        async for message, _ in connection:
+        async for message in connection:
             if isinstance(message, BlockIndexRequest):
                 self._are_all_blocks_wanted = True
                 self._due.set()

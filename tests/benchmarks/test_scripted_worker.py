@@ -37,7 +37,7 @@ async def test_a_request_that_a_beat_has_ended_has_been_started() -> None:
                 worker.beat()
                 assert not worker.num_active
                 await worker.until_started(number + 1)
-                frame, _ = await anext(aiter(gateway))
+                frame = await anext(aiter(gateway))
                 assert isinstance(frame, StepFrame)
                 assert [token.finish_reason for token in frame.tokens] == ["length"]
     finally:

@@ -146,7 +146,7 @@ async def test_the_gateway_is_told_how_much_of_a_hand_off_was_exposed(llama: Sma
         for name, params in (("short", greedy(1)), ("long", greedy(3))):
             request = RequestSpec(request_id=name, attempt=4, prompt_token_ids=PROMPT, params=params)
             await decode.send(Reserve(request=request))
-            reserved, _ = await decode.receive()
+            reserved = await decode.receive()
             assert isinstance(reserved, Reserved)
             await prefill.send(Start(request=request, ticket=reserved.ticket))
             if name == "short":
@@ -165,7 +165,7 @@ async def _next(worker: Connection, is_it: Callable[[StepFrame], object]) -> Ste
     """The first frame of which that is so; there is no hand-off in those before it."""
     async with asyncio.timeout(HANGS_S):
         while True:
-            message, _ = await worker.receive()
+            message = await worker.receive()
             if isinstance(message, StepFrame):
                 if is_it(message):
                     return message

@@ -135,7 +135,7 @@ async def test_a_segment_that_never_came_is_refused() -> None:
         forger = Connection(meeting)
         await forger.start()
         await forger.send(SegmentOffer(pid=os.getpid(), fd=0, name="legato-unknown", num_bytes=4096))
-        answer, _ = await asyncio.wait_for(forger.receive(), HANGS_S)
+        answer = await asyncio.wait_for(forger.receive(), HANGS_S)
         assert answer == OfferAnswer(refusal="No file has come under the name that was told.")
         peer = await asyncio.wait_for(links.get(), HANGS_S)
         with pytest.raises(PeerRefusedError, match="A file cannot be handed to the peer"):

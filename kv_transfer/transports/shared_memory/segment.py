@@ -12,9 +12,8 @@ import fcntl
 import mmap
 import os
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from engine.memory.devices import Pin
 from engine.memory.host import map_memory
@@ -54,29 +53,6 @@ class Segment:
         """Unmap, as soon as no slab of it is in use."""
         self.close_file()
         self.view = memoryview(b"")
-
-
-class Segments(Protocol):
-    """How segments of one kind are made and mapped. Both raise SegmentError."""
-
-    def make(self, num_bytes: int) -> Segment: ...
-
-    def map(self, offer: SegmentOffer) -> SlabBytes:
-        """The peer's segment; unmapped with the last view of it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ProcSegments:
-    """Memory files, which peers open through /proc."""
-
-    pin: Pin | None = None
-
-    def make(self, num_bytes: int) -> Segment:
-        return make_segment(num_bytes, self.pin)
-
-    def map(self, offer: SegmentOffer) -> memoryview:
-        return map_segment(offer, self.pin)
 
 
 def supported() -> bool:

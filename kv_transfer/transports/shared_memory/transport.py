@@ -1,7 +1,7 @@
 """KV between processes of one node: slabs lie in memory that both map, and only announcements travel.
 
 Each end owns the segment that it sends from; the other end maps it to read. What kind of memory that is, and how it is
-mapped, is the business of `Segments`: this transport's are memory files. A slab is free again when the receiver says
+mapped, is the carrier's business: this one's are memory files. A slab is free again when the receiver says
 so. Announcements go over a connection, whose end is the link's end: the segments go with it.
 """
 
@@ -22,7 +22,7 @@ from kv_transfer.messages import Message
 from kv_transfer.messages.connections import OfferAnswer, SegmentOffer, SlabsFreed
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, SlabBytes
-from kv_transfer.transports.shared_memory.segment import ProcSegments, SegmentError, Segments, supported
+from kv_transfer.transports.shared_memory.segment import Segment, SegmentError, make_segment, map_segment, supported
 from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool
 from kv_transfer.transports.sockets import Carrier, CarrierUnavailableError, ConnectedLink, LinkConfig
 
@@ -33,13 +33,13 @@ _PLACE: Final = struct.Struct("<IQQ")
 class _Outgoing:
     """Our segment: its slabs, and which of them the peer still reads."""
 
-    def __init__(self, config: SlabConfig, segments: Segments, post: Callable[[Message], None]) -> None:
+    def __init__(self, config: SlabConfig, segment: Segment, post: Callable[[Message], None]) -> None:
         self._config = config
-        self._segment = segments.make(config.arena_bytes)
-        self.pool = SlabPool(self._segment.view, config)
+        self._segment = segment
+        self.pool = SlabPool(segment.view, config)
         self._announced: dict[int, PooledSlab[SlabBytes]] = {}
         self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        post(self._segment.offer())
+        post(segment.offer())
 
     async def mapped(self) -> None:
         """Wait for the peer to map it. Raises CarrierUnavailableError with its words if it cannot."""
@@ -77,9 +77,9 @@ class _Outgoing:
 class _Incoming:
     """The peer's segment as mapped here, and the slabs of it that we are done with."""
 
-    def __init__(self, segments: Segments, post: Callable[[Message], None]) -> None:
+    def __init__(self, map_segment: Callable[[SegmentOffer], SlabBytes], post: Callable[[Message], None]) -> None:
         self._post = post
-        self._segments = segments
+        self._map_segment = map_segment
         self._segment: SlabBytes | None = None
         self._loop = asyncio.get_running_loop()
         self._home = HomeLoop()
@@ -88,7 +88,7 @@ class _Incoming:
     def on_offer(self, offer: SegmentOffer) -> None:
         refusal = None
         try:
-            self._segment = self._segments.map(offer)
+            self._segment = self._map_segment(offer)
         except SegmentError as error:
             refusal = str(error)
         self._post(OfferAnswer(refusal=refusal))
@@ -121,13 +121,13 @@ class _Incoming:
 class SharedMemoryLink(ConnectedLink):
     """One end of a link."""
 
-    def __init__(self, peer_socket: PeerSocket, config: LinkConfig, segments: Segments) -> None:
+    def __init__(self, peer_socket: PeerSocket, config: LinkConfig, carrier: SharedMemoryCarrier) -> None:
         """Carries nothing before it is `open`."""
         settings = replace(config.connection, max_payload_bytes=_PLACE.size)
         super().__init__(Connection(peer_socket, settings, intercept=self._on_message, on_closed=self._on_closed))
         self._slabs = config.slabs
-        self._segments = segments
-        self._incoming = _Incoming(segments, self._connection.post)
+        self._carrier = carrier
+        self._incoming = _Incoming(carrier.map_segment, self._connection.post)
         self._outgoing: _Outgoing | None = None
 
     async def offer(self) -> SlabPool[SlabBytes]:
@@ -135,9 +135,10 @@ class SharedMemoryLink(ConnectedLink):
         self._check_open()
         if self._outgoing is None:
             try:
-                self._outgoing = _Outgoing(self._slabs, self._segments, self._connection.post)
+                segment = self._carrier.make_segment(self._slabs.arena_bytes, self._connection.peer)
             except SegmentError as error:
                 raise CarrierUnavailableError(str(error)) from error
+            self._outgoing = _Outgoing(self._slabs, segment, self._connection.post)
         await self._outgoing.mapped()
         return self._outgoing.pool
 
@@ -211,9 +212,14 @@ class SharedMemoryCarrier(Carrier):
         return link
 
     async def accept(self, peer_socket: PeerSocket) -> SharedMemoryLink:
-        link = SharedMemoryLink(peer_socket, self._config, self._segments(peer_socket.peer))
+        link = SharedMemoryLink(peer_socket, self._config, self)
         await link.open()
         return link
 
-    def _segments(self, peer: Hello) -> Segments:
-        return ProcSegments(self._config.slabs.pin)
+    def make_segment(self, num_bytes: int, peer: Hello) -> Segment:
+        """For this peer to map. Raises SegmentError."""
+        return make_segment(num_bytes, self._config.slabs.pin)
+
+    def map_segment(self, offer: SegmentOffer) -> SlabBytes:
+        """The peer's segment; unmapped with the last view of it. Raises SegmentError."""
+        return map_segment(offer, self._config.slabs.pin)

@@ -33,8 +33,10 @@ async def connect_to(server: Server, config: ConnectionConfig | None = None) -> 
 
 
 async def echo(connection: Connection) -> None:
-    async for message, payload in connection:
-        await connection.send(message, [] if payload is None else [payload])
+    while True:
+        frame = await connection.receive_frame()
+        payload = frame.payload.view if frame.payload else None
+        await connection.send(frame.message, [payload] if isinstance(payload, memoryview) else [])
 
 
 async def keep_open(connection: Connection) -> None:
@@ -43,4 +45,4 @@ async def keep_open(connection: Connection) -> None:
 
 async def assert_alive(connection: Connection) -> None:
     await connection.send(Ended(request_id="still there?"))
-    assert await connection.receive() == (Ended(request_id="still there?"), None)
+    assert await connection.receive() == Ended(request_id="still there?")

@@ -45,10 +45,10 @@ def test_messages_and_payloads_arrive_in_order_and_exact(run: Run) -> None:
                 half = memoryview(payload)[: size // 2], memoryview(payload)[size // 2 :]
                 connection.post(Ended(request_id=f"before {size}"))
                 await connection.send(Cancel(request_id="c" * size, attempt=size), half if size else ())
-                assert await connection.receive() == (Ended(request_id=f"before {size}"), None)
-                message, received = await connection.receive()
-                assert message == Cancel(request_id="c" * size, attempt=size)
-                assert (received or b"") == payload
+                assert await connection.receive() == Ended(request_id=f"before {size}")
+                frame = await connection.receive_frame()
+                assert frame.message == Cancel(request_id="c" * size, attempt=size)
+                assert (frame.payload.view if frame.payload else b"") == payload
             connection.close("done")
 
     run(scenario())
@@ -64,7 +64,7 @@ def test_the_reason_of_a_close_is_seen_at_the_other_end_after_all_that_was_sent(
         async with serving(leave) as server:
             connection = await connect_to(server)
             for number in range(1000):
-                assert await connection.receive() == (Ended(request_id=str(number)), None)
+                assert await connection.receive() == Ended(request_id=str(number))
             with pytest.raises(LinkClosedError, match=r"decode-1 at .*: closed by the peer: this worker drains"):
                 await connection.receive()
             assert connection.closed is not None
@@ -101,7 +101,7 @@ def test_a_sender_waits_for_a_receiver_that_does_not_take_its_messages(run: Run)
 
     async def slow(connection: Connection) -> None:
         await resume.wait()
-        async for message, _ in connection:
+        async for message in connection:
             assert isinstance(message, Cancel)
             taken.append(message.attempt)
             if message.attempt == 59:
@@ -151,7 +151,7 @@ def test_large_messages_wait_for_a_peer_that_takes_them_slowly(run: Run) -> None
 
     async def slow(connection: Connection) -> None:
         await resume.wait()
-        async for message, _ in connection:
+        async for message in connection:
             assert isinstance(message, Cancel)
             taken.append(message.attempt)
 
@@ -213,7 +213,7 @@ def test_a_receiver_that_is_busy_does_not_take_its_peer_for_dead(run: Run) -> No
             for number in range(20):
                 connection.post(Ended(request_id=str(number)))
             for number in range(20):
-                assert await connection.receive() == (Ended(request_id=str(number)), None)
+                assert await connection.receive() == Ended(request_id=str(number))
             connection.close("done")
 
     run(scenario())
@@ -277,7 +277,7 @@ def test_nobody_there_and_nobody_answering(run: Run) -> None:
 
 def test_a_handler_that_fails_ends_its_connection_alone(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def fail(connection: Connection) -> None:
-        message, _ = await connection.receive()
+        message = await connection.receive()
         if message == Ended(request_id="fail"):
             raise RuntimeError("a defect")
         await connection.send(message)

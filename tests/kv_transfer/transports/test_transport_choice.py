@@ -21,9 +21,8 @@ from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 from kv_transfer.transports.choose import TransportKind, open_transport
 from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
-from kv_transfer.transports.shared_memory import segment
 from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment, map_segment
-from kv_transfer.transports.shared_memory.transport import SharedMemoryLink
+from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier, SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from kv_transfer.transports.tcp import TcpLink
@@ -79,10 +78,10 @@ async def test_auto_takes_shared_memory_on_a_node_and_tcp_between_nodes() -> Non
 async def test_auto_falls_back_to_tcp_where_memory_cannot_be_shared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(offer: SegmentOffer, pin: object) -> memoryview:
+    def refuse(carrier: SharedMemoryCarrier, offer: SegmentOffer) -> memoryview:
         raise SegmentError("The peer's shared memory cannot be opened: another process namespace.")
 
-    monkeypatch.setattr(segment, "map_segment", refuse)
+    monkeypatch.setattr(SharedMemoryCarrier, "map_segment", refuse)
     async with listening("auto") as (far, endpoint):
         auto, only = make("auto", PREFILL), make("shm", PREFILL)
         link = await auto.connect(endpoint, timeout_s=HANGS_S)
