@@ -8,19 +8,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    PlainSerializer,
-    PlainValidator,
-    WithJsonSchema,
-)
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from kv_transfer.tiers.config import Budget
 
@@ -73,12 +63,7 @@ def format_budget(budget: Budget) -> str:
     return f"{100 * (budget.share or 0.0):g}%" if budget.num_bytes is None else format_size(budget.num_bytes)
 
 
-BudgetField = Annotated[
-    Budget,
-    PlainValidator(parse_budget),
-    PlainSerializer(format_budget),
-    WithJsonSchema({"type": ["string", "integer"]}),
-]
+BudgetField = Annotated[Budget, PlainValidator(parse_budget), PlainSerializer(format_budget)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +104,5 @@ class KvMemory:
             return f"{100 * self.share:g}%"
         return f"{self.num_blocks} blocks" if self.num_bytes is None else format_size(self.num_bytes)
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
-        )
+
+KvMemoryField = Annotated[KvMemory, PlainValidator(KvMemory.parse), PlainSerializer(str)]

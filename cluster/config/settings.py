@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.config.fields import BudgetField, KvMemory, Settings, SizeBytes
+from cluster.config.fields import BudgetField, KvMemory, KvMemoryField, Settings, SizeBytes
 from cluster.slo.classes import BATCH, INTERACTIVE, NO_TARGETS, SloClass, SloConfig
 from kv_transfer.tiers.config import Budget
 
@@ -99,7 +99,7 @@ class ModelSettings(Settings):
 
 class KvPoolSettings(Settings):
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
-    memory: KvMemory = Field(
+    memory: KvMemoryField = Field(
         KvMemory(num_bytes=2**30),
         description="KV cache of one worker: bytes, a text such as 2GiB, a number of blocks such as 4096 blocks, or a"
         " share such as 90%: what is left of that share of the device's memory, as measured at the start.",
