@@ -8,11 +8,11 @@ simulator and in tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cluster.scheduler.block_index import BlockIndex, PrefixReach
+from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.decision_log import DecisionLog
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
@@ -54,13 +54,12 @@ class GlobalScheduler:
     def __init__(self, policy: SchedulerPolicy) -> None:
         self._policy = policy
         self.ledger = Ledger()
+        self.block_index = BlockIndex()
         self._recovered = RecoveredRequests(self.ledger)
-        self._admission = Admission(self.ledger, self._reach, policy.decision, policy.admission)
-        self._prefills: frozenset[str] = frozenset()
+        self._admission = Admission(self.ledger, self.block_index.longest_prefix, policy.decision, policy.admission)
         self._waiting: dict[str, Place] = {}
         self._wake_at = float("inf")
         self._woken_at = float("-inf")
-        self.block_index = BlockIndex()
         self.log = DecisionLog(policy.log_size)
         self.on_verdict: Callable[[Query, Verdict, float], None] = lambda query, verdict, now: None
 
@@ -73,7 +72,6 @@ class GlobalScheduler:
         self._recovered.on_worker_lost(info.worker_id, now)
         self.ledger.register(info, snapshot, now)
         self._recovered.registered(info.worker_id, now)
-        self._note_prefills()
         self._room_may_have_come(now)
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
@@ -99,9 +97,7 @@ class GlobalScheduler:
         """The worker is out of sight. False if it was not known."""
         self.block_index.forget(worker_id)
         self._recovered.on_worker_lost(worker_id, now)
-        known = self.ledger.lost(worker_id, now)
-        self._note_prefills()
-        return known
+        return self.ledger.lost(worker_id, now)
 
     def expire(self, now: float) -> list[str]:
         """Drop and name the workers that have been silent too long."""
@@ -231,12 +227,6 @@ class GlobalScheduler:
             return f"no decode worker holds more than {longest} tokens"
         return "no decode worker is ready"
 
-    def _reach(self, hashes: bytes) -> Mapping[str, PrefixReach]:
-        return self.block_index.longest_prefix(hashes) if hashes else {}
-
-    def _note_prefills(self) -> None:
-        self._prefills = frozenset(info.worker_id for info, _ in self.ledger.workers() if info.role == "prefill")
-
     def _room_may_have_come(self, now: float) -> None:
         """Not each time: a busy cluster tells of room hundreds of times a second."""
         if self._waiting:
@@ -245,7 +235,7 @@ class GlobalScheduler:
     def _query(self, request: Place, now: float) -> Query:
         exclude: Collection[str] = request.exclude
         if request.num_tokens < self._policy.local_prefill_below:
-            exclude = self._prefills.union(request.exclude)
+            exclude = [*self.ledger.table.ids[: self.ledger.table.num_prefills], *request.exclude]
         return Query(
             request_id=request.request_id,
             attempt=request.attempt,

@@ -23,21 +23,16 @@ from cluster.scheduler.placement.worker_table import Floats, Row, Rows, WorkerTa
 
 @dataclass(frozen=True, slots=True)
 class PromptForecast:
-    """A prompt's computation, by worker. `wait_s`: of its queue; `load_s`: of the hits that lie in lower tiers;
-    `added_s`: of `prefill_s`, what those who decode there notice."""
+    """A prompt's computation, by worker. `wait_s`: of its queue; `work_s`: from then on, to bring up the hits that lie
+    in lower tiers and to compute the rest; `added_s`: of that, what those who decode there notice."""
 
     cached_tokens: Floats
-    uncached_tokens: Floats
     wait_s: Floats
-    load_s: Floats
-    prefill_s: Floats
+    work_s: Floats
     added_s: Floats
 
-    def at(self, index: Rows | NDArray[np.intp]) -> PromptForecast:
-        return PromptForecast(
-            *(self.cached_tokens[index], self.uncached_tokens[index], self.wait_s[index]),
-            *(self.load_s[index], self.prefill_s[index], self.added_s[index]),
-        )
+    def at(self, index: Rows) -> PromptForecast:
+        return PromptForecast(self.cached_tokens[index], self.wait_s[index], self.work_s[index], self.added_s[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +53,18 @@ def filter_workers(
     ledger: Ledger, policy: DecisionPolicy, query: Query, reach: Mapping[str, PrefixReach], now: float
 ) -> Filtered:
     """All workers, for one request; called once a decision. `reach`: what workers hold of the prompt, by worker."""
-    table, barred = ledger.table, ~eligible(ledger.table, query)
+    table, allowed = ledger.table, eligible(ledger.table, query)
     _, decodes = table.pools()
     tiers = (policy.host_token_s, policy.disk_token_s)
     prompt = forecast_prompt(table, query.num_tokens, _reach_tokens(table, reach), tiers, now)
-    ready_s, work_s = prompt.wait_s + prompt.load_s + prompt.prefill_s, prompt.load_s + prompt.prefill_s
     facts = table.rows[:, decodes]
     alone_s = facts[Row.BASE_S] + facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * query.num_tokens
-    work_s[barred], ready_s[barred], alone_s[barred[decodes]] = np.inf, np.inf, np.inf
     return Filtered(
         prompt=prompt,
-        ready_s=ready_s,
-        decodes=not barred[decodes].all(),
-        shortest_s=float(work_s.min(initial=np.inf)) + ledger.overhead.seconds,
-        shortest_tpot_s=float(alone_s.min(initial=np.inf)),
+        ready_s=np.where(allowed, prompt.wait_s + prompt.work_s, np.inf),
+        decodes=bool(allowed[decodes].any()),
+        shortest_s=float(prompt.work_s[allowed].min(initial=np.inf)) + ledger.overhead.seconds,
+        shortest_tpot_s=float(alone_s[allowed[decodes]].min(initial=np.inf)),
     )
 
 
@@ -122,14 +115,12 @@ def forecast_prompt(
         load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
         load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
     added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
-    prefill_s = added_s + np.maximum(np.ceil(uncached / chunk), 1.0) * step_s
-    best = 0 if depths == 1 else ((load_s + prefill_s).argmin(axis=0), np.arange(len(table)))
+    work_s = load_s + (added_s + np.maximum(np.ceil(uncached / chunk), 1.0) * step_s)
+    best = 0 if depths == 1 else (work_s.argmin(axis=0), np.arange(len(table)))
     return PromptForecast(
         cached_tokens=cached[best],
-        uncached_tokens=uncached[best],
         wait_s=np.maximum(facts[Row.DRAINED_AT] - now, 0.0),
-        load_s=load_s[best],
-        prefill_s=prefill_s[best],
+        work_s=work_s[best],
         added_s=added_s[best],
     )
 

@@ -273,7 +273,7 @@ class Ledger:
         decoding.decoding[last].slot = booking.slot
         decoding.decoding[booking.slot] = decoding.decoding[last]
         decoding.decoding.pop()
-        self._count(row, -1, -booking.query.num_tokens)
+        self.table.rows[Row.BOOKED_CONTEXT, row] -= booking.query.num_tokens
         self.table.predict_step(row, now)
         if num_output_tokens:
             self.lengths.observe(booking.query.tenant, booking.query.slo_class, num_output_tokens)
@@ -301,7 +301,7 @@ class Ledger:
         expected = self.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         most = max(1, query.max_new_tokens)
         self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), query.tpot_s, weight)
-        self._count(row, 1, query.num_tokens)
+        self.table.rows[Row.BOOKED_CONTEXT, row] += query.num_tokens
         return booking
 
     def _known(self, booking: Booking, num_emitted: int) -> None:
@@ -356,10 +356,6 @@ class Ledger:
             self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at
         row = self.table.row(worker.info.worker_id)
         self.table.rows[Row.DRAINED_AT, row] = at
-
-    def _count(self, row: int, requests: int, tokens: int) -> None:
-        self.table.rows[Row.BOOKED, row] += requests
-        self.table.rows[Row.BOOKED_CONTEXT, row] += tokens
 
 
 def _seconds_of(bookings: Iterable[Booking], num_tokens: float) -> float:

@@ -206,7 +206,7 @@ def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
     prompt, after = predicted.prompt, predicted.after
     columns = (
         *(predicted.computing, predicted.decode, prompt.cached_tokens, predicted.start_s[0]),
-        *(predicted.work_s, scores.ttft_s[0], after.tpot_s[0], after.kv_share[0]),
+        *(prompt.work_s, scores.ttft_s[0], after.tpot_s[0], after.kv_share[0]),
         *(scores.slo_probability[0], after.slo_loss[0], scores.slo_gain[0]),
     )
     return tuple(

@@ -36,13 +36,10 @@ ASSUMED_PACE_S: Final = 5.0  # of contention: so much weight has the assumption 
 
 
 class RetryAfterCalendar:
-    """When to come back, by client. `grace_s`: see `GRACE_S`.
+    """When to come back, by client. `return_rate`: the share of clients that do come back, smoothed."""
 
-    `return_rate`: the share of clients that do come back, smoothed."""
-
-    def __init__(self, grace_s: float = GRACE_S) -> None:
+    def __init__(self) -> None:
         self.return_rate = FIRST_RETURN_RATE
-        self._grace_s = grace_s
         self._until: dict[Hashable, float] = {}
         self._in_turn: list[tuple[float, int, Hashable]] = []  # a heap; what no longer stands is left in it
         self._num_reserved = 0
@@ -82,7 +79,7 @@ class RetryAfterCalendar:
         """Whether someone who was asked to come back now has come."""
         self._forget(now)
         at = self._until.get(key)
-        return at is not None and at - EARLY_S <= now <= at + self._grace_s
+        return at is not None and at - EARLY_S <= now <= at + GRACE_S
 
     def served(self, key: Hashable) -> None:
         """The client was placed. Unknown ones are fine."""
@@ -99,7 +96,7 @@ class RetryAfterCalendar:
         while self._in_turn:
             at, _, key = self._in_turn[0]
             stands = self._until.get(key) == at
-            if stands and now <= at + self._grace_s:
+            if stands and now <= at + GRACE_S:
                 return
             heapq.heappop(self._in_turn)
             if stands:

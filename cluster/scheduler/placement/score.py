@@ -30,16 +30,15 @@ class Prediction:
     """What would be, whatever the targets. `later_s`, by moment: when it is placed, from now.
 
     By candidate: who computes the prompt, and who decodes; `alone`, where these are the same; `prompt`. By moment and
-    candidate: `start_s`, from now until the prompt's computation begins, which takes `work_s` of each candidate;
-    `after`, on the decode worker. Of the pool that computes the prompt: `queue_share`, see `_queue_shares`, for
-    requests with a TTFT target; `idle_share`, see `_idle_shares`, for those without targets; 0 for others."""
+    candidate: `start_s`, from now until the prompt's computation begins; `after`, on the decode worker. Of the pool
+    that computes the prompt: `queue_share`, see `_queue_shares`, for requests with a TTFT target; `idle_share`, see
+    `_idle_shares`, for those without targets; 0 for others."""
 
     later_s: Floats
     computing: Rows
     decode: Rows
     alone: NDArray[np.bool_]
     prompt: PromptForecast
-    work_s: Floats
     start_s: Floats
     after: DecodeForecast
     queue_share: Floats
@@ -72,8 +71,8 @@ def predict(
     """As if it were placed at each of these moments, `later_s` from now. `prompt`: by candidate."""
     table = ledger.table
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
-    work_s, alone = prompt.load_s + prompt.prefill_s, computing == decode
-    lead_s = _join_times(prompt.wait_s, work_s, alone, later_s)
+    alone = computing == decode
+    lead_s = _join_times(prompt.wait_s, prompt.work_s, alone, later_s)
     after = forecast_decode(table, decode, query, num_output, lead_s, prompt.added_s * alone, now)
     start_s = _start_times(prompt.wait_s, after.room_s, alone, later_s)
     queue_share = idle_share = _UNASKED
@@ -81,14 +80,14 @@ def predict(
         queue_share = _queue_shares(table, alone, later_s, ledger.demand.ttft_s, now)
     if not query.has_targets:
         idle_share = _idle_shares(table, alone, later_s, now)
-    return Prediction(later_s, computing, decode, alone, prompt, work_s, start_s, after, queue_share, idle_share)
+    return Prediction(later_s, computing, decode, alone, prompt, start_s, after, queue_share, idle_share)
 
 
 def score(
     ledger: Ledger, policy: DecisionPolicy, query: Query, predicted: Prediction, waited_s: float | Floats
 ) -> Score:
     """`waited_s`: how long the client has waited by now, or will have by each moment's now."""
-    work_s, later_s, after = predicted.work_s, predicted.later_s, predicted.after
+    work_s, later_s, after = predicted.prompt.work_s, predicted.later_s, predicted.after
     ttft_s = waited_s + predicted.start_s + work_s + ledger.overhead.seconds
     slo_probability = _slo_probability(ledger.table, query, predicted, ttft_s)
     # Requests still to come that the prompt keeps out.

@@ -42,7 +42,7 @@ class _Facts(NamedTuple):
     MAX_MODEL_LEN: int = 14
     COMPATIBILITY: int = 15  # equal numbers can hand over to each other
     DRAINING: int = 16
-    BOOKED: int = 17  # requests that decode or will decode there
+    BOOKED: int = 17  # requests that decode or will decode there: the slots that are taken, from the first on
     BOOKED_CONTEXT: int = 18  # their prompts' tokens
     BLOCK_SIZE: int = 19
     STRETCH: int = 20  # of its decode steps, by prompts that it computes itself; STEP_S includes it
@@ -85,7 +85,6 @@ class WorkerTable:
         self._order: list[tuple[bool, str]] = []  # whether it decodes, and its id
         self.num_prefills = 0
         self._row_of: dict[str, int] = {}
-        self._used: list[int] = []  # slots, from the first on
         self._codes: dict[str, int] = {}
 
     def __contains__(self, worker_id: str) -> bool:
@@ -109,9 +108,6 @@ class WorkerTable:
         """Nothing is placed anywhere, and no worker reports what nobody placed."""
         return not self.rows[Row.BOOKED].any() and not self.rows[Row.EXTRA_DECODES].any()
 
-    def num_used(self, row: int) -> int:
-        return self._used[row]
-
     def add(self, info: WorkerInfo, now: float) -> None:
         key = (info.role == "decode", info.worker_id)
         row, end = bisect_left(self._order, key), len(self)
@@ -122,7 +118,6 @@ class WorkerTable:
             facts[:, row + 1 : end + 1] = facts[:, row:end]
             facts[:, row] = 0.0
         self._order.insert(row, key)
-        self._used.insert(row, 0)
         facts = self.rows[:, row]
         facts[Row.DRAINED_AT], facts[Row.AS_OF], facts[Row.STRETCH] = now, now, 1.0
         facts[Row.CHUNK_TOKENS] = info.chunk_tokens or np.inf
@@ -138,7 +133,7 @@ class WorkerTable:
         for facts in (self.rows, self.slots):
             facts[:, row : end - 1] = facts[:, row + 1 : end]
             facts[:, end - 1] = 0.0
-        del self._order[row], self._used[row]
+        del self._order[row]
         self._number()
 
     def has_targets(self) -> bool:
@@ -172,7 +167,8 @@ class WorkerTable:
     def predict_step(self, row: int, now: float) -> None:
         """How long its steps take, with those that decode now, and their contexts, and as much time for prompts as
         lately."""
-        facts, slots = self.rows[:, row], self.slots[:, row, : self.num_used(row)]
+        facts = self.rows[:, row]
+        slots = self.slots[:, row, : int(facts[Row.BOOKED])]
         joined = slots[Slot.JOINED_STEP] < float("inf")
         emitted = (facts[Row.STEPS] - slots[Slot.JOINED_STEP])[joined]
         context = (slots[Slot.TOKENS][joined] + emitted).sum() + facts[Row.EXTRA_CONTEXT]
@@ -206,16 +202,16 @@ class WorkerTable:
         )
 
     def take_slot(self, row: int) -> int:
-        slot = self._used[row]
+        slot = int(self.rows[Row.BOOKED, row])
         if slot == self.slots.shape[2]:
             self.slots = np.concatenate([self.slots, np.zeros_like(self.slots)], axis=2)
-        self._used[row] += 1
+        self.rows[Row.BOOKED, row] += 1
         return slot
 
     def free_slot(self, row: int, slot: int) -> int:
         """The slots stay dense: returns the one whose content now lies in `slot` (itself, if it was the last)."""
-        self._used[row] -= 1
-        last = self._used[row]
+        self.rows[Row.BOOKED, row] -= 1
+        last = int(self.rows[Row.BOOKED, row])
         self.slots[:, row, slot] = self.slots[:, row, last]
         self.slots[:, row, last] = 0.0
         return last

@@ -57,31 +57,31 @@ def test_a_prompt_waits_for_the_queue_and_is_computed() -> None:
     ledger = ledger_of("p1", "d1")
     book(ledger, "a", prefill_s=3.0)
     forecast = _prompt(ledger, "p1", now=1.0)
-    assert (forecast.wait_s[0], forecast.prefill_s[0]) == pytest.approx((2.0, 1.01))
+    assert (forecast.wait_s[0], forecast.work_s[0]) == pytest.approx((2.0, 1.01))
 
 
 def test_chunks_cost_a_step_each() -> None:
     ledger = Ledger()
     ledger.register(worker_info("p1", chunk_tokens=256), costed_snapshot("p1"), 0.0)
-    assert _prompt(ledger, "p1").prefill_s[0] == pytest.approx(1.0 + 4 * 0.01)
+    assert _prompt(ledger, "p1").work_s[0] == pytest.approx(1.0 + 4 * 0.01)
 
 
 def test_a_decode_worker_computes_prompts_between_the_tokens_of_others() -> None:
     ledger = ledger_of("p1", "d1")
     decoding(ledger, "a")
     forecast = _prompt(ledger, "d1")
-    assert (forecast.prefill_s[0], forecast.added_s[0]) == pytest.approx((1.012, 1.0))
+    assert (forecast.work_s[0], forecast.added_s[0]) == pytest.approx((1.012, 1.0))
 
 
 def test_hits_are_brought_up_as_far_down_as_it_pays() -> None:
     ledger = ledger_of("p1")
     cheap = _prompt(ledger, "p1", 100, 400, 900, tiers=(0.0001, 0.0005))
-    assert (cheap.cached_tokens[0], cheap.load_s[0]) == pytest.approx((900, 300 * 0.0001 + 500 * 0.0005))
+    assert (cheap.cached_tokens[0], cheap.work_s[0]) == pytest.approx((900, 300 * 0.0001 + 500 * 0.0005 + 0.11))
     slow_disk = _prompt(ledger, "p1", 100, 400, 900, tiers=(0.0001, 0.002))
-    assert (slow_disk.cached_tokens[0], slow_disk.load_s[0]) == pytest.approx((400, 0.03))
+    assert (slow_disk.cached_tokens[0], slow_disk.work_s[0]) == pytest.approx((400, 0.03 + 0.61))
     slow = _prompt(ledger, "p1", 100, 400, 900, tiers=(0.002, 0.002))
-    assert (slow.cached_tokens[0], slow.load_s[0]) == (100, 0.0)
-    assert _prompt(ledger, "p1", 1000, 1000, 1000).uncached_tokens[0] == 1
+    assert (slow.cached_tokens[0], slow.work_s[0]) == pytest.approx((100, 0.91))
+    assert _prompt(ledger, "p1", 1000, 1000, 1000).cached_tokens[0] == 999
 
 
 # --- decode ---
@@ -215,9 +215,9 @@ def test_those_who_decode_leave_less_of_each_step_to_prompts() -> None:
     for worker_id in ("p1", "d1"):
         ledger.register(worker_info(worker_id, chunk_tokens=501), costed_snapshot(worker_id), 0.0)
     decoding(ledger, "a")
-    assert _prompt(ledger, "d1").prefill_s[0] == pytest.approx(1.0 + 2 * 0.012)
+    assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 2 * 0.012)
     decoding(ledger, "b")
-    assert _prompt(ledger, "d1").prefill_s[0] == pytest.approx(1.0 + 3 * 0.014)
+    assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 3 * 0.014)
 
 
 OTHERS = st.lists(

@@ -66,7 +66,7 @@ def test_what_is_placed_while_there_is_room_for_all_says_nothing() -> None:
 
 
 def test_clients_are_known_again_while_they_are_expected() -> None:
-    calendar = RetryAfterCalendar(grace_s=5.0)
+    calendar = RetryAfterCalendar()
     first = calendar.reserve("a", 210.0, 8.0, 4, 200.0)
     second = calendar.reserve("b", 210.0, 1.0, 4, 200.0)
     assert first == 210.0
@@ -88,7 +88,7 @@ def test_clients_are_known_again_while_they_are_expected() -> None:
 
 
 def test_where_nobody_returns_nobody_is_sent_ever_further_away() -> None:
-    calendar = RetryAfterCalendar(grace_s=3.0)
+    calendar = RetryAfterCalendar()
     waits = []
     for number in range(6000):  # ten minutes of three times what eight workers can do
         now = number / 10
@@ -99,7 +99,7 @@ def test_where_nobody_returns_nobody_is_sent_ever_further_away() -> None:
 
 
 def test_clients_that_never_return_keep_nobody_out() -> None:
-    calendar = RetryAfterCalendar(grace_s=1.0)
+    calendar = RetryAfterCalendar()
     for number in range(60):
         calendar.reserve(number, 2.0 * number + 1.0, 0.1, 8, 2.0 * number)
     calendar.is_due(1000.0)
