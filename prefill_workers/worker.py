@@ -1,7 +1,7 @@
 """A prefill worker: computes prompts in chunks and hands their KV over while it computes.
 
 A `Worker` whose scheduler decides which chunks run, whose layer stream tells the sender what stands of their KV, and
-which sends first tokens to gateways. `PrefillRole` makes one for a replica.
+which sends first tokens to gateways.
 """
 
 from __future__ import annotations

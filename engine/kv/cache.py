@@ -8,7 +8,6 @@ Slab order, wherever KV of one layer is laid out contiguously, is `[2, num_token
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -169,16 +168,6 @@ class KVCache:
     def clear(self, blocks: GroupRow) -> None:
         """Write zeros into these blocks."""
         self.blocks.index_fill_(0, _indices(blocks, self), 0)
-
-    def pieces(self, layer: int, group_row: GroupRow, start: int, count: int) -> Iterator[Tensor]:
-        """The same bytes in place: contiguous views `[n, H, D]` in slab order, block by block."""
-        block_size = self.layout.block_size
-        stop = start + count
-        for kv in (0, 1):
-            for column in range(start // block_size, -(-stop // block_size)):
-                first = max(start - column * block_size, 0)
-                last = min(stop - column * block_size, block_size)
-                yield self.tensor[int(group_row[column]), layer % self.layout.layers_per_group, kv, first:last]
 
     def slot_addresses(self, group_row: GroupRow, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where `store` puts tokens at `positions` `[T]` of a sequence; also for a whole table `[G, columns]`."""

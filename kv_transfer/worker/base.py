@@ -18,9 +18,8 @@ from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.calibration import calibrate
 from engine.steps.fault_finding import FaultFinder
-from engine.steps.in_flight import StepSkippedError
 from engine.steps.loading import LoadedModel
-from engine.steps.loop import OVERDUE_S, StepLoop
+from engine.steps.loop import OVERDUE_S, StepLoop, StepSkippedError
 from kv_transfer.connections.compatibility import fingerprint
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread

@@ -88,18 +88,6 @@ def test_layers_of_a_group_share_blocks_without_touching() -> None:
         assert torch.equal(read(kv_cache, layer, row, 0, 18), slab)
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 4), (0, 18), (3, 2), (5, 13)])
-def test_pieces_are_the_slab_in_place(start: int, count: int) -> None:
-    kv_cache = poisoned(make_layout())
-    row = shuffled_row(kv_cache, 5)
-    kv_cache.write_layer(3, row, 0, random_slab(kv_cache, 18))
-    pieces = list(kv_cache.pieces(3, row, start, count))
-    assert all(piece.is_contiguous() for piece in pieces)
-    storage = kv_cache.tensor.untyped_storage().data_ptr()
-    assert all(piece.untyped_storage().data_ptr() == storage for piece in pieces)
-    assert torch.equal(torch.cat(pieces), read(kv_cache, 3, row, start, count).flatten(0, 1))
-
-
 def test_slabs_fit_caches_of_another_geometry() -> None:
     source = poisoned(make_layout(layers_per_group=1, block_size=3))
     target = poisoned(make_layout(layers_per_group=5, block_size=16))

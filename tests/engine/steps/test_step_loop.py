@@ -248,7 +248,8 @@ async def test_time_in_which_the_loop_did_not_run_is_not_the_step_s(monkeypatch:
         bench.costs.seed(SECONDS)
         await late_step(bench)
         for name in ("monotonic", "perf_counter"):  # as clocks go on while a loop is kept from running
-            monkeypatch.setattr(time, name, lambda clock=getattr(time, name): clock() + HANGS_S)
+            clock = getattr(time, name)
+            monkeypatch.setattr(time, name, lambda clock=clock: clock() + HANGS_S)
         await asyncio.sleep(0.02)  # the next look was due long ago: it comes first
         bench.may_end.set()
         await eventually(lambda: bench.finished)
