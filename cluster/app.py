@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.autoscaling.serve_policy import autoscaling_config
 from cluster.config.load import cluster_secret, draw_secret, load_config
-from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig, PoolSettings
+from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig
 from cluster.deployment.announce import announce_when_ready, describe_start, is_first_replica, starting
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.ray_access import keep_replica_on_loopback, require_token
@@ -30,11 +30,9 @@ from cluster.deployment.worker import WorkerDeployment, resolve_host
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.request_log import RequestRecorder
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.api import Api, HttpLimits, InFlight
+from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
 from cluster.http.connection import accept_many
-from cluster.http.terms import Tenants
-from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.metrics.slo import SloMetrics
 from cluster.metrics.workers import WorkerMetrics
@@ -67,7 +65,12 @@ def build(args: dict[str, Any]) -> Application:
 def build_application(config: LegatoConfig) -> Application:
     logging.basicConfig(level=config.log_level)
     drawn_secret = draw_secret()
-    scheduler = scheduler_deployment(config).bind(config, drawn_secret, config.network.host)
+    scheduler = Scheduler.options(  # type: ignore[attr-defined]
+        num_replicas=1,
+        ray_actor_options={"num_cpus": SCHEDULER_CPUS},
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=2,
+    ).bind(config, drawn_secret, config.network.host)
     pools = [] if config.colocated else [worker_pool("prefill", config, drawn_secret, scheduler)]
     pools.append(worker_pool("decode", config, drawn_secret, scheduler))
     gateway = Gateway.options(  # type: ignore[attr-defined]
@@ -80,46 +83,32 @@ def build_application(config: LegatoConfig) -> Application:
     return application
 
 
-def scheduler_deployment(config: LegatoConfig) -> Any:
-    return Scheduler.options(  # type: ignore[attr-defined]
-        num_replicas=1,
-        ray_actor_options={"num_cpus": SCHEDULER_CPUS},
-        health_check_period_s=2,
-        graceful_shutdown_timeout_s=2,
-    )
-
-
 def worker_pool(
     role: Role, config: LegatoConfig, drawn_secret: SecretBytes | None, scheduler: Application
 ) -> Application:
-    """The workers that are started in this role, each with its share of the machine."""
-    if role == "prefill":
-        deployment = pool_deployment("PrefillWorker", config.prefill, config.prefill.replicas)
-    else:
-        deployment = pool_deployment("DecodeWorker", config.decode, config.decode.replicas)
-    pool: Application = deployment.bind(role, config, drawn_secret, scheduler)
-    return pool
-
-
-def pool_deployment(name: str, pool: PoolSettings, replicas: int) -> Any:
-    """The Serve deployment of one pool of workers, with its share of the machine and its scaling."""
-    scaling = pool.autoscaling
+    """The workers that are started in this role: each one's share of the machine, and how many there are."""
+    settings = config.prefill if role == "prefill" else config.decode
+    scaling = settings.autoscaling
     size: dict[str, Any] = (
-        {"num_replicas": replicas} if scaling is None else {"autoscaling_config": autoscaling_config(scaling, replicas)}
+        {"num_replicas": settings.replicas}
+        if scaling is None
+        else {"autoscaling_config": autoscaling_config(scaling, settings.replicas)}
     )
-    return serve.deployment(WorkerDeployment).options(
-        name=name,
+    deployment = serve.deployment(WorkerDeployment).options(
+        name="PrefillWorker" if role == "prefill" else "DecodeWorker",
         **size,
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={
-            "num_cpus": pool.num_cpus,
-            "num_gpus": pool.num_gpus,
-            "resources": dict(pool.resources),
+            "num_cpus": settings.num_cpus,
+            "num_gpus": settings.num_gpus,
+            "resources": dict(settings.resources),
         },
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=30,
     )
+    pool: Application = deployment.bind(role, config, drawn_secret, scheduler)
+    return pool
 
 
 @serve.deployment(name="GlobalScheduler")
@@ -170,11 +159,6 @@ class Gateway:
             return endpoint
 
         self._config = config
-        self._tenants = Tenants(
-            secret,
-            trust_header=config.gateway.trust_tenant_header,
-            share_prefixes=config.gateway.share_prefixes,
-        )
         self._identity = control_identity("gateway", secret)
         self._slo = SloAccount(config.slo_classes, model=config.model.name)
         self._orchestrator = Orchestrator(
@@ -214,7 +198,6 @@ class Gateway:
         scheduler = self._orchestrator.scheduler
         metrics.registry.register(WorkerMetrics(scheduler.reports, lambda: scheduler.pools))
         metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))
-        limits = config.tuned(HttpLimits())
         api = Api(
             generator=self._orchestrator,
             cluster=scheduler,
@@ -223,10 +206,8 @@ class Gateway:
             settings=config.gateway,
             metrics=metrics,
             slo=self._slo,
-            tenants=self._tenants,
-            in_flight=InFlight(config.gateway.max_concurrent),
-            limits=limits,
-            unread=Unread(limits.max_unread_bytes),
+            secret=self._identity.secret,
+            limits=config.tuned(HttpLimits()),
             on_ended=self._request_recorder(config),
         )
         app = create_app(api)

@@ -1,12 +1,10 @@
 """Everything that can go wrong with a request, in OpenAI's shape.
 
     ApiError
-    ├── InvalidRequestError            400  the client's mistake; says what to change
+    ├── InvalidRequestError            400  the client's mistake; says what to change (of a body also 408 and 413)
     │   ├── NotFoundError              404  no such model or URL
     │   ├── ConflictError              409  not in the state that the cluster is in
-    │   ├── BodyTooLargeError          413
-    │   ├── UnreadError                400  the client does not read what it asked for
-    │   └── BodyTimeoutError           408  the body did not arrive in time
+    │   └── UnreadError                400  the client does not read what it asked for
     └── GenerationError                     what a `Generator` may raise
         ├── RequestTooLargeError       400  no worker of this cluster could ever hold it
         ├── PoisonRequestError         422  it makes workers fail, and will not be tried again
@@ -25,19 +23,27 @@ from typing import Any, ClassVar
 
 
 class ApiError(Exception):
-    """Base class. `message` is a full sentence for the client, `param` the field it speaks of."""
+    """Base class. `message` is a full sentence for the client, `param` the field it speaks of. `code` and `status`:
+    where they are not those of the class."""
 
-    status: ClassVar[int] = 500
+    status: int = 500
     kind: ClassVar[str] = "server_error"
     default_code: ClassVar[str | None] = None
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code or self.default_code
+        self.status = status or self.status
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
@@ -65,16 +71,6 @@ class NotFoundError(InvalidRequestError):
 class ConflictError(InvalidRequestError):
     status = 409
     default_code = "conflict"
-
-
-class BodyTooLargeError(InvalidRequestError):
-    status = 413
-    default_code = "body_too_large"
-
-
-class BodyTimeoutError(InvalidRequestError):
-    status = 408
-    default_code = "body_timeout"
 
 
 class UnreadError(InvalidRequestError):

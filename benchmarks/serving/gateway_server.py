@@ -27,10 +27,8 @@ from cluster.errors import NotFoundError
 from cluster.gateway.generator import ClusterView, Generator, ServingLimits, Tokens
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.timeline import SequenceTimeline
-from cluster.http.api import Api, HttpLimits, InFlight
+from cluster.http.api import Api
 from cluster.http.app import create_app
-from cluster.http.terms import Tenants
-from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
 from engine.checkpoint.store import resolve_model
@@ -110,9 +108,7 @@ async def _serve_http(generator: Generator, cluster: ClusterView) -> None:
         settings=settings,
         metrics=Metrics(),
         slo=SloAccount(model=MODEL),
-        tenants=Tenants(b""),
-        in_flight=InFlight(settings.max_concurrent),
-        unread=Unread(HttpLimits().max_unread_bytes),
+        secret=b"",
     )
     gc.collect()
     gc.freeze()  # as a gateway does

@@ -107,10 +107,6 @@ class Orchestrator:
         await self.scheduler.stop()
         await self.links.stop()
 
-    @property
-    def num_running(self) -> int:
-        return len(self.runs)
-
     def limits(self) -> ServingLimits | None:
         """What the connected decode workers hold; None before any worker was heard of."""
         decodes = [info for info, _ in self.scheduler.workers.values() if info.role == "decode"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -87,10 +87,10 @@ class HttpLimits:
     max_unread_bytes: int = 256 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Api:
     """Handed to every endpoint as an `ApiOf` parameter. `on_ended` is told of each request that was generated,
-    for the request log."""
+    for the request log. `secret` is the cluster's."""
 
     generator: Generator
     cluster: ClusterView
@@ -99,13 +99,22 @@ class Api:
     settings: GatewaySettings
     metrics: Metrics
     slo: SloAccount
-    tenants: Tenants
-    in_flight: InFlight
-    unread: Unread
+    secret: InitVar[bytes]
     limits: HttpLimits = HttpLimits()
-    turns: Turns = field(default_factory=Turns)
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None
     created: int = field(default_factory=lambda: int(time.time()))
+    tenants: Tenants = field(init=False)
+    in_flight: InFlight = field(init=False)
+    unread: Unread = field(init=False)
+    turns: Turns = field(init=False, default_factory=Turns)
+
+    def __post_init__(self, secret: bytes) -> None:
+        settings = self.settings
+        self.tenants = Tenants(
+            secret, trust_header=settings.trust_tenant_header, share_prefixes=settings.share_prefixes
+        )
+        self.in_flight = InFlight(settings.max_concurrent)
+        self.unread = Unread(self.limits.max_unread_bytes)
 
     @contextmanager
     def following(self, timeline: RequestTimeline) -> Iterator[None]:

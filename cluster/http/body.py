@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.errors import ApiError, BodyTimeoutError, BodyTooLargeError, InvalidRequestError, UnavailableError
+from cluster.errors import ApiError, InvalidRequestError, UnavailableError
 from cluster.http.api import Api
 from cluster.http.connection import note_arrival, note_connection
 from cluster.http.error_responses import error_response, from_validation
@@ -98,8 +98,10 @@ class BodyLimit:
                 return await self._read(receive, turns, upload)
         except TimeoutError:
             if upload in self._arriving:
-                raise BodyTimeoutError(
-                    f"The body did not arrive within {self._timeout_s:g} s. Send it again."
+                raise InvalidRequestError(
+                    f"The body did not arrive within {self._timeout_s:g} s. Send it again.",
+                    code="body_timeout",
+                    status=408,
                 ) from None
             raise UnavailableError(
                 "More is being sent to the server at once than it has room for, and this body has been on its way"
@@ -141,8 +143,8 @@ class BodyLimit:
             self._num_bytes -= len(upload.body)
             upload.body.clear()
 
-    def _too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(f"The body is larger than {self._max_bytes} bytes. Send a shorter request.")
+    def _too_large(self) -> InvalidRequestError:
+        return _body_too_large(f"The body is larger than {self._max_bytes} bytes. Send a shorter request.")
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"].state.api.metrics.count("other", error.code)
@@ -200,9 +202,13 @@ def _checked(body: bytes, model: type[BaseModel]) -> BaseModel:
         raise from_validation([{**problem, "loc": ("body", *problem["loc"])} for problem in problems[:1]]) from None
 
 
+def _body_too_large(sentence: str) -> InvalidRequestError:
+    return InvalidRequestError(sentence, code="body_too_large", status=413)
+
+
 def _require_few_values(body: bytes) -> None:
-    """Raises BodyTooLargeError. Counts only where a body of so many bytes could hold so many values, and in Python, so
-    that others have their turn meanwhile."""
+    """Raises InvalidRequestError. Counts only where a body of so many bytes could hold so many values, and in Python,
+    so that others have their turn meanwhile."""
     weights = {b",": 1, b"[": 1, b"{": 1, b":": _NAMED_VALUES - 1}
     if sum(weight * body.count(mark) for mark, weight in weights.items()) <= MAX_VALUES:
         return
@@ -210,7 +216,7 @@ def _require_few_values(body: bytes) -> None:
     for found in _VALUES_OR_TEXT.finditer(body):
         num_values += weights.get(found[0][:1], 0)
         if num_values > MAX_VALUES:
-            raise BodyTooLargeError(
+            raise _body_too_large(
                 f"The body holds more than {MAX_VALUES} JSON values (numbers, texts, lists, objects; one with a name"
                 f" counts as {_NAMED_VALUES}). Send it in several requests, or texts in place of token ids."
             )

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.errors import BodyTooLargeError, OverloadedError
+from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.gateway.generator import Tokens
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.app import create_app
@@ -208,5 +208,6 @@ def test_values_of_a_body_are_counted_and_not_its_text() -> None:
         b'["",' + b'"\\\\",' * MAX_VALUES,
         b"{" + b'"a":1,' * (MAX_VALUES // 5 + 1) + b'"b":1}',
     ):
-        with pytest.raises(BodyTooLargeError, match=f"more than {MAX_VALUES} JSON values"):
+        with pytest.raises(InvalidRequestError, match=f"more than {MAX_VALUES} JSON values") as refused:
             _require_few_values(body)
+        assert refused.value.status == 413

@@ -15,10 +15,8 @@ import uvicorn
 from cluster.config.settings import GatewaySettings
 from cluster.gateway.orchestrator import Orchestrator
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.api import Api, HttpLimits, InFlight
+from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
-from cluster.http.terms import Tenants
-from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.metrics.slo import SloMetrics
 from cluster.slo.account import SloAccount
@@ -52,14 +50,8 @@ def scripted_api(
         settings=settings,
         metrics=metrics,
         slo=account,
-        tenants=Tenants(
-            b"a secret of the cluster",
-            trust_header=settings.trust_tenant_header,
-            share_prefixes=settings.share_prefixes,
-        ),
-        in_flight=InFlight(settings.max_concurrent),
+        secret=b"a secret of the cluster",
         limits=limits,
-        unread=Unread(limits.max_unread_bytes),
         on_ended=on_ended,
     )
 

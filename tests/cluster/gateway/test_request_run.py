@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.gateway.request_state import TERMINAL, RequestRun, RequestState
+from cluster.gateway.request_state import TERMINAL, AttemptFailedError, RequestRun, RequestState
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
@@ -154,6 +154,15 @@ def test_a_new_attempt_avoids_who_failed_the_last_one_only() -> None:
     query = run.place_query(prefer_decode="decode")
     assert (query.exclude, query.prefer_decode, query.attempt) == (["prefill"], "decode", 2)
     assert run.spec() == replace(run.request, attempt=2)
+
+
+def test_what_was_said_of_an_attempt_is_void_in_the_next() -> None:
+    run = _run()
+    for _ in range(2):  # two workers may go at once
+        run.tell(AttemptFailedError("the worker is gone", "decode"))
+    run.inbox.popleft()
+    run.next_attempt("decode")
+    assert not run.inbox
 
 
 @pytest.mark.parametrize(
