@@ -10,7 +10,6 @@ from typing import Final
 
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
 from cluster.simulation.records import ClassSummary, Quantiles, Record
-from cluster.simulation.routers.fleet import KnownCosts
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.worker_shape import WorkerShape
@@ -141,14 +140,7 @@ def _simulated(cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int 
         gateway_s=cluster.gateway_s,
         seed=seed,
     )
-    costs = KnownCosts(
-        prefill=prefill.cost,
-        decode=cluster.decode.cost,
-        prefill_chunk_tokens=prefill.token_budget,
-        decode_chunk_tokens=cluster.decode.token_budget,
-        max_num_seqs=cluster.decode.max_num_seqs,
-    )
-    return simulate(config, trace, LegatoRouter(costs))
+    return simulate(config, trace, LegatoRouter())
 
 
 def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:

@@ -6,74 +6,16 @@ by chance or says nothing, the first worker of the least loaded is taken, so tha
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections import defaultdict
 from itertools import count
+from typing import Final
 
-from cluster.simulation.routers.base import NobodyWaits, PlaceQuery
-from cluster.simulation.routers.fleet import Fleet, Member
-from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
-from kv_transfer.messages.scheduling import Placement, Unplaceable
-from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
+from cluster.simulation.routers.base import Baseline, Member, Placed, turned_away
+from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S
+from kv_transfer.messages.scheduling import Place, Unplaceable
+from kv_transfer.messages.workers import WorkerSnapshot
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """`prefill` None: the decode worker computes all of it."""
-
-    prefill: Member | None
-    decode: Member
-    cached_tokens: int = 0  # where the prompt is computed
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    reason: str
-    retry_after_s: float | None
-
-
-class Baseline(NobodyWaits, ABC):
-    """The bookkeeping that all rules share; a rule is `choose`."""
-
-    wants_blocks = False
-
-    def __init__(self) -> None:
-        self.fleet = Fleet()
-
-    @abstractmethod
-    def choose(self, query: PlaceQuery, now: float) -> Choice | Refusal: ...
-
-    def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
-        self.fleet.register(info)
-
-    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
-        return snapshot.worker_id in self.fleet
-
-    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
-        self.fleet.learn(message, now)
-
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable:
-        choice = self.choose(request, now)
-        if isinstance(choice, Refusal):
-            return Unplaceable(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                reason=choice.reason,
-                retry_after_s=choice.retry_after_s,
-            )
-        self.fleet.assign(request, choice.prefill, choice.decode, request.num_tokens - choice.cached_tokens)
-        return Placement(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            prefill=None if choice.prefill is None else choice.prefill.worker_id,
-            decode=choice.decode.worker_id,
-        )
-
-    def first_token(self, request_id: str, now: float) -> None:
-        self.fleet.first_token(request_id, now)
-
-    def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
-        self.fleet.ended(request_id)
+_MIN_RETRY_AFTER_S: Final = 1.0
 
 
 class RoundRobin(Baseline):
@@ -83,10 +25,10 @@ class RoundRobin(Baseline):
         super().__init__()
         self._turns = count()
 
-    def choose(self, query: PlaceQuery, now: float) -> Choice | Refusal:
+    def choose(self, query: Place, now: float) -> Placed:
         turn = next(self._turns)
-        prefills, decodes = self.fleet.prefills, self.fleet.decodes
-        return Choice(prefills[turn % len(prefills)] if prefills else None, decodes[turn % len(decodes)])
+        prefills, decodes = self.prefills, self.decodes
+        return Placed(query, prefills[turn % len(prefills)] if prefills else None, decodes[turn % len(decodes)])
 
 
 class LeastOutstandingTokens(Baseline):
@@ -94,9 +36,9 @@ class LeastOutstandingTokens(Baseline):
     side, of prompts and declared outputs on the decode side.
     """
 
-    def choose(self, query: PlaceQuery, now: float) -> Choice | Refusal:
-        prefill = min(self.fleet.prefills, key=lambda m: m.queued_tokens, default=None)
-        return Choice(prefill, min(self.fleet.decodes, key=lambda m: m.outstanding_tokens))
+    def choose(self, query: Place, now: float) -> Placed:
+        prefill = min(self.prefills, key=lambda m: m.queued_tokens, default=None)
+        return Placed(query, prefill, min(self.decodes, key=lambda m: m.outstanding_tokens))
 
 
 class Colocated(Baseline):
@@ -107,8 +49,8 @@ class Colocated(Baseline):
     The workers' scheduler does that with what is started on decode workers; simulate it without prefill workers.
     """
 
-    def choose(self, query: PlaceQuery, now: float) -> Choice | Refusal:
-        return Choice(None, min(self.fleet.decodes, key=lambda m: m.outstanding_tokens))
+    def choose(self, query: Place, now: float) -> Placed:
+        return Placed(query, None, min(self.decodes, key=lambda m: m.outstanding_tokens))
 
 
 class DistServe(Baseline):
@@ -116,9 +58,9 @@ class DistServe(Baseline):
     shortest queue, first come first served; decodes to the least loaded decode instance. Nobody is turned away.
     """
 
-    def choose(self, query: PlaceQuery, now: float) -> Choice | Refusal:
-        prefill = min(self.fleet.prefills, key=lambda m: len(m.prefills), default=None)
-        return Choice(prefill, min(self.fleet.decodes, key=lambda m: len(m.decodes)))
+    def choose(self, query: Place, now: float) -> Placed:
+        prefill = min(self.prefills, key=lambda m: len(m.prefills), default=None)
+        return Placed(query, prefill, min(self.decodes, key=lambda m: len(m.decodes)))
 
 
 class Dynamo(Baseline):
@@ -131,23 +73,86 @@ class Dynamo(Baseline):
 
     wants_blocks = True
 
-    def choose(self, query: PlaceQuery, now: float) -> Choice | Refusal:
-        cached = self.fleet.cached_tokens(query)
-        if not self.fleet.prefills:
-            both = min(self.fleet.decodes, key=lambda m: self._prefill_cost(m, query, cached) + self._active(m, query))
-            return Choice(None, both, cached.get(both.worker_id, 0))
+    def choose(self, query: Place, now: float) -> Placed:
+        cached = self.cached_tokens(query)
+        if not self.prefills:
+            both = min(self.decodes, key=lambda m: self._prefill_cost(m, query, cached) + self._active(m, query))
+            return Placed(query, None, both, cached.get(both.info.worker_id, 0))
         prefill = min(
-            self.fleet.prefills,
+            self.prefills,
             key=lambda m: self._prefill_cost(m, query, cached) + m.queued_blocks + m.blocks_of(query),
         )
-        decode = min(self.fleet.decodes, key=lambda m: self._active(m, query))
-        return Choice(prefill, decode, cached.get(prefill.worker_id, 0))
+        decode = min(self.decodes, key=lambda m: self._active(m, query))
+        return Placed(query, prefill, decode, cached.get(prefill.info.worker_id, 0))
 
     @staticmethod
-    def _prefill_cost(member: Member, query: PlaceQuery, cached: dict[str, int]) -> float:
-        uncached = query.num_tokens - cached.get(member.worker_id, 0)
+    def _prefill_cost(member: Member, query: Place, cached: dict[str, int]) -> float:
+        uncached = query.num_tokens - cached.get(member.info.worker_id, 0)
         return (member.queued_tokens + uncached) / member.info.block_size
 
     @staticmethod
-    def _active(member: Member, query: PlaceQuery) -> int:
+    def _active(member: Member, query: Place) -> int:
         return member.decode_blocks + member.blocks_of(query)
+
+
+class QueueLengthRouter(Baseline):
+    """A rule of thumb, Legato's older one: the shortest queue of prompt tokens, then the emptiest memory.
+
+    A queue is what the worker reported, and what was placed there since. Knows neither targets nor prefixes, and turns
+    away behind too long a queue, with the time until it is shorter.
+    """
+
+    def __init__(self, max_queued_tokens: int = 131_072) -> None:
+        super().__init__()
+        self._max_queued_tokens = max_queued_tokens
+        self._heard_at: dict[str, float] = {}
+        # By worker and request: when it was placed, and its prompt's tokens, until snapshots include it.
+        self._unreported: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)
+
+    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> None:
+        super().heartbeat(snapshot, now)
+        # What was placed before the previous snapshot has reached the worker and counts in this one.
+        heard_at, unreported = self._heard_at.get(snapshot.worker_id, 0.0), self._unreported[snapshot.worker_id]
+        self._unreported[snapshot.worker_id] = {r: new for r, new in unreported.items() if new[0] >= heard_at}
+        self._heard_at[snapshot.worker_id] = now
+
+    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
+        whole_tokens = query.num_tokens + query.max_new_tokens
+        decode = min(_able(self.decodes, whole_tokens), key=self._fullness, default=None)
+        if decode is None:
+            return turned_away(query, "no decode worker holds it", None)
+        prefills = _able(self.prefills, query.num_tokens)
+        prefill = min(prefills, key=lambda m: (self._queued_tokens(m), m.info.worker_id), default=None)
+        placed = Placed(query, prefill, decode)
+        queued_tokens = self._queued_tokens(placed.computing)
+        excess = queued_tokens - self._max_queued_tokens
+        if excess > 0:
+            speed = ASSUMED_PREFILL_TOKENS_PER_S if prefill is None else _prefill_tokens_per_s(prefill)
+            retry_after_s = max(_MIN_RETRY_AFTER_S, excess / speed)
+            return turned_away(query, f"{queued_tokens} prompt tokens are waiting", retry_after_s)
+        self._unreported[placed.computing.info.worker_id][query.request_id] = now, query.num_tokens
+        return placed
+
+    def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
+        super().ended(request_id, now, num_output_tokens)
+        for unreported in self._unreported.values():
+            unreported.pop(request_id, None)
+
+    def _queued_tokens(self, member: Member) -> int:
+        unreported = self._unreported[member.info.worker_id].values()
+        return member.snapshot.queued_prefill_tokens + sum(num_tokens for _, num_tokens in unreported)
+
+    @staticmethod
+    def _fullness(member: Member) -> tuple[float, int, str]:
+        """Predicted KV of everything placed here and not ended, as a share of its memory."""
+        capacity = member.info.num_blocks // member.info.layer_groups * member.info.block_size
+        return member.outstanding_tokens / capacity, member.snapshot.num_running, member.info.worker_id
+
+
+def _able(members: list[Member], num_tokens: int) -> list[Member]:
+    return [member for member in members if member.info.max_model_len >= num_tokens]
+
+
+def _prefill_tokens_per_s(member: Member) -> float:
+    """Of a worker that computes full chunks."""
+    return member.info.chunk_tokens / member.cost.prefill_s(member.info.chunk_tokens)

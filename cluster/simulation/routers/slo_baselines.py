@@ -1,6 +1,5 @@
-"""Published routers that predict TTFT and TPOT and know targets. What they predict with is the true cost model.
-
-That favours them: in life they learn their models. A prediction is of the present state of a worker, as theirs is.
+"""Published routers that predict TTFT and TPOT and know targets. A prediction is of the present state of a worker, as
+theirs is.
 """
 
 from __future__ import annotations
@@ -11,83 +10,36 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from cluster.simulation.routers.base import PlaceQuery
-from cluster.simulation.routers.baselines import Baseline, Choice, Refusal
-from cluster.simulation.routers.fleet import KnownCosts, Member
+from cluster.simulation.routers.base import Baseline, Member, Placed, turned_away
+from kv_transfer.messages.scheduling import Place, Unplaceable
 
 _NONE: Final = float("inf")
 
 
-class Predicting(Baseline):
-    """Adds predictions to the bookkeeping."""
+class Mooncake(Baseline):
+    """Algorithm 1 of Qin et al., "Mooncake", FAST 2025, with its early rejection.
+
+    TTFT of an instance = queue + prefill behind its own prefix. Longer prefixes elsewhere are not transferred:
+    simulated prefill workers have no memory below the device's to send them from. The least TTFT wins, decode is by the
+    least predicted time between tokens, and who would miss either target is turned away.
+    """
 
     wants_blocks = True
 
-    def __init__(self, costs: KnownCosts) -> None:
-        super().__init__()
-        self._costs = costs
-
-    def ttft_s(self, member: Member, query: PlaceQuery, cached_tokens: int, now: float) -> float:
-        """Wait for what was placed here before, then the uncached part of the prompt."""
-        return max(0.0, member.computed_at - now) + self._prompt_s(member, query, cached_tokens)
-
-    def tpot_s(self, member: Member, query: PlaceQuery) -> float:
-        return member.step_s(self._costs.decode, query)
-
-    def count_on(self, choice: Choice, query: PlaceQuery, now: float) -> Choice:
-        computing = choice.prefill or choice.decode
-        computing.computed_at = now + self.ttft_s(computing, query, choice.cached_tokens, now)
-        return choice
-
-    def _prompt_s(self, member: Member, query: PlaceQuery, cached_tokens: int) -> float:
-        is_prefill = member.info.role == "prefill"
-        cost = self._costs.prefill if is_prefill else self._costs.decode
-        chunk = self._costs.prefill_chunk_tokens if is_prefill else self._costs.decode_chunk_tokens
-        return cost.prefill_s(query.num_tokens - cached_tokens, cached_tokens, chunk)
-
-
-class Mooncake(Predicting):
-    """Algorithm 1 of Qin et al., "Mooncake", FAST 2025, with its early rejection.
-
-    TTFT of an instance = queue + prefill behind its own prefix or, where the best prefix elsewhere is more than
-    `balancing_threshold` times as long, behind that one and after its transfer. The least TTFT wins, decode is by the
-    least predicted time between tokens, and who would miss either target is turned away. `transfer_token_s` None: there
-    are no transfers between prefill instances, as among simulated workers, which have no memory below the device's.
-    """
-
-    def __init__(
-        self, costs: KnownCosts, *, balancing_threshold: float = 2.0, transfer_token_s: float | None = None
-    ) -> None:
-        super().__init__(costs)
-        self._balancing_threshold = balancing_threshold
-        self._transfer_token_s = transfer_token_s
-
-    def choose(self, query: PlaceQuery, now: float) -> Choice | Refusal:
-        cached = self.fleet.cached_tokens(query)
-        computing = self.fleet.prefills or self.fleet.decodes
-        best = max((cached.get(m.worker_id, 0) for m in computing), default=0)
-        times = [self._ttft_s(m, query, cached.get(m.worker_id, 0), best, now) for m in computing]
+    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
+        cached = self.cached_tokens(query)
+        computing = self.prefills or self.decodes
+        times = [m.ttft_s(query, cached.get(m.info.worker_id, 0), now) for m in computing]
         ttft_s = min(times)
         chosen = computing[times.index(ttft_s)]
-        decode = min(self.fleet.decodes, key=lambda m: self.tpot_s(m, query)) if self.fleet.prefills else chosen
-        refusal = self._refusal(query, ttft_s, self.tpot_s(decode, query))
-        if refusal is not None:
-            return refusal
-        choice = Choice(chosen if self.fleet.prefills else None, decode, cached.get(chosen.worker_id, 0))
-        return self.count_on(choice, query, now)
-
-    def _ttft_s(self, member: Member, query: PlaceQuery, own: int, best: int, now: float) -> float:
-        if self._transfer_token_s is None or best <= own * self._balancing_threshold:
-            return self.ttft_s(member, query, own, now)
-        return self._transfer_token_s * (best - own) + self.ttft_s(member, query, best, now)
-
-    @staticmethod
-    def _refusal(query: PlaceQuery, ttft_s: float, tpot_s: float) -> Refusal | None:
-        if query.slo.ttft_s is not None and ttft_s > query.slo.ttft_s:
-            return Refusal(f"the first token would come after {ttft_s:.2f} s", max(1.0, ttft_s - query.slo.ttft_s))
-        if query.slo.tpot_s is not None and tpot_s > query.slo.tpot_s:
-            return Refusal(f"tokens would come every {tpot_s * 1000:.0f} ms", 1.0)
-        return None
+        decode = min(self.decodes, key=lambda m: m.tpot_s(query)) if self.prefills else chosen
+        tpot_s = decode.tpot_s(query)
+        if query.ttft_s is not None and ttft_s > query.ttft_s:
+            reason = f"the first token would come after {ttft_s:.2f} s"
+            return turned_away(query, reason, max(1.0, ttft_s - query.ttft_s))
+        if query.tpot_s is not None and tpot_s > query.tpot_s:
+            return turned_away(query, f"tokens would come every {tpot_s * 1000:.0f} ms", 1.0)
+        return Placed(query, chosen if self.prefills else None, decode, cached.get(chosen.info.worker_id, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,47 +50,46 @@ class _Candidate:
     cached_share: float
 
 
-class LlmdHeadroom(Predicting):
+class LlmdHeadroom(Baseline):
     """llm-d's router with predicted latencies (llm-d-inference-scheduler, `predictedlatency`, strategy `least`).
 
     Decode first. Headroom is the target less the prediction, of TPOT the strictest target of those that run there. One
     of those with both positive is drawn, the less headroom the likelier (packing), in 1 of 100 cases one of the others;
     there, idle workers go first, and weights are by the deficit within each combination of what is missed. TTFT weighs
-    0.8, TPOT 0.2. In 99 of 100 draws only who holds 80 % of the prompt is drawn from, if there is any. Prefill, by its
-    TTFT headroom, where at least `split_from_tokens` are to be computed. Turns nobody away that has targets; without
-    any it assumes targets of 0.
+    0.8, TPOT 0.2. In 99 of 100 draws only who holds 80 % of the prompt is drawn from, if there is any. Then prefill, by
+    its TTFT headroom. Turns nobody away that has targets; without any it assumes targets of 0.
     """
 
-    def __init__(self, costs: KnownCosts, *, seed: int = 0, split_from_tokens: int = 0) -> None:
-        super().__init__(costs)
-        self._rng = random.Random(seed)
-        self._split_from_tokens = split_from_tokens
+    wants_blocks = True
 
-    def choose(self, query: PlaceQuery, now: float) -> Choice | Refusal:
-        cached = self.fleet.cached_tokens(query)
-        is_split = bool(self.fleet.prefills)
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._rng = random.Random(seed)
+
+    def choose(self, query: Place, now: float) -> Placed:
+        cached = self.cached_tokens(query)
+        is_split = bool(self.prefills)
 
         def at_decode(member: Member) -> _Candidate:
-            found = cached.get(member.worker_id, 0)
-            ttft_s = _NONE if is_split else _target(query.slo.ttft_s) - self.ttft_s(member, query, found, now)
-            tpot_s = self._tpot_target(member, query) - self.tpot_s(member, query)
+            found = cached.get(member.info.worker_id, 0)
+            ttft_s = _NONE if is_split else _target(query.ttft_s) - member.ttft_s(query, found, now)
+            tpot_s = self._tpot_target(member, query) - member.tpot_s(query)
             return _Candidate(member, ttft_s, tpot_s, found / query.num_tokens)
 
         def at_prefill(member: Member) -> _Candidate:
-            found = cached.get(member.worker_id, 0)
-            ttft_s = _target(query.slo.ttft_s) - self.ttft_s(member, query, found, now)
+            found = cached.get(member.info.worker_id, 0)
+            ttft_s = _target(query.ttft_s) - member.ttft_s(query, found, now)
             return _Candidate(member, ttft_s, _NONE, found / query.num_tokens)
 
-        decode = self._draw([at_decode(m) for m in self.fleet.decodes], lambda m: len(m.decodes))
-        found = cached.get(decode.worker_id, 0)
-        if not is_split or query.num_tokens - found < self._split_from_tokens:
-            return self.count_on(Choice(None, decode, found), query, now)
-        prefill = self._draw([at_prefill(m) for m in self.fleet.prefills], lambda m: len(m.prefills))
-        return self.count_on(Choice(prefill, decode, cached.get(prefill.worker_id, 0)), query, now)
+        decode = self._draw([at_decode(m) for m in self.decodes], lambda m: len(m.decodes))
+        if not is_split:
+            return Placed(query, None, decode, cached.get(decode.info.worker_id, 0))
+        prefill = self._draw([at_prefill(m) for m in self.prefills], lambda m: len(m.prefills))
+        return Placed(query, prefill, decode, cached.get(prefill.info.worker_id, 0))
 
-    def _tpot_target(self, member: Member, query: PlaceQuery) -> float:
-        running = (_target(p.query.slo.tpot_s) for p in member.decodes.values() if p.query.slo.tpot_s is not None)
-        return min(_target(query.slo.tpot_s), min(running, default=_NONE)) if query.slo.tpot_s is not None else 0.0
+    def _tpot_target(self, member: Member, query: Place) -> float:
+        running = (_target(p.query.tpot_s) for p in member.decodes.values() if p.query.tpot_s is not None)
+        return min(_target(query.tpot_s), min(running, default=_NONE)) if query.tpot_s is not None else 0.0
 
     def _draw(self, candidates: Sequence[_Candidate], num_running: Callable[[Member], int]) -> Member:
         positive = [c for c in candidates if c.ttft_s > 0 and c.tpot_s > 0]
