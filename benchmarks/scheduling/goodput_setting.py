@@ -17,7 +17,7 @@ from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.worker_shape import WorkerShape, measured
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
-from cluster.simulation.workload.traces import Scaling, TraceFormat, TraceRequest, read_trace
+from cluster.simulation.workload.traces import TraceFormat, TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import (
     H100_SXM,
@@ -233,8 +233,8 @@ class Setting:
     def _plain(self, first: int, load: float) -> Iterable[TraceRequest]:
         if self.path is None:
             drawn = islice(draw_requests(WORKLOADS[self.trace], first), self.num_requests)
-            return Scaling(load=load).apply(drawn)
-        return Scaling(load=load, first=first, limit=self.num_requests).apply(read_trace(self.path, self.trace))
+            return scaled(drawn, load=load)
+        return scaled(read_trace(self.path, self.trace), load=load, first=first, limit=self.num_requests)
 
 
 def length_class(num_tokens: int) -> str:

@@ -28,7 +28,7 @@ from cluster.simulation.routers.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.worker_shape import WorkerShape, measured
 from cluster.simulation.workload.synthetic import Workload, draw_requests
-from cluster.simulation.workload.traces import Scaling, TraceRequest, read_trace
+from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import (
     A100_SXM,
@@ -98,13 +98,21 @@ def _plot(
         plot_over_time(records, arguments.plot)
 
 
-def _requests(arguments: argparse.Namespace, load: float = 1.0) -> Iterator[TraceRequest]:
+def _requests(arguments: argparse.Namespace, load: float) -> Iterator[TraceRequest]:
     """At `load` times the load that the arguments ask for."""
-    scaling = Scaling(load=arguments.load * load, length=arguments.length, first=arguments.first, limit=arguments.limit)
-    if arguments.trace is not None:
-        return scaling.apply(read_trace(arguments.trace, arguments.format))
+    requests = drawn_requests(arguments) if arguments.trace is None else read_trace(arguments.trace, arguments.format)
+    return scaled(
+        requests,
+        load=arguments.load * load,
+        length=arguments.length,
+        first=arguments.first,
+        limit=arguments.limit,
+    )
+
+
+def drawn_requests(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
     workload = Workload(requests_per_s=arguments.rate, num_requests=arguments.requests, burstiness=arguments.burstiness)
-    return scaling.apply(draw_requests(workload, arguments.seed))
+    return draw_requests(workload, arguments.seed)
 
 
 def _config(arguments: argparse.Namespace, *, colocated: bool) -> SimulationConfig:

@@ -13,7 +13,7 @@ from cluster.simulation.plan.worker_memory import WorkerMemory, predict_memory
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.worker_shape import WorkerShape, measured
-from cluster.simulation.workload.traces import Scaling, TraceRequest
+from cluster.simulation.workload.traces import TraceRequest, scaled
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import Device, ModelShape, roofline_cost
 
@@ -85,6 +85,7 @@ class Problem:
             self.demand,
             self.targets,
             decode.cost,
+            devices_per_worker=num_devices,
             chunk_tokens=prefill.token_budget,
             kv_tokens=decode.kv_tokens,
             max_num_seqs=decode.max_num_seqs,
@@ -100,7 +101,7 @@ class Problem:
             decode=self.hardware.worker("decode", layout.devices_per_worker),
             slo=SloConfig(classes=(slo,), default=slo.name),
         )
-        return simulate(config, self._timed(Scaling(load=load).apply(self.requests)), LegatoRouter())
+        return simulate(config, self._timed(scaled(self.requests, load=load)), LegatoRouter())
 
     def _timed(self, requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
         for request in requests:
