@@ -20,11 +20,12 @@ from cluster.simulation.routers.baselines import (
     DistServe,
     Dynamo,
     LeastOutstandingTokens,
+    LlmdHeadroom,
+    Mooncake,
     QueueLengthRouter,
     RoundRobin,
 )
 from cluster.simulation.routers.legato import LegatoRouter
-from cluster.simulation.routers.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.worker_shape import WorkerShape, measured
 from cluster.simulation.workload.synthetic import Workload, draw_requests

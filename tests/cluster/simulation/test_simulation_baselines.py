@@ -10,8 +10,15 @@ import pytest
 from cluster.simulation.arguments import DEVICE_NAMES, MODEL_NAMES, ROUTER_NAMES
 from cluster.simulation.command import DEVICES, MODELS, ROUTERS
 from cluster.simulation.routers.base import Baseline, Member, Placed
-from cluster.simulation.routers.baselines import Colocated, DistServe, Dynamo, LeastOutstandingTokens, RoundRobin
-from cluster.simulation.routers.slo_baselines import LlmdHeadroom, Mooncake
+from cluster.simulation.routers.baselines import (
+    Colocated,
+    DistServe,
+    Dynamo,
+    LeastOutstandingTokens,
+    LlmdHeadroom,
+    Mooncake,
+    RoundRobin,
+)
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workload.synthetic import Workload, draw_requests
