@@ -15,8 +15,7 @@ import argparse
 import sys
 
 from cluster.config.load import ConfigError
-from cluster.simulation.arguments import add_arguments
-from cluster.simulation.plan.arguments import add_plan_arguments, add_whatif_arguments
+from cluster.simulation.arguments import add_plan_arguments, add_simulate_arguments, add_whatif_arguments
 
 
 def main() -> int:
@@ -29,8 +28,7 @@ def main() -> int:
     serve.add_argument("--port", type=int, help="HTTP port; default: the file's")
     serve.add_argument("--exit", action="store_true", help="stop after the first answer")
     commands.add_parser("environment", help="print what to set before a Ray of one's own starts")
-    simulate = commands.add_parser("simulate", help="play a trace over simulated workers")
-    add_arguments(simulate)
+    add_simulate_arguments(commands.add_parser("simulate", help="play a trace over simulated workers"))
     add_plan_arguments(commands.add_parser("plan", help="the fewest GPUs that serve a trace within its targets"))
     add_whatif_arguments(commands.add_parser("whatif", help="replay a log with other pools or targets"))
     arguments = parser.parse_args()
@@ -79,7 +77,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from cluster.simulation.plan.command import run
 
     try:
-        return 0 if run(arguments) == "found" else 3
+        return 0 if run(arguments) else 3
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -24,10 +24,9 @@ from benchmarks.common.summary import Json
 from benchmarks.scheduling.elastic import Elasticity, ElasticSimulation, SizeSample, Sizing
 from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
-from cluster.simulation.routers.fleet import KnownCosts
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig
-from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.worker_shape import WorkerShape, measured
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
@@ -47,7 +46,7 @@ WORKLOAD: Final = Workload(
 SLO: Final = SloConfig(classes=(SloClass(name="chat", ttft_s=2.0, tpot_s=0.05, share=0.95),), default="chat")
 MOST: Final = 16
 SHAPE: Final = WorkerShape(
-    cost=roofline_cost(LLAMA_3_1_8B, H100_SXM),
+    cost=measured(roofline_cost(LLAMA_3_1_8B, H100_SXM)),
     kv_tokens=kv_capacity_tokens(LLAMA_3_1_8B, H100_SXM),
     token_budget=2048,
     block_size=512,
@@ -88,7 +87,7 @@ def run_one(plan: Plan, name: str, fixed: tuple[int, int] | None = None) -> tupl
     config = SimulationConfig(
         num_prefill=first[0], num_decode=first[1], prefill=SHAPE, decode=SHAPE, slo=SLO, max_returns=1
     )
-    router = LegatoRouter(KnownCosts.of(SHAPE, SHAPE))
+    router = LegatoRouter()
     simulation = ElasticSimulation(config, router, _sizing(name, router, plan), Elasticity(start_s=plan.start_s))
     summary = simulation.run(requests(plan)).summary
     samples = simulation.samples

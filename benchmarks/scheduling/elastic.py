@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.simulation.heartbeats import Heart
 from cluster.simulation.records import Record
 from cluster.simulation.routers.base import Router
 from cluster.simulation.simulate import Live, Simulation, SimulationConfig, SimulationResult
-from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, Worker
+from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker
 from cluster.simulation.workload.traces import TraceRequest
 from engine.sequence import Sequence
 from kv_transfer.messages.fields import Role
@@ -25,7 +24,9 @@ from kv_transfer.messages.fields import Role
 class Sizing(Protocol):
     """Who decides on the pools' sizes: (prefill, decode), or None to leave them."""
 
-    def sizes(self, prefill: list[Worker], decode: list[Worker], now: float) -> tuple[int, int] | None:
+    def sizes(
+        self, prefill: list[SimulatedWorker], decode: list[SimulatedWorker], now: float
+    ) -> tuple[int, int] | None:
         """Asked each `period_s`, with the workers that take requests."""
         ...
 
@@ -46,7 +47,7 @@ class _Member:
 
     role: Role
     ordered_at: float
-    worker: Worker | None = None
+    worker: SimulatedWorker | None = None
     leaving_since: float = math.inf
     ended_at: float = math.inf
 
@@ -75,7 +76,7 @@ class ElasticSimulation(Simulation):
         self._elasticity = elasticity
         self._all_came = False
         self._num_ordered = config.num_prefill + config.num_decode
-        workers: list[Worker] = [*self._prefills.values(), *self._decodes.values()]
+        workers: list[SimulatedWorker] = [*self._prefills.values(), *self._decodes.values()]
         self._members = [_Member(worker.info.role, 0.0, worker) for worker in workers]
         self.samples: list[SizeSample] = []
         self._clock.after(0.0, self._tick)
@@ -110,7 +111,7 @@ class ElasticSimulation(Simulation):
         if not self._all_came or self._live:
             self._clock.after(self._elasticity.period_s, self._tick)
 
-    def _serving(self, role: Role) -> list[Worker]:
+    def _serving(self, role: Role) -> list[SimulatedWorker]:
         return [m.worker for m in self._members if m.role == role and m.takes_requests and m.worker is not None]
 
     def _counted(self, role: Role) -> list[_Member]:
@@ -126,7 +127,7 @@ class ElasticSimulation(Simulation):
                 member.ended_at = self._clock.now
             else:
                 member.worker.draining = True
-                member.worker.on_activity()
+                member.worker.break_silence()
                 self._router.heartbeat(member.worker.snapshot(), self._clock.now)
 
     def _dispensable(self, member: _Member) -> tuple[bool, float]:
@@ -152,7 +153,7 @@ class ElasticSimulation(Simulation):
             decode = SimulatedDecode(worker_id, self._config.decode, self._clock, self, epoch=epoch + 1)
             member.worker = self._decodes[worker_id] = decode
         phase_s = self._clock.now % self._config.heartbeat_s
-        Heart(member.worker, self._router, self._clock, period_s=self._config.heartbeat_s, phase_s=phase_s)
+        member.worker.join(self._router, period_s=self._config.heartbeat_s, phase_s=phase_s)
 
     def _num_requests(self, worker_id: str) -> int:
         """That it computes or will, as far as the gateway knows."""

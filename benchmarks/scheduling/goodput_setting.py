@@ -12,13 +12,12 @@ from typing import Final, Literal
 from benchmarks.common.summary import Json
 from cluster.scheduler.placement.query import DecisionPolicy
 from cluster.simulation.command import ROUTERS
-from cluster.simulation.routers.base import PlaceQuery, Router
-from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.worker_shape import WorkerShape, measured
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
-from cluster.simulation.workload.traces import Scaling, TraceFormat, TraceRequest, read_trace
+from cluster.simulation.workload.traces import TraceFormat, TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import (
     H100_SXM,
@@ -30,7 +29,7 @@ from engine.cost_model.roofline import (
 )
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
-from kv_transfer.messages.scheduling import Placement, Unplaceable
+from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 
@@ -46,21 +45,23 @@ class Judge:
         self.wants_blocks = router.wants_blocks
         self._router = router
         self._allowed = allowed
-        self._asked: dict[str, PlaceQuery] = {}
+        self._slo: dict[str, SloClass] = {}
+        self._arrived_at: dict[str, float] = {}
         self._first_at: dict[str, float] = {}
         self._missed: set[str] = set()
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
         self._router.register(info, snapshot, now)
 
-    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
+    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> object:
         return self._router.heartbeat(snapshot, now)
 
     def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
         self._router.blocks(message, now)
 
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
-        self._asked[request.request_id] = request
+    def place(self, request: Place, now: float) -> Placement | Unplaceable | Queued:
+        self._slo[request.request_id] = SloClass(name=request.slo_class, ttft_s=request.ttft_s, tpot_s=request.tpot_s)
+        self._arrived_at[request.request_id] = now - request.waited_s
         answer = self._router.place(request, now)
         if isinstance(answer, Unplaceable):
             self._miss(answer.request_id)
@@ -78,17 +79,16 @@ class Judge:
 
     def first_token(self, request_id: str, now: float) -> None:
         self._first_at[request_id] = now
-        asked = self._asked[request_id]
-        if not asked.slo.meets_ttft(now - asked.arrived_at):
+        if not self._slo[request_id].meets_ttft(now - self._arrived_at[request_id]):
             self._miss(request_id)
         self._router.first_token(request_id, now)
 
-    def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
+    def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
         if not num_output_tokens:
             self._miss(request_id)
         elif num_output_tokens > 1:
             tpot_s = (now - self._first_at[request_id]) / (num_output_tokens - 1)
-            if not self._asked[request_id].slo.meets_tpot(tpot_s):
+            if not self._slo[request_id].meets_tpot(tpot_s):
                 self._miss(request_id)
         self._router.ended(request_id, now, num_output_tokens)
 
@@ -109,7 +109,6 @@ SMALL_BUDGET: Final = 512
 LEAST_BUDGET: Final = 256
 SHARES: Final = (0.25, 0.5, 0.625, 0.75)  # of the workers, that compute prompts
 MAX_NUM_SEQS: Final = 512
-LEAST_ERROR: Final = 0.02
 LINK_BYTES_PER_S: Final = 50e9
 BLOCK_TOKENS: Final[dict[TraceFormat, int]] = {"mooncake": 512, "azure": 64}  # as in the trace; as in engines
 DEVICES: Final[dict[ModelName, tuple[ModelShape, int]]] = {"8b": (LLAMA_3_1_8B, 1), "70b": (LLAMA_3_1_70B, 4)}
@@ -234,8 +233,8 @@ class Setting:
     def _plain(self, first: int, load: float) -> Iterable[TraceRequest]:
         if self.path is None:
             drawn = islice(draw_requests(WORKLOADS[self.trace], first), self.num_requests)
-            return Scaling(load=load).apply(drawn)
-        return Scaling(load=load, first=first, limit=self.num_requests).apply(read_trace(self.path, self.trace))
+            return scaled(drawn, load=load)
+        return scaled(read_trace(self.path, self.trace), load=load, first=first, limit=self.num_requests)
 
 
 def length_class(num_tokens: int) -> str:
@@ -254,14 +253,7 @@ def play(
 ) -> SimulationResult:
     """Raises TooManyMissedError where that is certain before the end."""
     config = _config(setting, layout, max_returns)
-    known = KnownCosts(
-        prefill=replace(config.prefill.cost, relative_error=LEAST_ERROR),
-        decode=replace(config.decode.cost, relative_error=LEAST_ERROR),
-        prefill_chunk_tokens=config.prefill.token_budget,
-        decode_chunk_tokens=config.decode.token_budget,
-        max_num_seqs=config.decode.max_num_seqs,
-    )
-    asked = _router(router, known)
+    asked = _router(router)
     judged = asked if allowed_misses is None else Judge(asked, allowed_misses)
     return simulate(config, setting.requests(first, load), judged)
 
@@ -275,12 +267,12 @@ def attainment(setting: Setting, router: str, layout: Layout, load: float, first
         return 0.0
 
 
-def _router(name: str, known: KnownCosts) -> Router:
+def _router(name: str) -> Router:
     if name == "legato-strict":
-        return LegatoRouter(known, DecisionPolicy(batch_idle=NEVER))
+        return LegatoRouter(DecisionPolicy(batch_idle=NEVER))
     if name == "legato-fair":
-        return LegatoRouter(known, DecisionPolicy(displacement_cost=0.0))
-    return ROUTERS["legato" if name == "legato-split" else name](known)
+        return LegatoRouter(DecisionPolicy(displacement_cost=0.0))
+    return ROUTERS["legato" if name == "legato-split" else name]()
 
 
 def _config(setting: Setting, layout: Layout, max_returns: int) -> SimulationConfig:
@@ -288,7 +280,7 @@ def _config(setting: Setting, layout: Layout, max_returns: int) -> SimulationCon
 
     def shape(token_budget: int) -> WorkerShape:
         return WorkerShape(
-            cost=setting.cost,
+            cost=measured(setting.cost),
             kv_tokens=kv_capacity_tokens(model, H100_SXM, num_devices=num_devices),
             token_budget=token_budget,
             max_num_seqs=MAX_NUM_SEQS,

@@ -11,7 +11,7 @@ from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
 from cluster.autoscaling.sizing import PoolSizer, PoolsPlan
 from cluster.simulation.records import Record
 from cluster.simulation.routers.legato import LegatoRouter
-from cluster.simulation.workers import Worker
+from cluster.simulation.workers import SimulatedWorker
 from cluster.slo.classes import SloConfig
 from cluster.slo.report import Outcome, Served, SloReport
 from cluster.slo.tracker import SloTracker
@@ -20,7 +20,7 @@ Sizes = tuple[int, int]
 
 
 class FixedSizes:
-    def sizes(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> Sizes | None:
+    def sizes(self, prefill: Sequence[SimulatedWorker], decode: Sequence[SimulatedWorker], now: float) -> Sizes | None:
         return None
 
     def ended(self, record: Record, now: float) -> None:
@@ -75,7 +75,7 @@ class QueueSizes:
     def __init__(self, prefill: QueueRules, decode: QueueRules, start: Sizes) -> None:
         self._prefill, self._decode = _QueueSize(prefill, start[0]), _QueueSize(decode, start[1])
 
-    def sizes(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> Sizes | None:
+    def sizes(self, prefill: Sequence[SimulatedWorker], decode: Sequence[SimulatedWorker], now: float) -> Sizes | None:
         queued = sum(worker.snapshot().queued_prefill_tokens for worker in prefill)
         snapshots = [worker.snapshot() for worker in decode]
         held = sum(snapshot.num_running + snapshot.num_waiting for snapshot in snapshots)
@@ -93,7 +93,7 @@ class PredictedSizes:
         self._news, self._tracker = SloReport(), SloTracker(slo, now_s=0.0)
         router.on_verdict = self._watch.asked
 
-    def sizes(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> Sizes | None:
+    def sizes(self, prefill: Sequence[SimulatedWorker], decode: Sequence[SimulatedWorker], now: float) -> Sizes | None:
         self._tracker.absorb(now, self._news)
         self._news = SloReport()
         advice = self._sizer.advise(now, *self._watch.views(now, BurnAlerts.of(self._tracker.totals(now))))

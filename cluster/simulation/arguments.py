@@ -1,4 +1,7 @@
-"""The command line of `python -m cluster simulate`. Imports next to nothing: every other command waits for it, too."""
+"""The command lines of `python -m cluster simulate`, `plan` and `whatif`.
+
+Imports next to nothing: every other command waits for it, too.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ ROUTER_NAMES: Final = (
     "mooncake",
     "llm-d",
 )
+SYNTHETIC: Final = "synthetic"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     trace = parser.add_argument_group("requests")
     trace.add_argument("--trace", type=Path, help="a file in --format; without one, requests are drawn")
     trace.add_argument("--format", choices=TRACE_FORMATS, default="mooncake")
@@ -31,10 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trace.add_argument("--length", type=float, default=1.0, help="factor on prompt and output lengths")
     trace.add_argument("--first", type=int, default=0, help="requests to leave out at the start")
     trace.add_argument("--limit", type=int, help="requests to play")
-    trace.add_argument("--rate", type=float, default=4.0, help="drawn requests per second")
-    trace.add_argument("--requests", type=int, default=1000, help="drawn requests")
-    trace.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; more: in bursts")
-    trace.add_argument("--seed", type=int, default=0)
+    _add_drawn(trace)
     workers = parser.add_argument_group("workers")
     workers.add_argument("--prefill", type=int, default=1)
     workers.add_argument("--decode", type=int, default=1)
@@ -43,11 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument("--devices-per-worker", type=int, default=1, help="tensor parallel")
     workers.add_argument("--cost", type=Path, help="JSON with the fields of StepCost, instead of the roofline's")
     workers.add_argument("--kv-tokens", type=int, help="room for KV of a worker, instead of what the device has")
-    workers.add_argument("--link-gb-per-s", type=float, default=50.0, help="GB/s between workers")
-    workers.add_argument("--prefill-budget", type=int, default=2048, help="tokens of a prefill step")
-    workers.add_argument("--decode-budget", type=int, default=512, help="tokens of a decode step, with its chunks")
-    workers.add_argument("--noise", type=float, default=0.0, help="sigma of the log-normal factor on steps' times")
-    workers.add_argument("--block-size", type=int, default=64, help="tokens; large blocks simulate faster")
+    _add_worker_limits(workers, noise=0.0)
     promises = parser.add_argument_group("requests' targets and clients")
     promises.add_argument("--ttft-ms", type=float, default=2000.0)
     promises.add_argument("--tpot-ms", type=float, default=100.0)
@@ -59,3 +56,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot-loads", type=float, nargs="+", metavar="LOAD", help="plot against these factors on --load instead"
     )
     parser.add_argument("--json", action="store_true", help="a line of JSON per router instead of a table")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    trace = parser.add_argument_group("requests")
+    trace.add_argument("--trace", type=Path, help="a file in --format")
+    trace.add_argument("--format", choices=(*TRACE_FORMATS, SYNTHETIC), default="mooncake", help="or drawn requests")
+    trace.add_argument("--load", type=float, default=1.0, help="so many times as many requests per second")
+    trace.add_argument("--length", type=float, default=1.0, help="factor on prompt and output lengths")
+    trace.add_argument("--limit", type=int, default=2000, help="plan for the busiest stretch of so many requests")
+    _add_drawn(trace)
+    targets = parser.add_argument_group("targets")
+    targets.add_argument("--ttft-ms", type=float, default=2000.0)
+    targets.add_argument("--tpot-ms", type=float, default=100.0)
+    targets.add_argument("--share", type=float, default=0.9, help="of requests that are to meet both")
+    workers = parser.add_argument_group("workers")
+    models = ", ".join(MODEL_NAMES)
+    workers.add_argument("--model", default="llama-3.1-8b", help=f"{models}, or a folder with a model's config.json")
+    workers.add_argument("--device", choices=DEVICE_NAMES, default="h100")
+    workers.add_argument("--max-gpus", type=int, default=64)
+    workers.add_argument("--tensor-parallel", type=int, action="append", help="degrees to try; default: 1, 2, 4, 8")
+    workers.add_argument("--max-num-seqs", type=int, default=256, help="sequences that a worker decodes at once")
+    workers.add_argument(
+        "--ring-gb", type=float, default=0.0, help="staging ring on each device, for KV in host memory"
+    )
+    _add_worker_limits(workers, noise=0.1)
+    parser.add_argument("--time-s", type=float, default=300.0, help="after so long, the best known is printed")
+    parser.add_argument("--json", action="store_true", help="a line of JSON instead of tables")
+
+
+def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is left out stays as it was."""
+    parser.add_argument(
+        "--log", type=Path, required=True, help="of a cluster and its requests: cluster/gateway/request_log.py"
+    )
+    parser.add_argument("--prefill", type=int, help="workers")
+    parser.add_argument("--decode", type=int, help="workers")
+    parser.add_argument("--ttft-ms", type=float, help="target of all classes that have one")
+    parser.add_argument("--tpot-ms", type=float, help="target of all classes that have one")
+    parser.add_argument("--json", action="store_true", help="a line of JSON instead of a table")
+
+
+def _add_drawn(trace: argparse._ArgumentGroup) -> None:
+    trace.add_argument("--rate", type=float, default=4.0, help="drawn requests per second")
+    trace.add_argument("--requests", type=int, default=1000, help="drawn requests")
+    trace.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; more: in bursts")
+    trace.add_argument("--seed", type=int, default=0)
+
+
+def _add_worker_limits(workers: argparse._ArgumentGroup, *, noise: float) -> None:
+    workers.add_argument("--link-gb-per-s", type=float, default=50.0, help="GB/s between workers")
+    workers.add_argument("--prefill-budget", type=int, default=2048, help="tokens of a prefill step")
+    workers.add_argument("--decode-budget", type=int, default=512, help="tokens of a decode step, with its chunks")
+    workers.add_argument("--noise", type=float, default=noise, help="sigma of the log-normal factor on steps' times")
+    workers.add_argument("--block-size", type=int, default=64, help="tokens; large blocks simulate faster")

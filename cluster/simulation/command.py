@@ -9,21 +9,27 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from cluster.simulation.records import Record, Summary
 from cluster.simulation.routers.base import Router
-from cluster.simulation.routers.baselines import Colocated, DistServe, Dynamo, LeastOutstandingTokens, RoundRobin
-from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.routers.baselines import (
+    Colocated,
+    DistServe,
+    Dynamo,
+    LeastOutstandingTokens,
+    LlmdHeadroom,
+    Mooncake,
+    QueueLengthRouter,
+    RoundRobin,
+)
 from cluster.simulation.routers.legato import LegatoRouter
-from cluster.simulation.routers.queue_length import QueueLengthRouter
-from cluster.simulation.routers.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.worker_shape import WorkerShape, measured
 from cluster.simulation.workload.synthetic import Workload, draw_requests
-from cluster.simulation.workload.traces import Scaling, TraceRequest, read_trace
+from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import (
     A100_SXM,
@@ -39,24 +45,17 @@ from engine.cost_model.step_cost import StepCost
 MODELS: Final = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.1-70b": LLAMA_3_1_70B}
 DEVICES: Final = {"h100": H100_SXM, "a100": A100_SXM, "l40s": L40S}
 # `cluster.simulation.arguments.ROUTER_NAMES` has the names once more, for a command line that imports next to nothing.
-ROUTERS: Final[dict[str, Callable[[KnownCosts], Router]]] = {
+ROUTERS: Final[dict[str, Callable[[], Router]]] = {
     "legato": LegatoRouter,
-    "legato-queues": lambda costs: QueueLengthRouter(prefill_tokens_per_s=costs.prefill_tokens_per_s),
-    "round-robin": lambda costs: RoundRobin(),
-    "least-tokens": lambda costs: LeastOutstandingTokens(),
-    "colocated": lambda costs: Colocated(),
-    "distserve": lambda costs: DistServe(),
-    "dynamo": lambda costs: Dynamo(),
+    "legato-queues": QueueLengthRouter,
+    "round-robin": RoundRobin,
+    "least-tokens": LeastOutstandingTokens,
+    "colocated": Colocated,
+    "distserve": DistServe,
+    "dynamo": Dynamo,
     "mooncake": Mooncake,
     "llm-d": LlmdHeadroom,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Hardware:
-    cost: StepCost
-    kv_tokens: int
-    handoff_token_s: float
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -68,9 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in arguments.router or ["legato"]:
         config = _config(arguments, colocated=name == "colocated")
         for load in arguments.plot_loads or [1.0]:
-            result = simulate(
-                config, _requests(arguments, load), ROUTERS[name](KnownCosts.of(config.prefill, config.decode))
-            )
+            result = simulate(config, _requests(arguments, load), ROUTERS[name]())
             summary = result.summary
             print(summary.json_line() if arguments.json else summary.table(), flush=True)
             records[name] = result.records
@@ -102,48 +99,45 @@ def _plot(
         plot_over_time(records, arguments.plot)
 
 
-def _requests(arguments: argparse.Namespace, load: float = 1.0) -> Iterator[TraceRequest]:
+def _requests(arguments: argparse.Namespace, load: float) -> Iterator[TraceRequest]:
     """At `load` times the load that the arguments ask for."""
-    scaling = Scaling(load=arguments.load * load, length=arguments.length, first=arguments.first, limit=arguments.limit)
-    if arguments.trace is not None:
-        return scaling.apply(read_trace(arguments.trace, arguments.format))
+    requests = drawn_requests(arguments) if arguments.trace is None else read_trace(arguments.trace, arguments.format)
+    return scaled(
+        requests,
+        load=arguments.load * load,
+        length=arguments.length,
+        first=arguments.first,
+        limit=arguments.limit,
+    )
+
+
+def drawn_requests(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
     workload = Workload(requests_per_s=arguments.rate, num_requests=arguments.requests, burstiness=arguments.burstiness)
-    return scaling.apply(draw_requests(workload, arguments.seed))
+    return draw_requests(workload, arguments.seed)
 
 
 def _config(arguments: argparse.Namespace, *, colocated: bool) -> SimulationConfig:
     """Colocated, the prefill workers are decode workers too: the same devices."""
-    hardware = _hardware(arguments)
-
-    def shape(token_budget: int) -> WorkerShape:
-        return WorkerShape(
-            cost=hardware.cost,
-            kv_tokens=hardware.kv_tokens,
-            token_budget=token_budget,
-            block_size=arguments.block_size,
-            handoff_token_s=hardware.handoff_token_s,
-            step_noise=arguments.noise,
-        )
-
+    model, device, num_devices = MODELS[arguments.model], DEVICES[arguments.device], arguments.devices_per_worker
+    cost = _read_cost(arguments.cost) if arguments.cost else roofline_cost(model, device, num_devices=num_devices)
+    shape = WorkerShape(
+        cost=measured(cost, arguments.noise),
+        kv_tokens=arguments.kv_tokens or kv_capacity_tokens(model, device, num_devices=num_devices),
+        block_size=arguments.block_size,
+        handoff_token_s=model.kv_bytes_per_token / model.num_layers / (arguments.link_gb_per_s * 1e9),
+        step_noise=arguments.noise,
+    )
     slo = SloClass(name="interactive", ttft_s=arguments.ttft_ms / 1000, tpot_s=arguments.tpot_ms / 1000)
     return SimulationConfig(
         num_prefill=0 if colocated else arguments.prefill,
         num_decode=arguments.decode + (arguments.prefill if colocated else 0),
-        prefill=shape(arguments.prefill_budget),
-        decode=shape(arguments.decode_budget),
+        prefill=replace(shape, token_budget=arguments.prefill_budget),
+        decode=replace(shape, token_budget=arguments.decode_budget),
         slo=SloConfig(classes=(slo,), default=slo.name),
         declared_tokens=arguments.declared_tokens,
         max_returns=arguments.returns,
         seed=arguments.seed,
     )
-
-
-def _hardware(arguments: argparse.Namespace) -> _Hardware:
-    model, device, num_devices = MODELS[arguments.model], DEVICES[arguments.device], arguments.devices_per_worker
-    cost = _read_cost(arguments.cost) if arguments.cost else roofline_cost(model, device, num_devices=num_devices)
-    kv_tokens = arguments.kv_tokens or kv_capacity_tokens(model, device, num_devices=num_devices)
-    layer_bytes = model.kv_bytes_per_token / model.num_layers
-    return _Hardware(cost, kv_tokens, layer_bytes / (arguments.link_gb_per_s * 1e9))
 
 
 def _read_cost(path: Path) -> StepCost:

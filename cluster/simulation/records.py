@@ -118,8 +118,7 @@ class Summary:
         head = ["class", "requests", "served", "rejected", "in time", "good/s"]
         head += [f"{name} {p}" for name in ("TTFT", "TPOT", "E2E") for p in ("P50", "P95", "P99")]
         rows = [head, *map(_row, self.classes)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = aligned(rows)
         pools = ", ".join(f"{pool} {share:.0%}" for pool, share in self.utilisation.items())
         lines.append(
             f"{self.router}: {self.offered_per_s:.2f} requests/s offered, {self.output_tokens_per_s:.0f} output"
@@ -127,6 +126,12 @@ class Summary:
             f" busy: {pools}"
         )
         return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line per row, with the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _row(summary: ClassSummary) -> list[str]:

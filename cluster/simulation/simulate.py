@@ -15,17 +15,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.heartbeats import Heart
 from cluster.simulation.records import Record, Summary, summarise
-from cluster.simulation.routers.base import PlaceQuery, Router
+from cluster.simulation.routers.base import Router
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, Worker
+from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker
 from cluster.simulation.workload.prompts import ContentHasher, sequence_of
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloConfig
 from engine.kv.prefix import PrefixHasher
 from engine.sequence import Sequence
-from kv_transfer.messages.scheduling import Placement, Unplaceable
+from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +95,10 @@ class Simulation:
                 for i in range(config.num_decode)
             )
         }
-        workers: list[Worker] = [*self._prefills.values(), *self._decodes.values()]
+        workers: list[SimulatedWorker] = [*self._prefills.values(), *self._decodes.values()]
         for index, worker in enumerate(workers):
             phase_s = config.heartbeat_s * index / len(workers)
-            Heart(worker, router, self._clock, period_s=config.heartbeat_s, phase_s=phase_s)
+            worker.join(router, period_s=config.heartbeat_s, phase_s=phase_s)
 
     def run(self, requests: Iterator[TraceRequest]) -> SimulationResult:
         self._await_next(requests)
@@ -113,7 +112,7 @@ class Simulation:
         return SimulationResult(self._records, summarise(self._records, self._utilisation(), router, num_preemptions))
 
     def _utilisation(self) -> dict[str, float]:
-        pools: dict[str, list[Worker]] = {
+        pools: dict[str, list[SimulatedWorker]] = {
             "prefill": [*self._prefills.values()],
             "decode": [*self._decodes.values()],
         }
@@ -157,7 +156,7 @@ class Simulation:
 
     def _place(self, live: Live) -> None:
         answer = self._router.place(self._query(live), self._clock.now)
-        if answer is not None:
+        if not isinstance(answer, Queued):
             self._answer(live, answer)
         self._await_answers()
 
@@ -178,21 +177,24 @@ class Simulation:
 
     def _answer(self, live: Live, answer: Placement | Unplaceable) -> None:
         if isinstance(answer, Unplaceable):
-            self._clock.after(self._config.message_s, lambda: self._turn_away(live, answer))
+            reason, retry_after_s = answer.reason, answer.retry_after_s
+            self._clock.after(self._config.message_s, lambda: self._reject(live, reason, retry_after_s))
         else:
             self._clock.after(2 * self._config.message_s, lambda: self._begin(live, answer))
 
-    def _query(self, live: Live) -> PlaceQuery:
-        request, declared = live.request, self._config.declared_tokens
+    def _query(self, live: Live) -> Place:
+        request, declared, slo = live.request, self._config.declared_tokens, live.record.slo
         num_findable = (request.prompt_tokens - 1) // self._config.decode.block_size
-        return PlaceQuery(
+        return Place(
             request_id=request.request_id,
             attempt=0,
             num_tokens=request.prompt_tokens,
             max_new_tokens=request.output_tokens if declared is None else max(declared, request.output_tokens),
-            slo=live.record.slo,
-            arrived_at=live.record.arrival_s,
-            hashes=tuple(live.hasher.hashes[:num_findable]),
+            slo_class=slo.name,
+            ttft_s=slo.ttft_s,
+            tpot_s=slo.tpot_s,
+            waited_s=self._clock.now - live.record.arrival_s,
+            prefix_hashes=b"".join(live.hasher.hashes[:num_findable]),
         )
 
     def _begin(self, live: Live, placement: Placement) -> None:
@@ -225,11 +227,8 @@ class Simulation:
         self._prefills[placement.prefill].start(seq, decode, refuse)
 
     def _refused(self, live: Live, reason: str, retry_after_s: float | None) -> None:
-        self._router.ended(live.request.request_id, self._clock.now, 0)
+        self._router.ended(live.request.request_id, self._clock.now, None)
         self._reject(live, reason, retry_after_s)
-
-    def _turn_away(self, live: Live, answer: Unplaceable) -> None:
-        self._reject(live, answer.reason, answer.retry_after_s)
 
     def _reject(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         live.record.num_rejections += 1

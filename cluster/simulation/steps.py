@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,25 +34,25 @@ class _Run:
     num_applied: int = 0
 
 
-class Noise:
-    """How much longer, or shorter, than predicted each of a worker's steps takes: log-normal, mean 1, the same for the
-    same step of the same seed however steps are grouped. Logarithms of successive ones correlate: a first-order
-    autoregression."""
+def step_factors(sigma: float, seed: int, correlation: float = 0.0) -> list[float]:
+    """How much longer, or shorter, than predicted each of a worker's steps takes; after the last the first comes again.
 
-    def __init__(self, sigma: float, seed: int, correlation: float = 0.0) -> None:
-        rng = random.Random(seed)
-        new, deviation = math.sqrt(1 - correlation * correlation), rng.normalvariate(0.0, 1.0)
-        self._factors: list[float] = []
-        for _ in range(_NUM_CORRELATED if correlation else _NUM_FACTORS):
-            self._factors.append(math.exp(sigma * deviation - sigma * sigma / 2))
-            deviation = correlation * deviation + new * rng.normalvariate(0.0, 1.0)
-
-    def factor(self, step: int) -> float:
-        return self._factors[step % len(self._factors)]
+    Log-normal, mean 1. Logarithms of successive ones correlate: a first-order autoregression.
+    """
+    if not sigma:
+        return [1.0]
+    rng = random.Random(seed)
+    new, deviation = math.sqrt(1 - correlation * correlation), rng.normalvariate(0.0, 1.0)
+    factors: list[float] = []
+    for _ in range(_NUM_CORRELATED if correlation else _NUM_FACTORS):
+        factors.append(math.exp(sigma * deviation - sigma * sigma / 2))
+        deviation = correlation * deviation + new * rng.normalvariate(0.0, 1.0)
+    return factors
 
 
 class SimulatedSteps:
-    """`repetitions(plan)`: how many more times the same plan would follow, with nothing to be told in between."""
+    """`repetitions(plan)`: how many more times the same plan would follow, with nothing to be told in between. A step
+    takes what it costs times its own one of the `factors`, however steps are grouped."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class SimulatedSteps:
         *,
         plan: Callable[[], StepPlan],
         finish: Callable[[StepPlan, StepOutput], None],
-        repetitions: Callable[[StepPlan], int] = lambda plan: 0,
-        noise: Noise | None = None,
+        repetitions: Callable[[StepPlan], int],
+        factors: Sequence[float],
     ) -> None:
         self._clock = clock
         self._cost = cost
         self._plan = plan
         self._finish = finish
         self._repetitions = repetitions
-        self._noise = noise
+        self._factors = factors
         self._run: _Run | None = None
         self._is_woken = False
         self.busy_s = 0.0
@@ -118,8 +118,7 @@ class SimulatedSteps:
         return ends
 
     def _step_s(self, work: StepWork, repetition: int) -> float:
-        step_s = self._cost.step_s(work)
-        return step_s if self._noise is None else step_s * self._noise.factor(self.num_steps + repetition)
+        return self._cost.step_s(work) * self._factors[(self.num_steps + repetition) % len(self._factors)]
 
     def _schedule(self, run: _Run) -> None:
         num_ends = len(run.ends)

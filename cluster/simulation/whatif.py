@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
-from cluster.simulation.records import ClassSummary, Quantiles, Record
-from cluster.simulation.routers.fleet import KnownCosts
+from cluster.simulation.records import ClassSummary, Quantiles, Record, aligned
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.worker_shape import WorkerShape
@@ -79,8 +78,7 @@ class WhatIf:
     def text(self) -> str:
         rows = [["", "in time", "rejected", "TTFT P50", "P95", "P99", "TPOT P50", "P95", "P99"]]
         rows += [_row(seen) for seen in (self.measured, self.replayed, self.supposed)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = aligned(rows)
         told = ", ".join(f"{name} {error:+.1%}" for name, error in self.errors.items())
         lines.append(f"Error of the simulation where the truth is known: {told}.")
         if max(map(abs, self.errors.values())) > _DOUBTFUL:
@@ -113,8 +111,8 @@ def what_if(
     trace = _trace(cluster, requests)
     return WhatIf(
         measured=Seen.of_log(cluster, requests),
-        replayed=Seen.of_simulation("replayed", _play(cluster, trace)),
-        supposed=Seen.of_simulation("supposed", _play(supposed, trace)),
+        replayed=Seen.of_simulation("replayed", _play(cluster, trace).summary.overall),
+        supposed=Seen.of_simulation("supposed", _play(supposed, trace).summary.overall),
     )
 
 
@@ -123,14 +121,10 @@ def replay(cluster: LoggedCluster, requests: Sequence[LoggedRequest], seed: int 
 
     `seed`: of the noise in steps.
     """
-    return _simulated(cluster, _trace(cluster, requests), seed).records
+    return _play(cluster, _trace(cluster, requests), seed).records
 
 
-def _play(cluster: LoggedCluster, trace: Sequence[TraceRequest]) -> ClassSummary:
-    return _simulated(cluster, trace).summary.overall
-
-
-def _simulated(cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int = 0) -> SimulationResult:
+def _play(cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int = 0) -> SimulationResult:
     prefill = cluster.prefill or cluster.decode  # without prefill workers, of no consequence
     config = SimulationConfig(
         num_prefill=cluster.num_prefill,
@@ -141,14 +135,7 @@ def _simulated(cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int 
         gateway_s=cluster.gateway_s,
         seed=seed,
     )
-    costs = KnownCosts(
-        prefill=prefill.cost,
-        decode=cluster.decode.cost,
-        prefill_chunk_tokens=prefill.token_budget,
-        decode_chunk_tokens=cluster.decode.token_budget,
-        max_num_seqs=cluster.decode.max_num_seqs,
-    )
-    return simulate(config, trace, LegatoRouter(costs))
+    return simulate(config, trace, LegatoRouter())
 
 
 def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:

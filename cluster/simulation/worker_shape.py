@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
-from cluster.simulation.steps import Noise
 from engine.cost_model.step_cost import StepCost
+
+_LEAST_ERROR: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +18,8 @@ class WorkerShape:
     of the prompt's last chunk `handoff_token_s` (the last layer's slab, which nothing is left to hide behind).
 
     Steps take what `cost` says, or that times a log-normal factor of mean 1 and sigma `step_noise`, whose
-    logarithm correlates with the next step's by `step_correlation`.
+    logarithm correlates with the next step's by `step_correlation`. `cost` is also what the worker reports, with
+    its `relative_error`.
     """
 
     cost: StepCost
@@ -42,5 +45,7 @@ class WorkerShape:
         if not 0 <= self.step_correlation < 1:
             raise ValueError(f"step_correlation is {self.step_correlation}; it must be at least 0 and less than 1")
 
-    def noise(self, seed: int) -> Noise | None:
-        return Noise(self.step_noise, seed, self.step_correlation) if self.step_noise else None
+
+def measured(cost: StepCost, step_noise: float = 0.0) -> StepCost:
+    """`cost` with about the error that a worker would measure of it: 0.8 of the noise of its steps, at least 2 %."""
+    return replace(cost, relative_error=max(_LEAST_ERROR, 0.8 * step_noise))

@@ -6,13 +6,16 @@ waits for what, in which order, up to which limits. What is not: nothing fails, 
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.steps import SimulatedSteps
+from cluster.simulation.routers.base import Router
+from cluster.simulation.steps import SimulatedSteps, step_factors
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workload.prompts import TOKEN
 from decode_workers.scheduler import DecodeScheduler
@@ -23,6 +26,7 @@ from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
+from kv_transfer.worker.cost_report import stated_report
 from prefill_workers.scheduler import PrefillScheduler
 
 Refuse = Callable[[str, float | None], None]
@@ -39,16 +43,42 @@ class Listener(Protocol):
     def on_finished(self, seq: Sequence) -> None: ...
 
 
-class SimulatedWorker:
-    """What both kinds have in common: a pool, its events, and what they tell the scheduler."""
+class SimulatedWorker(ABC):
+    """What both kinds have in common: a pool, its events, its steps, and what they tell the scheduler.
 
-    def __init__(self, worker_id: str, role: Role, shape: WorkerShape, *, epoch: int) -> None:
+    Heartbeats come at the period of the real ones. A worker that has nothing to do and has said so is silent until it
+    has: its heartbeats would say the same again. Hence a router under simulation must not take silence for death.
+    """
+
+    scheduler: PrefillScheduler | DecodeScheduler
+
+    def __init__(
+        self,
+        role: Role,
+        worker_id: str,
+        shape: WorkerShape,
+        clock: VirtualClock,
+        listener: Listener,
+        *,
+        epoch: int,
+        repetitions: Callable[[StepPlan], int] = lambda plan: 0,
+    ) -> None:
         self.shape = shape
+        self.worker_id = worker_id
+        self._clock = clock
+        self._listener = listener
         self.pool = BlockPool(shape.kv_tokens // shape.block_size, epoch=epoch)
         self.allocator = BlockAllocator(
             self.pool, layer_groups=1, block_size=shape.block_size, prefix_caching=shape.prefix_caching
         )
-        self.events = BlockEventLog(worker_id, layer_groups=1, epoch=epoch)
+        self.steps = SimulatedSteps(
+            clock,
+            shape.cost,
+            plan=self._plan,
+            finish=self._finish,
+            repetitions=repetitions,
+            factors=step_factors(shape.step_noise, epoch, shape.step_correlation),
+        )
         self.info = WorkerInfo(
             worker_id=worker_id,
             role=role,
@@ -60,27 +90,75 @@ class SimulatedWorker:
             num_blocks=self.pool.num_blocks,
             block_size=shape.block_size,
             layer_groups=1,
+            chunk_tokens=shape.token_budget,
+            max_num_seqs=shape.max_num_seqs if role == "decode" else 0,
         )
-        self.on_activity: Callable[[], None] = lambda: None
         self.draining = False
+        self._step_cost = stated_report(shape.cost)
+        self._events = BlockEventLog(worker_id, layer_groups=1, epoch=epoch)
         self._num_snapshots = 0
+        self._is_silent = True
+        self._num_beats = 0
+
+    def join(self, router: Router, *, period_s: float, phase_s: float) -> None:
+        """Register with `router`, and tell it of this worker every `period_s` from `phase_s` on. Called before all
+        else."""
+        self._router, self._period_s, self._phase_s = router, period_s, phase_s
+        router.register(self.info, self.snapshot(), self._clock.now)
+        if router.wants_blocks:
+            self._events.watch("device", self.pool)
+            for part in self._events.snapshot():
+                router.blocks(part, self._clock.now)
 
     @property
-    def worker_id(self) -> str:
-        return self.info.worker_id
+    @abstractmethod
+    def is_quiet(self) -> bool:
+        """Whether nothing is to be done, now or for what was promised."""
 
-    def _snapshot(self, *, running: int, waiting: int, queued_tokens: int) -> WorkerSnapshot:
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    def snapshot(self) -> WorkerSnapshot:
+        self.steps.settle()
         self._num_snapshots += 1
         return WorkerSnapshot(
             worker_id=self.worker_id,
             sequence_number=self._num_snapshots,
             draining=self.draining,
-            num_running=running,
-            num_waiting=waiting,
-            queued_prefill_tokens=queued_tokens,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.num_waiting,
+            queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             blocks_available=self.pool.num_available,
             num_leases=self.pool.num_leases,
+            step_cost=self._step_cost,
         )
+
+    def break_silence(self) -> None:
+        """There is something to tell: heartbeats go on, when the next one is due."""
+        if self._is_silent:
+            self._is_silent = False
+            self._num_beats = max(0, math.ceil((self._clock.now - self._phase_s) / self._period_s))
+            self._schedule_beat()
+
+    def _schedule_beat(self) -> None:
+        self._clock.at(max(self._clock.now, self._phase_s + self._num_beats * self._period_s), self._beat)
+
+    def _beat(self) -> None:
+        self._is_silent = self.is_quiet
+        if self._router.wants_blocks:
+            for events in self._events.take():
+                self._router.blocks(events, self._clock.now)
+        self._router.heartbeat(self.snapshot(), self._clock.now)
+        self._num_beats += 1
+        if not self._is_silent:
+            self._schedule_beat()
+
+    @abstractmethod
+    def _plan(self) -> StepPlan: ...
+
+    @abstractmethod
+    def _finish(self, plan: StepPlan, output: StepOutput) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -93,12 +171,12 @@ class _Pending:
 class SimulatedDecode(SimulatedWorker):
     """Reserves, decodes what was handed over, and computes whole requests that are started here."""
 
+    scheduler: DecodeScheduler
+
     def __init__(
         self, worker_id: str, shape: WorkerShape, clock: VirtualClock, listener: Listener, *, epoch: int
     ) -> None:
-        super().__init__(worker_id, "decode", shape, epoch=epoch)
-        self._clock = clock
-        self._listener = listener
+        super().__init__("decode", worker_id, shape, clock, listener, epoch=epoch, repetitions=self._repetitions)
         self.scheduler = DecodeScheduler(
             self.allocator,
             max_num_seqs=shape.max_num_seqs,
@@ -107,18 +185,10 @@ class SimulatedDecode(SimulatedWorker):
             eos_token_ids=frozenset(),
         )
         self._pending: deque[_Pending] = deque()
-        self.steps = SimulatedSteps(
-            clock,
-            shape.cost,
-            plan=self._plan,
-            finish=self._finish,
-            repetitions=self._repetitions,
-            noise=shape.noise(epoch),
-        )
 
     def reserve(self, seq: Sequence, grant: Callable[[], None], refuse: Refuse) -> None:
         """`grant` or `refuse(reason, retry_after_s)` is called, at once or when it is known."""
-        self.on_activity()
+        self.break_silence()
         if not self._takes(seq, refuse):
             return
         pending = _Pending(seq, grant, refuse)
@@ -129,7 +199,7 @@ class SimulatedDecode(SimulatedWorker):
 
     def start(self, seq: Sequence, refuse: Refuse) -> None:
         """All of it here."""
-        self.on_activity()
+        self.break_silence()
         if not self._takes(seq, refuse):
             return
         self.steps.interrupt()
@@ -137,13 +207,13 @@ class SimulatedDecode(SimulatedWorker):
         self.steps.wake()
 
     def admit(self, key: SequenceKey) -> None:
-        self.on_activity()
+        self.break_silence()
         self.steps.interrupt()
         self.scheduler.admit(key, TOKEN)
         self.steps.wake()
 
     def drop(self, key: SequenceKey) -> None:
-        self.on_activity()
+        self.break_silence()
         self.steps.interrupt()
         self.scheduler.drop(key)
         self._retry()
@@ -153,19 +223,15 @@ class SimulatedDecode(SimulatedWorker):
     def is_quiet(self) -> bool:
         return self.steps.is_idle and not self._pending and self.scheduler.num_running == 0
 
-    def snapshot(self) -> WorkerSnapshot:
-        self.steps.settle()
-        return self._snapshot(
-            running=self.scheduler.num_running,
-            waiting=len(self._pending) + self.scheduler.num_waiting,
-            queued_tokens=self.scheduler.num_uncomputed_tokens,
-        )
+    @property
+    def num_waiting(self) -> int:
+        return len(self._pending) + self.scheduler.num_waiting
 
     def _takes(self, seq: Sequence, refuse: Refuse) -> bool:
         if seq.num_tokens >= self.info.max_model_len:
             refuse(f"{seq.num_tokens} tokens leave no room in {self.info.max_model_len}", None)
             return False
-        if len(self._pending) + self.scheduler.num_waiting >= self.shape.max_waiting:
+        if self.num_waiting >= self.shape.max_waiting:
             refuse("the decode queue is full", self.shape.reserve_wait_s)
             return False
         return True
@@ -216,24 +282,23 @@ class SimulatedDecode(SimulatedWorker):
 class SimulatedPrefill(SimulatedWorker):
     """Computes prompts, emits their first tokens and hands them over."""
 
+    scheduler: PrefillScheduler
+
     def __init__(
         self, worker_id: str, shape: WorkerShape, clock: VirtualClock, listener: Listener, *, epoch: int
     ) -> None:
-        super().__init__(worker_id, "prefill", shape, epoch=epoch)
-        self._clock = clock
-        self._listener = listener
+        super().__init__("prefill", worker_id, shape, clock, listener, epoch=epoch)
         self.scheduler = PrefillScheduler(
             self.allocator,
             token_budget=shape.token_budget,
             max_waiting=shape.max_waiting,
             shared_tokens=shape.cost.shared_tokens,
         )
-        self.steps = SimulatedSteps(clock, shape.cost, plan=self._plan, finish=self._finish, noise=shape.noise(epoch))
         self._receivers: dict[SequenceKey, SimulatedDecode] = {}
 
     def start(self, seq: Sequence, to: SimulatedDecode, refuse: Refuse) -> None:
         """`to` has a reservation for it."""
-        self.on_activity()
+        self.break_silence()
         if seq.num_tokens > self.info.max_model_len:
             refuse(f"{seq.num_tokens} tokens exceed {self.info.max_model_len}", None)
             return
@@ -247,13 +312,6 @@ class SimulatedPrefill(SimulatedWorker):
     @property
     def is_quiet(self) -> bool:
         return self.steps.is_idle and not self._receivers
-
-    def snapshot(self) -> WorkerSnapshot:
-        return self._snapshot(
-            running=self.scheduler.num_running,
-            waiting=self.scheduler.num_waiting,
-            queued_tokens=self.scheduler.num_uncomputed_tokens,
-        )
 
     def _plan(self) -> StepPlan:
         return self.scheduler.plan()[0]
@@ -273,10 +331,7 @@ class SimulatedPrefill(SimulatedWorker):
 
     def _handed_over(self, seq: Sequence) -> None:
         """Decode has verified it: it goes on there, and the blocks are free here."""
-        self.on_activity()
+        self.break_silence()
         self._receivers.pop(seq.key).admit(seq.key)
         self.scheduler.release(seq.key)
         self.steps.wake()
-
-
-Worker = SimulatedPrefill | SimulatedDecode

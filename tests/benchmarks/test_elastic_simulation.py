@@ -12,11 +12,10 @@ from benchmarks.scheduling.elastic import Elasticity, ElasticSimulation
 from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.simulation.records import Record
-from cluster.simulation.routers.fleet import KnownCosts
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult
 from cluster.simulation.worker_shape import WorkerShape
-from cluster.simulation.workers import Worker
+from cluster.simulation.workers import SimulatedWorker
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost
@@ -44,10 +43,7 @@ def config(num_prefill: int, num_decode: int) -> SimulationConfig:
 
 
 def router() -> LegatoRouter:
-    known = KnownCosts(
-        prefill=COST, decode=COST, prefill_chunk_tokens=2048, decode_chunk_tokens=2048, max_num_seqs=SHAPE.max_num_seqs
-    )
-    return LegatoRouter(known)
+    return LegatoRouter()
 
 
 class Scripted(FixedSizes):
@@ -58,7 +54,9 @@ class Scripted(FixedSizes):
         self.shown: list[tuple[float, int, int]] = []
         self.num_ended = 0
 
-    def sizes(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> tuple[int, int] | None:
+    def sizes(
+        self, prefill: Sequence[SimulatedWorker], decode: Sequence[SimulatedWorker], now: float
+    ) -> tuple[int, int] | None:
         self.shown.append((now, len(prefill), len(decode)))
         due = [time for time in self._script if time <= now]
         return self._script[max(due)] if due else None

@@ -15,6 +15,7 @@ import triton.language as tl
 from benchmarks.gpu.compilation import SHARED_LIMITS, read_record
 from kernels.triton.shipped import Shipped
 from tests.support.interpreted import device, uninterpreted_environment
+from tests.support.thoroughness import in_test_long
 
 ADVICE = "run python -m benchmarks.gpu.compilation"
 
@@ -22,7 +23,7 @@ ADVICE = "run python -m benchmarks.gpu.compilation"
 @pytest.fixture(scope="module")
 def report() -> Any:
     child = subprocess.run(
-        [sys.executable, "-m", "tests.interpreted.compile_child"],
+        [sys.executable, "-m", "tests.interpreted.compile_child", *in_test_long("all")],
         env=uninterpreted_environment(),
         capture_output=True,
         text=True,

@@ -1,15 +1,12 @@
-"""Processes that own a disk tier, for tests that kill them or take away their means.
-
-python -m tests.processes.disk_tier_child FOLDER WHAT; see `main`.
-"""
+"""Processes that own a disk tier, for tests that kill them or take away their means."""
 
 from __future__ import annotations
 
 import os
 import resource
 import signal
-import sys
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +15,14 @@ from tests.kv_transfer.tiers.disk_tiers import FORM, budget, load, opened, store
 NUM_SLOTS = 16
 
 
-def write_for_ever(folder: Path) -> None:
+def write_for_ever(folder: Path, pipe: Connection) -> None:
     with opened(folder, NUM_SLOTS) as tier:
         for number in count():
             store(tier, number)
-            print(number, flush=True)
+            pipe.send(number)
 
 
-def die_in_mid_write(folder: Path, *, named: bool) -> None:
+def die_in_mid_write(folder: Path, named: bool, _: Connection) -> None:
     """Store columns 0 to 2; get killed with half of 3 written, before or (as if the rest was lost) after its rename."""
     with opened(folder, NUM_SLOTS) as tier:
         store(tier, 0, 1, 2)
@@ -46,7 +43,7 @@ def die_in_mid_write(folder: Path, *, named: bool) -> None:
         store(tier, 3)
 
 
-def write_on_a_full_disk(folder: Path) -> None:
+def write_on_a_full_disk(folder: Path, pipe: Connection) -> None:
     with opened(folder, NUM_SLOTS) as tier:
         store(tier, 0)
         resource.setrlimit(resource.RLIMIT_FSIZE, (FORM.file_bytes // 2, resource.RLIM_INFINITY))
@@ -56,28 +53,10 @@ def write_on_a_full_disk(folder: Path) -> None:
         assert load(tier, 0, 1, 2) == [True, False, True]
         assert tier.report().write_errors == 1
         assert [file.name for file in tier.path.glob("*.tmp")] == []
-        print("fine")
+        pipe.send("fine")
 
 
-def hold(folder: Path) -> None:
+def hold(folder: Path, pipe: Connection) -> None:
     with opened(folder, budget(NUM_SLOTS) // FORM.file_bytes) as tier:
-        print(tier.path.name, flush=True)
-        sys.stdin.read()
-
-
-def main(folder: Path, what: str) -> None:
-    match what:
-        case "write":
-            write_for_ever(folder)
-        case "die-unnamed":
-            die_in_mid_write(folder, named=False)
-        case "die-named":
-            die_in_mid_write(folder, named=True)
-        case "full":
-            write_on_a_full_disk(folder)
-        case "hold":
-            hold(folder)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+        pipe.send(tier.path.name)
+        pipe.recv()

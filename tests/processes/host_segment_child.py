@@ -1,19 +1,19 @@
-"""A worker of the host segment tests: `python -m tests.processes.host_segment_child ROLE FOLDER SCOPE`.
+"""A worker of the host segment tests, in a process of its own.
 
-It opens a segment, restores it into a pool, does what its role says, and prints a line of JSON. Then it waits to be
-killed or, for its standard input to end, and closes.
+It opens a segment, restores it into a pool, does what its role says, and sends the segment's path and whether it was
+adopted. Then it waits to be killed or for the pipe to end, and closes.
 
 * `hold`: fills every block.
 * `tear`: fills every block, then takes one for new content and stops when half of that is written.
-* `rewrite`: goes on filling blocks with content of random numbers until it is killed; the first before its line.
-* `adopt`: waits for a line, then opens, and does nothing with what it restored.
+* `rewrite`: goes on filling blocks with content of random numbers until it is killed; the first before it sends.
+* `adopt`: says that it is ready, waits for a word, then opens, and does nothing with what it restored.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import random
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -74,14 +74,10 @@ def fill(segment: HostSegment, pool: BlockPool, number: int) -> int:
     return block
 
 
-def report(segment: HostSegment) -> None:
-    print(json.dumps({"path": str(segment.path), "adopted": segment.adopted}), flush=True)
-
-
-def main(role: str, folder: Path, scope: str) -> None:
+def run(role: str, folder: Path, scope: str, pipe: Connection) -> None:
     if role == "adopt":
-        print("ready", flush=True)
-        sys.stdin.readline()
+        pipe.send("ready")
+        pipe.recv()
     segment = open_segment(folder, scope)
     pool = restored_pool(segment)
     if role in ("hold", "tear"):
@@ -92,14 +88,11 @@ def main(role: str, folder: Path, scope: str) -> None:
         words(segment, block)[: BLOCK_BYTES // 16] = 0
     if role == "rewrite" and pool.find(key_of(0)) is None:
         fill(segment, pool, 0)
-    report(segment)
+    pipe.send((segment.path, segment.adopted))
     while role == "rewrite":
         number = random.randrange(NUM_NUMBERS)
         if pool.find(key_of(number)) is None:
             fill(segment, pool, number)
-    sys.stdin.read()
+    with contextlib.suppress(EOFError):
+        pipe.recv()
     segment.close(unlink=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import HANGS_S
+from tests.processes.host_segment_child import run
+from tests.support.forked_child import ForkedChild
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -26,39 +24,21 @@ def scope() -> Iterator[str]:
         path.unlink()
 
 
-class Worker:
+class Worker(ForkedChild):
     """A process of `tests.processes.host_segment_child`."""
 
     def __init__(self, role: str, scope: str, folder: Path = SHARED_MEMORY) -> None:
-        command = [sys.executable, "-m", "tests.processes.host_segment_child", role, str(folder), scope]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-    def go(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        super().__init__(run, role, folder, scope)
 
     def opened(self) -> tuple[Path, bool]:
         """The path of its segment, once it stands, and whether it was adopted."""
-        answer = json.loads(self.line())
-        return Path(answer["path"]), answer["adopted"]
+        path, adopted = self.told()
+        return path, adopted
 
     def end(self) -> None:
         """Have it close its segment."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        assert self._process.wait(timeout=HANGS_S) == 0
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+        self.hang_up()
+        assert self.exit_code() == 0
 
 
 @contextmanager

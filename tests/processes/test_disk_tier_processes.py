@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from kv_transfer.tiers.disk.files import ColumnFormat
 from tests.kv_transfer.tiers.disk_tiers import BLOCK_BYTES, NUM_GROUPS, files, load, opened, present, store
-from tests.processes.disk_tier_child import NUM_SLOTS
-from tests.support.waiting import HANGS_S
+from tests.processes.disk_tier_child import NUM_SLOTS, die_in_mid_write, hold, write_for_ever, write_on_a_full_disk
+from tests.support.forked_child import ForkedChild
 
-ROOT = Path(__file__).parents[2]
-MOST_WRITTEN = 30_000  # its reports fill the pipe before that, however long nobody reads them
+MOST_WRITTEN = 30_000  # what it sends fills the pipe before that, however long nobody reads them
 OTHER_FORM = ColumnFormat(fingerprint="model b", num_groups=NUM_GROUPS, block_bytes=BLOCK_BYTES)
 
 
 @contextmanager
-def child(folder: Path, what: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.processes.disk_tier_child", str(folder), what],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def child(target: Callable[..., None], *args: object) -> Iterator[ForkedChild]:
+    """Killed at the end, if it has not been."""
+    started = ForkedChild(target, *args)
     try:
-        yield process
+        yield started
     finally:
-        process.kill()
-        process.communicate(timeout=HANGS_S)
-
-
-def line(stream: IO[str] | None) -> str:
-    assert stream is not None
-    return stream.readline().strip()
+        started.kill()
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.003, 0.011, 0.037])
 def test_killed_while_writing(tmp_path: Path, after_s: float) -> None:
-    with child(tmp_path, "write") as process:
-        while int(line(process.stdout)) < NUM_SLOTS + 4:
+    with child(write_for_ever, tmp_path) as process:
+        while process.told() < NUM_SLOTS + 4:
             pass
         time.sleep(after_s)  # the moment of death is what varies
-        process.kill()
-        process.wait(HANGS_S)
     with opened(tmp_path, NUM_SLOTS) as tier:
         assert tier.path.name == "worker-000"
         assert not list(tier.path.glob("*.tmp"))
@@ -61,10 +44,10 @@ def test_killed_while_writing(tmp_path: Path, after_s: float) -> None:
         assert len(files(tier)) == NUM_SLOTS
 
 
-@pytest.mark.parametrize(("what", "num_found"), [("die-unnamed", 3), ("die-named", 4)])
-def test_half_written_when_killed(tmp_path: Path, what: str, num_found: int) -> None:
-    with child(tmp_path, what) as process:
-        assert process.wait(HANGS_S) == -9
+@pytest.mark.parametrize(("named", "num_found"), [(False, 3), (True, 4)])
+def test_half_written_when_killed(tmp_path: Path, named: bool, num_found: int) -> None:
+    with child(die_in_mid_write, tmp_path, named) as process:
+        assert process.exit_code() == -9
     assert len(list(tmp_path.glob("*/*.tmp"))) == 4 - num_found
     with opened(tmp_path, NUM_SLOTS) as tier:
         assert len(present(tier, range(4))) == num_found
@@ -74,19 +57,18 @@ def test_half_written_when_killed(tmp_path: Path, what: str, num_found: int) -> 
 
 
 def test_no_room_for_a_file(tmp_path: Path) -> None:
-    with child(tmp_path, "full") as process:
-        assert line(process.stdout) == "fine"
-        assert process.wait(HANGS_S) == 0
+    with child(write_on_a_full_disk, tmp_path) as process:
+        assert process.told() == "fine"
+        assert process.exit_code() == 0
 
 
 def test_two_processes_never_share_a_folder(tmp_path: Path) -> None:
-    with child(tmp_path, "hold") as first, child(tmp_path, "hold") as second:
-        taken = {line(first.stdout), line(second.stdout)}
+    with child(hold, tmp_path) as first, child(hold, tmp_path) as second:
+        taken = {first.told(), second.told()}
         assert taken == {"worker-000", "worker-001"}
         with opened(tmp_path) as third:
             assert third.path.name == "worker-002"
         first.kill()
-        first.wait(HANGS_S)
         with opened(tmp_path) as heir, opened(tmp_path) as other:
             assert {heir.path.name} == {*taken} - {"worker-001" if heir.path.name == "worker-000" else "worker-000"}
             assert other.path.name == "worker-002"

@@ -124,9 +124,9 @@ def test_no_two_workers_ever_own_the_same_segment(scope: str) -> None:
     assert len(dead) == 2
     with ExitStack() as stack:
         workers = [stack.enter_context(worker("adopt", scope)) for _ in range(5)]
-        assert [each.line() for each in workers] == ["ready\n"] * 5
+        assert [each.told() for each in workers] == ["ready"] * 5
         for each in workers:
-            each.go()
+            each.tell("go")
         opened = [each.opened() for each in workers]
         assert len({path for path, _ in opened}) == 5
         assert {path for path, adopted in opened if adopted} == dead

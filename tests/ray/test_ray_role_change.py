@@ -1,56 +1,89 @@
-"""A worker of a real cluster changes its role, in its process and in mid-stream, and back again."""
+"""Workers of a real cluster that do not stay what they are: one changes its role, in its process and in mid-stream, and
+back again; another, a group of three processes, is replaced as a whole when one of them dies, and gone as a whole.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.ray.http_generation import Answer, complete, greedy_body, http_client, stream_events
 from tests.ray.served_cluster import MODEL, ServedCluster, served_cluster
-from tests.support.exactness import exactness_prompts
+from tests.support.exactness import exactness_prompts, hf_reference
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 
+NUM_TOKENS = 12
 MEMORY = {"memory": "256 blocks", "host_memory": "16MiB"}
 CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL, "dtype": "float32"},
     "kv": {"prefill": MEMORY, "decode": MEMORY},
-    "prefill": {"num_cpus": 0.3},
+    "prefill": {"num_cpus": 0.3, "tensor_parallel": 3},
     "decode": {"num_cpus": 0.3, "replicas": 2},
     "tuning": {"PrefillWorkerConfig": {"calibration_s": 0.2}, "DecodeWorkerConfig": {"calibration_s": 0.2}},
     "gateway": {"num_cpus": 0.1},
 }
 
 
-def test_a_worker_changes_its_role_and_back(tmp_path: Path, smollm2_folder: Path) -> None:
-    prompt = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)[4]
-    with served_cluster(CONFIG, tmp_path) as cluster:
-        cluster.wait_for_workers(prefill=1, decode=2)
-        pids = {worker["pid"] for worker in cluster.workers()}
-        before, during = asyncio.run(_streams(cluster, greedy_body(MODEL, prompt, 200)))
-        assert during.error is None
-        assert during.token_ids == before.token_ids
-        cluster.wait_for_workers(prefill=2, decode=1)
-        (changed,) = (worker for worker in cluster.workers() if worker["home"] != worker["role"])
-        assert (changed["home"], changed["role"]) == ("decode", "prefill")
-
-        refused = _change(cluster, cluster.worker("decode")["worker_id"], "prefill")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "role_change_refused")
-        assert _change(cluster, "nobody", "prefill").status_code == 404
-
-        assert _change(cluster, changed["worker_id"], "decode").status_code == 202
-        cluster.wait_for_workers(prefill=1, decode=2)
-        assert {worker["pid"] for worker in cluster.workers()} == pids
-        cluster.wait_idle()
-    assert cluster.process.returncode == 0
-    last_words = cluster.log.read_text().split("Stopping.")[1]
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Iterator[ServedCluster]:
+    """Stops in order, with all processes of the group, whatever the tests did to its workers."""
+    with served_cluster(CONFIG, tmp_path_factory.mktemp("cluster")) as running:
+        running.wait_for_workers(prefill=1, decode=2)
+        yield running
+        last = ranks(running)
+    assert not any(map(is_alive, last))
+    assert running.process.returncode == 0
+    last_words = running.log.read_text().split("Stopping.")[1]
     assert not re.search("fail|error|retried|not end", last_words, re.IGNORECASE), last_words
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_folder: Path) -> list[list[int]]:
+    return exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)
+
+
+def test_a_worker_changes_its_role_and_back(cluster: ServedCluster, prompts: list[list[int]]) -> None:
+    pids = {worker["pid"] for worker in cluster.workers()}
+    before, during = asyncio.run(_streams(cluster, greedy_body(MODEL, prompts[4], 200)))
+    assert during.error is None
+    assert during.token_ids == before.token_ids
+    cluster.wait_for_workers(prefill=2, decode=1)
+    (changed,) = (worker for worker in cluster.workers() if worker["home"] != worker["role"])
+    assert (changed["home"], changed["role"]) == ("decode", "prefill")
+
+    refused = _change(cluster, cluster.worker("decode")["worker_id"], "prefill")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "role_change_refused")
+    assert _change(cluster, "nobody", "prefill").status_code == 404
+
+    assert _change(cluster, changed["worker_id"], "decode").status_code == 202
+    cluster.wait_for_workers(prefill=1, decode=2)
+    assert {worker["pid"] for worker in cluster.workers()} == pids
+    cluster.wait_idle()
+
+
+def test_a_group_of_three_prefills_for_a_single_process(
+    cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path
+) -> None:
+    chosen = [prompts[index] for index in (4, 47)]
+    expected = [reference.token_ids for reference in hf_reference(smollm2_folder, chosen, NUM_TOKENS)]
+    assert asyncio.run(_answers(cluster, chosen)) == expected
+    first = ranks(cluster)
+    assert len(first) == 2
+
+    first[0].kill()
+    cluster.wait_until(lambda: is_replaced(cluster, first), "the group is replaced")
+    assert asyncio.run(_answers(cluster, chosen)) == expected
+    cluster.wait_idle()
 
 
 async def _streams(cluster: ServedCluster, body: dict[str, Any]) -> tuple[Answer, Answer]:
@@ -79,3 +112,25 @@ def _change(cluster: ServedCluster, worker_id: str, role: str) -> httpx.Response
     return httpx.post(
         f"{cluster.url}/cluster/workers/{worker_id}/role", json={"role": role, "drain_s": 0.0}, timeout=60
     )
+
+
+def ranks(cluster: ServedCluster) -> list[psutil.Process]:
+    """The other processes of the prefill worker's group."""
+    children = psutil.Process(cluster.worker("prefill")["pid"]).children()
+    return [child for child in children if is_alive(child) and "engine.parallel.follower" in child.cmdline()]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def is_replaced(cluster: ServedCluster, before: list[psutil.Process]) -> bool:
+    """Also false while a process is just ending."""
+    with contextlib.suppress(psutil.Error):
+        return len(ranks(cluster)) == len(before) and not any(map(is_alive, before))
+    return False
+
+
+async def _answers(cluster: ServedCluster, prompts: list[list[int]]) -> list[list[int]]:
+    async with http_client(cluster.url) as client:
+        return [(await complete(client, greedy_body(MODEL, prompt, NUM_TOKENS))).token_ids for prompt in prompts]

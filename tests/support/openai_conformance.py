@@ -15,6 +15,8 @@ from typing import Any, Final
 import httpx
 import openai
 
+from tests.support.thoroughness import THOROUGH
+
 PROMPT: Final = "The old lighthouse keeper climbed the stairs and"
 MESSAGES: Final[list[Any]] = [{"role": "user", "content": "Tell me about the sea."}]
 
@@ -123,7 +125,7 @@ def completion_takes_tokens_and_lists(target: Target) -> None:
 
 def stop_strings_cut_the_text(target: Target) -> None:
     text = target.greedy(max_tokens=24).choices[0].text
-    for start in range(3, len(text) - 5, 4):
+    for start in range(3, len(text) - 5, 4 if THOROUGH else 12):
         stop = text[start : start + 4]
         expected = text[: text.find(stop)]
         (whole,) = target.greedy(max_tokens=24, stop=stop).choices

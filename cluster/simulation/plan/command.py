@@ -1,6 +1,6 @@
 """`python -m cluster plan`: the fewest GPUs that serve a trace within its targets, and what they are short of if fewer.
 
-What may be asked for is in `cluster.simulation.plan.arguments`.
+What may be asked for is in `cluster.simulation.arguments`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
-from cluster.simulation.command import DEVICES, MODELS
-from cluster.simulation.plan.arguments import SYNTHETIC
-from cluster.simulation.plan.demand import Targets, busiest
+from cluster.simulation.arguments import SYNTHETIC
+from cluster.simulation.command import DEVICES, MODELS, drawn_requests
+from cluster.simulation.plan.demand import Estimate, Targets, busiest
 from cluster.simulation.plan.problem import Hardware, Problem
 from cluster.simulation.plan.report import Outcome, PlanReport
-from cluster.simulation.plan.search import Layout, Outlook, OutOfTime, search
-from cluster.simulation.workload.synthetic import Workload, draw_requests
-from cluster.simulation.workload.traces import Scaling, TraceRequest, read_trace
+from cluster.simulation.plan.search import Layout, OutOfTime, Search
+from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
 from engine.cost_model.roofline import ModelShape
 from engine.model.config import ModelConfig
 
@@ -26,11 +25,9 @@ _DEGREES: Final = (1, 2, 4, 8)
 _LOADS: Final = (0.8, 1.2)
 _BYTES_PER_VALUE: Final = 2
 
-Verdict = Literal["found", "impossible"]
 
-
-def run(arguments: argparse.Namespace) -> Verdict:
-    """Raises ValueError, with advice, for what cannot be planned for."""
+def run(arguments: argparse.Namespace) -> bool:
+    """Whether there is a plan. Raises ValueError, with advice, for what cannot be planned for."""
     started = time.monotonic()
     targets = Targets(ttft_s=arguments.ttft_ms / 1000, tpot_s=arguments.tpot_ms / 1000, share=arguments.share)
     if arguments.max_gpus < 1 or arguments.limit < 2:
@@ -38,7 +35,7 @@ def run(arguments: argparse.Namespace) -> Verdict:
     problem = Problem(_requests(arguments), targets, _hardware(arguments), deadline=started + arguments.time_s)
     report = make_plan(problem, tuple(arguments.tensor_parallel or _DEGREES), max_gpus=arguments.max_gpus)
     print(report.json_line() if arguments.json else report.text(), flush=True)
-    return "found" if report.answer is not None else "impossible"
+    return report.answer is not None
 
 
 def make_plan(problem: Problem, degrees: tuple[int, ...], *, max_gpus: int) -> PlanReport:
@@ -50,7 +47,8 @@ def make_plan(problem: Problem, degrees: tuple[int, ...], *, max_gpus: int) -> P
         print(f"{layout}: {outcome.share:.1%} in time", file=sys.stderr, flush=True)
         return outcome.share
 
-    found = search(_outlooks(problem, degrees, max_gpus), achieves, share=problem.targets.share, max_gpus=max_gpus)
+    found = Search(achieves, share=problem.targets.share, max_gpus=max_gpus)
+    found.run(_guesses(problem, degrees, max_gpus))
     hardware, answer, cheaper = problem.hardware, found.answer, found.next_cheaper
     return PlanReport(
         model=hardware.model.name,
@@ -69,9 +67,9 @@ def make_plan(problem: Problem, degrees: tuple[int, ...], *, max_gpus: int) -> P
     )
 
 
-def _outlooks(problem: Problem, degrees: tuple[int, ...], max_gpus: int) -> list[Outlook]:
+def _guesses(problem: Problem, degrees: tuple[int, ...], max_gpus: int) -> list[Estimate]:
     """Of the degrees that are possible. Raises ValueError, with why, where the targets are out of reach for all."""
-    outlooks, reasons = [], []
+    guesses, reasons = [], []
     for degree in degrees:
         if degree > max_gpus:
             continue
@@ -83,10 +81,10 @@ def _outlooks(problem: Problem, degrees: tuple[int, ...], max_gpus: int) -> list
         if guess.reachable < problem.targets.share:
             reasons.append(f"with TP {degree}, even an idle worker serves only {guess.reachable:.1%} in time")
             continue
-        outlooks.append(Outlook(degree, guess.workers, guess.prefill_share))
-    if not outlooks:
+        guesses.append(guess)
+    if not guesses:
         raise ValueError(f"no number of workers meets the targets: {'; '.join(reasons) or 'no degree fits --max-gpus'}")
-    return outlooks
+    return guesses
 
 
 def _at_other_loads(problem: Problem, answer: Layout) -> dict[str, float]:
@@ -105,17 +103,13 @@ def _roles(layout: Layout) -> tuple[str, ...]:
 
 
 def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:
-    scaling = Scaling(load=arguments.load, length=arguments.length)
     if arguments.format == SYNTHETIC:
-        workload = Workload(
-            requests_per_s=arguments.rate, num_requests=arguments.requests, burstiness=arguments.burstiness
-        )
-        requests = list(scaling.apply(draw_requests(workload, arguments.seed)))
+        requests = drawn_requests(arguments)
     elif arguments.trace is None:
         raise ValueError("name a file with --trace, or draw requests with --format synthetic")
     else:
-        requests = list(scaling.apply(read_trace(arguments.trace, arguments.format)))
-    return list(busiest(requests, arguments.limit))
+        requests = read_trace(arguments.trace, arguments.format)
+    return list(busiest([*scaled(requests, load=arguments.load, length=arguments.length)], arguments.limit))
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:

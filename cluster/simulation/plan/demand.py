@@ -76,16 +76,21 @@ def demand_of(requests: Sequence[TraceRequest]) -> Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Workers of each kind; `reachable`: the share of prompts that an idle worker computes within the TTFT target, or
-    0 where not even a lone sequence decodes within the TPOT target."""
+    """Workers of each kind, with `devices_per_worker` devices; `reachable`: the share of prompts that an idle worker
+    computes within the TTFT target, or 0 where not even a lone sequence decodes within the TPOT target."""
 
+    devices_per_worker: int
     prefill: float
     decode: float
-    reachable: float
+    reachable: float = 1.0
 
     @property
     def workers(self) -> int:
         return max(1, math.ceil(self.prefill + self.decode))
+
+    @property
+    def num_gpus(self) -> int:
+        return self.devices_per_worker * self.workers
 
     @property
     def prefill_share(self) -> float:
@@ -93,12 +98,20 @@ class Estimate:
 
 
 def estimate(
-    demand: Demand, targets: Targets, cost: StepCost, *, chunk_tokens: int, kv_tokens: int, max_num_seqs: int
+    demand: Demand,
+    targets: Targets,
+    cost: StepCost,
+    *,
+    devices_per_worker: int = 1,
+    chunk_tokens: int,
+    kv_tokens: int,
+    max_num_seqs: int,
 ) -> Estimate:
     services = [cost.prefill_s(new, cached, chunk_tokens) for new, cached in demand.prompts]
     lone_s = cost.step_s(StepWork(decodes=1, context_tokens=demand.context_tokens))
     in_time = sum(service <= targets.ttft_s for service in services) / len(services)
     return Estimate(
+        devices_per_worker=devices_per_worker,
         prefill=_prefill_workers(demand.requests_per_s, services, targets),
         decode=_decode_workers(demand, targets, cost, kv_tokens, max_num_seqs),
         reachable=in_time if lone_s <= targets.tpot_s else 0.0,

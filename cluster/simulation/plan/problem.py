@@ -10,11 +10,10 @@ from typing import Final
 from cluster.simulation.plan.demand import Demand, Estimate, Targets, demand_of, estimate
 from cluster.simulation.plan.search import Layout, OutOfTime
 from cluster.simulation.plan.worker_memory import WorkerMemory, predict_memory
-from cluster.simulation.routers.fleet import KnownCosts
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.worker_shape import WorkerShape
-from cluster.simulation.workload.traces import Scaling, TraceRequest
+from cluster.simulation.worker_shape import WorkerShape, measured
+from cluster.simulation.workload.traces import TraceRequest, scaled
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import Device, ModelShape, roofline_cost
 
@@ -50,7 +49,7 @@ class Hardware:
         """Raises ValueError where the model does not fit, or cannot be cut into so many parts."""
         layer_bytes = self.model.kv_bytes_per_token / self.model.num_layers
         return WorkerShape(
-            cost=roofline_cost(self.model, self.device, num_devices=num_devices),
+            cost=measured(roofline_cost(self.model, self.device, num_devices=num_devices), self.noise),
             kv_tokens=self.memory(role, num_devices).kv_tokens,
             token_budget=self.prefill_budget if role == "prefill" else self.decode_budget,
             block_size=self.block_size,
@@ -86,6 +85,7 @@ class Problem:
             self.demand,
             self.targets,
             decode.cost,
+            devices_per_worker=num_devices,
             chunk_tokens=prefill.token_budget,
             kv_tokens=decode.kv_tokens,
             max_num_seqs=decode.max_num_seqs,
@@ -101,8 +101,7 @@ class Problem:
             decode=self.hardware.worker("decode", layout.devices_per_worker),
             slo=SloConfig(classes=(slo,), default=slo.name),
         )
-        known = KnownCosts.of(config.prefill, config.decode)
-        return simulate(config, self._timed(Scaling(load=load).apply(self.requests)), LegatoRouter(known))
+        return simulate(config, self._timed(scaled(self.requests, load=load)), LegatoRouter())
 
     def _timed(self, requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
         for request in requests:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 
 from cluster.simulation.plan.demand import Demand, Targets
 from cluster.simulation.plan.search import Layout
 from cluster.simulation.plan.worker_memory import WorkerMemory
-from cluster.simulation.records import Record
+from cluster.simulation.records import aligned
 from cluster.simulation.simulate import SimulationResult
 
 
@@ -35,19 +35,13 @@ class Outcome:
             layout=layout,
             num_gpus=layout.num_gpus,
             share=overall.attainment,
-            late_first_token=_share(
-                records, [r.ttft_s is not None and not r.slo.meets_ttft(r.ttft_s) for r in records]
-            ),
-            slow_tokens=_share(records, [not r.slo.meets_tpot(r.tpot_s) for r in records]),
-            rejected=_share(records, [r.end_s is None for r in records]),
+            late_first_token=fmean(r.ttft_s is not None and not r.slo.meets_ttft(r.ttft_s) for r in records),
+            slow_tokens=fmean(not r.slo.meets_tpot(r.tpot_s) for r in records),
+            rejected=fmean(r.end_s is None for r in records),
             ttft_p95_s=overall.ttft.p95,
             tpot_p95_s=overall.tpot.p95,
             utilisation=result.summary.utilisation,
         )
-
-
-def _share(records: Sequence[Record], flags: list[bool]) -> float:
-    return sum(flags) / len(records)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +78,7 @@ class PlanReport:
         ]
         named = {"plan": self.answer, "best" if self.answer is None else "cheaper": self.next_cheaper}
         rows = [_row(name, outcome) for name, outcome in named.items() if outcome is not None]
-        lines += _aligned([_HEAD, *rows]) if rows else []
+        lines += aligned([_HEAD, *rows]) if rows else []
         if self.next_cheaper is not None:
             lines.append(f"{self.next_cheaper.layout} fails: {_why(self.next_cheaper, targets)}.")
         if self.answer is None and self.is_complete:
@@ -123,24 +117,8 @@ def _why(outcome: Outcome, targets: Targets) -> str:
 def _memory_lines(memory: dict[str, WorkerMemory]) -> list[str]:
     if not memory:
         return []
-    head = ["GiB per device", "weights", "activations", "ring", "KV", "unused", "KV tokens"]
-    rows = [
-        [role, *(f"{part / _GIB:.2f}" for part in _parts(worker)), str(worker.kv_tokens)]
-        for role, worker in memory.items()
-    ]
-    return _aligned([head, *rows])
-
-
-def _parts(worker: WorkerMemory) -> tuple[int, ...]:
-    return (
-        worker.weights_bytes,
-        worker.activation_bytes,
-        worker.ring_bytes,
-        worker.kv_bytes,
-        worker.unused_bytes,
-    )
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = [["GiB per device", "weights", "activations", "ring", "KV", "unused", "KV tokens"]]
+    for role, held in memory.items():
+        parts = (held.weights_bytes, held.activation_bytes, held.ring_bytes, held.kv_bytes, held.unused_bytes)
+        rows.append([role, *(f"{part / _GIB:.2f}" for part in parts), str(held.kv_tokens)])
+    return aligned(rows)

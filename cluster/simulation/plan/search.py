@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from cluster.simulation.plan.demand import Estimate
+
 _HOPELESS: Final = 0.5  # of the share asked for: no other split of as many workers is tried
 _MOST_SPLITS: Final = 5
 
@@ -35,31 +37,24 @@ class Layout:
         return f"{pools or f'{self.num_decode} colocated'}, TP {self.devices_per_worker}"
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """What is guessed for one tensor-parallel degree."""
-
-    devices_per_worker: int
-    num_workers: int
-    prefill_share: float
-
-    @property
-    def num_gpus(self) -> int:
-        return self.devices_per_worker * self.num_workers
-
-
 class OutOfTime(Exception):
     """The time for the search is over, in the middle of a simulation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """`shares` of all layouts tried. `answer` None: none was enough. `is_complete` False: time was over before every
-    smaller cluster had been looked at."""
+class Search:
+    """`achieves(layout)` is the share of requests that it serves in time; it may raise OutOfTime.
 
-    answer: Layout | None
-    shares: dict[Layout, float]
-    is_complete: bool
+    After `run`: `shares` of all layouts tried. `answer` None: none was enough. `is_complete` False: time was over
+    before every smaller cluster had been looked at.
+    """
+
+    def __init__(self, achieves: Callable[[Layout], float], *, share: float, max_gpus: int) -> None:
+        self.shares: dict[Layout, float] = {}
+        self.answer: Layout | None = None
+        self.is_complete = False
+        self._achieves = achieves
+        self._share = share
+        self._max_gpus = max_gpus
 
     @property
     def next_cheaper(self) -> Layout | None:
@@ -67,67 +62,56 @@ class Found:
         smaller = [x for x in self.shares if self.answer is None or x.num_gpus < self.answer.num_gpus]
         return max(smaller, key=lambda layout: (self.shares[layout], -layout.num_gpus), default=None)
 
+    def run(self, guesses: Iterable[Estimate]) -> None:
+        """From each guess, one for a degree, the one with the fewest GPUs first."""
+        try:
+            for guess in sorted(guesses, key=lambda g: (g.num_gpus, g.devices_per_worker)):
+                self._through(guess)
+        except OutOfTime:
+            return
+        self.is_complete = True
 
-def search(outlooks: Iterable[Outlook], achieves: Callable[[Layout], float], *, share: float, max_gpus: int) -> Found:
-    """`achieves(layout)` is the share of requests that it serves in time; it may raise OutOfTime."""
-    hunt = _Hunt(achieves, share, max_gpus)
-    try:
-        for outlook in sorted(outlooks, key=lambda o: (o.num_gpus, o.devices_per_worker)):
-            hunt.through(outlook)
-    except OutOfTime:
-        return Found(answer=hunt.best, shares=hunt.shares, is_complete=False)
-    return Found(answer=hunt.best, shares=hunt.shares, is_complete=True)
-
-
-class _Hunt:
-    def __init__(self, achieves: Callable[[Layout], float], share: float, max_gpus: int) -> None:
-        self.shares: dict[Layout, float] = {}
-        self.best: Layout | None = None
-        self._achieves = achieves
-        self._share = share
-        self._max_gpus = max_gpus
-
-    def through(self, outlook: Outlook) -> None:
+    def _through(self, guess: Estimate) -> None:
         """All numbers of workers that would be cheaper than what is known."""
-        gpus = self._max_gpus if self.best is None else self.best.num_gpus - 1
-        most = gpus // outlook.devices_per_worker
+        gpus = self._max_gpus if self.answer is None else self.answer.num_gpus - 1
+        most = gpus // guess.devices_per_worker
         if not most:
             return
-        fails, meets = self._bracket(outlook, most)
+        fails, meets = self._bracket(guess, most)
         while meets is not None and meets - fails > 1:
             middle = (fails + meets) // 2
-            if self._suffice(outlook, middle):
+            if self._suffice(guess, middle):
                 meets = middle
             else:
                 fails = middle
 
-    def _bracket(self, outlook: Outlook, most: int) -> tuple[int, int | None]:
+    def _bracket(self, guess: Estimate, most: int) -> tuple[int, int | None]:
         """The most workers known to fail, and the fewest known to meet; None: not even `most` do."""
         fails, meets, step = 0, None, 1
-        guess = min(most, outlook.num_workers)
+        tried = min(most, guess.workers)
         while meets is None and fails < most:
-            if self._suffice(outlook, guess):
-                meets = guess
+            if self._suffice(guess, tried):
+                meets = tried
             else:
-                fails, guess, step = guess, min(most, guess + step), 2 * step
+                fails, tried, step = tried, min(most, tried + step), 2 * step
         while meets is not None and fails < meets - 1 and fails == 0:
-            guess = max(1, meets - step)
-            if self._suffice(outlook, guess):
-                meets, step = guess, 2 * step
+            tried = max(1, meets - step)
+            if self._suffice(guess, tried):
+                meets, step = tried, 2 * step
             else:
-                fails = guess
+                fails = tried
         return fails, meets
 
-    def _suffice(self, outlook: Outlook, num_workers: int) -> bool:
+    def _suffice(self, guess: Estimate, num_workers: int) -> bool:
         """Under some split: climbs from the guessed one, then tries all of them as one pool."""
-        colocated = Layout(outlook.devices_per_worker, 0, num_workers)
+        colocated = Layout(guess.devices_per_worker, 0, num_workers)
         if num_workers == 1:
             return self._meets(colocated)
 
         def split(num_prefill: int) -> Layout:
-            return Layout(outlook.devices_per_worker, num_prefill, num_workers - num_prefill)
+            return Layout(guess.devices_per_worker, num_prefill, num_workers - num_prefill)
 
-        middle = min(num_workers - 1, max(1, round(num_workers * outlook.prefill_share)))
+        middle = min(num_workers - 1, max(1, round(num_workers * guess.prefill_share)))
         tried = [middle]
         while not self._meets(split(middle)):
             if self.shares[split(middle)] < _HOPELESS * self._share:
@@ -144,6 +128,6 @@ class _Hunt:
         if layout not in self.shares:
             self.shares[layout] = self._achieves(layout)
         is_enough = self.shares[layout] >= self._share
-        if is_enough and (self.best is None or layout.num_gpus < self.best.num_gpus):
-            self.best = layout
+        if is_enough and (self.answer is None or layout.num_gpus < self.answer.num_gpus):
+            self.answer = layout
         return is_enough

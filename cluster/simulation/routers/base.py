@@ -1,43 +1,37 @@
-"""The seam between the simulation and who places requests: about the interface of `cluster.GlobalScheduler`, which
-baselines implement, too.
-"""
+"""The seam between the simulation and who places requests, and what the routers that others publish have in common."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.slo.classes import SloClass
+from cluster.scheduler.block_index import BlockIndex
+from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
-from kv_transfer.messages.scheduling import Place, Placement, Unplaceable
+from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceQuery(Place):
-    """With what routers may want to know beside it. `arrived_at`: from where TTFT counts. `hashes`: of the prompt's
-    full blocks that may be found cached."""
-
-    slo: SloClass
-    arrived_at: float = 0.0
-    hashes: tuple[bytes, ...] = ()
+from kv_transfer.worker.cost_report import reported_cost
 
 
 class Router(Protocol):
-    """`now` never goes back. `wants_blocks`: whether `blocks` is called at all."""
+    """What the simulation needs of `GlobalScheduler`, in whose words it speaks. `now` never goes back.
+
+    `wants_blocks`: whether `blocks` is called at all.
+    """
 
     wants_blocks: bool
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None: ...
 
-    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool: ...
+    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> object: ...
 
-    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
+    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> object:
         """What a worker's prefix cache holds: all of it after `register`, changes with its heartbeats."""
         ...
 
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
-        """None: it waits, and will be among the `answers`."""
+    def place(self, request: Place, now: float) -> Placement | Unplaceable | Queued:
+        """Queued: it waits, and will be among the `answers`."""
         ...
 
     def answers(self, now: float) -> list[Placement | Unplaceable]:
@@ -50,16 +44,150 @@ class Router(Protocol):
 
     def first_token(self, request_id: str, now: float) -> None: ...
 
-    def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
+    def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
         """It was served, or, without tokens, refused by a worker. Not told of whom the router turned away itself."""
         ...
 
 
-class NobodyWaits:
-    """Of routers that answer at once."""
+@dataclass(slots=True, eq=False)
+class Member:
+    """A worker and its load. `prefills`: requests that it computes the prompt of; `decodes`: that end here.
+
+    Of the former, until the first token, `queued_tokens` are those not found cached; of the latter `context_tokens` are
+    the prompts', `outstanding_tokens` these and the declared new ones. Tokens that a request has generated so far are
+    nobody's to tell a router, hence contexts here are those of prompts.
+    """
+
+    info: WorkerInfo
+    snapshot: WorkerSnapshot
+    cost: StepCost
+    prefills: dict[str, Placed] = field(default_factory=dict)
+    decodes: dict[str, Placed] = field(default_factory=dict)
+    queued_tokens: int = 0
+    queued_blocks: int = 0
+    context_tokens: int = 0
+    outstanding_tokens: int = 0
+    decode_blocks: int = 0
+    computed_at: float = 0.0  # when the prompts placed here are predicted to be computed
+
+    def blocks_of(self, query: Place) -> int:
+        return -(-query.num_tokens // self.info.block_size)
+
+    def ttft_s(self, query: Place, cached_tokens: int, now: float) -> float:
+        """Wait for what was placed here before, then the uncached part of the prompt."""
+        new_tokens = query.num_tokens - cached_tokens
+        return max(0.0, self.computed_at - now) + self.cost.prefill_s(new_tokens, cached_tokens, self.info.chunk_tokens)
+
+    def tpot_s(self, query: Place) -> float:
+        """Of a decode step with all that decodes or will, and `query`."""
+        context = self.context_tokens + query.num_tokens
+        return self.cost.step_s(StepWork(decodes=len(self.decodes) + 1, context_tokens=context))
+
+    def count_prefill(self, placed: Placed, sign: int) -> None:
+        self.queued_tokens += sign * (placed.query.num_tokens - placed.cached_tokens)
+        self.queued_blocks += sign * self.blocks_of(placed.query)
+
+    def count_decode(self, placed: Placed, sign: int) -> None:
+        self.context_tokens += sign * placed.query.num_tokens
+        self.outstanding_tokens += sign * (placed.query.num_tokens + placed.query.max_new_tokens)
+        self.decode_blocks += sign * self.blocks_of(placed.query)
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """A request and its workers. `prefill` None: the decode worker computes all of it."""
+
+    query: Place
+    prefill: Member | None
+    decode: Member
+    cached_tokens: int = 0  # where the prompt is computed
+
+    @property
+    def computing(self) -> Member:
+        return self.prefill or self.decode
+
+
+class Baseline(ABC):
+    """The bookkeeping that published rules share: workers, what was placed on them and has not ended, counted at once.
+
+    A rule is `choose`; it answers at once. Predictions are by the costs that workers report of themselves, which in a
+    simulation are the true ones: that favours who predicts, for in life they learn their models.
+    """
+
+    wants_blocks = False
+
+    def __init__(self) -> None:
+        self.prefills: list[Member] = []
+        self.decodes: list[Member] = []
+        self._members: dict[str, Member] = {}
+        self._placed: dict[str, Placed] = {}
+        self._index = BlockIndex()
+
+    @abstractmethod
+    def choose(self, query: Place, now: float) -> Placed | Unplaceable: ...
+
+    def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
+        cost = reported_cost(info.role, snapshot.step_cost)
+        assert cost is not None, f"{info.worker_id} does not report its costs"
+        member = self._members[info.worker_id] = Member(info, snapshot, cost)
+        (self.prefills if info.role == "prefill" else self.decodes).append(member)
+
+    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> None:
+        self._members[snapshot.worker_id].snapshot = snapshot
+
+    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
+        if isinstance(message, BlockEvents):
+            self._index.on_events(message, now)
+        else:
+            self._index.on_snapshot(message, now)
+
+    def cached_tokens(self, query: Place) -> dict[str, int]:
+        """By worker; who holds nothing is left out."""
+        reaches = self._index.longest_prefix(query.prefix_hashes)
+        return {w: reach.device * self._members[w].info.block_size for w, reach in reaches.items()}
+
+    def place(self, request: Place, now: float) -> Placement | Unplaceable:
+        placed = self.choose(request, now)
+        if isinstance(placed, Unplaceable):
+            return placed
+        self.book(placed, now)
+        return Placement(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            prefill=None if placed.prefill is None else placed.prefill.info.worker_id,
+            decode=placed.decode.info.worker_id,
+        )
+
+    def book(self, placed: Placed, now: float) -> None:
+        request_id, computing = placed.query.request_id, placed.computing
+        computing.computed_at = now + computing.ttft_s(placed.query, placed.cached_tokens, now)
+        self._placed[request_id] = computing.prefills[request_id] = placed.decode.decodes[request_id] = placed
+        computing.count_prefill(placed, 1)
+        placed.decode.count_decode(placed, 1)
 
     def answers(self, now: float) -> list[Placement | Unplaceable]:
         return []
 
     def next_at(self) -> float | None:
         return None
+
+    def first_token(self, request_id: str, now: float) -> None:
+        placed = self._placed[request_id]
+        self._computed(placed)
+        if not placed.computing.prefills:
+            placed.computing.computed_at = now
+
+    def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
+        placed = self._placed.pop(request_id)
+        self._computed(placed)
+        del placed.decode.decodes[request_id]
+        placed.decode.count_decode(placed, -1)
+
+    @staticmethod
+    def _computed(placed: Placed) -> None:
+        if placed.computing.prefills.pop(placed.query.request_id, None) is not None:
+            placed.computing.count_prefill(placed, -1)
+
+
+def turned_away(query: Place, reason: str, retry_after_s: float | None) -> Unplaceable:
+    return Unplaceable(request_id=query.request_id, attempt=query.attempt, reason=reason, retry_after_s=retry_after_s)

@@ -26,10 +26,6 @@ TRACE_FORMATS: Final[tuple[TraceFormat, ...]] = get_args(TraceFormat)
 MOONCAKE_BLOCK_TOKENS: Final = 512
 
 
-class TraceError(ValueError):
-    """A line of a trace is not what its format says."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
     """`content` names the prompt's runs of `content_tokens` tokens, the last one shorter perhaps: two prompts that
@@ -52,7 +48,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path, trace_format: TraceFormat) -> Iterator[TraceRequest]:
-    """The file's requests from second 0 on; `.gz` is unpacked. Raises TraceError with the line that is wrong."""
+    """The file's requests from second 0 on; `.gz` is unpacked. Raises ValueError with the line that is wrong."""
     read = {"mooncake": _read_mooncake, "azure": _read_azure}[trace_format]
     with _opened(path) as lines:
         yield from read(path, lines)
@@ -76,7 +72,7 @@ def _read_mooncake(path: Path, lines: TextIO) -> Iterator[TraceRequest]:
                 content=tuple(fields["hash_ids"]),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"{path}, line {number} is no request in Mooncake's format: {error!r}") from error
+            raise ValueError(f"{path}, line {number} is no request in Mooncake's format: {error!r}") from error
 
 
 def _read_azure(path: Path, lines: TextIO) -> Iterator[TraceRequest]:
@@ -93,35 +89,37 @@ def _read_azure(path: Path, lines: TextIO) -> Iterator[TraceRequest]:
                 output_tokens=int(row["GeneratedTokens"]),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"{path}, line {number} is no request in Azure's format: {error!r}") from error
+            raise ValueError(f"{path}, line {number} is no request in Azure's format: {error!r}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    """What is done to a trace: requests [first, first + limit), `load` times as many per second, lengths times
-    `length`. A scaled prompt has the same share of its tokens in common with others as before."""
+def scaled(
+    requests: Iterable[TraceRequest],
+    *,
+    load: float = 1.0,
+    length: float = 1.0,
+    first: int = 0,
+    limit: int | None = None,
+) -> Iterator[TraceRequest]:
+    """Requests [first, first + limit) of a trace, `load` times as many per second, lengths times `length`; the first of
+    them arrives at second 0. A scaled prompt has the same share of its tokens in common with others as before.
 
-    load: float = 1.0
-    length: float = 1.0
-    first: int = 0
-    limit: int | None = None
+    Raises ValueError, at once, for factors and slices that are none.
+    """
+    if load <= 0 or length <= 0:
+        raise ValueError(f"load {load} and length {length} must be positive factors")
+    if first < 0 or (limit is not None and limit < 1):
+        raise ValueError(f"requests from {first}, {limit} of them, are no slice of a trace")
+    return _scaled(islice(requests, first, None if limit is None else first + limit), load, length)
 
-    def __post_init__(self) -> None:
-        if self.load <= 0 or self.length <= 0:
-            raise ValueError(f"load {self.load} and length {self.length} must be positive factors")
-        if self.first < 0 or (self.limit is not None and self.limit < 1):
-            raise ValueError(f"requests from {self.first}, {self.limit} of them, are no slice of a trace")
 
-    def apply(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-        """The first request of the slice arrives at second 0."""
-        stop = None if self.limit is None else self.first + self.limit
-        began: float | None = None
-        for request in islice(requests, self.first, stop):
-            began = request.arrival_s if began is None else began
-            yield replace(
-                request,
-                arrival_s=(request.arrival_s - began) / self.load,
-                prompt_tokens=max(1, round(request.prompt_tokens * self.length)),
-                output_tokens=max(1, round(request.output_tokens * self.length)),
-                content_tokens=max(1, round(request.content_tokens * self.length)),
-            )
+def _scaled(requests: Iterable[TraceRequest], load: float, length: float) -> Iterator[TraceRequest]:
+    began: float | None = None
+    for request in requests:
+        began = request.arrival_s if began is None else began
+        yield replace(
+            request,
+            arrival_s=(request.arrival_s - began) / load,
+            prompt_tokens=max(1, round(request.prompt_tokens * length)),
+            output_tokens=max(1, round(request.output_tokens * length)),
+            content_tokens=max(1, round(request.content_tokens * length)),
+        )

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.simulation.plan.demand import Targets, busiest, demand_of, estimate
+from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
 from cluster.simulation.plan.problem import Hardware, Problem
-from cluster.simulation.plan.search import Layout, Outlook, OutOfTime, search
+from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.plan.worker_memory import activation_bytes, predict_memory
 from cluster.simulation.workload.synthetic import Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
@@ -25,10 +25,21 @@ def needs(enough: Callable[[Layout], bool]) -> Callable[[Layout], float]:
     return lambda layout: 1.0 if enough(layout) else 0.8 - 0.1 / layout.num_gpus
 
 
+def guessed(devices_per_worker: int, num_workers: int, prefill_share: float) -> Estimate:
+    prefill = num_workers * prefill_share
+    return Estimate(devices_per_worker=devices_per_worker, prefill=prefill, decode=num_workers - prefill)
+
+
+def searched(achieves: Callable[[Layout], float], *guesses: Estimate, max_gpus: int = 64) -> Search:
+    found = Search(achieves, share=0.9, max_gpus=max_gpus)
+    found.run(guesses)
+    return found
+
+
 @pytest.mark.parametrize("guess", [1, 4, 11, 12, 13, 40])
 @pytest.mark.parametrize("fewest", [1, 2, 12])
 def test_the_fewest_workers_are_found_from_any_guess(guess: int, fewest: int) -> None:
-    found = search([Outlook(1, guess, 0.5)], needs(lambda layout: layout.num_workers >= fewest), share=0.9, max_gpus=64)
+    found = searched(needs(lambda layout: layout.num_workers >= fewest), guessed(1, guess, 0.5), max_gpus=64)
     assert found.answer is not None
     assert found.answer.num_workers == fewest
     assert found.is_complete
@@ -44,20 +55,20 @@ def test_the_split_is_climbed_to() -> None:
             return 1.0
         return 0.9 - 0.02 * abs(layout.num_prefill - 4) if layout.num_workers == 6 else 0.5
 
-    found = search([Outlook(1, 6, 0.3)], achieves, share=0.9, max_gpus=64)
+    found = searched(achieves, guessed(1, 6, 0.3), max_gpus=64)
     assert found.answer == Layout(1, 4, 2)
 
 
 def test_a_higher_degree_is_chosen_where_it_takes_fewer_gpus() -> None:
     enough = needs(lambda layout: layout.num_gpus >= (12 if layout.devices_per_worker == 1 else 8))
-    found = search([Outlook(1, 12, 0.5), Outlook(2, 6, 0.5), Outlook(4, 4, 0.5)], enough, share=0.9, max_gpus=64)
+    found = searched(enough, guessed(1, 12, 0.5), guessed(2, 6, 0.5), guessed(4, 4, 0.5), max_gpus=64)
     assert found.answer is not None
     assert (found.answer.num_gpus, found.answer.devices_per_worker) == (8, 2)
     assert all(layout.num_gpus < 16 for layout in found.shares if layout.devices_per_worker == 4)
 
 
 def test_where_nothing_is_enough_the_best_is_known() -> None:
-    found = search([Outlook(2, 3, 0.5)], needs(lambda layout: False), share=0.9, max_gpus=9)
+    found = searched(needs(lambda layout: False), guessed(2, 3, 0.5), max_gpus=9)
     assert found.answer is None
     assert found.is_complete
     assert found.next_cheaper is not None
@@ -73,7 +84,7 @@ def test_when_time_is_over_the_best_so_far_stands() -> None:
             raise OutOfTime
         return 1.0
 
-    found = search([Outlook(1, 9, 0.5)], achieves, share=0.9, max_gpus=64)
+    found = searched(achieves, guessed(1, 9, 0.5), max_gpus=64)
     assert (found.answer, found.is_complete) == (tried[0], False)
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.simulation.routers.base import PlaceQuery
-from cluster.simulation.routers.queue_length import QueueLengthRouter
+from cluster.simulation.routers.base import Placed, turned_away
+from cluster.simulation.routers.baselines import QueueLengthRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages.scheduling import Placement, Unplaceable
+from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 from kv_transfer.messages.workers import WorkerSnapshot
 
 COST = StepCost(base_s=0.004, prefill_token_s=3e-5, prefill_pair_s=1e-9, decode_s=2e-5, context_token_s=4e-8)
@@ -35,8 +35,8 @@ WORKLOAD = Workload(
 class DecodeOnlyRouter(QueueLengthRouter):
     """The one decode worker computes everything."""
 
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable:
-        return Placement(request_id=request.request_id, attempt=request.attempt, prefill=None, decode="decode-0")
+    def choose(self, query: Place, now: float) -> Placed:
+        return Placed(query, None, self.decodes[0])
 
 
 def one(prompt_tokens: int, output_tokens: int, request_id: str = "r0", arrival_s: float = 1.0) -> TraceRequest:
@@ -126,26 +126,23 @@ class Recorder(QueueLengthRouter):
         self._opens_at = opens_at
         self.beats: list[tuple[str, float]] = []
         self.news: list[tuple[str, str]] = []
-        take_in = self.heartbeat
 
-        def heartbeat(snapshot: WorkerSnapshot, now: float) -> bool:
-            self.beats.append((snapshot.worker_id, now))
-            return take_in(snapshot, now)
+    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> None:
+        self.beats.append((snapshot.worker_id, now))
+        super().heartbeat(snapshot, now)
 
-        self.heartbeat = heartbeat  # type: ignore[method-assign]
-
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
+    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
         if now >= self._opens_at:
-            return super().place(request, now)
-        retry_after_s = self._opens_at - now
-        return Unplaceable(request_id=request.request_id, attempt=0, reason="not yet", retry_after_s=retry_after_s)
+            return super().choose(query, now)
+        return turned_away(query, "not yet", self._opens_at - now)
 
-    def ended(self, request_id: str, now: float, num_output_tokens: int) -> None:
+    def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
         self.news.append((request_id, f"{num_output_tokens} tokens"))
         super().ended(request_id, now, num_output_tokens)
 
     def first_token(self, request_id: str, now: float) -> None:
         self.news.append((request_id, "first token"))
+        super().first_token(request_id, now)
 
 
 def test_who_is_turned_away_comes_back_after_retry_after_or_never() -> None:
@@ -176,19 +173,19 @@ class WaitingRouter(QueueLengthRouter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._waiting: list[PlaceQuery] = []
+        self._waiting: list[Place] = []
         self._next_at: float | None = None
         self.asked_at: list[float] = []
 
-    def place(self, request: PlaceQuery, now: float) -> Placement | Unplaceable | None:
+    def place(self, request: Place, now: float) -> Placement | Unplaceable | Queued:  # type: ignore[override]
         self._waiting.append(request)
         self._next_at = math.ceil(now)
-        return None
+        return Queued(request_id=request.request_id, attempt=request.attempt, within_s=1.0)
 
     def answers(self, now: float) -> list[Placement | Unplaceable]:
         self.asked_at.append(now)
         waiting, self._waiting, self._next_at = self._waiting, [], None
-        return [answer for request in waiting if (answer := super(WaitingRouter, self).place(request, now))]
+        return [super(WaitingRouter, self).place(request, now) for request in waiting]
 
     def next_at(self) -> float | None:
         return self._next_at

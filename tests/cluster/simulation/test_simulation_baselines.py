@@ -9,29 +9,27 @@ import pytest
 
 from cluster.simulation.arguments import DEVICE_NAMES, MODEL_NAMES, ROUTER_NAMES
 from cluster.simulation.command import DEVICES, MODELS, ROUTERS
-from cluster.simulation.routers.base import PlaceQuery
+from cluster.simulation.routers.base import Baseline, Member, Placed
 from cluster.simulation.routers.baselines import (
-    Baseline,
     Colocated,
     DistServe,
     Dynamo,
     LeastOutstandingTokens,
+    LlmdHeadroom,
+    Mooncake,
     RoundRobin,
 )
-from cluster.simulation.routers.fleet import KnownCosts
-from cluster.simulation.routers.slo_baselines import LlmdHeadroom, Mooncake
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.simulation.workload.synthetic import Workload, draw_requests
-from cluster.slo.classes import SloClass
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexSnapshot
-from kv_transfer.messages.scheduling import Placement, Unplaceable
+from kv_transfer.messages.scheduling import Place, Placement, Unplaceable
+from kv_transfer.worker.cost_report import stated_report
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 BLOCK = 16
 COST = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-6)
-COSTS = KnownCosts(prefill=COST, decode=COST, prefill_chunk_tokens=10**6, decode_chunk_tokens=10**6)
 HASHES = tuple(bytes([i]) * 16 for i in range(1, 63))
 
 
@@ -47,8 +45,8 @@ def fleet(router: _Router, num_prefill: int = 2, num_decode: int = 2) -> _Router
 
 
 def _register(router: Baseline, worker_id: str) -> None:
-    info = worker_info(worker_id, max_model_len=10**6, num_blocks=10**5, block_size=BLOCK)
-    router.register(info, worker_snapshot(worker_id, blocks_available=0), 0.0)
+    info = worker_info(worker_id, max_model_len=10**6, num_blocks=10**5, block_size=BLOCK, chunk_tokens=10**6)
+    router.register(info, worker_snapshot(worker_id, blocks_available=0, step_cost=stated_report(COST)), 0.0)
     whole = BlockIndexSnapshot(worker_id=worker_id, epoch=1, next_id=0, part=0, num_parts=1, tier="device", hashes=b"")
     router.blocks(whole, 0.0)
 
@@ -60,18 +58,19 @@ def caches(router: Baseline, worker_id: str, num_blocks: int) -> None:
 
 def query(
     request_id: str, num_tokens: int = 1000, *, new: int = 100, ttft_s: float | None = 1.0, tpot_s: float | None = 0.1
-) -> PlaceQuery:
-    return PlaceQuery(
+) -> Place:
+    return Place(
         request_id=request_id,
         attempt=0,
         num_tokens=num_tokens,
         max_new_tokens=new,
-        slo=SloClass(name="c", ttft_s=ttft_s, tpot_s=tpot_s),
-        hashes=HASHES[: (num_tokens - 1) // BLOCK],
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        prefix_hashes=b"".join(HASHES[: (num_tokens - 1) // BLOCK]),
     )
 
 
-def places(router: Baseline, asked: PlaceQuery, now: float = 0.0) -> tuple[str | None, str]:
+def places(router: Baseline, asked: Place, now: float = 0.0) -> tuple[str | None, str]:
     answer = router.place(asked, now)
     assert isinstance(answer, Placement), answer
     return answer.prefill, answer.decode
@@ -125,7 +124,7 @@ def test_dynamo_decides_on_decode_by_active_blocks_alone() -> None:
 
 
 def test_mooncake_adds_up_queue_and_uncached_prefill() -> None:
-    router = fleet(Mooncake(COSTS))
+    router = fleet(Mooncake())
     # 0.11 s of work each; prefill-1 has 31 blocks of it cached: 0.0604 s.
     caches(router, "prefill-1", 31)
     assert places(router, query("a"))[0] == "prefill-1"
@@ -133,15 +132,8 @@ def test_mooncake_adds_up_queue_and_uncached_prefill() -> None:
     assert places(router, query("c"), now=0.05)[0] == "prefill-1"  # of its queue 0.0104 s are left
 
 
-def test_mooncake_transfers_a_prefix_where_that_pays() -> None:
-    router = fleet(Mooncake(COSTS, transfer_token_s=1e-5))
-    caches(router, "prefill-1", 31)
-    assert places(router, query("a"))[0] == "prefill-1"
-    assert places(router, query("b"))[0] == "prefill-0"  # 0.0604 s + 496 tokens at 10 us, against twice 0.0604 s
-
-
 def test_mooncake_turns_away_who_would_miss_a_target() -> None:
-    router = fleet(Mooncake(COSTS))
+    router = fleet(Mooncake())
     late = router.place(query("a", 20_000), 0.0)
     assert isinstance(late, Unplaceable)
     assert late.retry_after_s == pytest.approx(1.01)
@@ -151,11 +143,16 @@ def test_mooncake_turns_away_who_would_miss_a_target() -> None:
     assert places(router, query("c", 20_000, ttft_s=None, tpot_s=None))
 
 
+def occupy(router: Baseline, asked: Place, decode: Member) -> None:
+    """It decodes there, with all of its prompt found cached."""
+    router.book(Placed(asked, None, decode, asked.num_tokens), 0.0)
+
+
 def test_llmd_packs_those_with_headroom() -> None:
     chosen = Counter[str]()
     for seed in range(300):
-        router = fleet(LlmdHeadroom(COSTS, seed=seed), 1, 2)
-        router.fleet.assign(query("before"), None, router.fleet.decodes[0], 0)
+        router = fleet(LlmdHeadroom(seed), 1, 2)
+        occupy(router, query("before"), router.decodes[0])
         chosen[places(router, query("a"))[1]] += 1
     # Weights 82 and 66: only TPOT headroom tells them apart, and weighs 0.2.
     assert chosen["decode-0"] / 300 == pytest.approx(82 / 148, abs=0.08)
@@ -163,17 +160,17 @@ def test_llmd_packs_those_with_headroom() -> None:
 
 def test_llmd_prefers_idle_workers_when_all_miss() -> None:
     for seed in range(20):
-        router = fleet(LlmdHeadroom(COSTS, seed=seed), 0, 3)
-        for member in router.fleet.decodes[:2]:
-            router.fleet.assign(query(member.worker_id), None, member, 0)
+        router = fleet(LlmdHeadroom(seed), 0, 3)
+        for member in router.decodes[:2]:
+            occupy(router, query(member.info.worker_id), member)
         assert places(router, query("a", tpot_s=0.001)) == (None, "decode-2")
 
 
 def test_llmd_heeds_the_strictest_target_of_who_runs() -> None:
     num_other = 0
     for seed in range(100):
-        router = fleet(LlmdHeadroom(COSTS, seed=seed), 1, 2)
-        router.fleet.assign(query("strict", tpot_s=0.012), None, router.fleet.decodes[0], 0)
+        router = fleet(LlmdHeadroom(seed), 1, 2)
+        occupy(router, query("strict", tpot_s=0.012), router.decodes[0])
         num_other += places(router, query("a"))[1] == "decode-1"
     assert num_other >= 94
 
@@ -189,9 +186,8 @@ def test_every_router_plays_a_workload_twice_alike(name: str) -> None:
     config = SimulationConfig(
         num_prefill=0 if name == "colocated" else 2, num_decode=2, prefill=shape, decode=shape, max_returns=1
     )
-    costs = KnownCosts(prefill=cost, decode=cost, prefill_chunk_tokens=2048, decode_chunk_tokens=2048)
     workload = Workload(requests_per_s=12.0, num_requests=60)
-    first, second = (simulate(config, draw_requests(workload, 3), ROUTERS[name](costs)) for _ in range(2))
+    first, second = (simulate(config, draw_requests(workload, 3), ROUTERS[name]()) for _ in range(2))
     assert first == second
     assert len(first.records) == 60
     assert all((r.end_s is None) is bool(r.rejected) for r in first.records)

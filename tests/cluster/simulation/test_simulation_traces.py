@@ -13,7 +13,7 @@ import pytest
 
 from cluster.simulation.workload.prompts import content_hashes
 from cluster.simulation.workload.synthetic import CONTENT_TOKENS, LogNormal, Workload, draw_requests
-from cluster.simulation.workload.traces import Scaling, TraceError, TraceFormat, TraceRequest, read_trace
+from cluster.simulation.workload.traces import TraceFormat, TraceRequest, read_trace, scaled
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1100, "output_length": 500, "hash_ids": [0, 1, 2]}
@@ -57,7 +57,7 @@ def test_azure_format(tmp_path: Path) -> None:
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, trace_format: TraceFormat, text: str, line: int) -> None:
     path = tmp_path / "trace"
     path.write_text(text)
-    with pytest.raises(TraceError, match=f"trace, line {line} is no request"):
+    with pytest.raises(ValueError, match=f"trace, line {line} is no request"):
         list(read_trace(path, trace_format))
 
 
@@ -66,13 +66,13 @@ def test_scaling_cuts_compresses_time_and_shortens() -> None:
         TraceRequest(request_id=f"r{i}", arrival_s=10.0 * i, prompt_tokens=1000, output_tokens=3, content=(0, i))
         for i in range(5)
     ]
-    scaled = list(Scaling(load=4.0, length=0.25, first=1, limit=3).apply(requests))
-    assert [r.request_id for r in scaled] == ["r1", "r2", "r3"]
-    assert [r.arrival_s for r in scaled] == [0.0, 2.5, 5.0]
-    assert {(r.prompt_tokens, r.output_tokens, r.content_tokens) for r in scaled} == {(250, 1, 128)}
+    cut = list(scaled(requests, load=4.0, length=0.25, first=1, limit=3))
+    assert [r.request_id for r in cut] == ["r1", "r2", "r3"]
+    assert [r.arrival_s for r in cut] == [0.0, 2.5, 5.0]
+    assert {(r.prompt_tokens, r.output_tokens, r.content_tokens) for r in cut} == {(250, 1, 128)}
     for load, first, limit in ((0.0, 0, None), (1.0, -1, None), (1.0, 0, 0)):
         with pytest.raises(ValueError):
-            Scaling(load=load, first=first, limit=limit)
+            scaled(requests, load=load, first=first, limit=limit)
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 100, 512])

@@ -20,7 +20,6 @@ from cluster.gateway.request_log import (
     read_log,
     request_line,
 )
-from cluster.simulation.routers.fleet import KnownCosts
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.whatif import what_if
@@ -48,11 +47,10 @@ def lived(slowness: float = 1.0, rate: float = 10.0) -> list[LoggedRequest]:
     )
     shape = WorkerShape(cost=cost, kv_tokens=200_000, token_budget=1024, max_num_seqs=64, block_size=CONTENT_TOKENS)
     config = SimulationConfig(num_prefill=1, num_decode=2, prefill=shape, decode=shape)
-    router = LegatoRouter(KnownCosts(prefill=COST, decode=COST, prefill_chunk_tokens=1024, decode_chunk_tokens=1024))
     requests = list(draw_requests(Workload(requests_per_s=rate, num_requests=100), 7))
     began = requests[0].arrival_s
     requests = [replace(request, arrival_s=request.arrival_s - began) for request in requests]
-    records = simulate(config, requests, router).records
+    records = simulate(config, requests, LegatoRouter()).records
     return [
         LoggedRequest(
             request_id=request.request_id,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
-from cluster.simulation.steps import Noise
+from cluster.simulation.steps import step_factors
 from cluster.simulation.whatif import replay
 from cluster.simulation.worker_shape import WorkerShape
 from cluster.slo.classes import NO_TARGETS
@@ -25,14 +25,14 @@ COST = StepCost(base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s
 SPREAD = 0.2
 
 
-def logs(noise: Noise, count: int = 16_000) -> npt.NDArray[np.float64]:
-    return np.log([noise.factor(step) for step in range(count)])
+def logs(seed: int, correlation: float, count: int = 16_000) -> npt.NDArray[np.float64]:
+    """Of the factors of so many steps: after the last one they come again."""
+    return np.log(np.resize(np.array(step_factors(SPREAD, seed, correlation)), count))
 
 
 @pytest.mark.parametrize("correlation", [0.3, 0.63, 0.9])
 def test_simulated_steps_scatter_as_was_asked_for(correlation: float) -> None:
-    noise = Noise(SPREAD, seed=3, correlation=correlation)
-    deviations = logs(noise)
+    deviations = logs(3, correlation)
     assert deviations.std() == pytest.approx(SPREAD, rel=0.1)
     assert np.exp(deviations).mean() == pytest.approx(1.0, abs=0.03)
     centred = deviations - deviations.mean()
@@ -41,18 +41,14 @@ def test_simulated_steps_scatter_as_was_asked_for(correlation: float) -> None:
 
 
 def test_the_same_seed_gives_the_same_steps() -> None:
-    first, again, other = (logs(Noise(SPREAD, seed, 0.6)).tolist() for seed in (1, 1, 2))
+    first, again, other = (logs(seed, 0.6).tolist() for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
 
 def test_without_memory_steps_are_what_they_were() -> None:
     rng = random.Random(7)
-    noise = Noise(SPREAD, seed=7)
-    assert [noise.factor(step) for step in range(1021)] == [
-        rng.lognormvariate(-SPREAD * SPREAD / 2, SPREAD) for _ in range(1021)
-    ]
-    assert noise.factor(1021) == noise.factor(0)
+    assert step_factors(SPREAD, seed=7) == [rng.lognormvariate(-SPREAD * SPREAD / 2, SPREAD) for _ in range(1021)]
 
 
 @pytest.mark.parametrize("correlation", [-0.1, 1.0])
@@ -63,7 +59,7 @@ def test_impossible_correlations_are_refused(correlation: float) -> None:
 
 @pytest.mark.parametrize("correlation", [0.0, 0.4, 0.8, 0.95])
 def test_memory_is_told_from_what_does_not_average_out(correlation: float) -> None:
-    deviations = np.concatenate([logs(Noise(SPREAD, seed, correlation)) for seed in range(4)])
+    deviations = np.concatenate([logs(seed, correlation) for seed in range(4)])
     found = StepNoise.of(deviations)
     assert found.spread == pytest.approx(SPREAD, rel=0.1)
     assert found.correlation == pytest.approx(correlation, abs=0.05)
@@ -78,20 +74,21 @@ def test_steps_that_never_vary_have_no_memory() -> None:
     assert StepNoise.of(np.zeros(100)) == StepNoise()
 
 
-def worker_of(noise: Noise, num_steps: int = 400) -> StepCostReport:
+def worker_of(seed: int, correlation: float = 0.0, num_steps: int = 400) -> StepCostReport:
     """What a worker reports whose decode steps have this noise."""
+    factors = step_factors(SPREAD, seed, correlation)
     costs = StepCosts(COST)
     costs.seed(COST)
     for step in range(num_steps):
         work = StepWork(decodes=1 + step % 5, context_tokens=300 * (1 + step % 7))
-        costs.observe(work, COST.step_s(work) * noise.factor(step))
+        costs.observe(work, COST.step_s(work) * factors[step])
     report = cost_report(costs)
     assert report is not None
     return report
 
 
 def test_workers_report_how_their_steps_scatter() -> None:
-    reports = {rho: [worker_of(Noise(SPREAD, seed, rho)) for seed in range(12)] for rho in (0.0, 0.7)}
+    reports = {rho: [worker_of(seed, rho) for seed in range(12)] for rho in (0.0, 0.7)}
     runs = {}
     for rho, told in reports.items():
         noises = [reported_noise("decode", report) for report in told]
@@ -105,7 +102,7 @@ def test_workers_report_how_their_steps_scatter() -> None:
 
 def test_a_worker_without_a_report_has_no_noise() -> None:
     assert reported_noise("decode", None) == StepNoise()
-    assert reported_noise("prefill", replace(worker_of(Noise(SPREAD, 0)), prefill_spread=0.5)).spread == 0.5
+    assert reported_noise("prefill", replace(worker_of(0), prefill_spread=0.5)).spread == 0.5
 
 
 def test_spells_make_replayed_answers_differ() -> None:

@@ -1,0 +1,44 @@
+"""Children of tests, forked from a process that has imported what they need: an import takes two seconds of each."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.waiting import HANGS_S
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.processes.host_segment_child", "tests.processes.disk_tier_child"])
+
+
+class ForkedChild:
+    """A process that calls `target(*args, pipe)`. What one end of the pipe sends the other one receives."""
+
+    def __init__(self, target: Callable[..., None], *args: object) -> None:
+        self._pipe, theirs = _FORKS.Pipe()
+        self._process = _FORKS.Process(target=target, args=(*args, theirs))
+        self._process.start()
+        theirs.close()
+
+    def told(self) -> Any:
+        """What it sent next. Raises EOFError where it has ended."""
+        assert self._pipe.poll(HANGS_S), "it says nothing"
+        return self._pipe.recv()
+
+    def tell(self, message: object) -> None:
+        self._pipe.send(message)
+
+    def hang_up(self) -> None:
+        """What it waits to receive is EOFError."""
+        self._pipe.close()
+
+    def exit_code(self) -> int | None:
+        """Waits for its end. Negative: the signal that killed it."""
+        self._process.join(HANGS_S)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(HANGS_S)
+        self._pipe.close()
