@@ -178,7 +178,8 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(llam
 async def test_a_request_placed_on_a_worker_that_begins_to_drain_goes_elsewhere(llama: SmallModel, role: str) -> None:
     """Before the scheduler hears of it: no client is turned away because a worker is being replaced."""
     expected = llama.local(PROMPT, greedy()).tokens
-    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+    prefill, decode = PrefillWorkerConfig(heartbeat_s=HANGS_S), DecodeWorkerConfig(heartbeat_s=HANGS_S)
+    async with cluster_of(llama, num_prefill=2, num_decode=2, prefill=prefill, decode=decode) as cluster:
         worker = cluster.prefills[0] if role == "prefill" else cluster.decodes[0]
         await worker.drain(0.0)
         assert not sees_draining(cluster)

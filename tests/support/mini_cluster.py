@@ -12,8 +12,10 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 from cluster.autoscaling.sizing import PoolsPlan
+from cluster.gateway import scheduler_client
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.line_log import LineLog
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
@@ -88,6 +90,8 @@ class MiniCluster:
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []
         self.models: list[LoadedModel] = []
+        # No gateway places a request itself because the loop that it shares with the scheduler is busy.
+        self._patience = mock.patch.object(scheduler_client, "PLACE_TIMEOUT_S", HANGS_S)
         self.tiers: list[PrefixTiers] = []  # of the workers in `models` that have some
         self._close_tiers: list[Callable[[], Awaitable[None]]] = []
 
@@ -101,6 +105,7 @@ class MiniCluster:
             model.costs.seed(cost)
 
     async def start(self) -> None:
+        self._patience.start()
         await self.start_scheduler()
         for _ in range(self.config.num_prefill):
             await self.add_prefill()
@@ -158,6 +163,7 @@ class MiniCluster:
         await self._end(worker)
 
     async def stop(self) -> None:
+        self._patience.stop()
         await self.orchestrator.stop()
         for worker in self.workers:
             await self._end(worker)
