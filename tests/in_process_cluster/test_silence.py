@@ -23,6 +23,7 @@ from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.handoff.actions import ReceiverState
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
+from kv_transfer.transports import choose
 from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, cluster_of
@@ -132,7 +133,9 @@ class Cable:
 async def test_a_hand_off_whose_peers_hear_nothing_of_each_other_is_begun_again(llama: SmallModel) -> None:
     """Gateway and scheduler see both."""
     transfer, chunked = TransferConfig(transport="tcp"), PrefillWorkerConfig(chunk_tokens=64)
-    async with cluster_of(llama, num_decode=2, transfer=transfer, prefill=chunked) as cluster:
+    async with cluster_of(
+        llama, num_decode=2, transfer=transfer, prefill=chunked, kv_silence_s=choose.SILENCE_S
+    ) as cluster:
         cables = []
         machines = [decode.reservations.receiver.machine for decode in cluster.decodes]
         for machine in machines:
