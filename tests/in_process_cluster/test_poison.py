@@ -164,9 +164,7 @@ async def test_nor_where_steps_overlap(llama: SmallModel, deed: Deed) -> None:
 async def test_nor_for_poison_that_hangs_its_worker(
     llama: SmallModel, phase: Phase, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Longer than a busy machine keeps the thread of a worker that does not hang.
-    overdue_s, hung_s = 2.5, 3.5
-    monkeypatch.setattr(step_loop, "_HUNG_S", hung_s)  # until it is replaced
-    async with cluster_of(llama, num_prefill=2, num_decode=2, overdue_s=overdue_s) as cluster:
+    monkeypatch.setattr(step_loop, "_HUNG_S", 2.0)  # until it is replaced
+    async with cluster_of(llama, num_prefill=2, num_decode=2, overdue_s=1.0) as cluster:
         know_costs(cluster)
         await innocents_beside_poison(cluster, llama, "hangs", phase, at_once=at_once)
