@@ -225,7 +225,7 @@ def test_a_real_server_is_asked(tokenizer: Tokenizer) -> None:
         assert generator.requests[-1].params.seed == 3 and seeded.num_tokens == 10
         in_turn = asker.keep_open([alike] * 3, num_open=1)
         assert all(one.arrivals_s[-1] <= next_one.sent_s for one, next_one in itertools.pairwise(in_turn))
-        generator.script.delay_s = 0.005
+        generator.script.delay_s, generator.script.hang_after = 0.005, 1_000  # until the streams are broken off
         streams, prompts = asker.steady([Request(prompt=[7], num_tokens=2000)] * 2, [alike] * 2)
         assert streams[0].arrivals_s[0] < prompts[0].sent_s < prompts[1].sent_s < streams[1].arrivals_s[-1] + 60
         assert [prompt.num_tokens for prompt in prompts] == [10, 10]

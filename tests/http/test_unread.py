@@ -98,12 +98,11 @@ def test_what_is_done_makes_room_although_nobody_has_read_it(tokenizer: Tokenize
 def test_one_of_several_sequences_makes_room_when_it_is_done(tokenizer: Tokenizer) -> None:
     generator = ScriptedGenerator(tokenizer)
     with running_server(generator, tokenizer, GatewaySettings(max_concurrent=2)) as target:
-        generator.script = Script(reply=("a b c", "d " * 1_000), delay_s=0.01)
+        generator.script = Script(reply=("a b c", "d " * 1_000), hang_after=10)
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1_000, "n": 2, "stream": True}
         with target.http.stream("POST", "/v1/completions", json=body) as answer:
             events = answer.iter_lines()
             assert any('"finish_reason":"stop"' in line for line in events)
-            generator.script = Script()
             short = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
             assert target.http.post("/v1/completions", json=short).status_code == 200
             assert target.http.post("/v1/completions", json={**short, "n": 2}).status_code == 429

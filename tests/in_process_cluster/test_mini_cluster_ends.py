@@ -74,7 +74,7 @@ async def test_who_waits_for_blocks_comes_in_as_soon_as_a_cancel_frees_them(llam
     `a` holds 10 of 12 blocks while prefill computes; `b` wants 3 and waits at decode, `c` wants 1 and waits behind it.
     """
     async with cluster_of(
-        llama, decode_engine={"kv_blocks": 12}, policy=SchedulerPolicy(local_prefill_below=50)
+        llama, decode_engine={"kv_blocks": 12}, policy=SchedulerPolicy(local_prefill_below=50, stale_after_s=HANGS_S)
     ) as cluster:
         with brake(cluster.prefills[0].model.runner) as held:
             lengths = {"a": 150, "b": 48, "c": 7}
@@ -131,6 +131,8 @@ async def test_streams_that_are_closed_while_they_rest_on_the_host_free_everythi
     device = {"block_size": 8, "layers_per_group": 1, "kv_blocks": 120, "host_bytes": 8 << 20, "staging_bytes": 1 << 20}
     async with cluster_of(llama, decode_engine=device, decode=DecodeWorkerConfig(layerkv=LayerKvConfig())) as cluster:
         streams = [cluster.stream(f"r{n}", p, greedy(60)) for n, p in enumerate(random_prompts([120] * 6))]
-        await asyncio.gather(*(anext(stream) for stream in streams))
+        begun = asyncio.gather(*(anext(stream) for stream in streams))
+        # Not after it: those that began first may have come to their end by then.
         await eventually(lambda: cluster.decodes[0].snapshot().num_paused > 0)
+        await begun
         await asyncio.gather(*(stream.aclose() for stream in streams))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cluster.errors import DeadlineError, FailedError
 from cluster.gateway.orchestrator import OrchestratorConfig
+from cluster.gateway.request_state import RequestRun
 from decode_workers.worker import DecodeWorkerConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import brake, cluster_of
@@ -93,10 +96,12 @@ async def test_without_a_scheduler_dead_workers_are_not_waited_for(llama: SmallM
             assert await asyncio.wait_for(tokens(cluster, f"r{n}", PROMPT, greedy()), HANGS_S) == expected
 
 
-async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel) -> None:
+async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its event loop answers, its device does not."""
-    config = OrchestratorConfig(stall_s=0.3)
-    async with cluster_of(llama, num_decode=2, orchestrator=config) as cluster, AsyncExitStack() as stack:
+    next_attempt = RequestRun.next_attempt
+    async with cluster_of(llama, num_decode=2) as cluster, AsyncExitStack() as stack:
+        gateway = cluster.orchestrator
+        patient = gateway._config
         ballast = await stack.enter_async_context(aclosing(cluster.stream("ballast", PROMPT[:9], greedy(200))))
         await anext(ballast)
         await anext(ballast)
@@ -105,7 +110,13 @@ async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel) -> No
         async def hang() -> None:
             assert chosen.gateway_of, "it was placed where there was less to do, and would be again"
             stack.enter_context(brake(chosen.model.runner))
+            gateway._config = replace(patient, stall_s=0.3)
 
+        def elsewhere(*attempt: Any) -> None:
+            gateway._config = patient  # whoever goes on with it may be slow
+            next_attempt(*attempt)
+
+        monkeypatch.setattr(RequestRun, "next_attempt", elsewhere)
         found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), HANGS_S)
         assert found == llama.local(PROMPT, greedy(40)).tokens
 
@@ -178,7 +189,8 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(llam
 async def test_a_request_placed_on_a_worker_that_begins_to_drain_goes_elsewhere(llama: SmallModel, role: str) -> None:
     """Before the scheduler hears of it: no client is turned away because a worker is being replaced."""
     expected = llama.local(PROMPT, greedy()).tokens
-    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+    prefill, decode = PrefillWorkerConfig(heartbeat_s=HANGS_S), DecodeWorkerConfig(heartbeat_s=HANGS_S)
+    async with cluster_of(llama, num_prefill=2, num_decode=2, prefill=prefill, decode=decode) as cluster:
         worker = cluster.prefills[0] if role == "prefill" else cluster.decodes[0]
         await worker.drain(0.0)
         assert not sees_draining(cluster)

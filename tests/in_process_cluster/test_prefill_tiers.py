@@ -176,7 +176,7 @@ async def cluster_with_disk(
             cluster.believe(COMPUTING_IS_SLOW)  # nothing is worth computing
             assert await ask(cluster, "first", PROMPT) == (model.local(PROMPT, TOKENS).tokens, 0)
             await copied_down(cluster)
-            assert disk.flush(5)
+            assert disk.flush(HANGS_S)
             drop_device(cluster)
             drop_host(cluster)
             yield cluster, disk

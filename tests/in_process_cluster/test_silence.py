@@ -23,6 +23,7 @@ from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.handoff.actions import ReceiverState
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
+from kv_transfer.transports import choose
 from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, cluster_of
@@ -132,7 +133,9 @@ class Cable:
 async def test_a_hand_off_whose_peers_hear_nothing_of_each_other_is_begun_again(llama: SmallModel) -> None:
     """Gateway and scheduler see both."""
     transfer, chunked = TransferConfig(transport="tcp"), PrefillWorkerConfig(chunk_tokens=64)
-    async with cluster_of(llama, num_decode=2, transfer=transfer, prefill=chunked) as cluster:
+    async with cluster_of(
+        llama, num_decode=2, transfer=transfer, prefill=chunked, kv_silence_s=choose.SILENCE_S
+    ) as cluster:
         cables = []
         machines = [decode.reservations.receiver.machine for decode in cluster.decodes]
         for machine in machines:
@@ -217,7 +220,7 @@ async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) ->
     params = greedy(600)
     async with processes(roomy, "prefill", "decode", "decode") as (cluster, workers):
         expected = tokens_of(await cluster.generate("undisturbed", PROMPT, params))
-        gap_s, last_at, found, stopped = 0.0, time.monotonic(), list[TokenEvent](), ""
+        gap_s, last_at, found, stopped, attempt = 0.0, time.monotonic(), list[TokenEvent](), "", 0
         async with aclosing(cluster.stream("r", PROMPT, params)) as events:
             while not found or found[-1].finish_reason is None:
                 found.append(await asyncio.wait_for(anext(events), NOT_BY_DEATH_S))
@@ -225,10 +228,10 @@ async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) ->
                 if len(found) == 100:
                     placement = cluster.orchestrator.runs["r"].placement
                     assert placement is not None
-                    stopped = placement.decode
+                    stopped, attempt = placement.decode, found[-1].attempt
                     workers[stopped].send_signal(signal.SIGSTOP)
         assert tokens_of(found) == expected
-        assert found[-1].attempt == 1, "it had ended before its worker was stopped"
+        assert found[-1].attempt > attempt, "it had ended before its worker was stopped"
         workers[stopped].send_signal(signal.SIGCONT)
         await eventually(lambda: is_back(cluster, stopped), what="it did not let go of what had gone elsewhere")
         await cluster.scheduler.stop()  # without it every prompt is for a prefill worker, if there is one
@@ -237,5 +240,5 @@ async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) ->
         began = time.monotonic()
         again = await asyncio.wait_for(cluster.generate("again", PROMPT, greedy(10)), NOT_BY_DEATH_S)
         assert tokens_of(again) == expected[:10]
-        assert again[0].attempt == 1
+        assert again[0].attempt > 0
         print(f"gaps: {gap_s:.2f} s without decode, {time.monotonic() - began:.2f} s without prefill")

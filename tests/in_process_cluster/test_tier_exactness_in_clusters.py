@@ -144,7 +144,7 @@ async def test_cluster(models: Models, tmp_path: Path, name: str) -> None:
         if case.prefill.staging and case.source == "nowhere":
             assert max(prefilling.placements) > 0
         _check_hits(cluster, case, [cached for _, cached in answers])
-        await cluster.idle(5.0)
+        await cluster.idle()
 
 
 @asynccontextmanager
@@ -285,4 +285,4 @@ async def test_steps_that_fail_in_the_middle_of_their_copies_and_clients_that_le
                 await leaving
                 _drop(cluster.models[round_number], host=True)
         assert all(failed for failed in failing)
-        await cluster.idle(5.0)
+        await cluster.idle()

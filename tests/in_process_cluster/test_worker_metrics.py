@@ -57,7 +57,7 @@ class Scraper:
             samples = self._samples(name, labels)
             return bool(samples) and sum(samples) == value
 
-        await eventually(shown, 5.0, f"{name} {labels} is not {value}")
+        await eventually(shown, what=f"{name} {labels} is not {value}")
 
     def _samples(self, name: str, labels: dict[str, str]) -> list[float]:
         wanted = {**labels, "worker": self._worker_id}.items()
@@ -157,7 +157,7 @@ async def test_tokens_of_a_neighbour_are_told_as_such(llama: SmallModel) -> None
         tiers = cluster.prefills[0].prefix.tiers
         assert tiers is not None
         hashes = block_hashes(history, BLOCK_SIZE)[:4]
-        await eventually(lambda: tiers.missing(hashes).num_reachable == 4, 5.0, "the neighbour is not looked at")
+        await eventually(lambda: tiers.missing(hashes).num_reachable == 4, what="the neighbour is not looked at")
         assert await ask(cluster, "second", history) == 64
         await metric.shows(32, "legato_worker_prefix_hit_tokens_total", source="neighbours")
         assert metric("legato_worker_prefix_hit_tokens_total", source="device") == 32
@@ -188,9 +188,9 @@ async def test_sequences_that_rest_in_host_memory_are_told(llama: SmallModel) ->
         metric = Scraper(cluster, cluster.decodes[0].info.worker_id)
         prompts = random_prompts([100, 33, 140, 64, 121, 90, 150, 80])
         streams = [cluster.stream(f"r{n}", prompt, greedy(60)) for n, prompt in enumerate(prompts)]
-        await asyncio.gather(*(anext(stream) for stream in streams))
         with brake(cluster.models[1].runner):
-            await eventually(lambda: metric("legato_worker_host_sequences") > 0, 5.0, "none rests in host memory")
+            await asyncio.gather(*(anext(stream) for stream in streams))
+            await eventually(lambda: metric("legato_worker_host_sequences") > 0, what="none rests in host memory")
         for stream in streams:
             async for _ in stream:
                 pass
@@ -244,7 +244,7 @@ async def test_cluster_shows_what_the_block_index_knows(llama: SmallModel, tmp_p
         worker = cluster.decodes[0]
         await ask(cluster, "r")
         whole = {"device": COLUMNS, "host": COLUMNS, "disk": COLUMNS}
-        await eventually(lambda: index_of(cluster, worker).get("columns") == whole, 5.0, "the index lacks columns")
+        await eventually(lambda: index_of(cluster, worker).get("columns") == whole, what="the index lacks columns")
         before = index_of(cluster, worker)
         assert before["in_step"] is True
         assert before["num_gaps"] == 0
@@ -254,8 +254,8 @@ async def test_cluster_shows_what_the_block_index_knows(llama: SmallModel, tmp_p
         drop(cluster.models[0].block_pool)
         lost = worker.parts.events.take()  # a report that never arrives
         assert isinstance(lost[0], BlockEvents)
-        await eventually(lambda: index_of(cluster, worker)["num_gaps"] == 1, 5.0, "the gap is not seen")
-        await eventually(lambda: index_of(cluster, worker)["in_step"], 5.0, "the index stays out of step")
+        await eventually(lambda: index_of(cluster, worker)["num_gaps"] == 1, what="the gap is not seen")
+        await eventually(lambda: index_of(cluster, worker)["in_step"], what="the index stays out of step")
         after = index_of(cluster, worker)
         assert after["columns"] == {**whole, "device": 0}
         assert after["num_snapshots_asked"] == 1
@@ -265,11 +265,11 @@ async def test_cluster_shows_what_the_block_index_knows(llama: SmallModel, tmp_p
 async def test_without_a_scheduler_nothing_is_claimed_of_its_index(llama: SmallModel) -> None:
     async with cluster_of(llama, num_prefill=0) as cluster:
         worker = cluster.decodes[0]
-        await eventually(lambda: index_of(cluster, worker).get("in_step") is True, 5.0, "the index is not told")
+        await eventually(lambda: index_of(cluster, worker).get("in_step") is True, what="the index is not told")
         await cluster.scheduler.stop()
-        await eventually(lambda: index_of(cluster, worker) == {}, 5.0, "an index is claimed")
+        await eventually(lambda: index_of(cluster, worker) == {}, what="an index is claimed")
         await cluster.start_scheduler()
-        await eventually(lambda: index_of(cluster, worker).get("in_step") is True, 5.0, "the index does not come back")
+        await eventually(lambda: index_of(cluster, worker).get("in_step") is True, what="the index does not come back")
 
 
 def test_every_metric_of_the_workers_is_documented() -> None:

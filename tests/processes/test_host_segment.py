@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import random
@@ -84,7 +85,7 @@ def test_what_the_killed_worker_was_writing_is_lost_and_nothing_else(scope: str)
 
 
 def test_a_worker_killed_at_any_moment_leaves_only_whole_blocks(scope: str) -> None:
-    for _ in range(6):
+    for life in itertools.count(1):
         with worker("rewrite", scope) as dying:
             dying.opened()
             time.sleep(random.uniform(0, 0.05))  # a moment that nobody chose
@@ -92,7 +93,8 @@ def test_a_worker_killed_at_any_moment_leaves_only_whole_blocks(scope: str) -> N
         restored = segment.restored()
         assert_content_matches(segment, restored)
         segment.close(unlink=False)
-    assert restored, "none of them lived long enough to publish anything"
+        if life >= 6 and restored:  # one of them has lived long enough to publish anything
+            break
 
 
 def test_damaged_bytes_and_a_damaged_record_are_no_content(scope: str) -> None:

@@ -70,7 +70,7 @@ async def transport(kind: str, slabs: SlabConfig | None = None) -> AsyncIterator
 async def warm_up() -> None:
     async with transport("tcp") as own:
         with pytest.raises(LinkClosedError):
-            await own.connect(Endpoint(host="127.0.0.1", port=9, node_id="a"), timeout_s=1)
+            await own.connect(Endpoint(host="127.0.0.1", port=9, node_id="a"), timeout_s=HANGS_S)
 
 
 def segment_names() -> set[str]:

@@ -62,6 +62,7 @@ def serve_run(path: Path, folder: Path) -> Iterator[ServeRun]:
         sock.bind(("127.0.0.1", 8000))  # the files' port: if something else of this machine has it, that must end first
     log = folder / "serve.log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "LEGATO_SECRET", "LOG_NAME"))}
+    environment["RAY_SERVE_SLOW_STARTUP_WARNING_S"] = "600"  # which is about the machine, and no warning of ours
     with log.open("wb") as output:
         process = subprocess.Popen(
             [Path(sys.executable).with_name("serve"), "run", path],

@@ -12,8 +12,10 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 from cluster.autoscaling.sizing import PoolsPlan
+from cluster.gateway import scheduler_client
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.line_log import LineLog
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
@@ -36,6 +38,7 @@ from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
 from kv_transfer.tiers.worker_tiers import WorkerTiers
+from kv_transfer.transports import choose
 from kv_transfer.transports.base import Identity
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerParts
@@ -70,6 +73,7 @@ class MiniClusterConfig:
     decision_log: LineLog | None = None
     prefill_sources: tuple[ColumnSource, ...] = ()  # below the prefill workers' host memory, if they have any
     prefill_sink: ColumnSink | None = None
+    kv_silence_s: float = HANGS_S  # after which a KV link is given up: each end has a thread, which may be kept waiting
     load_timeout_s: float = HANGS_S  # what is loaded, and what computed, must not depend on how busy the machine is
     tiers: TiersConfig | None = None  # of all workers, as they are opened in production; the engines' `host_bytes` then
     # do not count
@@ -88,6 +92,7 @@ class MiniCluster:
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []
         self.models: list[LoadedModel] = []
+        self._patience = contextlib.ExitStack()
         self.tiers: list[PrefixTiers] = []  # of the workers in `models` that have some
         self._close_tiers: list[Callable[[], Awaitable[None]]] = []
 
@@ -101,6 +106,9 @@ class MiniCluster:
             model.costs.seed(cost)
 
     async def start(self) -> None:
+        # No gateway places a request itself, and no hand-off is begun again, because this machine is busy.
+        self._patience.enter_context(mock.patch.object(scheduler_client, "PLACE_TIMEOUT_S", HANGS_S))
+        self._patience.enter_context(mock.patch.object(choose, "SILENCE_S", self.config.kv_silence_s))
         await self.start_scheduler()
         for _ in range(self.config.num_prefill):
             await self.add_prefill()
@@ -158,6 +166,7 @@ class MiniCluster:
         await self._end(worker)
 
     async def stop(self) -> None:
+        self._patience.close()
         await self.orchestrator.stop()
         for worker in self.workers:
             await self._end(worker)

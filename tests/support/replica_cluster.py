@@ -78,6 +78,7 @@ class ReplicaCluster(MiniCluster):
         await self.ready()
 
     async def stop(self) -> None:
+        self._patience.close()
         await self.orchestrator.stop()
         for replica in self.replicas:
             await replica.stop(0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
@@ -18,6 +18,7 @@ from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from kv_transfer.messages.scheduling import Placement
+from tests.support.waiting import eventually
 
 _WORDS: Final = (
     "the",
@@ -50,6 +51,7 @@ class Script:
     handoff_s: float | None = None  # exposed, as it says before the second token
     tail_s: float = 0.0  # from the last token to the end of the iteration
     burst: int = 1  # tokens that come without a pause between them
+    until: Callable[[], object] = lambda: True  # what has to hold before each burst but the first
     hang_after: int | None = None  # tokens, then nothing until the stream is closed
     fail_after: int | None = None  # tokens, then `error`, or a silent end
     error: Exception | None = None
@@ -114,6 +116,8 @@ class ScriptedGenerator:
                         return
                     raise self.script.error
                 if index % self.script.burst == 0:
+                    if index:
+                        await eventually(self.script.until)
                     await asyncio.sleep(self.script.delay_s)
                 event = self._event(request, index, token_id)
                 tokens.append(event)

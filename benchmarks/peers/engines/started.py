@@ -57,6 +57,7 @@ def started(
 
 def _await_line(name: str, process: subprocess.Popen[str], ready: str, log: Path, timeout_s: float) -> None:
     heard: queue.Queue[bool] = queue.Queue()
+    log.write_text("")  # to be read, however soon
     threading.Thread(target=_listen, args=(process, ready, log, heard), daemon=True).start()
     try:
         came_up = heard.get(timeout=timeout_s)
