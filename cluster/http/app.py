@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from cluster.http.api import Api
 from cluster.http.body import BodyLimit
-from cluster.http.endpoints import chat, generation, operators, service
+from cluster.http.endpoints import generation, operators, service
 from cluster.http.error_responses import install_error_handlers
 
 
@@ -18,7 +18,7 @@ def create_app(api: Api) -> FastAPI:
     # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere.
     app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False)
     app.state.api = api
-    for module in (chat, generation, operators, service):
+    for module in (generation, operators, service):
         app.include_router(module.router)
     install_error_handlers(app)
     api.metrics.watch_unread(lambda: api.unread.num_bytes)

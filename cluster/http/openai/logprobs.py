@@ -15,6 +15,8 @@ from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 LOWEST_LOGPROB: Final = -9999.0
 
 Top = Sequence[tuple[int, float]]
+CompletionToken = tuple[int, float | None, Top, int]
+"""Its id, its log probability, the likeliest tokens in its place, and where its text begins in the choice's."""
 
 
 def token_text(token_bytes: bytes) -> str:
@@ -44,51 +46,40 @@ def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str
     return {"token": token_text(token_bytes), "logprob": _finite(logprob), "bytes": list(token_bytes)}
 
 
-class CompletionLogprobs:
-    """`choices[].logprobs` of text completions, filled token by token: four lists of the same length."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[str] = []
-        self._logprobs: list[float | None] = []
-        self._tops: list[dict[str, float] | None] = []
-        self._offsets: list[int] = []
-
-    def add_prompt(self, token_ids: list[int], known: Sequence[tuple[float, Top]]) -> None:
-        """The echoed prompt's tokens; the model has no opinion of the first, `known` are those after it."""
-        opinions: list[tuple[float | None, Top]] = [(None, ()), *known]
-        offsets = text_offsets(token_ids, self._tokenizer)
-        for token_id, (logprob, top), offset in zip(token_ids, opinions, offsets, strict=True):
-            self._add(token_id, logprob, top, offset)
-
-    def add(self, entries: Sequence[TokenEntry], base_offset: int) -> None:
-        """Generated tokens; `base_offset` is the length of the text before the first generated character."""
-        for entry in entries:
-            self._add(entry.token_id, entry.logprob, entry.top, base_offset + entry.offset)
-
-    def _add(self, token_id: int, logprob: float | None, top: Top, offset: int) -> None:
-        text = token_text(self._tokenizer.token_bytes(token_id))
-        self._tokens.append(text)
-        self._offsets.append(offset)
+def completion_logprobs(tokens: Sequence[CompletionToken], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """`choices[].logprobs` of text completions, four lists of the same length; None where no token's are due."""
+    if not tokens:
+        return None
+    texts = [token_text(tokenizer.token_bytes(token_id)) for token_id, _, _, _ in tokens]
+    tops: list[dict[str, float] | None] = []
+    for text, (_, logprob, top, _) in zip(texts, tokens, strict=True):
         if logprob is None:
-            self._logprobs.append(None)
-            self._tops.append(None)
-            return
-        self._logprobs.append(_finite(logprob))
-        tops = {text: _finite(logprob)}
+            tops.append(None)
+            continue
+        named = {text: _finite(logprob)}
         for other, other_logprob in top:
-            tops.setdefault(token_text(self._tokenizer.token_bytes(other)), _finite(other_logprob))
-        self._tops.append(tops)
+            named.setdefault(token_text(tokenizer.token_bytes(other)), _finite(other_logprob))
+        tops.append(named)
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if logprob is None else _finite(logprob) for _, logprob, _, _ in tokens],
+        "top_logprobs": tops,
+        "text_offset": [offset for _, _, _, offset in tokens],
+    }
 
-    def as_json(self) -> dict[str, Any] | None:
-        if not self._tokens:
-            return None
-        return {
-            "tokens": self._tokens,
-            "token_logprobs": self._logprobs,
-            "top_logprobs": self._tops,
-            "text_offset": self._offsets,
-        }
+
+def prompt_tokens(
+    token_ids: list[int], known: Sequence[tuple[float, Top]], tokenizer: Tokenizer
+) -> list[CompletionToken]:
+    """An echoed prompt's; the model has no opinion of the first, `known` are those after it."""
+    opinions: list[tuple[float | None, Top]] = [(None, ()), *known]
+    offsets = text_offsets(token_ids, tokenizer)
+    return [(token, *opinion, at) for token, opinion, at in zip(token_ids, opinions, offsets, strict=True)]
+
+
+def output_tokens(entries: Sequence[TokenEntry], base_offset: int) -> list[CompletionToken]:
+    """Generated ones; `base_offset` is the length of the text before the first generated character."""
+    return [(entry.token_id, entry.logprob, entry.top, base_offset + entry.offset) for entry in entries]
 
 
 def text_offsets(token_ids: list[int], tokenizer: Tokenizer) -> Iterator[int]:
