@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -28,25 +27,15 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingRow:
-    """One setting: where it stands in the tree, and what the documentation says of it."""
-
-    path: str
-    kind: str
-    default: str
-    description: str
-
-
-def setting_rows(node: type[BaseModel] = LegatoConfig, prefix: str = "") -> Iterator[SettingRow]:
-    """Every leaf of the tree, in its order; the fields of a branch that is optional, or that may be there several
-    times under names of the user's choice, follow the branch itself."""
+def setting_rows(node: type[BaseModel] = LegatoConfig, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Every leaf of the tree, in its order, as path, type, default and description. The fields of a branch that is
+    optional, or that may be there several times under names of the user's choice, follow the branch itself."""
     for name, info in node.model_fields.items():
         path = f"{prefix}{name}"
         children = list(submodels(info.annotation))
         named = is_named(info.annotation)
         if not children or info.default is None or named:
-            yield SettingRow(path=path, kind=_kind(info), default=_default(info), description=info.description or "")
+            yield path, _kind(info), _default(info), info.description or ""
         for child in children:
             yield from setting_rows(child, f"{path}.NAME." if named else f"{path}.")
 
@@ -54,7 +43,7 @@ def setting_rows(node: type[BaseModel] = LegatoConfig, prefix: str = "") -> Iter
 def settings_table() -> str:
     """The rows as a Markdown table."""
     lines = ["| setting | type | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{row.path}` | {row.kind} | {row.default} | {row.description} |" for row in setting_rows()]
+    lines += [f"| `{path}` | {kind} | {default} | {meaning} |" for path, kind, default, meaning in setting_rows()]
     return "\n".join(lines)
 
 

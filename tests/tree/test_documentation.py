@@ -128,7 +128,7 @@ def _is_there(dotted: str) -> bool:
 
 def test_settings_that_the_guide_names_exist() -> None:
     """A leaf of the tree, or a branch of it."""
-    paths = [row.path for row in setting_rows()]
+    paths = [path for path, _, _, _ in setting_rows()]
     roots = "|".join({path.partition(".")[0] for path in paths if "." in path})
 
     def missing() -> Iterator[str]:

@@ -265,7 +265,7 @@ def test_what_is_a_constant_now_is_told_by_name_and_value() -> None:
         with pytest.raises(ConfigError) as caught:
             load_config({branch: {name: 1}})
         assert f"{path} is no setting any more but a constant, {constant}; leave it out" in str(caught.value)
-    assert not CONSTANTS.keys() & {row.path for row in setting_rows()}
+    assert not CONSTANTS.keys() & {path for path, _, _, _ in setting_rows()}
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert [path for path in CONSTANTS if f"`{path}`" not in changelog] == []
 
@@ -299,8 +299,8 @@ def test_tuning_changes_a_constant_of_a_whole_cluster() -> None:
 
 def test_every_setting_is_described() -> None:
     rows = list(setting_rows())
-    assert all(row.description.endswith(".") for row in rows)
-    assert all("branch" not in row.kind for row in rows if not row.path.endswith((".autoscaling", ".disk", "slo")))
+    assert all(description.endswith(".") for _, _, _, description in rows)
+    assert all("branch" not in kind for path, kind, _, _ in rows if not path.endswith((".autoscaling", ".disk", "slo")))
 
 
 def test_the_documentation_has_every_setting() -> None:
