@@ -59,31 +59,37 @@ class Workload:
             raise ValueError("a workload needs a system prompt and follows up on a share of requests below 1")
 
 
-@dataclass(frozen=True, slots=True)
-class _Conversation:
-    content: tuple[int, ...]
-    num_tokens: int
-
-
 def draw_requests(workload: Workload, seed: int) -> Iterator[TraceRequest]:
     """In order of arrival. Who thinks has its next turn at the first arrival after that."""
     rng = random.Random(seed)
     names = count(workload.num_systems * _runs(workload.system_tokens))
-    thinking: list[tuple[float, int, _Conversation]] = []
+    thinking: list[
+        tuple[float, int, tuple[int, ...], int]
+    ] = []  # when it ends, and content and tokens of what was said
     now = 0.0
     for number in range(workload.num_requests):
         now += _gap_s(workload, rng)
-        is_follow_up = bool(thinking) and thinking[0][0] <= now
-        history = heapq.heappop(thinking)[2] if is_follow_up else _opening(workload, rng)
-        request = _turn(workload, rng, history, names, number, now)
-        yield request
+        if thinking and thinking[0][0] <= now:
+            _, _, content, said_tokens = heapq.heappop(thinking)
+        else:
+            content, said_tokens = _system_content(workload, rng), workload.system_tokens
+        prompt_tokens = min(workload.max_prompt_tokens, said_tokens + workload.turn.draw(rng))
+        output_tokens = workload.output.draw(rng)
+        content += tuple(next(names) for _ in range(_runs(prompt_tokens) - len(content)))
+        yield TraceRequest(
+            request_id=f"r{number}",
+            arrival_s=now,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            content=content,
+            content_tokens=CONTENT_TOKENS,
+        )
         if rng.random() < workload.follow_up:
-            whole = request.prompt_tokens + request.output_tokens
-            # Its last run goes on with the answer: it is no other's content any more.
-            kept = request.content[: request.prompt_tokens // CONTENT_TOKENS]
             comes_at = now + rng.expovariate(1 / workload.think_s)
-            if whole < workload.max_prompt_tokens:
-                heapq.heappush(thinking, (comes_at, number, _Conversation(kept, whole)))
+            # Its last run goes on with the answer: it is no other's content any more.
+            kept = content[: prompt_tokens // CONTENT_TOKENS]
+            if prompt_tokens + output_tokens < workload.max_prompt_tokens:
+                heapq.heappush(thinking, (comes_at, number, kept, prompt_tokens + output_tokens))
 
 
 def _gap_s(workload: Workload, rng: random.Random) -> float:
@@ -95,24 +101,9 @@ def _runs(num_tokens: int) -> int:
     return -(-num_tokens // CONTENT_TOKENS)
 
 
-def _opening(workload: Workload, rng: random.Random) -> _Conversation:
+def _system_content(workload: Workload, rng: random.Random) -> tuple[int, ...]:
+    """Of one of the system prompts; the last, partial run is not shared."""
     systems = range(workload.num_systems)
     system = rng.choices(systems, weights=[1 / (k + 1) for k in systems])[0]
     first = system * _runs(workload.system_tokens)
-    whole = workload.system_tokens // CONTENT_TOKENS  # the last, partial run is not shared
-    return _Conversation(tuple(range(first, first + whole)), workload.system_tokens)
-
-
-def _turn(
-    workload: Workload, rng: random.Random, history: _Conversation, names: Iterator[int], number: int, now: float
-) -> TraceRequest:
-    prompt_tokens = min(workload.max_prompt_tokens, history.num_tokens + workload.turn.draw(rng))
-    new = _runs(prompt_tokens) - len(history.content)
-    return TraceRequest(
-        request_id=f"r{number}",
-        arrival_s=now,
-        prompt_tokens=prompt_tokens,
-        output_tokens=workload.output.draw(rng),
-        content=history.content + tuple(next(names) for _ in range(new)),
-        content_tokens=CONTENT_TOKENS,
-    )
+    return tuple(range(first, first + workload.system_tokens // CONTENT_TOKENS))
