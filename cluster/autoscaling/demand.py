@@ -58,16 +58,6 @@ def decode_work_s(
     return num_output * (cost.base_s / batch + cost.decode_s + cost.context_token_s * context)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """Worker-seconds per second, that is workers kept busy. `error`: the standard error of `short`."""
-
-    short: float
-    long: float
-    error: float
-    predicted: float
-
-
 @dataclass(slots=True)
 class _Part:
     work: float = 0.0
@@ -91,18 +81,18 @@ class WorkRate:
             part.work += work_s
             part.squares += work_s * work_s
 
-    def forecast(self, now: float, lead_s: float) -> Forecast:
-        """The demand in `lead_s`: the usual one, or the new one where it is surely higher, and on as it rises."""
+    def forecast(self, now: float, lead_s: float) -> float:
+        """The demand in `lead_s`: the usual one, or the new one where it is surely higher, and on as it rises.
+
+        In worker-seconds per second, that is workers kept busy.
+        """
         short_s = max(self._short.covered_s(now), self._short.window_s / 2)  # in the first moments, nothing is sure
         long_s = max(self._long.covered_s(now), short_s)
         recent = self._short.parts(now)
         short = sum(part.work for part in recent) / short_s
-        error = math.sqrt(sum(part.squares for part in recent)) / short_s
+        error = math.sqrt(sum(part.squares for part in recent)) / short_s  # the standard error of `short`
         long = sum(part.work for part in self._long.parts(now)) / long_s
-        level = max(long, short - error)
-        return Forecast(
-            short=short, long=long, error=error, predicted=level + _rise(short - long, error, short_s, long_s, lead_s)
-        )
+        return max(long, short - error) + _rise(short - long, error, short_s, long_s, lead_s)
 
 
 def _rise(difference: float, error: float, short_s: float, long_s: float, lead_s: float) -> float:
@@ -164,8 +154,8 @@ class DemandMonitor:
         if not is_back:
             self._count(query, verdict, now)
 
-    def forecasts(self, now: float) -> tuple[Forecast, Forecast]:
-        """Of what was asked of prefill and of decode."""
+    def forecasts(self, now: float) -> tuple[float, float]:
+        """Workers that what was asked of prefill, and of decode, will keep busy."""
         return (
             self._prefill.forecast(now, self._plan.prefill.start_s),
             self._decode.forecast(now, self._plan.decode.start_s),
@@ -177,7 +167,7 @@ class DemandMonitor:
         num_prefill, num_decode = (int((table.rows[Row.DRAINING, pool] == 0.0).sum()) for pool in table.pools())
         fresh = -math.expm1((self._held_at - now) / (self._plan.decode.hold_s / 2))
         self._held, self._held_at = self._held + fresh * (_held_by_those_who_decode(self._ledger) - self._held), now
-        prefill, decode = (forecast.predicted for forecast in self.forecasts(now))
+        prefill, decode = self.forecasts(now)
         decode = max(decode, self._held)
         prefill_is_busier = prefill * num_decode > decode * num_prefill
         return (

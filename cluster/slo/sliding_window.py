@@ -43,6 +43,7 @@ class SlidingWindow(Generic[T]):
 
     def covered_s(self, now_s: float) -> float:
         """Seconds that the parts speak of."""
+        self._advance(now_s)
         oldest_s = (self._newest - self._num_parts + 1) * self._part_s
         return max(0.0, now_s - max(oldest_s, self._start_s))
 

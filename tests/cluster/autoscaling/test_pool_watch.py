@@ -82,8 +82,8 @@ def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> 
 
 
 def demand(watch: DemandMonitor, now: float) -> float:
-    """Before anything is made of it."""
-    return sum(forecast.short for forecast in watch.forecasts(now))
+    """Of both pools."""
+    return sum(watch.forecasts(now))
 
 
 def test_later_attempts_and_unknown_workers_ask_for_nothing() -> None:
