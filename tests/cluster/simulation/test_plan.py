@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
+from cluster.simulation.plan.command import Hardware, Problem
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
-from cluster.simulation.plan.problem import Hardware, Problem
 from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.plan.worker_memory import activation_bytes, predict_memory
 from cluster.simulation.workload.synthetic import Workload, draw_requests
