@@ -26,7 +26,7 @@ from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules,
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig
-from cluster.simulation.worker_shape import WorkerShape, measured
+from cluster.simulation.workers import WorkerShape, measured
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig

@@ -15,7 +15,7 @@ from cluster.simulation.command import ROUTERS
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.worker_shape import WorkerShape, measured
+from cluster.simulation.workers import WorkerShape, measured
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceFormat, TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass, SloConfig

@@ -27,7 +27,7 @@ from cluster.simulation.routers.baselines import (
 )
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.worker_shape import WorkerShape, measured
+from cluster.simulation.workers import WorkerShape, measured
 from cluster.simulation.workload.synthetic import Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass, SloConfig

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.records import Record, Summary, summarise
 from cluster.simulation.routers.base import Router
-from cluster.simulation.worker_shape import WorkerShape
-from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker
+from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker, WorkerShape
 from cluster.simulation.workload.prompts import ContentHasher, sequence_of
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloConfig

@@ -12,7 +12,7 @@ from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWork
 from cluster.simulation.records import ClassSummary, Quantiles, Record, aligned
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
 

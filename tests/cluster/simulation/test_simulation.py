@@ -14,7 +14,7 @@ from cluster.__main__ import main
 from cluster.simulation.routers.base import Placed, turned_away
 from cluster.simulation.routers.baselines import QueueLengthRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig

@@ -23,7 +23,7 @@ from cluster.gateway.request_log import (
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.whatif import what_if
-from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.synthetic import CONTENT_TOKENS, Workload, draw_requests
 from cluster.slo.classes import SloConfig
 from engine.cost_model.step_cost import StepCost

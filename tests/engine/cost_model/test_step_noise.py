@@ -13,7 +13,7 @@ import pytest
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
 from cluster.simulation.steps import step_factors
 from cluster.simulation.whatif import replay
-from cluster.simulation.worker_shape import WorkerShape
+from cluster.simulation.workers import WorkerShape
 from cluster.slo.classes import NO_TARGETS
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.noise import RUN_STEPS, StepNoise
