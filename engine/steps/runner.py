@@ -211,7 +211,7 @@ class ModelRunner:
         """
         with self._computing(step), self._hooks(step.plan, step.placement, on_layer) as hooks:
             output = self._compute(step, hooks, before_sampling)
-        return replace(output, copies=hooks.copies) if isinstance(hooks, StreamedStep) else output
+        return replace(output, copies=hooks) if isinstance(hooks, StreamedStep) else output
 
     def _computing(self, step: PreparedStep) -> AbstractContextManager[None]:
         if self._threads is None or step.batch is None:
