@@ -24,7 +24,6 @@ from kv_transfer.messages.requests import Cancel, RequestSpec, Reserve, Start
 from kv_transfer.messages.workers import WorkerSnapshot
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
-from kv_transfer.worker.prefix_loading import Columns
 from kv_transfer.worker.sequences import sequence_of, token_event
 
 logger = logging.getLogger(__name__)
@@ -170,7 +169,7 @@ class DecodeWorker(Worker):
         self.gateway_of[key] = gateway
 
     def on_received(self, seq: Sequence) -> None:
-        self.prefix.stored([Columns(seq, 0, seq.num_published)])
+        self.prefix.stored([(seq, 0, seq.num_published)])
         self.steps.wake()
 
     def on_reservation_ended(self) -> None:

@@ -314,3 +314,43 @@ class StepFilling:
 
     def plan(self) -> StepPlan:
         return StepPlan(tuple(self._items), tuple(self._copies))
+
+
+def host_groups(
+    seq: Sequence,
+    allocator: BlockAllocator,
+    *,
+    staging_columns: int,
+    chunk_tokens: int,
+    block_bytes: int,
+    host_bytes_per_s: Callable[[], float],
+    prefill_s: Callable[[int], float],
+) -> frozenset[int]:
+    """Which layer groups of a prompt rest in host memory when the device has no room for all of it.
+
+    LayerKV (arXiv 2410.00428): keep the smallest number of layers x on the device for which moving the others takes no
+    longer than computing, T_offload(L - x) <= T_prefill(n), by what steps cost and copies take. So a prompt is admitted
+    by compute, not by free KV memory. Empty if it can only be computed on the device: it has more than
+    `staging_columns` block columns, or there is no host memory. `prefill_s(n)`: predicted, for n tokens.
+    """
+    num_tokens, num_groups = seq.num_tokens, allocator.layer_groups
+    num_columns = allocator.num_columns_for(num_tokens)
+    if num_columns > staging_columns or allocator.host_pool is None:
+        return frozenset()
+    bytes_per_token = block_bytes / allocator.block_size
+    group_s = moved_tokens(num_tokens, chunk_tokens) * bytes_per_token / host_bytes_per_s()
+    num_hidden = int(prefill_s(num_tokens) / group_s)  # groups whose transfer fits into the time that computing takes
+    # With less room than what they leave, the transfer shows a little; waiting for the device would show more.
+    kept = min(max(num_groups - num_hidden, 0), allocator.pool.num_available // num_columns, num_groups - 1)
+    return allocator.all_groups - spread(kept, num_groups)
+
+
+def moved_tokens(num_tokens: int, chunk_tokens: int) -> int:
+    """Of one host-resident group: each token is written back once, and fetched for every later chunk."""
+    num_chunks = -(-num_tokens // chunk_tokens)
+    return num_tokens + chunk_tokens * num_chunks * (num_chunks - 1) // 2
+
+
+def spread(count: int, num_groups: int) -> frozenset[int]:
+    """`count` of the groups, evenly among them, so that those between can be fetched while these compute."""
+    return frozenset((2 * i + 1) * num_groups // (2 * count) for i in range(count))

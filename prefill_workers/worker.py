@@ -6,12 +6,14 @@ which sends first tokens to gateways.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.memory.streams import queued_on
+from engine.memory.streams import Event, MarkQueued, queued_on
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
 from engine.steps.loop import StepLoop
 from kv_transfer.handoff.sender import HandoffTimeline, KvSender, ignore_timeline
@@ -21,11 +23,12 @@ from kv_transfer.messages.requests import Cancel, RequestSpec, Start, Ticket
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
 from kv_transfer.worker.sequences import sequence_of, token_event
-from prefill_workers.layer_offload import HostPlacement
-from prefill_workers.layer_stream import LayerStream
-from prefill_workers.scheduler import PrefillScheduler
+from prefill_workers.scheduler import PrefillScheduler, host_groups
 
 logger = logging.getLogger(__name__)
+
+LayerReady = Callable[[SequenceKey, int, int, int, Event | None], None]
+"""(sequence, layer, first token, number of tokens, when they stand; None: they do)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,8 @@ class PrefillWorker(Worker):
     ) -> None:
         super().__init__(parts, config, step_tokens=config.chunk_tokens)
         self._on_handed_over = on_handed_over
-        placement = HostPlacement(
+        in_host = functools.partial(
+            host_groups,
             allocator=self.allocator,
             staging_columns=self.model.staging_columns,
             chunk_tokens=config.chunk_tokens,
@@ -64,7 +68,7 @@ class PrefillWorker(Worker):
             token_budget=config.chunk_tokens,
             max_waiting=config.max_waiting,
             staging_columns=self.model.staging_columns,
-            host_groups=placement.host_groups,
+            host_groups=in_host,
             shared_tokens=lambda: self.steps.costs.shared_tokens(),
         )
 
@@ -201,3 +205,55 @@ class PrefillWorker(Worker):
         self.prefix.cancel(key)
         self.scheduler.release(key)
         self._on_room()
+
+
+class LayerStream:
+    """Reports to the sender which tokens of which layer have their KV: while a step computes them, at once for a hit.
+
+    Calls `layer_ready` for each token and layer of a prompt once, in the order of its tokens. The runner's thread calls
+    `on_layer`, all else happens on the main loop. On a device a step is queued faster than it is computed, so each word
+    of tokens that stand comes with an event: they do when the device has come to that.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        layer_ready: LayerReady,
+        *,
+        is_moving: Callable[[Sequence], bool],
+        mark_queued: MarkQueued,
+    ) -> None:
+        self._num_layers = num_layers
+        self._layer_ready = layer_ready
+        self._is_moving = is_moving
+        self._mark_queued = mark_queued
+        self._loop = asyncio.get_running_loop()
+        self._copied_in: frozenset[SequenceKey] = frozenset()  # by the step in flight: prefix hits
+        self.was_reported = False  # anything of the step that was planned last
+
+    def entered(self, seqs: Iterable[Sequence]) -> None:
+        """These are new in the step that is about to be made. What they found goes out before anything is computed."""
+        self.was_reported = False
+        hits = [seq for seq in seqs if seq.num_cached]
+        self._copied_in = frozenset(seq.key for seq in hits if self._is_moving(seq))
+        # The steps that computed them have been taken in, but may still run.
+        stored = self._mark_queued() if hits else None
+        for seq in hits:
+            for layer in range(self._num_layers) if seq.key not in self._copied_in else ():
+                self._layer_ready(seq.key, layer, 0, seq.num_cached, stored)
+
+    def on_layer(self, plan: StepPlan, layer: int) -> None:
+        """A layer of the step stands, or its storing is what the device was given last.
+
+        A hit that the step copies to the device is ready with the tokens that follow it.
+        """
+        ready = []
+        for item in plan.items:
+            start = 0 if item.seq.key in self._copied_in else item.start
+            ready.append((item.seq.key, start, item.stop - start))
+        self._loop.call_soon_threadsafe(self._report, layer, ready, self._mark_queued())
+
+    def _report(self, layer: int, ready: list[tuple[SequenceKey, int, int]], stored: Event | None) -> None:
+        self.was_reported = True
+        for key, start, num_tokens in ready:
+            self._layer_ready(key, layer, start, num_tokens, stored)

@@ -62,18 +62,6 @@ def by_columns(blocks: Blocks) -> list[int]:
     return ordered
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """Blocks of the leading columns, `[layer_groups, num_columns]` both; -1: not there, or not needed there."""
-
-    on_device: Blocks
-    on_host: Blocks  # of groups that rest there, and of blocks that the device lacks
-
-    @property
-    def num_columns(self) -> int:
-        return int(self.on_device.shape[1])
-
-
 class PrefixLookup:
     """The only writer of a sequence's `prefix`. A prefix is a run of columns that have every layer group's block."""
 
@@ -98,11 +86,12 @@ class PrefixLookup:
         found = [[_find(pool, digest, group) for digest in hashes] for group in groups]
         return np.array(found, dtype=np.int32).reshape(len(groups), len(hashes))
 
-    def longest(self, seq: Sequence) -> PrefixHit:
+    def longest(self, seq: Sequence) -> tuple[Blocks, Blocks]:
         """The longest prefix of `seq` that its groups find in their tiers, or the device's in host memory.
 
         It never covers the last token: its logits are what the next token is sampled from. It is shorter where the
-        device lacks blocks for what must be fetched.
+        device lacks blocks for what must be fetched. Returns the blocks of its columns on the device, and on the host
+        those of groups that rest there and of blocks that the device lacks; -1 for others.
         """
         device_columns: list[list[int]] = []
         host_columns: list[list[int]] = []
@@ -121,7 +110,7 @@ class PrefixLookup:
                 break
             device_columns.append(on_device)
             host_columns.append(on_host)
-        return PrefixHit(self._table(device_columns), self._table(host_columns))
+        return self._table(device_columns), self._table(host_columns)
 
     def _is_held(self, block: int) -> bool:
         return block >= 0 and self._pool.is_held(block)
@@ -205,7 +194,7 @@ class BlockAllocator:
         if host_groups:
             self._lease_host(seq, with_table=True)
         seq.num_computed = seq.num_cached = seq.num_cached_on_host = seq.num_published = 0
-        return self._adopt(seq, self._lookup.longest(seq)) if use_cache and self.prefix_caching else ()
+        return self._adopt(seq, *self._lookup.longest(seq)) if use_cache and self.prefix_caching else ()
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens of `seq`. False, and nothing taken, if a pool lacks blocks."""
@@ -370,35 +359,35 @@ class BlockAllocator:
 
     # --- prefix cache ---
 
-    def _adopt(self, seq: Sequence, hit: PrefixHit) -> tuple[BlockCopy, ...]:
-        """Share the hit's blocks. Copies of those that are only in host memory, to new device blocks."""
+    def _adopt(self, seq: Sequence, on_device: Blocks, on_host: Blocks) -> tuple[BlockCopy, ...]:
+        """Share the blocks of a prefix hit. Copies of those that are only in host memory, to new device blocks."""
         assert seq.block_table is not None
         pool, lease = self._tier(seq, on_device=True)
-        blocks = hit.on_device.copy()
+        blocks, num_columns = on_device.copy(), on_device.shape[1]
         is_fetched = blocks < 0
         is_fetched[sorted(seq.host_groups)] = False
         pool.adopt(lease, by_columns(blocks))  # before blocks are taken, which could be these
         blocks.T[is_fetched.T] = pool.extend(lease, int(is_fetched.sum()))
         seq.block_table.append(blocks)
-        self._adopt_on_host(seq, hit)
-        seq.num_computed = seq.num_cached = hit.num_columns * self.block_size
-        seq.num_cached_on_host = int((hit.on_host >= 0).any(axis=0).sum()) * self.block_size
+        self._adopt_on_host(seq, on_host)
+        seq.num_computed = seq.num_cached = num_columns * self.block_size
+        seq.num_cached_on_host = int((on_host >= 0).any(axis=0).sum()) * self.block_size
         # What is fetched can be published when it has been.
-        seq.num_published = int(is_fetched.any(axis=0).argmax()) if is_fetched.any() else hit.num_columns
+        seq.num_published = int(is_fetched.any(axis=0).argmax()) if is_fetched.any() else num_columns
         if is_fetched.any():
-            self._moves[seq] = Opening(hit.on_host.T[is_fetched.T].tolist())
-        return row_copies(range(self.layer_groups), "device", hit.on_host, blocks, is_fetched)
+            self._moves[seq] = Opening(on_host.T[is_fetched.T].tolist())
+        return row_copies(range(self.layer_groups), "device", on_host, blocks, is_fetched)
 
-    def _adopt_on_host(self, seq: Sequence, hit: PrefixHit) -> None:
+    def _adopt_on_host(self, seq: Sequence, on_host: Blocks) -> None:
         """What is to be fetched is leased until it has been; what rests there is also in the table."""
-        shared = by_columns(hit.on_host)
+        shared = by_columns(on_host)
         if shared:
             self._lease_host(seq, with_table=False)
             host_pool, host_lease = self._tier(seq, on_device=False)
             host_pool.adopt(host_lease, shared)
         if seq.host_table is not None:
             rests_there = np.isin(np.arange(self.layer_groups), sorted(seq.host_groups))
-            seq.host_table.append(np.where(rests_there[:, None], hit.on_host, -1))
+            seq.host_table.append(np.where(rests_there[:, None], on_host, -1))
 
     def _publish(self, seq: Sequence, groups: frozenset[int], first: int, stop: int) -> None:
         hashes = self._lookup.hashes(seq, stop)[first:]

@@ -25,6 +25,10 @@ Indices = npt.NDArray[np.int64]
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 
+PromptSpan = tuple[int, list[int]]
+"""Output rows of one item, by its index into the plan, and each row's next prompt token: its log-probability is asked
+for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
@@ -48,14 +52,6 @@ class Batch:
     def everyone_samples(self) -> bool:
         """Whether the output rows are all rows, in their order."""
         return len(self.sampling_items) == self.num_tokens and not self.prompt_spans
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSpan:
-    """Output rows of one item, of each of which the next prompt token's log-probability is asked for."""
-
-    item: int  # index into the plan
-    next_token_ids: list[int]
 
 
 def build_batch(
@@ -167,6 +163,6 @@ def _outputs(
             continue
         following = item.start + 1
         next_ids = item.seq.prompt_token_ids[following : following + item.num_tokens]
-        spans.append(PromptSpan(order[k], next_ids))
+        spans.append((order[k], next_ids))
         rows.append(np.arange(first_rows[k], first_rows[k] + len(next_ids)))
     return np.concatenate(rows), tuple(order[k] for k in sampling), tuple(spans)

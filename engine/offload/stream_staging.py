@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Literal
@@ -97,36 +97,12 @@ Job = tuple[Literal["copy", "fetch", "write"], int]
 """A copy of a step: the plan's, by its place in the plan, or of a group that is staged."""
 
 
-@dataclass(slots=True)
-class StepCopies:
-    """The end of a step's copies, to be waited for once, by whoever takes the step's results in."""
-
-    stats: TransferStats
-    ends: tuple[Event, ...] = ()
-    fetches: list[tuple[int, TimedEvent, TimedEvent]] = field(default_factory=list)  # bytes, begin, end
-    writes: list[tuple[int, TimedEvent, TimedEvent]] = field(default_factory=list)
-    waits: list[tuple[TimedEvent, TimedEvent]] = field(default_factory=list)  # of compute: before, after
-    lists: dict[Job, ListedPairs] = field(default_factory=dict)  # in memory that compute could otherwise have
-
-    def wait(self) -> None:
-        for end in self.ends:
-            end.wait()
-        self.lists.clear()
-        for num_bytes, begin, end in self.fetches:
-            self.stats.record_fetch(num_bytes, end.seconds_since(begin))
-        for num_bytes, begin, end in self.writes:
-            self.stats.record_write(num_bytes, end.seconds_since(begin))
-        for before, after in self.waits:
-            after.wait()
-            self.stats.exposed_s += after.seconds_since(before)
-
-
 class StreamedStep:
     """The copies of one step, as hooks of its forward pass and as a context.
 
-    Left in good order, all is queued, and `copies` tells of the end; they do not read what the plan's sequences say any
-    more. Left by an exception, nothing is under way any more: nothing may then be assumed of where the plan's copies or
-    the step's tokens would have gone.
+    Left in good order, all is queued, and `wait` tells of the end; the copies do not read what the plan's sequences say
+    any more. Left by an exception, nothing is under way any more: nothing may then be assumed of where the plan's
+    copies or the step's tokens would have gone.
 
     `on_layer` is called while the stream is current which the layer's KV comes to rest by.
     """
@@ -138,7 +114,6 @@ class StreamedStep:
         placement: Placement | None,
         on_layer: Callable[[int], None] | None,
     ) -> None:
-        self.copies = StepCopies(staging.stats)
         self._staging = staging
         self._streams = staging.streams
         self._tiers = staging.tiers
@@ -152,6 +127,11 @@ class StreamedStep:
         self._arriving = deque(sorted(arriving, key=lambda index: plan.copies[index].group))
         self._arrived: dict[int, TimedEvent] = {}  # by a group that waits for it before it computes
         self._written: dict[int, Event] = {}  # by group: its slot's content rests on the host
+        self.ends: tuple[Event, ...] = ()
+        self._fetches: list[tuple[int, TimedEvent, TimedEvent]] = []  # bytes, begin, end
+        self._writes: list[tuple[int, TimedEvent, TimedEvent]] = []
+        self._waits: list[tuple[TimedEvent, TimedEvent]] = []  # of compute: before, after
+        self._lists: dict[Job, ListedPairs] = {}  # in memory that compute could otherwise have
 
     def __enter__(self) -> StreamedStep:
         try:
@@ -171,7 +151,21 @@ class StreamedStep:
         for event in self._arrived.values():
             self._streams.compute.follow(event)
         self._staging.written = self._streams.outward.record()
-        self.copies.ends = (self._streams.inward.record(), self._staging.written)
+        self.ends = (self._streams.inward.record(), self._staging.written)
+
+    def wait(self) -> None:
+        """Until the copies have ended: once, after the context, by whoever takes the step's results in."""
+        for end in self.ends:
+            end.wait()
+        self._lists.clear()
+        stats = self._staging.stats
+        for num_bytes, begin, end in self._fetches:
+            stats.record_fetch(num_bytes, end.seconds_since(begin))
+        for num_bytes, begin, end in self._writes:
+            stats.record_write(num_bytes, end.seconds_since(begin))
+        for before, after in self._waits:
+            after.wait()
+            stats.exposed_s += after.seconds_since(before)
 
     def before_store(self, layer: int) -> None:
         arrived = self._arrived.pop(layer // self._layout.layers_per_group, None)
@@ -179,7 +173,7 @@ class StreamedStep:
             compute = self._streams.compute
             before = compute.record()
             compute.follow(arrived)
-            self.copies.waits.append((before, compute.record()))
+            self._waits.append((before, compute.record()))
 
     def stored(self, layer: int) -> None:
         if layer // self._layout.layers_per_group not in self._index:
@@ -226,7 +220,7 @@ class StreamedStep:
             jobs["fetch", group] = self._tiers.fetched(self._placement, group)
             jobs["write", group] = self._placement.written(group)
         listed = self._staging.link.listed(list(jobs.values()), self._streams.compute.queue)
-        self.copies.lists = dict(zip(jobs, listed, strict=True))
+        self._lists = dict(zip(jobs, listed, strict=True))
 
     def _fetch(self, i: int) -> None:
         """The i-th group that is staged, and whatever the groups before it wait for."""
@@ -240,11 +234,11 @@ class StreamedStep:
             self._load(group, ("copy", self._arriving.popleft()))
 
     def _load(self, group: int, job: Job) -> None:
-        inward, listed = self._streams.inward, self.copies.lists[job]
+        inward, listed = self._streams.inward, self._lists[job]
         begin = inward.record()
         inward.queue(partial(self._staging.link.load, listed))
         end = self._arrived[group] = inward.record()
-        self.copies.fetches.append((self._tiers.num_bytes(listed.pairs), begin, end))
+        self._fetches.append((self._tiers.num_bytes(listed.pairs), begin, end))
 
     def _write_back(self, group: int) -> None:
         self._streams.outward.follow(self._streams.compute.record())
@@ -253,11 +247,11 @@ class StreamedStep:
             self._tell(self._layout.layers_of(group))
 
     def _save(self, job: Job) -> Event:
-        outward, listed = self._streams.outward, self.copies.lists[job]
+        outward, listed = self._streams.outward, self._lists[job]
         begin = outward.record()
         outward.queue(partial(self._staging.link.save, listed))
         end = outward.record()
-        self.copies.writes.append((self._tiers.num_bytes(listed.pairs), begin, end))
+        self._writes.append((self._tiers.num_bytes(listed.pairs), begin, end))
         return end
 
     def _tell(self, layers: range) -> None:

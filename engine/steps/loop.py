@@ -9,18 +9,19 @@ docs/decisions/0009. Workers say what is planned.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepOutput, StepPlan
-from engine.steps.compute_thread import ComputeThread
 from engine.steps.runner import PreparedStep
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,9 @@ _OVERDUE_TIMES = 2.5
 _HUNG_S, _HUNG_TIMES = 60.0, 30.0
 _LOOK_S = 0.1
 
-
 OnLayer = Callable[[int], None]
+Result = TypeVar("Result")
+_Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class Runner(Protocol):
@@ -329,3 +331,59 @@ class StepLoop:
             logger.error("a step of %d sequences failed", len(plan.items), exc_info=error)
             self._num_failures += 1
         self._failed(plan, error)
+
+
+class ComputeThread:
+    """A thread for what an event loop must not do itself: jobs in order, each with a future of the loop.
+
+    An executor with one thread, for steps that take a few milliseconds: `concurrent.futures` makes two futures of each
+    job and wakes whoever might wait for either, which costs the loop twice as much. Begins with its first job. Used
+    from one event loop; the step loop has two.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], Result]) -> asyncio.Future[Result]:
+        """Run it after those before it. One whose future is cancelled before its turn is not run."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put((job, future))
+        return future
+
+    def shutdown(self) -> None:
+        """Wait until the jobs so far are done. No more may come."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            if not entry[1].cancelled():
+                _compute(*entry)
+            del entry  # what the job holds is let go while the next one is waited for
+
+
+def _compute(job: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+    """The boundary of the thread: whoever waits for the job is told of any error, since nobody else would be."""
+    result, error = None, None
+    try:
+        result = job()
+    except BaseException as raised:
+        error = raised
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+        future.get_loop().call_soon_threadsafe(_settle, future, result, error)
+    del future, error  # an error's traceback holds this frame, which must not hold the error
+
+
+def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if future.done():
+        return  # cancelled meanwhile
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

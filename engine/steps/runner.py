@@ -211,7 +211,7 @@ class ModelRunner:
         """
         with self._computing(step), self._hooks(step.plan, step.placement, on_layer) as hooks:
             output = self._compute(step, hooks, before_sampling)
-        return replace(output, copies=hooks.copies) if isinstance(hooks, StreamedStep) else output
+        return replace(output, copies=hooks) if isinstance(hooks, StreamedStep) else output
 
     def _computing(self, step: PreparedStep) -> AbstractContextManager[None]:
         if self._threads is None or step.batch is None:
@@ -267,10 +267,10 @@ class ModelRunner:
 
     def _prompt_logprobs(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[list[TokenLogprobs] | None]:
         found: list[list[TokenLogprobs] | None] = [None] * len(plan.items)
-        for span in batch.prompt_spans:
-            count = len(span.next_token_ids)
-            num_top = plan.items[span.item].seq.params.prompt_logprobs or 0
-            found[span.item] = self._logprobs_of(hidden[:count], span.next_token_ids, num_top)
+        for item, next_token_ids in batch.prompt_spans:
+            count = len(next_token_ids)
+            num_top = plan.items[item].seq.params.prompt_logprobs or 0
+            found[item] = self._logprobs_of(hidden[:count], next_token_ids, num_top)
             hidden = hidden[count:]
         return found
 

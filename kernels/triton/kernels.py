@@ -25,7 +25,7 @@ from kernels.interface import (
     StandingLimits,
 )
 from kernels.quantised_weight import QuantisedWeight
-from kernels.triton import activation, rms_norm, rotary
+from kernels.triton import elementwise
 from kernels.triton.attention.paged import SHARE_FROM_BYTES, DecodeBuffers, GpuAttention
 from kernels.triton.attention.tiles import Operands, architecture
 from kernels.triton.attention.work_lists import AttentionShape
@@ -66,18 +66,18 @@ class GpuKernels:
         return self.pack_linear(weight.dequantise(dtype).to(self.device), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm.rms_norm(x, weight, eps)
+        return elementwise.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, residual: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return rms_norm.add_rms_norm(residual, y, weight, eps)
+        return elementwise.add_rms_norm(residual, y, weight, eps)
 
     def rotate_and_store(
         self, qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots
     ) -> tuple[Tensor, Tensor]:
-        return rotary.rotate_and_store(qk, v, cos, signed_sin, into)
+        return elementwise.rotate_and_store(qk, v, cos, signed_sin, into)
 
     def gated_activation(self, gate_up: Tensor, kind: Activation, /) -> Tensor:
-        return activation.gated_activation(gate_up, kind)
+        return elementwise.gated_activation(gate_up, kind)
 
     def plan_attention(
         self, segments: Sequence[Segment], geometry: CacheGeometry, *, window: int | None, dtype: torch.dtype

@@ -25,16 +25,16 @@ from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages import Message
-from kv_transfer.messages.fields import Role
+from kv_transfer.messages.fields import Role, Tier
 from kv_transfer.messages.requests import Endpoint, FailureCause
-from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import TierBlocks, TiersReport, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
+from kv_transfer.tiers.memory import tier_blocks
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker.cost_report import cost_report
 from kv_transfer.worker.port import GatewayId, GatewayPort, Registration, warn_of_order
 from kv_transfer.worker.prefix_loading import PrefixLoading
-from kv_transfer.worker.tiers_report import tiers_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,12 +179,7 @@ class Worker(ABC):
             num_leases=self.model.block_pool.num_leases,
             host_blocks_available=0 if host_pool is None else host_pool.num_available,
             step_cost=cost_report(self.steps.costs),
-            tiers=tiers_report(
-                self.model,
-                self.prefix,
-                num_in_host=self.scheduler.num_in_host,
-                num_host_landings=self.scheduler.num_host_landings,
-            ),
+            tiers=self._tiers_report(),
         )
 
     async def drain(self, timeout_s: float) -> bool:
@@ -304,6 +299,29 @@ class Worker(ABC):
             chunk_tokens=self._step_tokens,
             max_num_seqs=self._max_num_seqs,
             home=self.parts.home,
+        )
+
+    def _tiers_report(self) -> TiersReport:
+        """What a snapshot says of the model's memory tiers and those below. Never waits for a disk."""
+        model, lower = self.model, self.prefix.tiers
+        disk = None if lower is None else lower.disk
+        blocks: dict[Tier, TierBlocks] = {"device": tier_blocks(model.block_pool)}
+        if model.host_pool is not None:
+            blocks["host"] = tier_blocks(model.host_pool)
+        if disk is not None:
+            blocks["disk"] = disk.blocks()
+        return TiersReport(
+            blocks=blocks,
+            num_in_host=self.scheduler.num_in_host,
+            host_bytes_per_s=model.host_bytes_per_s(),
+            num_host_landings=self.scheduler.num_host_landings,
+            hit_tokens=dict(self.prefix.hit_tokens),
+            missed_tokens=self.prefix.missed_tokens,
+            loaded_columns={} if lower is None else dict(lower.loaded_columns),
+            failed_columns={} if lower is None else dict(lower.failed_columns),
+            host_stored_columns=0 if lower is None else lower.write_through_stats.copied_columns,
+            host_dropped_columns=0 if lower is None else lower.write_through_stats.skipped_columns,
+            disk=None if disk is None else disk.report(),
         )
 
     def _on_room(self) -> None:

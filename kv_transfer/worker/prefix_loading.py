@@ -7,22 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey, StepPlan
 from kv_transfer.messages.fields import PrefixSource
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.promotion import Promotion
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Columns `[first, stop)` of a sequence."""
-
-    seq: Sequence
-    first: int
-    stop: int
 
 
 class PrefixLoading:
@@ -84,21 +74,22 @@ class PrefixLoading:
             _, promotion = self._loading.pop(key)
             promotion.cancel()
 
-    def completed_by(self, plan: StepPlan) -> list[Columns]:
-        """What the step in flight makes findable, if all goes well: for `stored`, when it is over.
+    def completed_by(self, plan: StepPlan) -> list[tuple[Sequence, int, int]]:
+        """What the step in flight makes findable of each sequence, if all goes well: for `stored`, when it is over.
 
         To be asked before its results are taken in: a sequence that ends with them holds no blocks any more.
         """
         block_size = self._allocator.block_size
-        return [Columns(item.seq, item.seq.num_published, item.stop // block_size) for item in plan.items]
+        return [(item.seq, item.seq.num_published, item.stop // block_size) for item in plan.items]
 
-    def stored(self, columns: Iterable[Columns]) -> None:
-        """These columns have become findable, unless their sequence was dropped; they go down the tiers."""
+    def stored(self, columns: Iterable[tuple[Sequence, int, int]]) -> None:
+        """These columns `[first, stop)` of sequences have become findable, unless the sequence was dropped; they go
+        down the tiers."""
         if self._tiers is None:
             return
-        for stretch in columns:
-            if stretch.seq.prefix is not None and stretch.stop > stretch.first:
-                self._tiers.stored(stretch.seq.prefix.hashes[stretch.first : stretch.stop])
+        for seq, first, stop in columns:
+            if seq.prefix is not None and stop > first:
+                self._tiers.stored(seq.prefix.hashes[first:stop])
 
     def ended(self, seq: Sequence) -> None:
         """It will store no more: what is kept of it is let go from its end on, in every tier."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.interface import Activation, KVSlots
-from kernels.triton import activation, matmul, rms_norm, rotary
+from kernels.triton import elementwise, matmul
 from tests.support.interpreted import DTYPES, device
 from tests.support.thoroughness import combined
 
@@ -44,14 +44,14 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 def test_gated_activation(dtype: torch.dtype, kind: Activation, shape: tuple[int, int]) -> None:
     gate_up = random(*shape, dtype=dtype) * 3
     before = gate_up.clone()
-    assert_like_twin(activation.gated_activation(gate_up, kind), reference.gated_activation(gate_up, kind))
+    assert_like_twin(elementwise.gated_activation(gate_up, kind), reference.gated_activation(gate_up, kind))
     assert torch.equal(gate_up, before)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_an_activation_far_out_is_finite(kind: Activation) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, 0.0, 1.0, 1.0, 1.0]], device=device())
-    actual = activation.gated_activation(gate_up, kind)
+    actual = elementwise.gated_activation(gate_up, kind)
     assert actual[0, :2].tolist() == [0.0, 1e4]
 
 
@@ -61,13 +61,13 @@ def test_an_activation_far_out_is_finite(kind: Activation) -> None:
 def test_rms_norm(dtype: torch.dtype, wide_weight: bool, shape: tuple[int, ...]) -> None:
     x = random(*shape, dtype=dtype) * 3
     weight = torch.randn(shape[1:], dtype=torch.float32 if wide_weight else dtype, device=device())
-    assert_like_twin(rms_norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    assert_like_twin(elementwise.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
 def test_rms_norm_of_heads_within_a_wider_row() -> None:
     qkv = random(6, 9, 80, dtype=torch.float32)
     heads, weight = qkv[:, 1:6], torch.randn(5, 80, device=device())
-    assert_like_twin(rms_norm.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5))
+    assert_like_twin(elementwise.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5))
 
 
 @combined(shape=[(1, 7), (63, 130), (3, 2500)], dtype=DTYPES)
@@ -75,7 +75,7 @@ def test_norm_of_a_sum(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     residual, y = random(*shape, dtype=dtype), random(*shape, dtype=dtype)
     weight = torch.randn(shape[1], dtype=dtype, device=device())
     before = residual.clone()
-    normed, total = rms_norm.add_rms_norm(residual, y, weight, 1e-5)
+    normed, total = elementwise.add_rms_norm(residual, y, weight, 1e-5)
     expected_normed, expected_total = reference.add_rms_norm(residual, y, weight, 1e-5)
     assert torch.equal(total, expected_total)
     assert_like_twin(normed, expected_normed)
@@ -84,7 +84,7 @@ def test_norm_of_a_sum(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 def test_rows_too_wide_for_a_norm_are_refused() -> None:
     with pytest.raises(ValueError, match="rows of 20000 elements"):
-        rms_norm.rms_norm(torch.ones(1, 20000), torch.ones(20000), 1e-5)
+        elementwise.rms_norm(torch.ones(1, 20000), torch.ones(20000), 1e-5)
 
 
 def angles(num_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def test_rotation_and_storage(dtype: torch.dtype, head_dim: int, heads: tuple[in
     qk, v = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
     expected_q, expected_k = reference.rotate_and_store(qk.clone(), v, *rotation, twin)
     before = v.clone()
-    q, k = rotary.rotate_and_store(qk, v, *rotation, into)
+    q, k = elementwise.rotate_and_store(qk, v, *rotation, into)
     assert_like_twin(q, expected_q)
     assert_like_twin(k, expected_k)
     assert torch.equal(v, before)
@@ -121,7 +121,7 @@ def test_what_stands_in_values_does_not_reach_other_elements() -> None:
     qk, v = torch.randn(1, 2, 64, device=device()), torch.zeros(1, 1, 64, device=device())
     v[0, 0, 40] = torch.inf
     into = empty_slots(8, 1, 64, [2], torch.float32)
-    rotary.rotate_and_store(qk, v, *angles(1, 64, torch.float32), into)
+    elementwise.rotate_and_store(qk, v, *angles(1, 64, torch.float32), into)
     assert torch.equal(into.values[2], v[0])
 
 
@@ -129,7 +129,7 @@ def test_heads_that_cannot_be_rotated_are_refused() -> None:
     for head_dim in (63, 320):
         qk, v = torch.ones(1, 2, head_dim), torch.ones(1, 1, head_dim)
         with pytest.raises(ValueError, match=f"heads of {head_dim} elements"):
-            rotary.rotate_and_store(qk, v, *angles(1, head_dim, torch.float32), KVSlots(v, v, torch.zeros(1)))
+            elementwise.rotate_and_store(qk, v, *angles(1, head_dim, torch.float32), KVSlots(v, v, torch.zeros(1)))
 
 
 @combined(sizes=[(1, 70, 67), (63, 33, 64), (130, 131, 200), (5, 1, 1000)], biased=[False, True], dtype=DTYPES)
@@ -167,12 +167,12 @@ def test_a_row_is_the_same_alone_and_in_any_batch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_and_activations_of_a_row_do_not_depend_on_others(dtype: torch.dtype) -> None:
     x, weight = torch.randn(70, 80, device=device()).to(dtype), torch.randn(80, device=device()).to(dtype)
-    normed, (summed, _) = rms_norm.rms_norm(x, weight, 1e-5), rms_norm.add_rms_norm(x, x, weight, 1e-5)
-    activated = activation.gated_activation(x, "silu")
+    normed, (summed, _) = elementwise.rms_norm(x, weight, 1e-5), elementwise.add_rms_norm(x, x, weight, 1e-5)
+    activated = elementwise.gated_activation(x, "silu")
     for rows in (slice(0, 1), slice(41, 42), slice(30, 50)):
-        assert torch.equal(rms_norm.rms_norm(x[rows], weight, 1e-5), normed[rows])
-        assert torch.equal(rms_norm.add_rms_norm(x[rows], x[rows], weight, 1e-5)[0], summed[rows])
-        assert torch.equal(activation.gated_activation(x[rows], "silu"), activated[rows])
+        assert torch.equal(elementwise.rms_norm(x[rows], weight, 1e-5), normed[rows])
+        assert torch.equal(elementwise.add_rms_norm(x[rows], x[rows], weight, 1e-5)[0], summed[rows])
+        assert torch.equal(elementwise.gated_activation(x[rows], "silu"), activated[rows])
 
 
 def test_nothing_is_written_beyond_the_output() -> None:
@@ -190,5 +190,5 @@ def test_nothing_is_written_beyond_the_output() -> None:
 def test_no_rows_are_no_work() -> None:
     x, weight = torch.ones(0, 8), torch.ones(4, 8)
     assert matmul.matmul(x, weight).shape == (0, 4)
-    assert rms_norm.rms_norm(x, torch.ones(8), 1e-5).shape == (0, 8)
-    assert activation.gated_activation(x, "silu").shape == (0, 4)
+    assert elementwise.rms_norm(x, torch.ones(8), 1e-5).shape == (0, 8)
+    assert elementwise.gated_activation(x, "silu").shape == (0, 4)

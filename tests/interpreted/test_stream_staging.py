@@ -19,7 +19,7 @@ from engine.memory.streams import Event
 from engine.offload import block_link, stream_staging
 from engine.offload.block_link import BlockLink, ListedPairs
 from engine.offload.staging_plan import BlockPairs
-from engine.offload.stream_staging import StepCopies, StreamStaging
+from engine.offload.stream_staging import StreamedStep, StreamStaging
 from kernels import reference
 from tests.interpreted.device_schedules import SCHEDULES, SimulatedStream
 from tests.interpreted.stream_world import ALL, NUM_TOKENS, PROMPTS, SCENARIOS, SOME, Scenario, World, prompts_in_chunks
@@ -180,10 +180,10 @@ def test_every_order_is_needed(
 def test_both_ends_are_waited_for(
     folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
-    def wait_for_the_other(copies: StepCopies) -> None:
-        copies.ends[1 - end].wait()
+    def wait_for_the_other(step: StreamedStep) -> None:
+        step.ends[1 - end].wait()
 
-    monkeypatch.setattr(StepCopies, "wait", wait_for_the_other)
+    monkeypatch.setattr(StreamedStep, "wait", wait_for_the_other)
     assert gives_other_tokens(folder, expected)
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from engine.kv.allocation import BlockAllocator
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
-from prefill_workers.layer_offload import HostPlacement
+from prefill_workers.scheduler import host_groups
 
 BLOCK_SIZE = 4
 TOKEN_BUDGET = 7
 
 
-def host_placement(allocator: BlockAllocator, staging_columns: int, bytes_per_token: float) -> HostPlacement:
+def host_rule(
+    allocator: BlockAllocator, staging_columns: int, bytes_per_token: float
+) -> Callable[[Sequence], frozenset[int]]:
     """One byte for each token of a group, one second for each token computed."""
-    return HostPlacement(
+    return partial(
+        host_groups,
         allocator=allocator,
         staging_columns=staging_columns,
         chunk_tokens=TOKEN_BUDGET,

@@ -7,9 +7,8 @@ import math
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sequence import SequenceKey
-from prefill_workers.layer_offload import moved_tokens, spread
-from prefill_workers.scheduler import PrefillScheduler
-from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_placement, prompt_of
+from prefill_workers.scheduler import PrefillScheduler, moved_tokens, spread
+from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_rule, prompt_of
 from tests.support.ghost_runner import GhostRunner
 
 
@@ -36,7 +35,7 @@ class Bench:
             token_budget=token_budget,
             max_waiting=8,
             staging_columns=staging_columns,
-            host_groups=host_placement(allocator, staging_columns, rate).host_groups,
+            host_groups=host_rule(allocator, staging_columns, rate),
             shared_tokens=lambda: shared_tokens,
         )
 
@@ -191,8 +190,8 @@ def test_as_few_groups_stay_on_the_device_as_hide_the_transfer() -> None:
     assert moved_tokens(12, TOKEN_BUDGET) == 19
     seq = prompt_of("a", [2] * 12)
     for rate, num_hidden in ((100.0, 8), (19 / 12 * 5.01, 5), (19 / 12 * 1.5, 1), (0.01, 1)):
-        assert len(host_placement(allocator, 3, rate).host_groups(seq)) == num_hidden
-    assert host_placement(allocator, 2, 100.0).host_groups(seq) == frozenset(), "longer than the ring"
+        assert len(host_rule(allocator, 3, rate)(seq)) == num_hidden
+    assert host_rule(allocator, 2, 100.0)(seq) == frozenset(), "longer than the ring"
 
 
 def test_groups_are_spread_evenly() -> None:

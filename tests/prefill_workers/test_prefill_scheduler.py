@@ -10,7 +10,7 @@ from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepPlan
 from prefill_workers.scheduler import PrefillScheduler
-from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_placement, prompt_of
+from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_rule, prompt_of
 from tests.support.ghost_runner import GhostRunner, next_token
 from tests.support.thoroughness import examples
 
@@ -50,13 +50,12 @@ class PrefillMachine(RuleBasedStateMachine):
         )
         self.kv: dict[tuple[str, int, int], int] = {}
         self.runner = GhostRunner(self.allocator, self.kv)
-        placement = host_placement(self.allocator, COLUMNS, rate)
         self.scheduler = PrefillScheduler(
             self.allocator,
             token_budget=TOKEN_BUDGET,
             max_waiting=MAX_WAITING,
             staging_columns=COLUMNS,
-            host_groups=placement.host_groups,
+            host_groups=host_rule(self.allocator, COLUMNS, rate),
         )
 
     @precondition(lambda self: self.host_pool is not None)

@@ -7,7 +7,6 @@ id first among equals.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -68,12 +67,9 @@ def logprobs_kernel(
             tl.store(top_logprobs + out, (tl.load(logits + found) - best).to(tl.float64) - log_mass)
 
 
-class RowLogprobs(NamedTuple):
-    """On the device; natural logarithms in float64, minus infinity for what is impossible."""
-
-    chosen: Tensor  # [B]
-    top_ids: Tensor  # [B, n] int64, best first; what a row did not ask for means nothing
-    top: Tensor  # [B, n]
+RowLogprobs = tuple[Tensor, Tensor, Tensor]
+"""Of the chosen tokens `[B]`; the ids of the best `[B, n]` int64, best first; and theirs `[B, n]`. On the device;
+natural logarithms in float64, minus infinity for what is impossible. What a row did not ask for means nothing."""
 
 
 def row_logprobs(logits: Tensor, best_values: Tensor, token_ids: Tensor, rows: Tensor, num_top: int) -> RowLogprobs:
@@ -100,7 +96,7 @@ def row_logprobs(logits: Tensor, best_values: Tensor, token_ids: Tensor, rows: T
         num_splits=best_values.shape[1],
         num_columns=num_columns,
     )
-    return RowLogprobs(chosen, top_ids, top)
+    return chosen, top_ids, top
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.steps.compute_thread import ComputeThread
+from engine.steps.loop import ComputeThread
 from tests.support.waiting import HANGS_S, eventually
 
 

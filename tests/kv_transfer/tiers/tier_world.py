@@ -31,7 +31,7 @@ from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSource
-from kv_transfer.worker.prefix_loading import Columns, PrefixLoading
+from kv_transfer.worker.prefix_loading import PrefixLoading
 from prefill_workers.scheduler import PrefillScheduler
 from tests.support.ghost_runner import GhostRunner, kv_of, next_token
 
@@ -250,7 +250,7 @@ class DecodeNode(Worker):
         first_token = next_token(seq.tokens(0, seq.num_tokens))
         self.runner.receive(seq)
         self.scheduler.admit(seq.key, first_token)
-        self.prefix.stored([Columns(seq, 0, seq.num_published)])
+        self.prefix.stored([(seq, 0, seq.num_published)])
 
     def drop(self, key: SequenceKey) -> None:
         self.stories.pop(key, None)
