@@ -82,7 +82,7 @@ def describe_gguf(gguf_file: Path, folder: Path) -> None:
 
 
 def stored_gguf_tensors(gguf_file: Path) -> Iterator[tuple[str, torch.Tensor | QuantisedWeight]]:
-    """Each tensor by its name in a checkpoint, as the converter found it: blocks where `gguf_blocks` knows their kind,
+    """Each tensor by its name in a checkpoint, as the converter found it: blocks where `gguf.blocks` knows their kind,
     else float32. Raises ValueError for an architecture or a tensor that is not known."""
     vocabulary = {"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"}
     reader, metadata, architecture = _opened(gguf_file, without=vocabulary)
