@@ -30,38 +30,35 @@ Offload = Callable[[Blocks, Blocks], None]
 """Copy blocks `[n]` of the device to blocks `[n]` of the host, pairwise; done when it returns or raises."""
 
 
-class StreamOffload:
-    """An `Offload` from a GPU, on a stream of its own, so that neither steps nor hand-offs stand behind it.
+def offload_on(stream: Stream, link: BlockLink, queued: MarkQueued) -> Offload:
+    """From a GPU, on a stream of its own, so that neither steps nor hand-offs stand behind it.
 
     It follows `queued()`, an event behind all that compute was given when a copy is asked for: a block is copied once
     the step that filled it was taken in, and so was queued whole; and compute stands behind whatever was copied to the
     device for it. Only the thread of the copies waits.
     """
 
-    def __init__(self, link: BlockLink, stream: Stream, queued: MarkQueued) -> None:
-        self._link = link
-        self._stream = stream
-        self._queued = queued
+    def save(pairs: BlockPairs) -> None:
+        for listed in link.listed([pairs]):
+            link.save(listed)
 
-    def __call__(self, blocks: Blocks, into: Blocks) -> None:
-        stored = self._queued()
+    def offload(blocks: Blocks, into: Blocks) -> None:
+        stored = queued()
         if stored is not None:
-            self._stream.follow(stored)
+            stream.follow(stored)
         try:
-            self._stream.queue(partial(self._save, BlockPairs(host=into, device=blocks)))
+            stream.queue(partial(save, BlockPairs(host=into, device=blocks)))
         finally:
-            self._stream.record().wait()
+            stream.record().wait()
 
-    def _save(self, pairs: BlockPairs) -> None:
-        for listed in self._link.listed([pairs]):
-            self._link.save(listed)
+    return offload
 
 
 def offload_between(device: TierMemory, host: TierMemory) -> Offload:
     """How blocks get from this device to this host memory."""
     cache = device.cache
     if cache.device.type == "cuda" and isinstance(cache, KVCache):
-        return StreamOffload(BlockLink(cache, host.memory), CudaStream(cache.device), queued_on(cache.device))
+        return offload_on(CudaStream(cache.device), BlockLink(cache, host.memory), queued_on(cache.device))
     return lambda blocks, into: cache.copy_out(blocks, host.memory, into)
 
 
