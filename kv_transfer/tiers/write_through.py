@@ -69,14 +69,6 @@ _MAX_COPY_BLOCKS = 256
 
 
 @dataclass(slots=True)
-class WriteThroughStats:
-    copied_blocks: int = 0
-    copied_columns: int = 0
-    skipped_columns: int = 0  # not copied to the host: no room, or too many queued
-    unwritten_columns: int = 0  # not taken by the sink
-
-
-@dataclass(slots=True)
 class _Copy:
     """Some blocks on their way from the device to the host."""
 
@@ -115,7 +107,8 @@ class WriteThrough:
         self._home = HomeLoop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-through", initializer=work_alone)
         self._closed = False
-        self.stats = WriteThroughStats()
+        self.copied_columns = 0
+        self.skipped_columns = 0  # not copied to the host: no room, or too many queued
 
     def stored(self, hashes: Iterable[bytes]) -> None:
         """These columns, first one first, have just become findable (groups that rest on the host: there)."""
@@ -136,7 +129,7 @@ class WriteThrough:
                     copies.append(_Copy())
                 copies[-1].add(prefix_hash, blocks)
             else:
-                self.stats.skipped_columns += 1
+                self.skipped_columns += 1
         for copy in copies:
             if copy.keys:
                 self._begin(copy)
@@ -188,8 +181,7 @@ class WriteThrough:
         self._num_queued -= len(copy.keys)
         self._in_flight.difference_update(copy.hashes)
         if done:
-            self.stats.copied_blocks += len(copy.keys)
-            self.stats.copied_columns += len(copy.hashes)
+            self.copied_columns += len(copy.hashes)
             for key, block in zip(copy.keys, writing.blocks, strict=True):
                 self._host.pool.publish(writing, block, key)
             for prefix_hash in copy.hashes:
@@ -206,7 +198,6 @@ class WriteThrough:
         lease = self._host.pool.lease()
         self._host.pool.adopt(lease, blocks, is_reuse=False)
         if not self._sink.store(prefix_hash, self._host.views(blocks), lambda: self._home.run(self._written, lease)):
-            self.stats.unwritten_columns += 1
             self._host.pool.release(lease)
 
     def _written(self, lease: BlockLease) -> None:
