@@ -31,8 +31,7 @@ from kv_transfer.messages import MalformedMessageError, Message, decode, encode
 from kv_transfer.messages.connections import GroupOffer, GroupWord, OfferAnswer, SlabAnnounced, SlabsWanted
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, PeerRefusedError, SlabBytes
-from kv_transfer.transports.process_group.group_thread import GroupThread
-from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PeerStore, Rank, join_group
+from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, GroupThread, PeerStore, Rank, join_group
 from kv_transfer.transports.slab_pool import PooledSlab, SlabPool, private_arena
 from kv_transfer.transports.sockets import Carrier, CarrierUnavailableError, ConnectedLink, LinkConfig
 from kv_transfer.transports.tcp import peer_slab_bytes
