@@ -51,19 +51,18 @@ class PrefixTiers:
         self._host = host
         self._sources = tuple(sources)
         self.disk = sink if isinstance(sink, DiskTier) else None
-        self._down = WriteThrough(device, host, sink, max_queued_blocks=max_queued_blocks, on_room=self._room)
+        self.write_through = WriteThrough(device, host, sink, max_queued_blocks=max_queued_blocks, on_room=self._room)
         self._up = Promoter(host, timeout_s=load_timeout_s, on_room=self._room)
-        self.write_through_stats = self._down.stats
         self.loaded_columns = self._up.loaded_columns
         self.failed_columns = self._up.failed_columns
 
     def stored(self, hashes: Iterable[bytes]) -> None:
         """These columns have just been published; they go down the tiers in the background."""
-        self._down.stored(hashes)
+        self.write_through.stored(hashes)
 
     def used(self, hashes: Sequence[bytes]) -> None:
         """A prefix, in its order, was used now, and all of it that will be stored has been."""
-        self._down.used(hashes)
+        self.write_through.used(hashes)
 
     def missing(self, hashes: Sequence[bytes]) -> PrefixPlan:
         """How much of a prompt, given by the hashes of its full blocks, is here and how much could be."""
@@ -95,7 +94,7 @@ class PrefixTiers:
     async def close(self) -> None:
         """End the threads after what they have in hand; queued work is dropped."""
         await asyncio.to_thread(self._up.close)
-        await asyncio.to_thread(self._down.close)
+        await asyncio.to_thread(self.write_through.close)
         await asyncio.sleep(0)  # the threads' last reports give the blocks back
 
     def _room(self) -> None:

@@ -30,38 +30,35 @@ Offload = Callable[[Blocks, Blocks], None]
 """Copy blocks `[n]` of the device to blocks `[n]` of the host, pairwise; done when it returns or raises."""
 
 
-class StreamOffload:
-    """An `Offload` from a GPU, on a stream of its own, so that neither steps nor hand-offs stand behind it.
+def offload_on(stream: Stream, link: BlockLink, queued: MarkQueued) -> Offload:
+    """From a GPU, on a stream of its own, so that neither steps nor hand-offs stand behind it.
 
     It follows `queued()`, an event behind all that compute was given when a copy is asked for: a block is copied once
     the step that filled it was taken in, and so was queued whole; and compute stands behind whatever was copied to the
     device for it. Only the thread of the copies waits.
     """
 
-    def __init__(self, link: BlockLink, stream: Stream, queued: MarkQueued) -> None:
-        self._link = link
-        self._stream = stream
-        self._queued = queued
+    def save(pairs: BlockPairs) -> None:
+        for listed in link.listed([pairs]):
+            link.save(listed)
 
-    def __call__(self, blocks: Blocks, into: Blocks) -> None:
-        stored = self._queued()
+    def offload(blocks: Blocks, into: Blocks) -> None:
+        stored = queued()
         if stored is not None:
-            self._stream.follow(stored)
+            stream.follow(stored)
         try:
-            self._stream.queue(partial(self._save, BlockPairs(host=into, device=blocks)))
+            stream.queue(partial(save, BlockPairs(host=into, device=blocks)))
         finally:
-            self._stream.record().wait()
+            stream.record().wait()
 
-    def _save(self, pairs: BlockPairs) -> None:
-        for listed in self._link.listed([pairs]):
-            self._link.save(listed)
+    return offload
 
 
 def offload_between(device: TierMemory, host: TierMemory) -> Offload:
     """How blocks get from this device to this host memory."""
     cache = device.cache
     if cache.device.type == "cuda" and isinstance(cache, KVCache):
-        return StreamOffload(BlockLink(cache, host.memory), CudaStream(cache.device), queued_on(cache.device))
+        return offload_on(CudaStream(cache.device), BlockLink(cache, host.memory), queued_on(cache.device))
     return lambda blocks, into: cache.copy_out(blocks, host.memory, into)
 
 
@@ -69,14 +66,6 @@ logger = logging.getLogger(__name__)
 
 # What the main loop publishes in one go once it is copied: some milliseconds.
 _MAX_COPY_BLOCKS = 256
-
-
-@dataclass(slots=True)
-class WriteThroughStats:
-    copied_blocks: int = 0
-    copied_columns: int = 0
-    skipped_columns: int = 0  # not copied to the host: no room, or too many queued
-    unwritten_columns: int = 0  # not taken by the sink
 
 
 @dataclass(slots=True)
@@ -118,7 +107,8 @@ class WriteThrough:
         self._home = HomeLoop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-through", initializer=work_alone)
         self._closed = False
-        self.stats = WriteThroughStats()
+        self.copied_columns = 0
+        self.skipped_columns = 0  # not copied to the host: no room, or too many queued
 
     def stored(self, hashes: Iterable[bytes]) -> None:
         """These columns, first one first, have just become findable (groups that rest on the host: there)."""
@@ -139,7 +129,7 @@ class WriteThrough:
                     copies.append(_Copy())
                 copies[-1].add(prefix_hash, blocks)
             else:
-                self.stats.skipped_columns += 1
+                self.skipped_columns += 1
         for copy in copies:
             if copy.keys:
                 self._begin(copy)
@@ -191,8 +181,7 @@ class WriteThrough:
         self._num_queued -= len(copy.keys)
         self._in_flight.difference_update(copy.hashes)
         if done:
-            self.stats.copied_blocks += len(copy.keys)
-            self.stats.copied_columns += len(copy.hashes)
+            self.copied_columns += len(copy.hashes)
             for key, block in zip(copy.keys, writing.blocks, strict=True):
                 self._host.pool.publish(writing, block, key)
             for prefix_hash in copy.hashes:
@@ -209,7 +198,6 @@ class WriteThrough:
         lease = self._host.pool.lease()
         self._host.pool.adopt(lease, blocks, is_reuse=False)
         if not self._sink.store(prefix_hash, self._host.views(blocks), lambda: self._home.run(self._written, lease)):
-            self.stats.unwritten_columns += 1
             self._host.pool.release(lease)
 
     def _written(self, lease: BlockLease) -> None:

@@ -6,6 +6,7 @@ wants. Most links are `ConnectedLink`s.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
@@ -73,11 +74,18 @@ class Carrier(ABC):
 
 
 class ConnectedLink(ABC):
-    """One end of a link whose messages go over one connection, and whose slabs go beside it. It ends with that."""
+    """One end of a link whose messages go over one connection, and whose slabs go beside it. It ends with that.
+
+    Our slabs are offered to the peer when the first is asked for. One that was announced is in `_announced` until the
+    peer is done with it, or the link ends.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._peer_id = connection.peer.worker_id
         self._connection = connection
+        self._offered: SlabPool[SlabBytes] | None = None
+        self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._announced: dict[int, PooledSlab[SlabBytes]] = {}
 
     async def open(self) -> None:
         await self._connection.start()
@@ -90,9 +98,28 @@ class ConnectedLink(ABC):
     def closed(self) -> str | None:
         return self._connection.closed
 
-    @abstractmethod
     async def offer(self) -> SlabPool[SlabBytes]:
-        """Our slabs, once the peer can take them. The first call makes them. Raises what `Link.acquire` does."""
+        """Our slabs, once the peer can take them. The first call makes them.
+
+        Raises what `Link.acquire` does, and CarrierUnavailableError with the words of the end that could not.
+        """
+        self._check_open()
+        if self._offered is None:
+            self._offered = self._make_offer()
+        refusal = self._answer.result() if self._answer.done() else await asyncio.shield(self._answer)
+        self._offered.check_open()
+        if refusal is not None:
+            raise CarrierUnavailableError(refusal)
+        return self._offered
+
+    @abstractmethod
+    def _make_offer(self) -> SlabPool[SlabBytes]:
+        """Make our slabs and tell the peer of them; `_answered` is to follow. Raises CarrierUnavailableError."""
+
+    def _answered(self, refusal: str | None) -> None:
+        """The first word counts."""
+        if not self._answer.done():
+            self._answer.set_result(refusal)
 
     async def acquire(self, num_bytes: int) -> PooledSlab[SlabBytes]:
         return await (await self.offer()).acquire(num_bytes)
@@ -102,13 +129,23 @@ class ConnectedLink(ABC):
             await self._connection.send(message)
             return
         assert isinstance(slab, PooledSlab)
+        assert self._offered is not None and slab.belongs_to(self._offered), "a slab goes out by its own link"
         if self.closed is not None:
             slab.discard()
         self._check_open()
-        await self._send_slab(message, slab)
+        self._announced[slab.index] = slab
+        await self._announce(message, slab)
 
     @abstractmethod
-    async def _send_slab(self, message: Message, slab: PooledSlab[SlabBytes]) -> None: ...
+    async def _announce(self, message: Message, slab: PooledSlab[SlabBytes]) -> None: ...
+
+    def _end_offer(self, reason: str) -> None:
+        """Nothing is taken or sent any more; who waits for the peer's answer is told why."""
+        if self._offered is not None:
+            self._offered.close(reason)
+        while self._announced:
+            self._announced.popitem()[1].discard()
+        self._answered(reason)
 
     def _check_open(self) -> None:
         if self.closed is not None:

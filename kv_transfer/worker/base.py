@@ -319,8 +319,8 @@ class Worker(ABC):
             missed_tokens=self.prefix.missed_tokens,
             loaded_columns={} if lower is None else dict(lower.loaded_columns),
             failed_columns={} if lower is None else dict(lower.failed_columns),
-            host_stored_columns=0 if lower is None else lower.write_through_stats.copied_columns,
-            host_dropped_columns=0 if lower is None else lower.write_through_stats.skipped_columns,
+            host_stored_columns=0 if lower is None else lower.write_through.copied_columns,
+            host_dropped_columns=0 if lower is None else lower.write_through.skipped_columns,
             disk=None if disk is None else disk.report(),
         )
 

@@ -47,7 +47,7 @@ async def cluster_of(
 def copies_hang(tiers: PrefixTiers) -> Iterator[Event]:
     """Nothing is copied to the host before the event is set."""
     go = Event()
-    tiers._down._thread.submit(go.wait, HANGS_S)
+    tiers.write_through._thread.submit(go.wait, HANGS_S)
     try:
         yield go
     finally:

@@ -9,7 +9,7 @@ import torch
 from engine.kv.cache import KVCache, KVLayout
 from engine.offload.block_link import BlockLink
 from engine.offload.staging_plan import Blocks
-from kv_transfer.tiers.write_through import StreamOffload
+from kv_transfer.tiers.write_through import offload_on
 from tests.interpreted.device_queues import LazyStream
 from tests.support.interpreted import device, wait_for_device
 
@@ -22,7 +22,7 @@ class World:
         if device().type == "cuda":
             self.on_host = KVCache(LAYOUT, 8, memory=self.on_host.blocks.view(torch.uint8).flatten().pin_memory())
         self.compute, self.down = LazyStream(), LazyStream()
-        self.offload = StreamOffload(BlockLink(self.on_device, self.on_host), self.down, self.compute.record)
+        self.offload = offload_on(self.down, BlockLink(self.on_device, self.on_host), self.compute.record)
 
 
 def blocks(*numbers: int) -> Blocks:

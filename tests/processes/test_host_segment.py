@@ -44,6 +44,7 @@ from tests.processes.host_segment_child import (
     words,
 )
 from tests.processes.host_segments import SHARED_MEMORY, scope, worker
+from tests.support.host_records import published
 
 __all__ = ["scope"]
 
@@ -105,7 +106,7 @@ def test_damaged_bytes_and_a_damaged_record_are_no_content(scope: str) -> None:
     path.write_bytes(image)
     segment = open_segment(SHARED_MEMORY, scope)
     assert {number_of(key) for _, key in segment.restored()} == set(range(NUM_BLOCKS)) - {2, 5}
-    assert segment.published() == {key: block for block, key in segment.restored()}
+    assert published(segment) == {key: block for block, key in segment.restored()}
     segment.close(unlink=True)
 
 
@@ -348,20 +349,20 @@ class SegmentMachine(RuleBasedStateMachine):
 
     @rule()
     def die(self) -> None:
-        path, content = self.segment.path, self.segment.published()
+        path, content = self.segment.path, published(self.segment)
         self.segment.close(unlink=False)
         self.segment = open_segment(SHARED_MEMORY, self.scope)
         assert self.segment.path == path
         self.pool = restored_pool(self.segment)
-        assert self.segment.published() == content
+        assert published(self.segment) == content
 
     @invariant()
     def index_equals_pool(self) -> None:
         self.pool.check()
-        published = self.segment.published()
-        assert {key: block for key in map(key_of, range(12)) if (block := self.pool.find(key)) is not None} == published
+        told = published(self.segment)
+        assert {key: block for key in map(key_of, range(12)) if (block := self.pool.find(key)) is not None} == told
         found = [key for key in map(key_of, range(12)) if self.neighbours.holds(key[0])]
-        assert set(found) == published.keys()
+        assert set(found) == told.keys()
         for key in found[:2]:
             copy = bytearray(BLOCK_BYTES)
             assert self.neighbours.load([key[0]], [[memoryview(copy)]]) == [True]

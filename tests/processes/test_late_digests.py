@@ -15,6 +15,7 @@ from kv_transfer.tiers.host import segment as host_segment
 from kv_transfer.tiers.host.index import block_digest
 from kv_transfer.tiers.host.segment import HostSegment
 from tests.processes.host_segments import SHARED_MEMORY, scope
+from tests.support.host_records import published, published_digests
 from tests.support.waiting import HANGS_S, eventually
 
 __all__ = ["scope"]
@@ -42,7 +43,7 @@ def compute(segment: HostSegment, pool: BlockPool, number: int) -> None:
 
 
 def check_records(segment: HostSegment) -> None:
-    for key, (block, digest) in segment.published_digests().items():
+    for key, (block, digest) in published_digests(segment).items():
         assert digest == block_digest(key, segment.block(block)), f"block {block} is not what is told"
 
 
@@ -50,7 +51,7 @@ async def test_large_blocks_are_found_a_little_later_and_restored(scope: str) ->
     segment, pool = opened(scope)
     for number in range(8):
         compute(segment, pool, number)
-    await eventually(lambda: len(segment.published()) == 8)
+    await eventually(lambda: len(published(segment)) == 8)
     check_records(segment)
     segment.close(unlink=False)
     again, _ = opened(scope)
@@ -91,9 +92,9 @@ def test_closing_waits_for_the_block_in_hand_and_publishes_no_more(scope: str) -
     for number in range(NUM_BLOCKS):
         compute(segment, pool, number)
     segment.close(unlink=False)
-    before = segment.published()
+    before = published(segment)
     time.sleep(0.02)
-    assert segment.published() == before
+    assert published(segment) == before
     again, _ = opened(scope)
     assert {key: block for block, key in again.restored()} == before
     again.close(unlink=True)
@@ -110,9 +111,9 @@ async def test_no_record_ever_tells_of_bytes_that_are_not_there(scope: str, seed
             pool.drop_cached()
         if chooser.random() < 0.1:
             check_records(segment)
-    await eventually(lambda: segment.published() == pool.findable())
+    await eventually(lambda: published(segment) == pool.findable())
     check_records(segment)
-    for key, block in segment.published().items():
+    for key, block in published(segment).items():
         number = int.from_bytes(key[0], "little")
         assert np.all(np.frombuffer(segment.block(block), dtype=np.uint8) == number % 251)
     segment.close(unlink=True)

@@ -27,6 +27,7 @@ from tests.processes.host_segment_child import (
     words,
 )
 from tests.processes.host_segments import SHARED_MEMORY, scope, worker
+from tests.support.host_records import published
 from tests.support.waiting import HANGS_S, wait_until
 
 __all__ = ["scope"]
@@ -152,7 +153,7 @@ def test_a_block_rewritten_during_the_copy_is_a_miss(scope: str, monkeypatch: py
     monkeypatch.setattr(SegmentIndex, "block", rewrite_first)
     assert not load(neighbours, 1)
     assert load(neighbours, 1)
-    assert segment.published() == {key_of(1): block}
+    assert published(segment) == {key_of(1): block}
     segment.close(unlink=True)
 
 

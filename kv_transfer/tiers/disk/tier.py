@@ -18,7 +18,7 @@ import errno
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,13 @@ from kv_transfer.messages.fields import SourceName
 from kv_transfer.messages.workers import DiskReport, TierBlocks
 from kv_transfer.tiers.disk.files import ColumnFormat, DamagedColumnError, aligned_buffer, copy_bytes
 from kv_transfer.tiers.disk.folder import MAX_SLOTS, DiskFolder, DiskTierError
-from kv_transfer.tiers.disk.health import DiskHealth
 from kv_transfer.tiers.memory import tier_blocks
 from kv_transfer.tiers.sources import ColumnViews
 
+_MAX_WRITE_ERRORS: Final = 3
+"""Failures in a row after which writing is off for `_WRITE_PAUSE_S`. One failure after that turns it off again."""
+_WRITE_PAUSE_S: Final = 30.0
+_WARN_EVERY_S: Final = 60.0
 _TOUCH_EVERY_S: Final = 60.0
 _OUR_SHORTAGE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that say nothing of the file: it may be read another time."""
@@ -68,7 +71,7 @@ class DiskTier:
         num_slots = _num_slots(form, budget_bytes)
         self._form = form
         self._folder = DiskFolder.take(path, form.mark, sync=sync)
-        self._health = DiskHealth(self._folder.path, clock)
+        self._health = _Health(self._folder.path, clock)
         self._pool = BlockPool(num_slots, observers=observers)
         self._restore()
         self._buffers: deque[memoryview] = deque()
@@ -355,6 +358,65 @@ class DiskTier:
     def _touch_prefix(self, hashes: Sequence[bytes]) -> None:
         with self._held(hashes) as slots:
             self._touch(slots)
+
+
+class _Health:
+    """What a tier has done and suffered, and when it stops trying to write; any thread may report to it.
+
+    A disk that fails costs hits, never requests; so trouble goes to counters and, not too often, to the log.
+    `clock` is in seconds, as `time.monotonic`.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._counts: Counter[str] = Counter()  # by the names of a `DiskReport`
+        self._num_write_errors = 0  # in a row
+        self._paused_until = float("-inf")
+        self._warn_at: dict[str, float] = {}  # by kind of trouble: not before
+        self._num_unsaid: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def writing_pauses(self) -> bool:
+        return self._clock() < self._paused_until
+
+    def report(self) -> DiskReport:
+        with self._lock:
+            return DiskReport(**self._counts)
+
+    def count(self, **added: int) -> None:
+        """Add to the counters of these names."""
+        with self._lock:
+            self._counts.update(added)
+
+    def was_lost(self, slot: int, error: Exception) -> None:
+        self.count(lost=1)
+        self._warn("read", "the KV file of slot %d in %s cannot be used: %s", slot, self._folder, error)
+
+    def was_written(self, num_bytes: int) -> None:
+        self._num_write_errors = 0
+        self.count(stored=1, written_bytes=num_bytes)
+
+    def write_failed(self, error: OSError) -> None:
+        self._num_write_errors += 1
+        if self._num_write_errors >= _MAX_WRITE_ERRORS:
+            self._paused_until = self._clock() + _WRITE_PAUSE_S
+        self.count(write_errors=1)
+        self._warn("write", "KV cannot be written to %s: %s", self._folder, error)
+
+    def _warn(self, kind: str, message: str, *args: object) -> None:
+        """Each kind at most once per `_WARN_EVERY_S`, with the number of those left out."""
+        now = self._clock()
+        with self._lock:
+            if now < self._warn_at.get(kind, now):
+                self._num_unsaid[kind] += 1
+                return
+            self._warn_at[kind] = now + _WARN_EVERY_S
+            num_unsaid = self._num_unsaid.pop(kind, 0)
+        if num_unsaid:
+            message += f" ({num_unsaid} more like this since the last such line)"
+        logger.warning(message, *args)
 
 
 def _num_slots(form: ColumnFormat, budget_bytes: int) -> int:

@@ -133,14 +133,6 @@ class HostSegment:
             self._turns.pop(block, None)
             self._index.retract(block)
 
-    def published(self) -> dict[BlockKey, int]:
-        """What peers can find now, and in which block: for checks, since the pool knows it better."""
-        return {key: block for key, (block, _) in self.published_digests().items()}
-
-    def published_digests(self) -> dict[BlockKey, tuple[int, int]]:
-        """`published`, and the digest that goes with each block."""
-        return {record.key: (block, record.digest) for block, record in self._index.valid_records()}
-
     def close(self, *, unlink: bool) -> None:
         """End the ownership; nothing may write to the memory from here on. Without `unlink` the next worker adopts it.
 

@@ -3,7 +3,7 @@
 Experimental (docs/gpu.md). Gloo is here to test all that is not NCCL's own; no setting offers it.
 
 Messages go over a connection, as they do everywhere. Each end that sends offers a group of two in which its slabs
-leave: the `_Outgoing` direction here is the `_Incoming` one there. A slab is announced, and moved when the receiver has
+leave: the outgoing direction here is the `_Incoming` one there. A slab is announced, and moved when the receiver has
 room and has asked for it, so that nobody waits inside of a group for long: what NCCL has launched and cannot finish
 keeps a part of its GPU busy. The connection's end is the link's end, and aborts the groups; a group that fails, or is
 late, ends the connection.
@@ -31,8 +31,7 @@ from kv_transfer.messages import MalformedMessageError, Message, decode, encode
 from kv_transfer.messages.connections import GroupOffer, GroupWord, OfferAnswer, SlabAnnounced, SlabsWanted
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, PeerRefusedError, SlabBytes
-from kv_transfer.transports.process_group.group_thread import GroupThread
-from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PeerStore, Rank, join_group
+from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, GroupThread, PeerStore, Rank, join_group
 from kv_transfer.transports.slab_pool import PooledSlab, SlabPool, private_arena
 from kv_transfer.transports.sockets import Carrier, CarrierUnavailableError, ConnectedLink, LinkConfig
 from kv_transfer.transports.tcp import peer_slab_bytes
@@ -78,54 +77,6 @@ class _Direction:
     def close(self, reason: str) -> None:
         self.store.close(reason)
         self.group.abort()
-
-
-class _Outgoing(_Direction):
-    """Our slabs, and the group that they leave by."""
-
-    def __init__(self, link: DistributedLink) -> None:
-        self._timeout_s = link.config.join_timeout_s
-        self._joined: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self.pool = link.new_pool()
-        self._announced: dict[int, PooledSlab[SlabBytes]] = {}
-        link.post(GroupOffer())
-        super().__init__(link, SENDER, self.on_joined)
-
-    async def joined(self) -> None:
-        """Wait for both ends. Raises CarrierUnavailableError with the words of the one that could not."""
-        refusal: str | None
-        try:
-            refusal = await asyncio.wait_for(asyncio.shield(self._joined), self._timeout_s)
-        except TimeoutError:
-            refusal = f"the two ends did not come together within {self._timeout_s:g} s"
-        self.pool.check_open()
-        if refusal is not None:
-            raise CarrierUnavailableError(f"No process group could be made: {refusal}")
-
-    def on_joined(self, refusal: str | None) -> None:
-        """Here; the first byte that arrived there said that the peer has, too. Or at the peer, which refuses."""
-        if not self._joined.done():
-            self._joined.set_result(refusal)
-
-    def announce(self, message: Message, slab: PooledSlab[SlabBytes]) -> SlabAnnounced:
-        self._announced[slab.index] = slab
-        return SlabAnnounced(slab=slab.index, num_bytes=len(slab.view), message=encode(message))
-
-    def on_wanted(self, slabs: list[int]) -> bool:
-        """False if the peer wants what it was not offered."""
-        for index in slabs:
-            slab = self._announced.pop(index, None)
-            if slab is None:
-                return False
-            self.group.move(_as_tensor(slab.view), slab.discard)
-        return True
-
-    def close(self, reason: str) -> None:
-        self.pool.close(reason)
-        while self._announced:
-            self._announced.popitem()[1].discard()
-        self.on_joined(reason)
-        super().close(reason)
 
 
 class _Incoming(_Direction):
@@ -188,7 +139,7 @@ class DistributedLink(ConnectedLink):
         self.config = replace(config, slabs=slabs)
         self.host: str = peer_socket.sock.getsockname()[0]  # the address that the peer reaches this end at
         self.post = self._connection.post
-        self.outgoing: _Outgoing | None = None
+        self.outgoing: _Direction | None = None
         self.incoming: _Incoming | None = None
 
     def new_pool(self, on_free: Callable[[], None] | None = None) -> SlabPool[SlabBytes]:
@@ -207,24 +158,35 @@ class DistributedLink(ConnectedLink):
         self._loop.call_later(_GRACE_S, self._connection.close, told)
 
     async def offer(self) -> SlabPool[SlabBytes]:
-        """Of a group that the peer has joined."""
-        self._check_open()
-        if self.outgoing is None:
-            self.outgoing = _Outgoing(self)
-        await self.outgoing.joined()
-        return self.outgoing.pool
+        timeout_s = self.config.join_timeout_s
+        try:
+            return await asyncio.wait_for(super().offer(), timeout_s)
+        except TimeoutError as error:
+            raise CarrierUnavailableError(
+                f"No process group could be made: the two ends did not come together within {timeout_s:g} s"
+            ) from error
 
-    async def _send_slab(self, message: Message, slab: PooledSlab[SlabBytes]) -> None:
-        assert self.outgoing is not None and slab.belongs_to(self.outgoing.pool), "a slab goes out by its own link"
-        await self._connection.send(self.outgoing.announce(message, slab))
+    def _make_offer(self) -> SlabPool[SlabBytes]:
+        """Of a group that the peer is to join."""
+        pool = self.new_pool()
+        self.post(GroupOffer())
+        self.outgoing = _Direction(self, SENDER, self._on_joined)
+        return pool
+
+    def _on_joined(self, refusal: str | None) -> None:
+        """Here; the first byte that arrived there said that the peer has, too. Or at the peer, which refuses."""
+        self._answered(None if refusal is None else f"No process group could be made: {refusal}")
+
+    async def _announce(self, message: Message, slab: PooledSlab[SlabBytes]) -> None:
+        await self._connection.send(SlabAnnounced(slab=slab.index, num_bytes=len(slab.view), message=encode(message)))
 
     async def receive(self) -> Delivery:
         return (await self._inbox.get()).delivery()
 
     async def close(self, reason: str) -> None:
         self._connection.close(reason)
-        if self.outgoing is not None:
-            self.outgoing.pool.close(self.closed or reason)
+        if self._offered is not None:
+            self._offered.close(self.closed or reason)
         self._inbox.close(self.closed or reason)
         await to_the_end(self._wait_closed())
 
@@ -247,8 +209,7 @@ class DistributedLink(ConnectedLink):
                     "announces a slab without a group" if self.incoming is None else self.incoming.on_announced(message)
                 )
             case SlabsWanted(slabs=slabs):
-                if self.outgoing is None or not self.outgoing.on_wanted(slabs):
-                    complaint = "asks for slabs that were not announced to it"
+                complaint = self._on_wanted(slabs)
             case GroupWord(offered=offered, key=key, value=value):
                 direction = self.incoming if offered else self.outgoing
                 if direction is not None:
@@ -260,15 +221,26 @@ class DistributedLink(ConnectedLink):
                     self.incoming = _Incoming(self, self._inbox)
             case OfferAnswer(refusal=refusal):
                 if self.outgoing is not None and refusal is not None:
-                    self.outgoing.on_joined(refusal)
+                    self._on_joined(refusal)
             case _:
                 return False
         if complaint is not None:
             self._connection.close(f"{self._peer_id} {complaint}")
         return True
 
+    def _on_wanted(self, slabs: list[int]) -> str | None:
+        """What is wrong with it, if anything is."""
+        for index in slabs:
+            slab = self._announced.pop(index, None)
+            if slab is None:
+                return "asks for slabs that were not announced to it"
+            assert self.outgoing is not None, "who has announced a slab has a group"
+            self.outgoing.group.move(_as_tensor(slab.view), slab.discard)
+        return None
+
     def _on_closed(self, reason: str) -> None:
         self._inbox.close(reason)
+        self._end_offer(reason)
         for direction in (self.outgoing, self.incoming):
             if direction is not None:
                 direction.close(reason)

@@ -23,55 +23,11 @@ from kv_transfer.messages.connections import OfferAnswer, SegmentOffer, SlabsFre
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, SlabBytes
 from kv_transfer.transports.shared_memory.segment import Segment, SegmentError, make_segment, map_segment, supported
-from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool
+from kv_transfer.transports.slab_pool import PooledSlab, SlabPool
 from kv_transfer.transports.sockets import Carrier, CarrierUnavailableError, ConnectedLink, LinkConfig
 
 # The payload of an announcement: slab, offset in the segment, length.
 _PLACE: Final = struct.Struct("<IQQ")
-
-
-class _Outgoing:
-    """Our segment: its slabs, and which of them the peer still reads."""
-
-    def __init__(self, config: SlabConfig, segment: Segment, post: Callable[[Message], None]) -> None:
-        self._config = config
-        self._segment = segment
-        self.pool = SlabPool(segment.view, config)
-        self._announced: dict[int, PooledSlab[SlabBytes]] = {}
-        self._answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        post(segment.offer())
-
-    async def mapped(self) -> None:
-        """Wait for the peer to map it. Raises CarrierUnavailableError with its words if it cannot."""
-        refusal = self._answer.result() if self._answer.done() else await asyncio.shield(self._answer)
-        self.pool.check_open()
-        if refusal is not None:
-            raise CarrierUnavailableError(refusal)
-
-    def on_answer(self, refusal: str | None) -> None:
-        self._segment.close_file()
-        if not self._answer.done():
-            self._answer.set_result(refusal)
-
-    def announce(self, slab: PooledSlab[SlabBytes]) -> bytes:
-        self._announced[slab.index] = slab
-        return _PLACE.pack(slab.index, slab.index * self._config.stride_bytes, len(slab.view))
-
-    def on_freed(self, slabs: list[int]) -> bool:
-        """False if the peer frees what it was not given."""
-        for index in slabs:
-            slab = self._announced.pop(index, None)
-            if slab is None:
-                return False
-            slab.discard()
-        return True
-
-    def close(self, reason: str) -> None:
-        self.pool.close(reason)
-        while self._announced:
-            self._announced.popitem()[1].discard()
-        self.on_answer(reason)
-        self._segment.close()
 
 
 class _Incoming:
@@ -126,25 +82,22 @@ class SharedMemoryLink(ConnectedLink):
         settings = replace(config.connection, max_payload_bytes=_PLACE.size)
         super().__init__(Connection(peer_socket, settings, intercept=self._on_message, on_closed=self._on_closed))
         self._slabs = config.slabs
+        self._segment: Segment | None = None  # of the slabs that we offer
         self._carrier = carrier
         self._incoming = _Incoming(carrier.map_segment, self._connection.post)
-        self._outgoing: _Outgoing | None = None
 
-    async def offer(self) -> SlabPool[SlabBytes]:
-        """Of a segment that the peer has mapped."""
-        self._check_open()
-        if self._outgoing is None:
-            try:
-                segment = self._carrier.make_segment(self._slabs.arena_bytes, self._connection.peer)
-            except SegmentError as error:
-                raise CarrierUnavailableError(str(error)) from error
-            self._outgoing = _Outgoing(self._slabs, segment, self._connection.post)
-        await self._outgoing.mapped()
-        return self._outgoing.pool
+    def _make_offer(self) -> SlabPool[SlabBytes]:
+        """Of a segment that the peer is to map."""
+        try:
+            self._segment = self._carrier.make_segment(self._slabs.arena_bytes, self._connection.peer)
+        except SegmentError as error:
+            raise CarrierUnavailableError(str(error)) from error
+        self._connection.post(self._segment.offer())
+        return SlabPool(self._segment.view, self._slabs)
 
-    async def _send_slab(self, message: Message, slab: PooledSlab[SlabBytes]) -> None:
-        assert self._outgoing is not None and slab.belongs_to(self._outgoing.pool), "a slab goes out by its own link"
-        await self._connection.send(message, [memoryview(self._outgoing.announce(slab))])
+    async def _announce(self, message: Message, slab: PooledSlab[SlabBytes]) -> None:
+        place = _PLACE.pack(slab.index, slab.index * self._slabs.stride_bytes, len(slab.view))
+        await self._connection.send(message, [memoryview(place)])
 
     async def receive(self) -> Delivery:
         frame = await self._connection.receive_frame()
@@ -166,20 +119,29 @@ class SharedMemoryLink(ConnectedLink):
     def _on_message(self, message: Message) -> bool:
         match message:
             case SlabsFreed(slabs=slabs):
-                if self._outgoing is None or not self._outgoing.on_freed(slabs):
-                    self._connection.close(f"{self._peer_id} frees slabs that it does not have")
+                self._on_freed(slabs)
             case SegmentOffer():
                 self._incoming.on_offer(message)
             case OfferAnswer(refusal=refusal):
-                if self._outgoing is not None:
-                    self._outgoing.on_answer(refusal)
+                if self._segment is not None:
+                    self._segment.close_file()
+                    self._answered(refusal)
             case _:
                 return False
         return True
 
+    def _on_freed(self, slabs: list[int]) -> None:
+        for index in slabs:
+            slab = self._announced.pop(index, None)
+            if slab is None:
+                self._connection.close(f"{self._peer_id} frees slabs that it does not have")
+                return
+            slab.discard()
+
     def _on_closed(self, reason: str) -> None:
-        if self._outgoing is not None:
-            self._outgoing.close(reason)
+        self._end_offer(reason)
+        if self._segment is not None:
+            self._segment.close()
 
 
 class SharedMemoryCarrier(Carrier):

@@ -34,6 +34,7 @@ from kv_transfer.tiers.sources import ColumnSource
 from kv_transfer.worker.prefix_loading import PrefixLoading
 from prefill_workers.scheduler import PrefillScheduler
 from tests.support.ghost_runner import GhostRunner, kv_of, next_token
+from tests.support.host_records import published_digests
 
 GROUPS = 2
 BLOCK_SIZE = 4
@@ -181,7 +182,7 @@ class Worker:
         for memory in (self.device, self.host):
             memory.pool.check()
             truth.check(memory.pool, memory.memory)
-        assert self.segment.published_digests() == {
+        assert published_digests(self.segment) == {
             key: (block, block_digest(key, self.segment.block(block)))
             for key, block in self.host.pool.findable().items()
         }, "what neighbours are told is not what is there"
