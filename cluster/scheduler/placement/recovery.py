@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cluster.scheduler.placement.ledger import Booking, Ledger
-from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot
+from kv_transfer.messages.scheduling import Place
 from kv_transfer.messages.workers import WorkerInfo
 
 MAX_PENDING: Final = 65_536  # whose workers are not known; beyond it, the oldest is forgotten
@@ -26,7 +26,7 @@ class RecoveredRequest:
     since the first one came at `first_at`; 0: the prompt is still to be computed. `weight`: see `Slot.WEIGHT`.
     `lives`: of its workers, where only these are meant."""
 
-    query: Query
+    query: Place
     prefill: str | None
     decode: str
     num_emitted: int
