@@ -17,7 +17,7 @@ from cluster.scheduler.decision_log import DecisionLog
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.recovery import RecoveredRequest, RecoveredRequests
+from cluster.scheduler.placement.recovery import RecoveredRequests
 from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.placement.worker_table import Row
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
@@ -158,17 +158,7 @@ class GlobalScheduler:
     def recovered(self, request: StandingRequest, now: float) -> None:
         """It is on its workers, placed by somebody else: count it, as soon as they are known."""
         self.ended(request.place.request_id, now)
-        self._recovered.told(
-            RecoveredRequest(
-                query=request.place,
-                prefill=request.prefill,
-                decode=request.decode,
-                num_emitted=request.num_emitted,
-                first_at=now - request.since_first_s,
-                weight=0.0 if request.late else 1.0,
-                as_of=now,
-            )
-        )
+        self._recovered.told(request, now)
 
     def first_token(self, request_id: str, now: float) -> None:
         self.ledger.first_token(request_id, now)

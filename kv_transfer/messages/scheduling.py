@@ -66,15 +66,15 @@ class Placement(Message):
 
 @record
 class StandingRequest:
-    """A request that is on its workers. `num_emitted`, `since_first_s`: of this attempt; none: its prompt is still to
-    be computed."""
+    """A request that is on its workers. `prefill` None: the decode worker computes the prompt. `num_emitted`,
+    `since_first_s`: of this attempt; none: its prompt is still to be computed."""
 
     place: Place  # as it was asked with, without what matters to the choice of workers alone; `waited_s`: by now
     prefill: Text | None
     decode: Text
     num_emitted: Count = 0
     since_first_s: NonNegative = 0.0
-    late: Flag = False  # the target for its first token is missed, whatever comes
+    slo_probability: NonNegative = 1.0  # of meeting its targets; 0: the one for its first token is missed
 
 
 @message
