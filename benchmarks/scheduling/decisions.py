@@ -32,11 +32,12 @@ from benchmarks.scheduling.goodput_setting import Layout, Setting, play
 from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.query import DecisionPolicy, Query
+from cluster.scheduler.placement.policy import DecisionPolicy
 from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
 from kv_transfer.messages.blocks import BlockIndexSnapshot
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
+from kv_transfer.messages.scheduling import Place
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 from kv_transfer.worker.cost_report import stated_report
 
@@ -104,15 +105,15 @@ def _digest(owner: int, block: int) -> bytes:
     return owner.to_bytes(8, "little") + block.to_bytes(8, "little")
 
 
-def _query(rng: random.Random, number: int, num_workers: int, now: float, ttft_s: float) -> Query:
+def _query(rng: random.Random, number: int, num_workers: int, now: float, ttft_s: float) -> Place:
     num_tokens = min(120_000, max(64, round(rng.lognormvariate(8.5, 1.0))))
     num_blocks, shares = num_tokens // BLOCK_TOKENS, rng.random()
     owner = 0 if shares < 0.1 else rng.randrange(1, num_workers) if shares < 0.3 else num_workers + number
-    return Query(
+    return Place(
         request_id=f"r{number}",
+        attempt=0,
         num_tokens=num_tokens,
         max_new_tokens=1000,
-        arrived_at=now,
         ttft_s=ttft_s,
         tpot_s=0.1,
         tenant=f"t{number % 50}",

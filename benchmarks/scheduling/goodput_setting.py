@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from benchmarks.common.summary import Json
-from cluster.scheduler.placement.query import DecisionPolicy
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.command import ROUTERS
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.legato import LegatoRouter

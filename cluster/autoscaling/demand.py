@@ -18,11 +18,11 @@ import numpy as np
 from cluster.autoscaling.sizing import PoolsPlan, PoolView
 from cluster.scheduler.placement.admission import Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.slo.sliding_window import SlidingWindow
 from cluster.slo.tracker import SeriesSnapshot
 from engine.cost_model.step_cost import StepCost, StepWork
+from kv_transfer.messages.scheduling import Place
 
 _NUM_PARTS: Final = 12
 _FASTEST_GROWTH: Final = 2.0  # more is not believed of a trend, however steep
@@ -143,7 +143,7 @@ class DemandMonitor:
         self._held, self._held_at = 0.0, now  # see `_held_by_those_who_decode`, smoothed
         self._turned_away: OrderedDict[Hashable, float] = OrderedDict()  # and when they were asked to come back
 
-    def asked(self, query: Query, verdict: Verdict, now: float) -> None:
+    def asked(self, query: Place, verdict: Verdict, now: float) -> None:
         """A request came for the first time, and this is what became of it. One that waits counts like one that was
         placed, one that is turned away until its client has come back."""
         if query.attempt > 0 or not verdict.decision.rows:
@@ -175,7 +175,7 @@ class DemandMonitor:
             PoolView(demand=decode, burns=burning.tpot or (burning.other and not prefill_is_busier), live=num_decode),
         )
 
-    def _count(self, query: Query, verdict: Verdict, now: float) -> None:
+    def _count(self, query: Place, verdict: Verdict, now: float) -> None:
         best, table, uncached = verdict.decision.best, self._ledger.table, verdict.decision.uncached_tokens
         computing, decoding = table.row(best.prefill or best.decode), table.row(best.decode)
         prompt_s = prefill_work_s(
@@ -187,12 +187,12 @@ class DemandMonitor:
             *(table.cost(decoding), kv_tokens, max_num_seqs),
             num_tokens=query.num_tokens,
             num_output=expected,
-            tpot_s=query.tpot_s,
+            tpot_s=query.tpot_target_s,
         )
         (self._decode if best.prefill is None else self._prefill).add(now, prompt_s)
         self._decode.add(now, decode_s)
 
-    def _is_back(self, query: Query, now: float) -> bool:
+    def _is_back(self, query: Place, now: float) -> bool:
         """Others may ask the same; hence nobody is before its time, and nobody twice."""
         while self._turned_away and now - next(iter(self._turned_away.values())) > _RETURN_S:
             self._turned_away.popitem(last=False)

@@ -146,8 +146,9 @@ class RequestRun:
         """How it stands with its workers, for a scheduler that did not place it; None: it is on none."""
         if self.placement is None or self.ended:
             return None
-        now = time.monotonic()
+        now, ttft_s = time.monotonic(), self.terms.slo.ttft_s
         first_after_s = (self.timeline.first_token_at or now) - self.terms.arrived_at
+        is_late = ttft_s is not None and first_after_s > ttft_s
         num_emitted = self.num_of_attempt
         asked = self.place_query(prefer_decode=None)
         return StandingRequest(
@@ -162,7 +163,7 @@ class RequestRun:
             decode=self.placement.decode,
             num_emitted=num_emitted,
             since_first_s=now - (self.timeline.decoding_since or now),
-            late=self.terms.slo.ttft_s is not None and first_after_s > self.terms.slo.ttft_s,
+            slo_probability=0.0 if is_late else 1.0,
         )
 
     def placed(self, placement: Placement) -> None:

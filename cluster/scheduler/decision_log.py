@@ -28,8 +28,7 @@ class LoggedDecision:
     @property
     def is_unattainable(self) -> bool:
         """It would be late on an idle cluster, too, so it was served like one without targets."""
-        request, query = self.request, self.verdict.decision.query
-        return (request.ttft_s is not None or request.tpot_s is not None) and not query.has_targets
+        return self.request.has_targets and not self.verdict.decision.query.has_targets
 
     def as_json(self, clock_offset_s: float) -> str:
         """One line. `clock_offset_s`: from the scheduler's clock to Unix time."""

@@ -8,7 +8,7 @@ simulator and in tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -16,8 +16,8 @@ from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.decision_log import DecisionLog
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.query import NO_TARGET, DecisionPolicy, Query
-from cluster.scheduler.placement.recovery import RecoveredRequest, RecoveredRequests
+from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.recovery import RecoveredRequests
 from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.placement.worker_table import Row
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
@@ -61,7 +61,7 @@ class GlobalScheduler:
         self._wake_at = float("inf")
         self._woken_at = float("-inf")
         self.log = DecisionLog(policy.log_size)
-        self.on_verdict: Callable[[Query, Verdict, float], None] = lambda query, verdict, now: None
+        self.on_verdict: Callable[[Place, Verdict, float], None] = lambda query, verdict, now: None
 
     # --- what workers report ---
 
@@ -126,7 +126,7 @@ class GlobalScheduler:
         self.ledger.ended(request.request_id, now)  # an earlier attempt
         self._recovered.ended(request.request_id)
         self._waiting.pop(request.request_id, None)
-        query = self._query(request, now)
+        query = self._narrowed(request)
         verdict = self._admission.ask(query, now)
         self.on_verdict(query, verdict, now)
         if verdict.outcome is not Outcome.WAITING:
@@ -134,7 +134,7 @@ class GlobalScheduler:
         self._waiting[request.request_id] = request
         self.log.add(request, verdict, "it waits for room")
         query = verdict.decision.query  # without targets, where these are unattainable
-        within_s = min(self._policy.admission.max_wait_s, max(0.0, query.arrived_at + query.ttft_s - now))
+        within_s = min(self._policy.admission.max_wait_s, max(0.0, query.ttft_target_s - query.waited_s))
         return Queued(request_id=request.request_id, attempt=request.attempt, within_s=within_s)
 
     def answers(self, now: float) -> list[Answer]:
@@ -158,17 +158,7 @@ class GlobalScheduler:
     def recovered(self, request: StandingRequest, now: float) -> None:
         """It is on its workers, placed by somebody else: count it, as soon as they are known."""
         self.ended(request.place.request_id, now)
-        self._recovered.told(
-            RecoveredRequest(
-                query=self._query(request.place, now),
-                prefill=request.prefill,
-                decode=request.decode,
-                num_emitted=request.num_emitted,
-                first_at=now - request.since_first_s,
-                weight=0.0 if request.late else 1.0,
-                as_of=now,
-            )
-        )
+        self._recovered.told(request, now)
 
     def first_token(self, request_id: str, now: float) -> None:
         self.ledger.first_token(request_id, now)
@@ -232,24 +222,13 @@ class GlobalScheduler:
         if self._waiting:
             self._wake_at = min(self._wake_at, max(now, self._woken_at + WAKE_PERIOD_S))
 
-    def _query(self, request: Place, now: float) -> Query:
-        exclude: Collection[str] = request.exclude
+    def _narrowed(self, request: Place) -> Place:
+        """Without the workers that it need not, or must not, go to."""
+        exclude = request.exclude
         if request.num_tokens < self._policy.local_prefill_below:
-            exclude = [*self.ledger.table.ids[: self.ledger.table.num_prefills], *request.exclude]
-        return Query(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            num_tokens=request.num_tokens,
-            max_new_tokens=request.max_new_tokens,
-            arrived_at=now - request.waited_s,
-            ttft_s=NO_TARGET if request.ttft_s is None else request.ttft_s,
-            tpot_s=NO_TARGET if request.tpot_s is None else request.tpot_s,
-            tenant=request.tenant,
-            slo_class=request.slo_class,
-            prefix_hashes=request.prefix_hashes,
-            exclude=exclude,
-            prefer_decode=None if self._leaves(request.prefer_decode) else request.prefer_decode,
-        )
+            exclude = [*self.ledger.table.ids[: self.ledger.table.num_prefills], *exclude]
+        prefer_decode = None if self._leaves(request.prefer_decode) else request.prefer_decode
+        return replace(request, exclude=exclude, prefer_decode=prefer_decode)
 
     def _leaves(self, worker_id: str | None) -> bool:
         """Whether it refuses also those that it has blocks reserved for."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import field
 from typing import Final, Literal
 
+from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.blocks import IndexReport
 from kv_transfer.messages.codec import Message, message, record
 from kv_transfer.messages.fields import Count, Flag, Hashes, Items, NonNegative, Opaque, Role, Text
 from kv_transfer.messages.workers import KnownWorker
 
+NO_TARGET: Final = float("inf")
 MAX_DECISIONS: Final = 100  # in one answer: some 8 ms of the scheduler's time, in which it places nothing
 
 
 @message
 class Place(Message):
-    """Gateway to scheduler: where should this attempt run?"""
+    """Gateway to scheduler: where should this attempt run? Placement decides on it and books it as it is."""
 
     request_id: Text
     attempt: Count
@@ -29,6 +32,25 @@ class Place(Message):
     tpot_s: NonNegative | None = None
     waited_s: NonNegative = 0.0  # since the request arrived at its gateway
     prefix_hashes: Hashes = b""  # of the prompt's full blocks, as far as the last one may be cached
+
+    @property
+    def has_targets(self) -> bool:
+        """False: it is batch work."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    @property
+    def ttft_target_s(self) -> float:
+        """`NO_TARGET` where there is none, as for the next."""
+        return NO_TARGET if self.ttft_s is None else self.ttft_s
+
+    @property
+    def tpot_target_s(self) -> float:
+        return NO_TARGET if self.tpot_s is None else self.tpot_s
+
+    @property
+    def question(self) -> Hashable:
+        """The same for the same question asked again, under whatever id."""
+        return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, self.prefix_hashes[-HASH_BYTES:])
 
 
 @message
@@ -44,15 +66,15 @@ class Placement(Message):
 
 @record
 class StandingRequest:
-    """A request that is on its workers. `num_emitted`, `since_first_s`: of this attempt; none: its prompt is still to
-    be computed."""
+    """A request that is on its workers. `prefill` None: the decode worker computes the prompt. `num_emitted`,
+    `since_first_s`: of this attempt; none: its prompt is still to be computed."""
 
     place: Place  # as it was asked with, without what matters to the choice of workers alone; `waited_s`: by now
     prefill: Text | None
     decode: Text
     num_emitted: Count = 0
     since_first_s: NonNegative = 0.0
-    late: Flag = False  # the target for its first token is missed, whatever comes
+    slo_probability: NonNegative = 1.0  # of meeting its targets; 0: the one for its first token is missed
 
 
 @message

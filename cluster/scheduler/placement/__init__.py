@@ -1,6 +1,6 @@
 """How the scheduler places a request: filter, score, pick, bind.
 
-A gateway's `Place` message becomes a `Query` (`query.py`) in `GlobalScheduler.place`, and `Admission.ask` answers it:
+A gateway's `Place` message comes to `GlobalScheduler.place`, and `Admission.ask` answers it:
 
     admission.py    drives the stages; who finds nothing good now waits in its queue, or is told when to come back
     filter.py       1. all workers: who could take it at all, how soon its prompt would be computed there; a shortlist
@@ -11,7 +11,9 @@ A gateway's `Place` message becomes a `Query` (`query.py`) in `GlobalScheduler.p
     ledger.py       4. bind: booked on its workers at once, corrected by what workers and gateways report
     retry_after.py  where nothing is good now: when a client is asked to come back (and every constant of that)
 
-What the stages read: `worker_table.py`, all workers as arrays; `estimates.py`, what was learned of outputs, overheads
-and demand. `recovery.py` books requests that somebody else placed: a scheduler before this one, or a gateway alone.
+What the stages read: `policy.py`, the rules; `worker_table.py`, all workers as arrays; `estimates.py`, what was learned
+of outputs, overheads and demand. `recovery.py` books requests that somebody else placed: a scheduler before this one,
+or a gateway alone.
+
 Nothing here knows sockets or Ray, and the clock is always passed in.
 """

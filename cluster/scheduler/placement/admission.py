@@ -28,8 +28,9 @@ from cluster.scheduler.placement.pick import (
     place_anyway,
     predict_later,
 )
-from cluster.scheduler.placement.query import NO_TARGET, DecisionPolicy, Query
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MIN_RETRY_AFTER_S, RetryAfterCalendar
+from kv_transfer.messages.scheduling import NO_TARGET, Place
 
 _OUTPUT_WEIGHT: Final = 2.0  # a token that is put out costs a tenant as much as two of the prompt
 
@@ -73,7 +74,8 @@ class _Waiting:
     """A request that will be placed a little later. `try_at`: before, another look is useless; `latest_start`: of its
     prompt's computation, to meet its target; by `deadline` it is placed or not."""
 
-    query: Query
+    query: Place
+    arrived_at: float  # at its gateway
     came_at: float
     try_at: float
     latest_start: float
@@ -96,12 +98,12 @@ class Admission:
         self._calendar = RetryAfterCalendar()
         self._slo_traffic_until = float("-inf")
 
-    def ask(self, query: Query, now: float) -> Verdict:
+    def ask(self, query: Place, now: float) -> Verdict:
         """Decide, and book or remember what was decided. Asked again for a request that waits, it is decided anew."""
         self._waiting.pop(query.request_id, None)
         self._shares.ask(query.tenant, now)
         verdict = self._judge(query, now, now)
-        if verdict.decision.rows and query.ttft_s < NO_TARGET:
+        if verdict.decision.rows and query.ttft_s is not None:
             self._ledger.demand.observe(verdict.decision.best.prefill_s, query.ttft_s)
         return verdict
 
@@ -111,7 +113,8 @@ class Admission:
         due = [waiting for waiting in self._waiting.values() if min(waiting.try_at, waiting.deadline) <= now]
         for waiting in self._in_turn(due, now):
             del self._waiting[waiting.query.request_id]
-            verdict = self._judge(waiting.query, now, waiting.came_at)
+            query = replace(waiting.query, waited_s=now - waiting.arrived_at)
+            verdict = self._judge(query, now, waiting.came_at)
             if verdict.outcome is not Outcome.WAITING:
                 verdicts.append(verdict)
         return verdicts
@@ -138,11 +141,11 @@ class Admission:
 
         return sorted(waiting, key=turn)
 
-    def _judge(self, query: Query, now: float, came_at: float) -> Verdict:
+    def _judge(self, query: Place, now: float, came_at: float) -> Verdict:
         found = filter_workers(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
         share = self._share(query, now)
         if _is_unattainable(query, found):
-            decision, candidates = self._pick(replace(query, ttft_s=NO_TARGET, tpot_s=NO_TARGET), found, now)
+            decision, candidates = self._pick(replace(query, ttft_s=None, tpot_s=None), found, now)
         else:
             decision, candidates = self._pick(query, found, now, share)
             if query.has_targets:
@@ -155,7 +158,7 @@ class Admission:
             return Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back)
         return self._wait_or_reject(decision, candidates, now, came_at, share)
 
-    def _share(self, query: Query, now: float) -> float:
+    def _share(self, query: Place, now: float) -> float:
         if self._shares.is_ahead(query.tenant, now):
             return CONTESTED_SHARE
         if self._calendar.is_due(now) and not self._calendar.match(query.question, now):
@@ -163,7 +166,7 @@ class Admission:
         return 1.0
 
     def _pick(
-        self, query: Query, found: Filtered, now: float, share: float = 1.0
+        self, query: Place, found: Filtered, now: float, share: float = 1.0
     ) -> tuple[Decision, Candidates | None]:
         goes_at_once = not query.has_targets and self._has_no_slo_traffic(now)
         policy = self._idle_policy if goes_at_once else self._policy_for(query, now)
@@ -174,7 +177,7 @@ class Admission:
             decision = place_anyway(decision)
         return decision, candidates
 
-    def _policy_for(self, query: Query, now: float) -> DecisionPolicy:
+    def _policy_for(self, query: Place, now: float) -> DecisionPolicy:
         return self._returned_policy if self._calendar.match(query.question, now) else self._policy
 
     def _has_no_slo_traffic(self, now: float) -> bool:
@@ -193,18 +196,23 @@ class Admission:
         self, decision: Decision, candidates: Candidates, now: float, came_at: float, share: float
     ) -> Verdict:
         query = decision.query
-        latest_start = query.arrived_at + query.ttft_s - decision.best.prefill_s
+        arrived_at = now - query.waited_s
+        latest_start = arrived_at + query.ttft_target_s - decision.best.prefill_s
         deadline = min(came_at + self._rules.max_wait_s, latest_start)
         later = predict_later(self._ledger, query, candidates, now)
         if now < deadline and self._may_wait(query):
             within_s = deadline - now if query.has_targets else NO_TARGET
-            waited_s = max(0.0, now - query.arrived_at)
             policy = self._policy_for(query, now)
-            wait_s = first_good_s(self._ledger, policy, query, later, waited_s, share=share, within_s=within_s)
+            wait_s = first_good_s(self._ledger, policy, query, later, query.waited_s, share=share, within_s=within_s)
             if wait_s is not None:
                 until = min(now + wait_s, deadline)
                 self._waiting[query.request_id] = _Waiting(
-                    query=query, came_at=came_at, try_at=until, latest_start=latest_start, deadline=deadline
+                    query=query,
+                    arrived_at=arrived_at,
+                    came_at=came_at,
+                    try_at=until,
+                    latest_start=latest_start,
+                    deadline=deadline,
                 )
                 return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
         if query.has_targets and came_at < now and decision.best.ttft_s < NO_TARGET:
@@ -230,7 +238,7 @@ class Admission:
         token_s = cost.decode_s + cost.context_token_s * (query.num_tokens + num_output / 2)
         return best.prefill_s + num_output * token_s
 
-    def _may_wait(self, query: Query) -> bool:
+    def _may_wait(self, query: Place) -> bool:
         num_contenders = sum(waiting.query.has_targets for waiting in self._waiting.values())
         if query.has_targets and num_contenders >= self._rules.max_contenders:
             return False
@@ -283,8 +291,8 @@ class TenantShares:
         return least if least < float("inf") else 0.0
 
 
-def _is_unattainable(query: Query, found: Filtered) -> bool:
+def _is_unattainable(query: Place, found: Filtered) -> bool:
     """Late also where nothing else is to be done: it is lost for goodput, so it gets what others leave. What was begun
     already goes on as it was."""
-    is_late = query.ttft_s < found.shortest_s or query.tpot_s < found.shortest_tpot_s
+    is_late = query.ttft_target_s < found.shortest_s or query.tpot_target_s < found.shortest_tpot_s
     return query.attempt == 0 and found.shortest_s < NO_TARGET and is_late

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.query import DecisionPolicy, Query
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.worker_table import Floats, Row, Rows, WorkerTable
+from kv_transfer.messages.scheduling import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Filtered:
 
 
 def filter_workers(
-    ledger: Ledger, policy: DecisionPolicy, query: Query, reach: Mapping[str, PrefixReach], now: float
+    ledger: Ledger, policy: DecisionPolicy, query: Place, reach: Mapping[str, PrefixReach], now: float
 ) -> Filtered:
     """All workers, for one request; called once a decision. `reach`: what workers hold of the prompt, by worker."""
     table, allowed = ledger.table, eligible(ledger.table, query)
@@ -68,7 +69,7 @@ def filter_workers(
     )
 
 
-def eligible(table: WorkerTable, query: Query) -> NDArray[np.bool_]:
+def eligible(table: WorkerTable, query: Place) -> NDArray[np.bool_]:
     """Whether a prefill worker could compute the prompt, whether a decode worker could do the rest.
 
     The decode worker that holds a reservation already is the only one then, leaving or not. Where no decode worker is
@@ -91,7 +92,7 @@ def eligible(table: WorkerTable, query: Query) -> NDArray[np.bool_]:
     return wanted
 
 
-def could_ever(table: WorkerTable, query: Query) -> bool:
+def could_ever(table: WorkerTable, query: Place) -> bool:
     """Whether it may fit once workers are there, or are not leaving: not if those that are there are all too small."""
     _, decodes = table.pools()
     longest = table.rows[Row.MAX_MODEL_LEN, decodes]
@@ -125,7 +126,7 @@ def forecast_prompt(
     )
 
 
-def shortlist(table: WorkerTable, policy: DecisionPolicy, query: Query, found: Filtered) -> tuple[Rows, Rows]:
+def shortlist(table: WorkerTable, policy: DecisionPolicy, query: Place, found: Filtered) -> tuple[Rows, Rows]:
     """The candidates: who computes the prompt and who decodes, by row. Of each group that can hand over to each other,
     the best few of either pool with each other; and for decode alone those few, and the two who would have the prompt
     computed first."""
@@ -170,7 +171,7 @@ def _first(score: Floats, count: int) -> list[int]:
     return best
 
 
-def _coarse_step_s(table: WorkerTable, pool: slice, query: Query) -> Floats:
+def _coarse_step_s(table: WorkerTable, pool: slice, query: Place) -> Floats:
     """With everyone who is booked, whenever they come and go; late where the prompts alone fill the memory."""
     facts = table.rows[:, pool]
     context = facts[Row.BOOKED_CONTEXT] + facts[Row.EXTRA_CONTEXT] + query.num_tokens

@@ -15,9 +15,9 @@ from itertools import takewhile
 from typing import Final
 
 from cluster.scheduler.placement.estimates import OutputLengths, Overhead, PromptDemand
-from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot, WorkerTable
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
+from kv_transfer.messages.scheduling import Place
 from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
 from kv_transfer.worker.cost_report import reported_cost
 
@@ -37,7 +37,7 @@ _ASSUMED_COST: Final = StepCost(
 class Booking:
     """`computing`: the worker of the prompt; `prefill_s`: predicted, for `uncached_tokens`; `computed_at`: its end."""
 
-    query: Query
+    query: Place
     computing: str
     decode: str
     uncached_tokens: float
@@ -179,7 +179,7 @@ class Ledger:
 
     def book(
         self,
-        query: Query,
+        query: Place,
         *,
         prefill: str | None,
         decode: str,
@@ -200,7 +200,7 @@ class Ledger:
         self._plan_queue(computing, now)
         return booking
 
-    def book_computing(self, query: Query, *, prefill: str | None, decode: str, weight: float, now: float) -> Booking:
+    def book_computing(self, query: Place, *, prefill: str | None, decode: str, weight: float, now: float) -> Booking:
         """A request that is there already, with its prompt still to be computed. What of it is cached or done by now,
         the worker's reports tell."""
         row = self.table.row(prefill or decode)
@@ -224,7 +224,7 @@ class Ledger:
 
     def book_decoding(
         self,
-        query: Query,
+        query: Place,
         *,
         prefill: str | None,
         decode: str,
@@ -283,7 +283,7 @@ class Ledger:
 
     def _take_slot(
         self,
-        query: Query,
+        query: Place,
         computing: str,
         decode: str,
         uncached_tokens: float,
@@ -299,8 +299,8 @@ class Ledger:
         self._bookings[query.request_id] = booking
         decoding.decoding.append(booking)
         expected = self.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
-        most = max(1, query.max_new_tokens)
-        self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), query.tpot_s, weight)
+        most, tpot_s = max(1, query.max_new_tokens), query.tpot_target_s
+        self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), tpot_s, weight)
         self.table.rows[Row.BOOKED_CONTEXT, row] += query.num_tokens
         return booking
 

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from cluster.scheduler.placement.filter import Filtered, shortlist
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.query import DecisionPolicy, Query
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import LATER_S, NUM_LATER_CANDIDATES
 from cluster.scheduler.placement.score import Prediction, Score, predict, score
 from cluster.scheduler.placement.worker_table import Floats, Row
+from kv_transfer.messages.scheduling import Place
 
 _AT_ONCE: Final = np.zeros(1)
 _NUM_ROWS: Final = 8  # candidates that a decision keeps
@@ -76,7 +77,7 @@ _HEADINGS = (
 class Decision:
     """`rows`: best first; the first one is chosen where the action is PLACE."""
 
-    query: Query
+    query: Place
     now: float
     action: Action
     rows: tuple[CandidateRow, ...]
@@ -95,13 +96,14 @@ class Decision:
         title = (
             f"{query.request_id} (attempt {query.attempt}, tenant {query.tenant!r}, class {query.slo_class!r}) at "
             f"{self.now:.3f} s: {query.num_tokens} tokens, at most {query.max_new_tokens} new, "
-            f"TTFT {query.ttft_s:g} s, TPOT {1000 * query.tpot_s:g} ms: {self.action.name}, {self.action.value}"
+            f"TTFT {query.ttft_target_s:g} s, TPOT {1000 * query.tpot_target_s:g} ms: "
+            f"{self.action.name}, {self.action.value}"
         )
         return "\n".join([title, _HEADINGS, *map(str, self.rows)])
 
 
 def pick(
-    ledger: Ledger, policy: DecisionPolicy, query: Query, found: Filtered, now: float, *, share: float = 1.0
+    ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, now: float, *, share: float = 1.0
 ) -> tuple[Decision, Candidates | None]:
     """The decision, and all candidates that it was made among, for `Admission` to look at again; None where there are
     none. `share`: see `DecisionPolicy.admits`."""
@@ -112,13 +114,13 @@ def pick(
     return Decision(query=query, now=now, action=action, rows=_rows(ledger, candidates)), candidates
 
 
-def rank(ledger: Ledger, policy: DecisionPolicy, query: Query, found: Filtered, now: float) -> Candidates | None:
+def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, now: float) -> Candidates | None:
     """The shortlist, scored and in order. None where no decode worker is there that could ever do it."""
     if not found.decodes:
         return None
     computing, decode = shortlist(ledger.table, policy, query, found)
     predicted = predict(ledger, query, computing, decode, found.prompt.at(computing), _AT_ONCE, now)
-    scores = score(ledger, policy, query, predicted, max(0.0, now - query.arrived_at))
+    scores = score(ledger, policy, query, predicted, query.waited_s)
     ttft_s, tpot_s = scores.ttft_s[0], predicted.after.tpot_s[0]
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     slo_gain, slo_probability, leaves_room = scores.slo_gain[0], scores.slo_probability[0], scores.leaves_room[0]
@@ -131,7 +133,7 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Query, found: Filtered, 
     return Candidates(predicted, scores, np.lexsort((*ties, delay, predicted.alone, -rounded, barred)))
 
 
-def _is_good_enough(policy: DecisionPolicy, query: Query, candidates: Candidates, share: float) -> bool:
+def _is_good_enough(policy: DecisionPolicy, query: Place, candidates: Candidates, share: float) -> bool:
     """Whether the best candidate is to be taken. What was begun already (a later attempt) always is, if it fits."""
     scores, best = candidates.scores, (0, candidates.order[0])
     if scores.ttft_s[best] == float("inf"):
@@ -140,7 +142,7 @@ def _is_good_enough(policy: DecisionPolicy, query: Query, candidates: Candidates
         return True
     if not query.has_targets:
         return bool(scores.leaves_room[best] and scores.slo_probability[best] >= policy.min_gain)
-    return bool(policy.admits(scores.ttft_s[best], scores.slo_gain[best], query.ttft_s, share))
+    return bool(policy.admits(scores.ttft_s[best], scores.slo_gain[best], query.ttft_target_s, share))
 
 
 def place_anyway(decision: Decision) -> Decision:
@@ -152,7 +154,7 @@ def place_anyway(decision: Decision) -> Decision:
     return replace(decision, action=Action.PLACE, rows=rows)
 
 
-def predict_later(ledger: Ledger, query: Query, candidates: Candidates, now: float) -> Prediction:
+def predict_later(ledger: Ledger, query: Place, candidates: Candidates, now: float) -> Prediction:
     """The best candidates as if the request were placed at each of the moments `LATER_S` from now; those who may come
     in between are not foreseen."""
     predicted, best = candidates.predicted, candidates.order[:NUM_LATER_CANDIDATES]
@@ -163,7 +165,7 @@ def predict_later(ledger: Ledger, query: Query, candidates: Candidates, now: flo
 def first_good_s(
     ledger: Ledger,
     policy: DecisionPolicy,
-    query: Query,
+    query: Place,
     later: Prediction,
     waited_s: float | Floats,
     *,
@@ -174,7 +176,7 @@ def first_good_s(
     of `later` (see `predict_later`) that is `within_s`, or None. `waited_s`: see `score`."""
     scores = score(ledger, policy, query, later, waited_s)
     if query.has_targets:
-        good = policy.admits(scores.ttft_s, scores.slo_gain, query.ttft_s, share)
+        good = policy.admits(scores.ttft_s, scores.slo_gain, query.ttft_target_s, share)
     else:
         good = scores.leaves_room
     moments = np.flatnonzero(good[: bisect_right(LATER_S, within_s)].any(axis=1))
@@ -196,8 +198,8 @@ def bind(ledger: Ledger, decision: Decision) -> None:
     )
 
 
-def _relative(seconds: Floats, target_s: float, assumed_s: float) -> Floats:
-    return seconds / (target_s if target_s < np.inf else assumed_s)
+def _relative(seconds: Floats, target_s: float | None, assumed_s: float) -> Floats:
+    return seconds / (assumed_s if target_s is None else target_s)
 
 
 def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:

@@ -13,35 +13,28 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cluster.scheduler.placement.ledger import Booking, Ledger
-from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import Row, Slot
+from kv_transfer.messages.scheduling import StandingRequest
 from kv_transfer.messages.workers import WorkerInfo
 
 MAX_PENDING: Final = 65_536  # whose workers are not known; beyond it, the oldest is forgotten
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveredRequest:
-    """As it stood at `as_of`. `prefill` None: the decode worker computes the prompt. `num_emitted`: tokens by then,
-    since the first one came at `first_at`; 0: the prompt is still to be computed. `weight`: see `Slot.WEIGHT`.
-    `lives`: of its workers, where only these are meant."""
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """`request`: as it stood at `as_of`. `lives`: of its workers, where only these are meant."""
 
-    query: Query
-    prefill: str | None
-    decode: str
-    num_emitted: int
-    first_at: float
-    weight: float
+    request: StandingRequest
     as_of: float
     lives: Mapping[str, WorkerInfo] = field(default_factory=dict)
 
     def num_emitted_at(self, now: float) -> int:
         """At the pace it had: who is out of sight goes on."""
-        decoded_s = self.as_of - self.first_at
-        if self.num_emitted == 0 or decoded_s <= 0.0:
-            return self.num_emitted
-        most = max(self.num_emitted, self.query.max_new_tokens)
-        return min(most, round(self.num_emitted * (now - self.first_at) / decoded_s))
+        num_emitted, decoded_s = self.request.num_emitted, self.request.since_first_s
+        if num_emitted == 0 or decoded_s == 0.0:
+            return num_emitted
+        most = max(num_emitted, self.request.place.max_new_tokens)
+        return min(most, round(num_emitted * (decoded_s + now - self.as_of) / decoded_s))
 
 
 class RecoveredRequests:
@@ -50,14 +43,15 @@ class RecoveredRequests:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._lacking: dict[str, str] = {}  # the worker, by request
-        self._pending: dict[str, dict[str, RecoveredRequest]] = {}  # by worker, then by request
+        self._pending: dict[str, dict[str, _Kept]] = {}  # by worker, then by request
 
     def __len__(self) -> int:
         return len(self._lacking)
 
-    def told(self, recovered: RecoveredRequest) -> None:
-        self.ended(recovered.query.request_id)
-        self._book_or_keep(recovered, recovered.as_of)
+    def told(self, request: StandingRequest, now: float) -> None:
+        """Its gateway says how it stands."""
+        self.ended(request.place.request_id)
+        self._book_or_keep(_Kept(request, now), now)
 
     def registered(self, worker_id: str, now: float) -> None:
         """The worker is known from now on."""
@@ -75,11 +69,11 @@ class RecoveredRequests:
         """Unknown ids are fine."""
         kept = self.ended(request_id)
         if kept is not None:
-            if not kept.num_emitted:
-                kept = replace(kept, num_emitted=1, first_at=now, as_of=now)
+            if not kept.request.num_emitted:
+                kept = replace(kept, request=replace(kept.request, num_emitted=1, since_first_s=0.0), as_of=now)
             self._book_or_keep(kept, now)
 
-    def ended(self, request_id: str) -> RecoveredRequest | None:
+    def ended(self, request_id: str) -> _Kept | None:
         """It left the cluster, or is placed anew. Returns it, if it was kept here."""
         worker_id = self._lacking.pop(request_id, None)
         if worker_id is None:
@@ -90,25 +84,27 @@ class RecoveredRequests:
             del self._pending[worker_id]
         return kept
 
-    def _book_or_keep(self, recovered: RecoveredRequest, now: float) -> None:
-        lacking = self._lacks(recovered)
+    def _book_or_keep(self, kept: _Kept, now: float) -> None:
+        lacking = self._lacks(kept)
         if lacking is None:
-            self._book(recovered, now)
+            self._book(kept, now)
         else:
-            self._keep(lacking, recovered)
+            self._keep(lacking, kept)
 
-    def _keep(self, lacking: str, recovered: RecoveredRequest) -> None:
+    def _keep(self, lacking: str, kept: _Kept) -> None:
         if len(self._lacking) == MAX_PENDING:
             self.ended(next(iter(self._lacking)))
-        self._lacking[recovered.query.request_id] = lacking
-        self._pending.setdefault(lacking, {})[recovered.query.request_id] = recovered
+        request_id = kept.request.place.request_id
+        self._lacking[request_id] = lacking
+        self._pending.setdefault(lacking, {})[request_id] = kept
 
-    def _lacks(self, recovered: RecoveredRequest) -> str | None:
+    def _lacks(self, kept: _Kept) -> str | None:
         """A worker that has to be known first. One that has computed the prompt may be gone."""
-        needed = [recovered.decode]
-        if recovered.prefill is not None and not recovered.num_emitted:
-            needed.append(recovered.prefill)
-        return next((worker_id for worker_id in needed if not self._is_there(worker_id, recovered.lives)), None)
+        request = kept.request
+        needed = [request.decode]
+        if request.prefill is not None and not request.num_emitted:
+            needed.append(request.prefill)
+        return next((worker_id for worker_id in needed if not self._is_there(worker_id, kept.lives)), None)
 
     def _is_there(self, worker_id: str, lives: Mapping[str, WorkerInfo]) -> bool:
         if worker_id not in self._ledger.table:
@@ -116,37 +112,43 @@ class RecoveredRequests:
         info = self._ledger.info(worker_id)
         return lives.get(worker_id, info) == info
 
-    def _as_booked(self, booking: Booking, now: float) -> RecoveredRequest:
+    def _as_booked(self, booking: Booking, now: float) -> _Kept:
         table = self._ledger.table
         row = table.row(booking.decode)
         table.advance(row, now)
         slot = table.slots[:, row, booking.slot]
-        is_computed = slot[Slot.JOINED_STEP] < float("inf")
-        num_emitted = max(1, round(float(table.rows[Row.STEPS, row] - slot[Slot.JOINED_STEP]))) if is_computed else 0
-        there = [worker_id for worker_id in (booking.computing, booking.decode) if worker_id in table]
-        return RecoveredRequest(
-            query=booking.query,
+        num_emitted, since_first_s = 0, 0.0
+        if slot[Slot.JOINED_STEP] < float("inf"):
+            num_emitted = max(1, round(float(table.rows[Row.STEPS, row] - slot[Slot.JOINED_STEP])))
+            since_first_s = max(0.0, now - float(slot[Slot.FIRST_AT]))
+        request = StandingRequest(
+            place=booking.query,
             prefill=None if booking.computing == booking.decode else booking.computing,
             decode=booking.decode,
             num_emitted=num_emitted,
-            first_at=float(slot[Slot.FIRST_AT]),
-            weight=float(slot[Slot.WEIGHT]),
-            as_of=now,
-            lives={worker_id: self._ledger.info(worker_id) for worker_id in there},
+            since_first_s=since_first_s,
+            slo_probability=float(slot[Slot.WEIGHT]),
         )
+        there = [worker_id for worker_id in (booking.computing, booking.decode) if worker_id in table]
+        return _Kept(request, now, {worker_id: self._ledger.info(worker_id) for worker_id in there})
 
-    def _book(self, recovered: RecoveredRequest, now: float) -> None:
-        if recovered.num_emitted:
+    def _book(self, kept: _Kept, now: float) -> None:
+        request = kept.request
+        if request.num_emitted:
             self._ledger.book_decoding(
-                recovered.query,
-                prefill=recovered.prefill,
-                decode=recovered.decode,
-                num_emitted=recovered.num_emitted_at(now),
-                first_at=recovered.first_at,
-                weight=recovered.weight,
+                request.place,
+                prefill=request.prefill,
+                decode=request.decode,
+                num_emitted=kept.num_emitted_at(now),
+                first_at=kept.as_of - request.since_first_s,
+                weight=request.slo_probability,
                 now=now,
             )
         else:
             self._ledger.book_computing(
-                recovered.query, prefill=recovered.prefill, decode=recovered.decode, weight=recovered.weight, now=now
+                request.place,
+                prefill=request.prefill,
+                decode=request.decode,
+                weight=request.slo_probability,
+                now=now,
             )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cluster.scheduler.placement.filter import PromptForecast
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.query import DecisionPolicy, Query
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.tpot_forecast import (
     DecodeForecast,
     forecast_decode,
@@ -23,6 +23,7 @@ from cluster.scheduler.placement.tpot_forecast import (
     log_probability,
 )
 from cluster.scheduler.placement.worker_table import PROMPTS_OVER_S, Floats, Row, Rows, WorkerTable
+from kv_transfer.messages.scheduling import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ _UNASKED: Final = np.zeros((1, 1))
 
 def predict(
     ledger: Ledger,
-    query: Query,
+    query: Place,
     computing: Rows,
     decode: Rows,
     prompt: PromptForecast,
@@ -76,7 +77,7 @@ def predict(
     after = forecast_decode(table, decode, query, num_output, lead_s, prompt.added_s * alone, now)
     start_s = _start_times(prompt.wait_s, after.room_s, alone, later_s)
     queue_share = idle_share = _UNASKED
-    if query.ttft_s < np.inf and ledger.demand.ttft_s > 0.0:
+    if query.ttft_s is not None and ledger.demand.ttft_s > 0.0:
         queue_share = _queue_shares(table, alone, later_s, ledger.demand.ttft_s, now)
     if not query.has_targets:
         idle_share = _idle_shares(table, alone, later_s, now)
@@ -84,7 +85,7 @@ def predict(
 
 
 def score(
-    ledger: Ledger, policy: DecisionPolicy, query: Query, predicted: Prediction, waited_s: float | Floats
+    ledger: Ledger, policy: DecisionPolicy, query: Place, predicted: Prediction, waited_s: float | Floats
 ) -> Score:
     """`waited_s`: how long the client has waited by now, or will have by each moment's now."""
     work_s, later_s, after = predicted.prompt.work_s, predicted.later_s, predicted.after
@@ -104,11 +105,11 @@ def score(
     return Score(ttft_s, slo_probability, slo_gain, room)
 
 
-def _slo_probability(table: WorkerTable, query: Query, predicted: Prediction, ttft_s: Floats) -> Floats:
+def _slo_probability(table: WorkerTable, query: Place, predicted: Prediction, ttft_s: Floats) -> Floats:
     """Of meeting both targets, and of the memory sufficing."""
     errors, after = table.rows[Row.RELATIVE_ERROR], predicted.after
-    in_time = log_probability(ttft_s, query.ttft_s, errors[predicted.computing])
-    in_time = in_time + log_probability(after.tpot_s, query.tpot_s, errors[predicted.decode])
+    in_time = log_probability(ttft_s, query.ttft_target_s, errors[predicted.computing])
+    in_time = in_time + log_probability(after.tpot_s, query.tpot_target_s, errors[predicted.decode])
     probability: Floats = np.exp(in_time + log_fit_probability(after.kv_share))
     return probability
 

@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.scheduler.placement.query import Query
 from cluster.scheduler.placement.worker_table import RESIDUAL_STEP, Floats, Row, Rows, Slot, WorkerTable
+from kv_transfer.messages.scheduling import Place
 
 _MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
 _KV_SPREAD: Final = 0.03  # of the predicted peak, as a share of the memory
@@ -56,7 +56,7 @@ class _CoBatched:
 
 
 def forecast_decode(
-    table: WorkerTable, workers: Rows, query: Query, num_output: float, lead_s: Floats, added_s: Floats, now: float
+    table: WorkerTable, workers: Rows, query: Place, num_output: float, lead_s: Floats, added_s: Floats, now: float
 ) -> DecodeForecast:
     """What `score.predict` knows of the decode workers. `workers`, `added_s`, by candidate: its row, and the seconds
     that its prompt adds to the worker's steps where the same worker computes it, else 0; `lead_s`, by moment: from now

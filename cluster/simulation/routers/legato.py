@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cluster.scheduler.placement.query import DecisionPolicy
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 
 _UNBOUNDED: Final = 2**62

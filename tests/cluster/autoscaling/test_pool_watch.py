@@ -14,12 +14,13 @@ from cluster.config.scheduler import pools_plan
 from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.query import DecisionPolicy, Query
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.report import Outcome as Ending
 from cluster.slo.report import Served, SloReport
 from cluster.slo.tracker import SloTracker
 from kv_transfer.messages.fields import Role
+from kv_transfer.messages.scheduling import Place
 from kv_transfer.messages.workers import ChangeRole, PoolTarget
 from tests.cluster.scheduler.placement.placement_world import costed_snapshot, ledger_of, query_of
 from tests.support.worker_reports import worker_info, worker_snapshot
@@ -38,7 +39,7 @@ class Door:
         self._admission = Admission(ledger, BlockIndex().longest_prefix, DecisionPolicy(), AdmissionPolicy())
         self._watch = watch
 
-    def ask(self, query: Query, now: float) -> Verdict:
+    def ask(self, query: Place, now: float) -> Verdict:
         verdict = self._admission.ask(query, now)
         self._watch.asked(query, verdict, now)
         return verdict
@@ -53,7 +54,7 @@ def test_demand_is_what_is_asked_for_whether_or_not_it_is_served() -> None:
     ledger = ledger_of("p1", "d1")
     watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
     door = Door(ledger, watch)
-    outcomes = [door.ask(query_of(f"r{i}", arrived_at=i / 3), i / 3).outcome for i in range(300)]
+    outcomes = [door.ask(query_of(f"r{i}"), i / 3).outcome for i in range(300)]
     assert Outcome.PLACED in outcomes and Outcome.REJECTED in outcomes
     prefill, decode = watch.views(100.0, BurnAlerts())
     assert prefill.demand + decode.demand > 2.5  # some prompts are computed by the decode worker
@@ -66,18 +67,18 @@ def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> 
     door = Door(ledger, watch)
     queries = [query_of(f"r{i}", prefix_hashes=bytes([i]) * 16) for i in range(20)]  # far too many at once
     verdicts = [door.ask(query, 0.0) for query in queries]
-    told = {q: v.retry_after_s for q, v in zip(queries, verdicts, strict=True) if v.outcome is Outcome.REJECTED}
+    told = [(q, v.retry_after_s) for q, v in zip(queries, verdicts, strict=True) if v.outcome is Outcome.REJECTED]
     assert len(told) > 10
     alike = queries[-1]
     before = demand(watch, 0.1)
     door.ask(replace(alike, request_id="alike"), 0.1)  # of somebody else: nobody was asked to come back so soon
     grown = demand(watch, 0.1) - before
     assert grown == pytest.approx(before / 20, rel=0.2)
-    for query, retry_after_s in told.items():
+    for query, retry_after_s in told:
         assert retry_after_s is not None
         now = max(1.0, retry_after_s)
         before = demand(watch, now)
-        door.ask(replace(query, request_id=f"{query.request_id} again", arrived_at=now), now)
+        door.ask(replace(query, request_id=f"{query.request_id} again"), now)
         assert demand(watch, now) == before
 
 
@@ -150,7 +151,7 @@ def test_rejections_are_blamed_on_the_busier_pool() -> None:
     watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
     door = Door(ledger, watch)
     for i in range(30):
-        door.ask(query_of(f"r{i}", max_new_tokens=2), float(i))
+        door.ask(query_of(f"r{i}", max_new_tokens=2, waited_s=float(i)), float(i))
     prefill, decode = watch.views(30.0, BurnAlerts(other=True))
     assert (prefill.burns, decode.burns) == (True, False)
 
@@ -172,7 +173,7 @@ def test_every_worker_hears_how_many_its_pool_should_have() -> None:
     assert targets(sizing, 1.0) == {}  # it only listens yet
     door = Door(ledger, sizing.watch)
     for i in range(60):
-        door.ask(query_of(f"r{i}", ttft_s=float("inf"), tpot_s=float("inf"), max_new_tokens=2), i / 2)
+        door.ask(query_of(f"r{i}", ttft_s=None, tpot_s=None, max_new_tokens=2), i / 2)
     assert sizing.orders is not None
     heard = targets(sizing, 30.0)
     assert heard["p1"] >= 2 and heard["d1"] == heard["d2"] == 2
@@ -205,7 +206,7 @@ def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_
         list(sizing.orders(float(second)))
     door = Door(ledger, sizing.watch)
     for i in range(40):
-        door.ask(query_of(f"r{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0), 20.0)
+        door.ask(query_of(f"r{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0, waited_s=20.0), 20.0)
     first, second_time = list(sizing.orders(20.0)), list(sizing.orders(20.0))
     assert [(w, order.role) for w, order in first if isinstance(order, ChangeRole)] == [("d2", "prefill")]
     assert not [order for _, order in second_time if isinstance(order, ChangeRole)]  # once is enough

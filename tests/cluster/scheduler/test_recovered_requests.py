@@ -13,7 +13,7 @@ from cluster.gateway.request_state import RequestRun
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.scheduler.placement import recovery
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.recovery import RecoveredRequest, RecoveredRequests
+from cluster.scheduler.placement.recovery import RecoveredRequests
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from cluster.slo.classes import RequestTerms, SloClass
@@ -24,15 +24,15 @@ from tests.cluster.scheduler.placement.placement_world import costed_snapshot, l
 from tests.support.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 
-def _recovered(request_id: str, num_emitted: int = 0, *, prefill: str | None = "p1", as_of: float) -> RecoveredRequest:
-    return RecoveredRequest(
-        query=query_of(request_id),
+def _standing(
+    request_id: str, num_emitted: int = 0, *, prefill: str | None = "p1", since_first_s: float = 0.0
+) -> StandingRequest:
+    return StandingRequest(
+        place=query_of(request_id),
         prefill=prefill,
         decode="d1",
         num_emitted=num_emitted,
-        first_at=-1.0,
-        weight=1.0,
-        as_of=as_of,
+        since_first_s=since_first_s,
     )
 
 
@@ -52,7 +52,7 @@ def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
     for number in range(3):
         assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 3 - number
         assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 1040 * (3 - number)
-        requests.told(_recovered(f"r{number}", 40, as_of=1.0))
+        requests.told(_standing(f"r{number}", 40, since_first_s=2.0), 1.0)
         assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(step_s)
     assert (_fact(ledger, "d1", Row.EXTRA_DECODES), _fact(ledger, "d1", Row.EXTRA_CONTEXT)) == (0, 0)
     ledger.heartbeat(replace(report, sequence_number=3, context_tokens=3 * 1045), 1.1)
@@ -72,7 +72,7 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
     drained_at = _fact(ledger, "p1", Row.DRAINED_AT)
     requests = RecoveredRequests(ledger)
     for number in range(3):
-        requests.told(_recovered(f"r{number}", as_of=1.0))
+        requests.told(_standing(f"r{number}"), 1.0)
         assert drained_at <= _fact(ledger, "p1", Row.DRAINED_AT) <= drained_at + 0.6
     ledger.heartbeat(costed_snapshot("p1", 3, queued_prefill_tokens=2400), 1.1)
     ledger.heartbeat(costed_snapshot("p1", 4, queued_prefill_tokens=2300), 1.2)
@@ -86,7 +86,7 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
 def test_a_prompt_that_decode_computes_itself_counts_there() -> None:
     ledger = ledger_of("d1")
     ledger.heartbeat(costed_snapshot("d1", 2, num_waiting=1, queued_prefill_tokens=1000), 0.0)
-    RecoveredRequests(ledger).told(_recovered("r", prefill=None, as_of=0.0))
+    RecoveredRequests(ledger).told(_standing("r", prefill=None), 0.0)
     assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 0
     assert _fact(ledger, "d1", Row.DRAINED_AT) == pytest.approx(1.01)
 
@@ -104,7 +104,7 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
             ledger.register(worker_info(what), costed_snapshot(what, num_running=1), float(now))
             requests.registered(what, float(now))
         else:
-            requests.told(_recovered(what, 9 if what == "decodes" else 0, as_of=float(now)))
+            requests.told(_standing(what, 9 if what == "decodes" else 0, since_first_s=now + 1.0), float(now))
         told = {one for one in said[: now + 1] if one not in ("p1", "d1")}
         assert len(ledger) + len(requests) == len(told)
     assert (len(ledger), len(requests), _fact(ledger, "d1", Row.EXTRA_DECODES)) == (2, 0, 0)
@@ -121,8 +121,8 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
 def test_a_prefill_worker_is_not_waited_for_once_the_prompt_is_computed() -> None:
     ledger = ledger_of("d1")
     requests = RecoveredRequests(ledger)
-    requests.told(_recovered("decodes", 5, as_of=0.0))
-    requests.told(_recovered("computes", as_of=0.0))
+    requests.told(_standing("decodes", 5, since_first_s=1.0), 0.0)
+    requests.told(_standing("computes"), 0.0)
     assert (len(ledger), len(requests)) == (1, 1)
     requests.first_token("computes", 0.5)
     assert (len(ledger), len(requests)) == (2, 0)
@@ -134,7 +134,7 @@ def test_those_whose_workers_never_come_are_bounded(monkeypatch: pytest.MonkeyPa
     ledger = Ledger()
     requests = RecoveredRequests(ledger)
     for number in range(25):
-        requests.told(_recovered(f"r{number}", 1, as_of=0.0))
+        requests.told(_standing(f"r{number}", 1, since_first_s=1.0), 0.0)
     assert len(requests) == 10
     for number in range(25):
         requests.ended(f"r{number}")
@@ -223,7 +223,7 @@ def test_a_gateway_tells_how_each_attempt_stands() -> None:
     standing = run.standing()
     assert standing is not None
     assert replace(standing.place, waited_s=asked.waited_s) == asked
-    assert (standing.prefill, standing.decode, standing.num_emitted, standing.late) == ("p1", "d1", 0, False)
+    assert (standing.prefill, standing.decode, standing.num_emitted, standing.slo_probability) == ("p1", "d1", 0, 1.0)
     for worker, index in (("p1", 0), ("d1", 1)):
         assert run.take(worker, _event(index), time.monotonic() - 1.0)
     standing = run.standing()
@@ -246,4 +246,4 @@ def test_a_gateway_tells_who_is_late_already() -> None:
     run = RequestRun(request, 1e9, SequenceTimeline(RequestTerms(slo=slo, arrived_at=time.monotonic() - 6.0)))
     run.placed(Placement(request_id="r", attempt=0, prefill="p1", decode="d1"))
     standing = run.standing()
-    assert standing is not None and standing.late
+    assert standing is not None and standing.slo_probability == 0.0

@@ -131,7 +131,7 @@ class World:
             decode=options["decode"],
             num_emitted=int(options.get("emitted", 0)),
             since_first_s=float(options.get("since", 0.0)),
-            late="late" in options,
+            slo_probability=0.0 if "late" in options else 1.0,
         )
         self.scheduler.recovered(request, self.now)
         return []

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from cluster.scheduler.placement.ledger import Booking, Ledger
-from cluster.scheduler.placement.query import Query
 from engine.cost_model.step_cost import StepCost
+from kv_transfer.messages.scheduling import Place
 from kv_transfer.worker.cost_report import stated_report
 from tests.support.worker_reports import worker_info, worker_snapshot
 
@@ -27,9 +27,9 @@ def ledger_of(*worker_ids: str, cost: StepCost = COST, **info: object) -> Ledger
     return ledger
 
 
-def query_of(request_id: str = "r", **changes: object) -> Query:
-    query = Query(
-        request_id=request_id, num_tokens=1000, max_new_tokens=100, arrived_at=0.0, ttft_s=2.0, tpot_s=0.05, tenant="t"
+def query_of(request_id: str = "r", **changes: object) -> Place:
+    query = Place(
+        request_id=request_id, attempt=0, num_tokens=1000, max_new_tokens=100, ttft_s=2.0, tpot_s=0.05, tenant="t"
     )
     return replace(query, **changes)  # type: ignore[arg-type]
 

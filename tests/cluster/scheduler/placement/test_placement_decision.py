@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import Action, Candidates, Decision, bind, pick, rank
-from cluster.scheduler.placement.query import DecisionPolicy
+from cluster.scheduler.placement.policy import DecisionPolicy
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.worker.cost_report import stated_report
 from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
@@ -26,7 +25,7 @@ NO_HITS: Mapping[str, PrefixReach] = {}
 
 def _decide(ledger: Ledger, request_id: str = "new", now: float = 0.0, **changes: Any) -> Decision:
     reach = changes.pop("reach", NO_HITS)
-    query = query_of(request_id, **{"arrived_at": now, **changes})
+    query = query_of(request_id, **changes)
     return pick(ledger, POLICY, query, filter_workers(ledger, POLICY, query, reach, now), now)[0]
 
 
@@ -125,12 +124,12 @@ def test_who_cannot_meet_its_targets_anywhere_is_not_placed() -> None:
     assert _decide(ledger, ttft_s=0.5).action is Action.DEFER
     assert _decide(ledger, tpot_s=0.005).action is Action.DEFER
     assert _decide(ledger, ttft_s=0.5, attempt=1).action is Action.PLACE
-    assert _decide(ledger, now=5.0, arrived_at=3.2).action is Action.DEFER
+    assert _decide(ledger, now=5.0, waited_s=1.8).action is Action.DEFER
 
 
 def test_batch_takes_what_is_left() -> None:
     ledger = ledger_of("p1", "d1", "d2")
-    batch: dict[str, Any] = {"ttft_s": math.inf, "tpot_s": math.inf}
+    batch: dict[str, Any] = {"ttft_s": None, "tpot_s": None}
     decoding(ledger, "close", tpot_s=0.013)
     assert _where(_decide(ledger, **batch))[1] == "d2"
     decoding(ledger, "close too", decode="d2", tpot_s=0.013)
@@ -214,14 +213,14 @@ REQUESTS = st.lists(
         st.integers(1, 3000),
         st.integers(1, 400),
         st.booleans(),
-        st.sampled_from([0.013, 0.02, 0.05, math.inf]),
+        st.sampled_from([0.013, 0.02, 0.05, None]),
     ),
     max_size=12,
 )
 NEWCOMERS = st.tuples(st.integers(1, 3000), st.sampled_from([0.5, 2.0, 6.0]), st.sampled_from([0.013, 0.02, 0.05]))
 
 
-def _loaded(requests: list[tuple[str, str, int, int, bool, float]]) -> Ledger:
+def _loaded(requests: list[tuple[str, str, int, int, bool, float | None]]) -> Ledger:
     ledger = ledger_of("p1", "p2", "d1", "d2", num_blocks=1500)
     for number, (prefill, decode, tokens, output, joined, tpot_s) in enumerate(requests):
         book(
@@ -251,7 +250,7 @@ def _computed_by(found: Candidates) -> int:
 @settings(deadline=None)
 @given(REQUESTS, NEWCOMERS, st.sampled_from(["d1", "d2"]), st.integers(1, 3000), st.integers(1, 400))
 def test_more_load_on_a_decode_worker_never_makes_it_more_attractive(
-    requests: list[tuple[str, str, int, int, bool, float]],
+    requests: list[tuple[str, str, int, int, bool, float | None]],
     newcomer: tuple[int, float, float],
     decode: str,
     tokens: int,
@@ -268,7 +267,7 @@ def test_more_load_on_a_decode_worker_never_makes_it_more_attractive(
 @settings(deadline=None)
 @given(REQUESTS, NEWCOMERS, st.sampled_from(["p1", "p2"]), st.floats(0.01, 3.0))
 def test_more_work_on_a_prefill_worker_never_moves_requests_to_it(
-    requests: list[tuple[str, str, int, int, bool, float]],
+    requests: list[tuple[str, str, int, int, bool, float | None]],
     newcomer: tuple[int, float, float],
     prefill: str,
     work_s: float,
@@ -285,7 +284,10 @@ def test_more_work_on_a_prefill_worker_never_moves_requests_to_it(
 @settings(deadline=None)
 @given(REQUESTS, NEWCOMERS, st.integers(1, 3000), st.integers(1, 400))
 def test_more_load_everywhere_never_turns_a_no_into_a_yes(
-    requests: list[tuple[str, str, int, int, bool, float]], newcomer: tuple[int, float, float], tokens: int, output: int
+    requests: list[tuple[str, str, int, int, bool, float | None]],
+    newcomer: tuple[int, float, float],
+    tokens: int,
+    output: int,
 ) -> None:
     ledger = _loaded(requests)
     wanted: dict[str, Any] = {"num_tokens": newcomer[0], "ttft_s": newcomer[1], "tpot_s": newcomer[2]}

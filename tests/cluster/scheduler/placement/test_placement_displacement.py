@@ -8,7 +8,7 @@ from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Ou
 from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import Action, Decision, pick
-from cluster.scheduler.placement.query import DecisionPolicy
+from cluster.scheduler.placement.policy import DecisionPolicy
 from tests.cluster.scheduler.placement.placement_world import book, decoding, ledger_of, query_of
 
 
@@ -53,6 +53,6 @@ def test_who_comes_back_on_time_is_not_charged_for_those_who_come_after() -> Non
     book(ledger, "more", prefill_s=0.8, now=now)
     book(ledger, "alone, too", prefill=None, prefill_s=0.8, now=now)
     other = {**long, "num_tokens": 4001}
-    assert admission.ask(query_of("other", arrived_at=now, **other), now).outcome is not Outcome.PLACED
-    verdict = admission.ask(query_of("again", arrived_at=now, **long), now)
+    assert admission.ask(query_of("other", **other), now).outcome is not Outcome.PLACED
+    verdict = admission.ask(query_of("again", **long), now)
     assert verdict.outcome is Outcome.PLACED, str(verdict)

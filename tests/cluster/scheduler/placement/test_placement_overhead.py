@@ -8,7 +8,7 @@ from cluster.scheduler.placement.estimates import Overhead
 from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import rank
-from cluster.scheduler.placement.query import DecisionPolicy
+from cluster.scheduler.placement.policy import DecisionPolicy
 from tests.cluster.scheduler.placement.placement_world import book, ledger_of, query_of
 
 
@@ -20,7 +20,7 @@ def _lone(ledger: Ledger, name: str, began: float, *, overhead_s: float) -> None
 
 
 def _ttft_s(ledger: Ledger, now: float) -> float:
-    query, policy = query_of(arrived_at=now), DecisionPolicy()
+    query, policy = query_of(), DecisionPolicy()
     found = rank(ledger, policy, query, filter_workers(ledger, policy, query, {}, now), now)
     assert found is not None
     return float(found.scores.ttft_s[0, found.order[0]])

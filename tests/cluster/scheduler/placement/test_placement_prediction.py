@@ -163,7 +163,7 @@ def test_the_loss_is_what_the_others_chances_lose() -> None:
     relaxed = ledger_of("p1", "d1")
     decoding(relaxed, "a", tpot_s=0.1)
     batch = ledger_of("p1", "d1")
-    decoding(batch, "a", tpot_s=math.inf)
+    decoding(batch, "a", tpot_s=None)
     assert _decode(relaxed).slo_loss[0] < 1e-3
     assert _decode(batch, added_s=100.0).slo_loss[0] == 0.0
 
@@ -225,7 +225,7 @@ OTHERS = st.lists(
         st.integers(1, 3000),  # prompt
         st.integers(1, 400),  # output
         st.booleans(),  # decodes already
-        st.sampled_from([0.012, 0.02, 0.05, math.inf]),
+        st.sampled_from([0.012, 0.02, 0.05, None]),
     ),
     max_size=12,
 )
@@ -234,7 +234,7 @@ OTHERS = st.lists(
 @settings(deadline=None)
 @given(OTHERS, st.tuples(st.integers(1, 3000), st.integers(1, 400), st.booleans()), st.floats(0.0, 2.0))
 def test_one_more_sequence_never_makes_a_worker_look_better(
-    others: list[tuple[int, int, bool, float]], more: tuple[int, int, bool], lead_s: float
+    others: list[tuple[int, int, bool, float | None]], more: tuple[int, int, bool], lead_s: float
 ) -> None:
     ledger = ledger_of("p1", "d1", num_blocks=1500)
     for number, (prompt, output, joined, tpot_s) in enumerate(others):
