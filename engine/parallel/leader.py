@@ -69,6 +69,8 @@ class GroupLeader:
         self._layout = layout
         self._ranks = [Shard(rank, degree) for rank in range(degree)]
         self._lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._closed = False  # guarded by that
         self._broken: str | None = None  # guarded by the lock
         self._processes: list[RankProcess] = []
         self._watch: GroupWatch | None = None
@@ -166,19 +168,22 @@ class GroupLeader:
             raise GroupError(f"the tensor-parallel group is of no use any more: {self._broken}")
 
     def close(self) -> None:
-        """End the other ranks' processes."""
+        """End the other ranks' processes. From any thread, at any time; who comes second waits for the end too."""
         with self._lock:
             self._broken = self._broken or "it was closed"
         if self._watch is not None:
-            self._watch.close()
-        leave, self._leave = self._leave, do_nothing
-        # A thread of its own, since NCCL may take its time; what waits for the others on this rank's GPU ends by it.
-        threading.Thread(target=leave, name="rank-leave", daemon=True).start()
-        for process in self._processes:
-            process.dismiss()
-        for process in self._processes:
-            process.wait_for_end()
-        self._meeting.cleanup()
+            self._watch.close()  # before the lock: its thread may be closing already
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            # In a thread, since NCCL may take its time; what waits for the others on this rank's GPU ends by it.
+            threading.Thread(target=self._leave, name="rank-leave", daemon=True).start()
+            for process in self._processes:
+                process.dismiss()
+            for process in self._processes:
+                process.wait_for_end()
+            self._meeting.cleanup()
 
     def _join(self, spec: RankSpec) -> RankGroup:
         """In a thread that is left behind if need be: nobody can give up a communicator that is being made."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,6 +83,27 @@ def test_a_device_that_does_not_come_to_a_steps_end_ends_the_group(checkpoint: P
     with pytest.raises(GroupError, match="devices did not come to the end of a step"):
         pending.output()
     runner.close()
+
+
+def test_a_group_is_closed_once_whoever_closes_it(checkpoint: Path, monkeypatch: Any) -> None:
+    """As its watch and its worker do at once: a descriptor closed twice may be somebody else's by then."""
+    dismissed: list[int] = []
+    dismiss = RankProcess.dismiss
+
+    def counted(process: RankProcess) -> None:
+        dismissed.append(process.rank)
+        dismiss(process)
+
+    monkeypatch.setattr(RankProcess, "dismiss", counted)
+    runner = start(checkpoint)
+    [rank] = other_ranks(runner)
+    closers = [threading.Thread(target=runner.close) for _ in range(4)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(HANGS_S)
+    assert dismissed == [1]
+    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
 
 
 def test_an_error_on_the_way_ends_the_group_too(checkpoint: Path) -> None:
