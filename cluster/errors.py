@@ -14,6 +14,10 @@
         └── FailedError                500  every attempt failed
 
 Knows HTTP status codes, nothing of FastAPI, workers or Ray.
+
+A new one is a class here; `cluster.slo.account.outcome_of` says whether it breaks a promise; `docs/guide/http-api.md`
+and `docs/guide/troubleshooting.md` have its code. A body's field is refused in `cluster.http.openai.fields`. What the
+scheduler refuses travels as `Unplaceable` and becomes an error in `cluster.gateway.scheduler_client`.
 """
 
 from __future__ import annotations

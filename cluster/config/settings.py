@@ -7,6 +7,9 @@ compares with this file.
 
 What no operator has a reason to turn is a constant: a default of the component configs, or a named value in
 `cluster.config.build`. `tuning` changes these for a test of a whole cluster, or for an experiment.
+
+A new setting is a field here, handed on by `cluster.config.build` (workers), `cluster.config.scheduler` or
+`cluster.app` (gateway); `python -m cluster.config.table` prints the guide's table anew.
 """
 
 from __future__ import annotations

@@ -127,16 +127,18 @@ class Quarantine:
         }
         for run in runs:
             copies.setdefault(self.fingerprint(run), []).append(run)
+        twice: list[_Record] = []
         for fingerprint, suspects in copies.items():
             record = self._open(fingerprint)
             record.num_losses += 1
+            if record.num_losses >= _LOSSES:
+                twice.append(record)
             names = {run.request_id for run in suspects}
             record.suspects |= names
             if suspects and (record.on_trial is None or record.on_trial in names):
                 # All go the same way, and who is furthest on it is the first to come to where it ends.
                 record.on_trial = max(suspects, key=lambda run: len(run.emitted)).request_id
-        twice = [fingerprint for fingerprint in copies if self._records[fingerprint].num_losses >= _LOSSES]
-        return len(twice) == 1 and self._convict(self._records[twice[0]])
+        return len(twice) == 1 and self._convict(twice[0])
 
     def heard(self, worker_id: str) -> None:
         """It computes: if it is lost after this, that is another loss."""

@@ -210,10 +210,14 @@ class SchedulerClient:
             self._awaiting_placement.pop(key, None)
 
     def _place_alone(self, request: Place) -> Placement | Unplaceable:
-        """By the scheduler's rules on who can take it; who of them does is the better of two random ones."""
+        """By the scheduler's rules on who can take the request (`filter.eligible`), but without the scheduler: the
+        decode worker that holds a reservation for it, else one that it need not avoid. Of several, and of prefill
+        workers, the better of two random ones. Without a prefill worker the decode worker computes the prompt."""
         length = request.num_tokens + request.max_new_tokens
-        decodes = [worker for worker in self._live("decode") if worker[0].max_model_len >= length]
-        decode = _better_of_two([w for w in decodes if w[0].worker_id not in request.exclude] or decodes)
+        decodes = [(info, snapshot) for info, snapshot in self._live("decode") if info.max_model_len >= length]
+        holding = [(info, snapshot) for info, snapshot in decodes if info.worker_id == request.prefer_decode]
+        others = [(info, snapshot) for info, snapshot in decodes if info.worker_id not in request.exclude]
+        decode = _better_of_two(holding or others or decodes)
         if decode is None:
             return Unplaceable(
                 request_id=request.request_id,

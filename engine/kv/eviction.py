@@ -5,6 +5,9 @@ in that order, and belongs to one pool.
 
 Every policy lets go the blocks of one lease in the order in which they were added, which is tail first: a block is of
 no use without the ones before it.
+
+The default of `BlockPool`, on the device, on the host and on disk, is the one policy here, and no setting chooses it.
+Others are measured first: `benchmarks/scheduling/eviction_policies.py`, over whose names the tests of pools run.
 """
 
 from __future__ import annotations

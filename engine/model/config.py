@@ -19,7 +19,9 @@ from engine.model.rope import ROPE_KINDS, RopeConfig, yarn_magnitude
 from kernels.interface import Activation
 
 # Another family is named here; its sizes and choices are read below; `engine.checkpoint.weights` knows the names and
-# shapes of its tensors, `engine.model.shards` how ranks cut them; `tests/support/model_families.py` makes a small one.
+# shapes of its tensors, and `engine.model.shards` how ranks cut those that they do; `tests/support/model_families.py`
+# makes a small one; the README and docs/guide/configuration.md list it. What no family has computed yet, such as a norm
+# in another place, is also `engine.model.transformer`, `kernels.interface.Layer`, and `native/src/layers.cpp`.
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

@@ -29,8 +29,12 @@ class SamplingParams:
 
     `seed` together with a token's position fixes all randomness (see `engine.sampling.philox`), so that a sequence
     continues identically in another batch, after a preemption, or on another worker. It is part of the messages
-    `Reserve` and `Start`, so a new field raises `PROTOCOL_VERSION`; both samplers heed it, `sampler` and
-    `device_sampler`.
+    `Reserve` and `Start`, so a new field raises `PROTOCOL_VERSION`.
+
+    A new one is heeded by `logits` and what says there whether a row is changed at all (on a CPU), by `device_sampler`
+    with `kernels.triton.sampling.rows` (on a GPU), or by `engine.sequence.finish_reason` if it ends the sequence.
+    Clients reach it by `cluster.http.openai.schemas` and `cluster.http.parse`; `sampling_twin.py`, beside the tests,
+    says once more what it does.
 
     Raises ValueError with advice on any value outside its range, NaN included.
     """

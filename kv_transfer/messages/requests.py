@@ -1,4 +1,7 @@
-"""What gateways and workers say to each other about one request."""
+"""What gateways and workers say to each other about one request.
+
+Gateways take these in `Orchestrator`, prefill and decode workers in their `_on_message`; workers send by `GatewayPort`.
+"""
 
 from __future__ import annotations
 

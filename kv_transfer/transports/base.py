@@ -2,6 +2,8 @@
 
 A `Transport` meets peers; a `Link` is one authenticated, compatible pair of them. The sender fills slabs that it owns;
 the receiver reads what it was handed and says when it is done. Nobody writes another process's KV memory.
+
+Another way for the bytes is a `Carrier` (`kv_transfer.transports.sockets`), which says what belongs to one.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Carrier(ABC):
     """One way for KV bytes between two processes, such as shared memory: makes its links.
 
     A `SocketTransport` tries its carriers in order. Another way is a carrier, and a line of
-    `kv_transfer.transports.choose`; `transfer.transport` in `cluster.config.settings` names it for users.
+    `kv_transfer.transports.choose`; `transfer.transport` in `cluster.config.settings` names it for users. Its tests
+    are a class in `test_transports.py` and a kind in `tests/processes/transport_child.py`.
     """
 
     purpose: str

@@ -2,8 +2,9 @@
 
 Each asks the `ClusterView` or the SLO account of its gateway. For one that asks the scheduler something new: a route
 here, a method of `ClusterView` (`cluster.gateway.generator`), its implementation in `SchedulerClient` and in the two
-that stand in for it (`tests/support/scripted_generator.py`, `benchmarks/serving/gateway_server.py`), messages, what the
-scheduler's server answers, and a line in `docs/guide/http-api.md`.
+that stand in for it (`tests/support/scripted_generator.py`, `benchmarks/serving/gateway_server.py`), messages in
+`kv_transfer.messages.scheduling` (with `PROTOCOL_VERSION`), what `cluster.scheduler.server` answers, and a line in
+`docs/guide/http-api.md`. Tests: `test_http_api.py`, `test_placed_records.py`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,6 @@
-"""Who places requests in a simulation: Legato's scheduler, and what others publish."""
+"""Who places requests in a simulation: Legato's scheduler, and what others publish.
+
+Another rule is a `Baseline` in `cluster.simulation.routers.baselines`; its name stands in `ROUTERS`
+(`cluster.simulation.command`), in `ROUTER_NAMES` in the same order (`cluster.simulation.arguments`), in `BASELINES` of
+`benchmarks.scheduling.goodput` and in `docs/simulation.md`.
+"""

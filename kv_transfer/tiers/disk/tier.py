@@ -286,10 +286,12 @@ class DiskTier:
             self._buffers.append(buffer)
 
     def _lose(self, slot: int, prefix_hash: bytes, error: Exception) -> None:
-        """Remove a file that cannot be used, while its slot is held: nobody can have put another one there."""
-        self._health.was_lost(slot, error)
+        """Remove a file that cannot be used, while its slot is held: nobody can have put another one there. It stays
+        where this process merely lacks descriptors or memory to read it."""
         if isinstance(error, OSError) and error.errno in _OUR_SHORTAGE:
+            self._health.was_unread(slot, error)
             return
+        self._health.was_lost(slot, error)
         self._folder.remove(slot)
         with self._changed:
             if self._pool.find((prefix_hash, 0)) == slot:  # else another holder has said so
@@ -393,6 +395,9 @@ class _Health:
     def was_lost(self, slot: int, error: Exception) -> None:
         self.count(lost=1)
         self._warn("read", "the KV file of slot %d in %s cannot be used: %s", slot, self._folder, error)
+
+    def was_unread(self, slot: int, error: OSError) -> None:
+        self._warn("shortage", "the KV file of slot %d in %s could not be read now: %s", slot, self._folder, error)
 
     def was_written(self, num_bytes: int) -> None:
         self._num_write_errors = 0

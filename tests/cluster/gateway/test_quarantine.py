@@ -52,6 +52,15 @@ async def test_who_is_in_the_steps_of_two_lost_workers_is_guilty_and_so_are_its_
         await book.admit(other)
 
 
+async def test_more_may_be_in_a_lost_step_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine, "_MAX_RECORDS", 3)
+    book, runs = Quarantine(), [a_run(str(n), n) for n in range(5)]
+    assert not book.lost("w1", runs)
+    assert len(book) == 3
+    assert not book.lost("w2", runs)
+    assert book.lost("w3", [runs[4]])
+
+
 async def test_nobody_is_guilty_while_it_may_have_been_one_of_several() -> None:
     book, both = Quarantine(), [a_run("p"), a_run("i", 2)]
     assert not book.lost("w1", both)

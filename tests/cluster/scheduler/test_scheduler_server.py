@@ -252,6 +252,16 @@ async def test_alone_the_rules_on_who_can_take_it_stay() -> None:
         assert (answer.prefill, answer.decode) == (None, "d3"), "the one that failed is better than none"
 
 
+async def test_alone_a_reservation_is_kept() -> None:
+    """Whoever has failed and however busy it is: that decode worker has kept its blocks for the next attempt."""
+    client = _alone(_known("p1"), _known("p2"), _known("d1", 9000), _known("d2"), _known("d3", draining=True))
+    for n in range(16):
+        answer = await client.place(place(f"r{n}", attempt=1, exclude=["p1"], prefer_decode="d1"))
+        assert (answer.prefill, answer.decode) == ("p2", "d1")
+        answer = await client.place(place(f"r{n}", attempt=2, prefer_decode="gone"))
+        assert answer.decode == "d2"
+
+
 async def test_alone_without_any_decode_worker_there_is_none() -> None:
     with pytest.raises(UnavailableError):
         await _alone(_known("p1")).place(place())

@@ -135,6 +135,7 @@ def test_read_errors_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", fail)
             assert load(tier, 1) == [False]
+        assert tier.report().lost == (not is_kept), "what is lost is damaged, not what this process cannot read now"
         assert load(tier, 1) == [is_kept]
 
 
