@@ -216,7 +216,8 @@ class DecodeScheduler:
         return plan if plan.items or plan.copies else self._plan_alone(now) or plan
 
     def plan_ahead(self, now: float = 0.0) -> StepPlan:
-        """The step after the one in flight, as if that one ended well and nobody's last token came of it.
+        """The step after the one in flight, planned as if that one ended well and brought nobody's end but those that
+        lengths foretell. `StepLoop` asks for it where steps overlap.
 
         It computes nothing twice: a sequence's next token has a place in it before its value is known. Empty where the
         next step has to wait: where blocks have to move or be taken from someone, or where there is nothing to do.
@@ -237,7 +238,7 @@ class DecodeScheduler:
             item.seq.num_alone = max(item.seq.num_alone, 1)
 
     def _suspects(self) -> list[Sequence]:
-        """That have blocks."""
+        """Sequences that have blocks here and compute alone, since a step of theirs failed."""
         return [seq for seq in self._running if seq.num_alone] + self._local.suspects
 
     def _plan_alone(self, now: float) -> StepPlan | None:

@@ -101,7 +101,7 @@ def _copied(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What weights must share to lie side by side."""
+    """How codes are stored: what weights must share to lie side by side, and what a kernel's packed weights have."""
 
     bits: int
     lowest: int
@@ -110,7 +110,8 @@ class Form:
 
     @classmethod
     def of(cls, weights: Sequence[QuantisedWeight], largest_group: int | None = None) -> Form:
-        """The narrowest that has room for all of them."""
+        """The narrowest that has room for all of them, in groups of at most `largest_group` inputs: the bits that they
+        have if their lowest codes are one number, which says the bits too (`LOWEST`), else 8."""
         groups = [weight.group_size for weight in weights]
         group_size = math.gcd(*groups)
         if largest_group is not None and group_size > largest_group:

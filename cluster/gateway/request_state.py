@@ -52,7 +52,7 @@ class AttemptFailedError(Exception):
 
 
 class RequestRun:
-    """One request from arrival to its terminal state."""
+    """One choice of a request, from arrival to its terminal state, over all attempts."""
 
     def __init__(self, request: RequestSpec, deadline: float, timeline: SequenceTimeline | None = None) -> None:
         self.request = request

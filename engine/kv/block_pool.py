@@ -44,12 +44,10 @@ class PoolObserver(Protocol):
 
 
 class BlockPool:
-    """Free list, reference counts, generations and prefix keys of one tier's blocks.
+    """Free list, reference counts and prefix keys of one tier's blocks.
 
     A block is in exactly one state: *free*; *held* by one or more leases; or *cached*: held by none, but found by its
     prefix key until it is taken for something else, in the order of `eviction`.
-
-    `generation(block)` grows each time a block is taken for new content, so a reference to old content can be told.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class BlockPool:
         self.epoch = secrets.randbits(62) if epoch is None else epoch
         self._free = deque(range(num_blocks))
         self._references = [0] * num_blocks
-        self._generations = [0] * num_blocks
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
         self._cached: EvictionPolicy = AgedLru() if eviction is None else eviction
@@ -119,7 +116,6 @@ class BlockPool:
         taken = [self._take() for _ in range(num_blocks)]
         for block in taken:
             self._references[block] = 1
-            self._generations[block] += 1
         lease.blocks.extend(taken)
         return taken
 
@@ -167,7 +163,6 @@ class BlockPool:
         if self._references[block] or block in self._key_of:
             raise ValueError(f"block {block} is not free; only what nobody holds or finds can be restored")
         self._free.remove(block)
-        self._generations[block] += 1
         self._remember_key(block, key)
         self._cached.add(block, key)
 
@@ -200,9 +195,6 @@ class BlockPool:
         del self._leases[lease.lease_id]
         self._unreference(lease.blocks)
         lease.blocks.clear()
-
-    def generation(self, block: int) -> int:
-        return self._generations[block]
 
     def drop_cached(self) -> None:
         """Forget all cached content that nobody holds."""

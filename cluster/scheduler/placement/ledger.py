@@ -1,9 +1,9 @@
 """Bind: everything that was placed and has not ended, booked at once, corrected by what workers and gateways tell.
 
-The fourth stage of a decision (see the package), and the state that the others read. The one writer of the
-`WorkerTable`. Each placed request is a `Booking` here, one entry in the queue of the worker that computes its prompt
-until its first token, and one slot of the worker that decodes it until its end. Which request goes where is not decided
-here.
+The fourth stage of a decision (see the package), and the state that the others read. All that the `WorkerTable` says
+of requests is written here. Each placed request is a `Booking`, one entry in the queue of the worker that computes its
+prompt until its first token, and one slot of the worker that decodes it until its end. Which request goes where is not
+decided here.
 """
 
 from __future__ import annotations

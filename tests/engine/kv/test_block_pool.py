@@ -56,7 +56,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.blocks_of: dict[int, list[int]] = {}  # lease id -> blocks, in order
         self.block_of: dict[BlockKey, int] = {}
         self.cached: list[int] = []  # findable and held by none, next to be evicted first
-        self.generations = [0] * _NUM_BLOCKS
 
     @property
     def held(self) -> Counter[int]:
@@ -160,7 +159,6 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.block_of[key] = block
         self.cached.append(block)
-        self.generations[block] += 1
 
     @rule()
     def observe(self) -> None:
@@ -181,7 +179,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_available == self.num_free + len(self.cached)
         assert self.pool.num_held == len(self.held)
         assert self.pool.num_leases == len(self.blocks_of)
-        assert [self.pool.generation(block) for block in range(_NUM_BLOCKS)] == self.generations
         for name in self.block_of:
             assert self.pool.find(name) == self.block_of[name]
         for shadow in self.shadows:
@@ -212,8 +209,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached = [block for block in self.cached if block not in evicted]
         self.blocks_of[lease.lease_id] += taken
         assert lease.blocks == self.blocks_of[lease.lease_id]
-        for block in taken:
-            self.generations[block] += 1
 
     def _forget(self, blocks: list[int]) -> None:
         self.block_of = {name: block for name, block in self.block_of.items() if block not in blocks}
