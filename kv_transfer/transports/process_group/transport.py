@@ -158,6 +158,8 @@ class DistributedLink(ConnectedLink):
         self._loop.call_later(_GRACE_S, self._connection.close, told)
 
     async def offer(self) -> SlabPool[SlabBytes]:
+        """Slabs of ours, once the peer has joined a group with us (see `ConnectedLink.offer`). By a deadline, since a
+        group whose other end never comes says nothing. Raises CarrierUnavailableError."""
         timeout_s = self.config.join_timeout_s
         try:
             return await asyncio.wait_for(super().offer(), timeout_s)
