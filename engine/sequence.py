@@ -81,6 +81,8 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     num_prior_output: int = 0  # of the output tokens, those that earlier attempts emitted
     cache_salt: str = ""
+    tpot_s: float | None = None  # promised: mean seconds between its tokens; None: nothing
+    gap_s: float | None = None  # promised: seconds between two tokens, of nearly all of its gaps; None: nothing
     lease: BlockLease | None = None
     block_table: BlockTable | None = None  # on the device; the rows of `host_groups` hold -1
     host_groups: frozenset[int] = frozenset()  # layer groups whose KV rests in host memory

@@ -322,7 +322,12 @@ class SloClassSettings(Settings):
     tpot_ms: float | None = Field(
         None, gt=0, description="Most time per output token, as a request's mean; empty: no target."
     )
-    share: float = Field(0.99, gt=0, lt=1, description="Share of the requests that must meet both targets.")
+    gap_ms: float | None = Field(
+        None,
+        gt=0,
+        description="Most time between two tokens, of all but one in a hundred of a request's gaps; empty: no target.",
+    )
+    share: float = Field(0.99, gt=0, lt=1, description="Share of the requests that must meet all targets.")
     service_tiers: tuple[str, ...] = Field(
         (), strict=False, description="Values of OpenAI's `service_tier` that choose this class, besides its name."
     )
@@ -332,6 +337,7 @@ class SloClassSettings(Settings):
         return cls(
             ttft_ms=None if slo_class.ttft_s is None else slo_class.ttft_s * 1e3,
             tpot_ms=None if slo_class.tpot_s is None else slo_class.tpot_s * 1e3,
+            gap_ms=None if slo_class.gap_s is None else slo_class.gap_s * 1e3,
             share=slo_class.share,
             service_tiers=slo_class.service_tiers,
         )
@@ -341,6 +347,7 @@ class SloClassSettings(Settings):
             name=name,
             ttft_s=None if self.ttft_ms is None else self.ttft_ms / 1e3,
             tpot_s=None if self.tpot_ms is None else self.tpot_ms / 1e3,
+            gap_s=None if self.gap_ms is None else self.gap_ms / 1e3,
             share=self.share,
             service_tiers=self.service_tiers,
         )

@@ -123,7 +123,15 @@ class RequestRun:
 
     def spec(self) -> RequestSpec:
         """The request as this attempt should run it: going on from what was emitted."""
-        return replace(self.request, attempt=self.attempt, output_token_ids=list(self.emitted), alone=self.alone)
+        slo = self.terms.slo
+        return replace(
+            self.request,
+            attempt=self.attempt,
+            output_token_ids=list(self.emitted),
+            alone=self.alone,
+            tpot_s=slo.tpot_s,
+            gap_s=slo.gap_s,
+        )
 
     def place_query(self, *, prefer_decode: str | None, avoid: Collection[str] = ()) -> Place:
         """`avoid`: besides those that it avoids by itself."""
@@ -138,6 +146,7 @@ class RequestRun:
             tenant=self.terms.tenant,
             ttft_s=self.terms.slo.ttft_s,
             tpot_s=self.terms.slo.tpot_s,
+            gap_s=self.terms.slo.gap_s,
             waited_s=max(0.0, time.monotonic() - self.terms.arrived_at),
             prefix_hashes=self.timeline.prefix_hashes,
         )

@@ -192,6 +192,7 @@ class Simulation:
             slo_class=slo.name,
             ttft_s=slo.ttft_s,
             tpot_s=slo.tpot_s,
+            gap_s=slo.gap_s,
             waited_s=self._clock.now - live.record.arrival_s,
             prefix_hashes=b"".join(live.hasher.hashes[:num_findable]),
         )
@@ -201,7 +202,7 @@ class Simulation:
         live.record.placed_s = self._clock.now
         live.record.prefill, live.record.decode = placement.prefill, placement.decode
         decode = self._decodes[placement.decode]
-        seq = sequence_of(live.request, live.hasher, live.attempt)
+        seq = sequence_of(live.request, live.hasher, live.attempt, live.record.slo)
 
         def refuse(reason: str, retry_after_s: float | None) -> None:
             self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
@@ -222,7 +223,7 @@ class Simulation:
             self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
             self._clock.after(2 * self._config.message_s, lambda: decode.drop(reserved.key))
 
-        seq = sequence_of(live.request, live.hasher, live.attempt)
+        seq = sequence_of(live.request, live.hasher, live.attempt, live.record.slo)
         self._prefills[placement.prefill].start(seq, decode, refuse)
 
     def _refused(self, live: Live, reason: str, retry_after_s: float | None) -> None:

@@ -6,7 +6,8 @@
 
 OpenAI's own words are always understood: one that no class was given stands for the default class, so that a client
 made for OpenAI works with any set of classes. The header `x-slo-class` names a class and goes before `service_tier`;
-`x-slo-ttft-ms` and `x-slo-tpot-ms` set a target for one request: what it is promised is its class with these targets.
+`x-slo-ttft-ms`, `x-slo-tpot-ms` and `x-slo-gap-ms` set a target for one request: what it is promised is its class with
+these targets.
 Knows seconds and names; nothing of HTTP servers, placement or how targets are met.
 """
 
@@ -23,26 +24,32 @@ from cluster.errors import InvalidRequestError
 CLASS_HEADER: Final = "x-slo-class"
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"
+GAP_HEADER: Final = "x-slo-gap-ms"
 STANDARD_TIERS: Final = ("auto", "default", "flex", "scale", "priority")  # that OpenAI's clients know
 _MAX_NAME: Final = 64
 _MAX_TARGET_S: Final = 86_400.0
+LATE_GAPS: Final = 0.01  # of a request's gaps: what a promise about their P99 leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloClass:
-    """`share` of its requests should meet both targets (0.99 makes them promises about P99). A target of None is none:
-    any time meets it."""
+    """`share` of its requests should meet all targets (0.99 makes them promises about P99). A target of None is none:
+    any time meets it.
+
+    `tpot_s` is of the mean time between a request's tokens, which hides one long stall; `gap_s` of every gap between
+    two of its tokens, of which one in a hundred may be longer (the P99 of its time between tokens)."""
 
     name: str
     ttft_s: float | None = None
     tpot_s: float | None = None
+    gap_s: float | None = None
     share: float = 0.99
     service_tiers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= _MAX_NAME:
             raise ValueError(f"the name of an SLO class has 1 to {_MAX_NAME} characters, unlike {self.name[:80]!r}")
-        for target, seconds in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s)):
+        for target, seconds in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("gap", self.gap_s)):
             if seconds is not None and not 0 < seconds <= _MAX_TARGET_S:
                 raise ValueError(
                     f"the {target} target of SLO class {self.name!r} is {seconds} s; give it more than 0 and at most a"
@@ -56,7 +63,7 @@ class SloClass:
 
     @property
     def has_targets(self) -> bool:
-        return self.ttft_s is not None or self.tpot_s is not None
+        return self.ttft_s is not None or self.tpot_s is not None or self.gap_s is not None
 
     def meets_ttft(self, ttft_s: float) -> bool:
         """`ttft_s`: from arrival at the gateway to the first byte that the client is sent."""
@@ -65,6 +72,10 @@ class SloClass:
     def meets_tpot(self, tpot_s: float | None) -> bool:
         """`tpot_s`: mean seconds between a request's tokens; None: it had fewer than two."""
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
+
+    def meets_gaps(self, num_late: int, num_gaps: int) -> bool:
+        """`num_late`: of a request's gaps between tokens, those above `gap_s`."""
+        return self.gap_s is None or num_late <= LATE_GAPS * num_gaps
 
 
 INTERACTIVE: Final = SloClass(name="interactive", ttft_s=2.0, tpot_s=0.1, service_tiers=("priority", "scale"))
@@ -100,8 +111,12 @@ class SloConfig:
         mapping that ignores case). Raises InvalidRequestError where there is no such class, tier or target."""
         name = headers.get(CLASS_HEADER)
         chosen = self._of_tier(service_tier) if name is None else self._of_header(name)
-        ttft_s, tpot_s = _target(headers, TTFT_HEADER, chosen.ttft_s), _target(headers, TPOT_HEADER, chosen.tpot_s)
-        return replace(chosen, ttft_s=ttft_s, tpot_s=tpot_s)
+        return replace(
+            chosen,
+            ttft_s=_target(headers, TTFT_HEADER, chosen.ttft_s),
+            tpot_s=_target(headers, TPOT_HEADER, chosen.tpot_s),
+            gap_s=_target(headers, GAP_HEADER, chosen.gap_s),
+        )
 
     def _of_header(self, name: str) -> SloClass:
         chosen = self.named(name)

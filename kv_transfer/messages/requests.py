@@ -28,6 +28,9 @@ class RequestSpec:
     output_token_ids: Items[TokenId] = field(default_factory=list)
     cache_salt: Text = ""
     alone: Flag = False  # its steps are shared with nobody at first: it may be what makes workers fail
+    # what was promised of its tokens, as in `SloClass`; None: nothing
+    tpot_s: NonNegative | None = None
+    gap_s: NonNegative | None = None
 
     @property
     def num_tokens(self) -> int:

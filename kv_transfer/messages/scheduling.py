@@ -30,13 +30,14 @@ class Place(Message):
     tenant: Text = ""
     ttft_s: NonNegative | None = None  # targets; None: best effort
     tpot_s: NonNegative | None = None
+    gap_s: NonNegative | None = None
     waited_s: NonNegative = 0.0  # since the request arrived at its gateway
     prefix_hashes: Hashes = b""  # of the prompt's full blocks, as far as the last one may be cached
 
     @property
     def has_targets(self) -> bool:
         """False: it is batch work."""
-        return self.ttft_s is not None or self.tpot_s is not None
+        return self.ttft_s is not None or self.tpot_s is not None or self.gap_s is not None
 
     @property
     def ttft_target_s(self) -> float:
@@ -46,6 +47,10 @@ class Place(Message):
     @property
     def tpot_target_s(self) -> float:
         return NO_TARGET if self.tpot_s is None else self.tpot_s
+
+    @property
+    def gap_target_s(self) -> float:
+        return NO_TARGET if self.gap_s is None else self.gap_s
 
     @property
     def question(self) -> Hashable:

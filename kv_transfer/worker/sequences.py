@@ -19,6 +19,8 @@ def sequence_of(request: RequestSpec) -> Sequence:
         output_token_ids=list(request.output_token_ids),
         num_prior_output=len(request.output_token_ids),
         cache_salt=request.cache_salt,
+        tpot_s=request.tpot_s,
+        gap_s=request.gap_s,
         num_alone=NUM_ALONE if request.alone else 0,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as TokenIds
 from typing import Any, cast
 
 from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.classes import SloClass
 from engine.kv.prefix import PrefixHasher
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
@@ -68,12 +69,14 @@ def _own(number: int, block: int) -> bytes:
     return (2**63 + number).to_bytes(8, "little") + block.to_bytes(8, "little")
 
 
-def sequence_of(request: TraceRequest, hasher: PrefixHasher, attempt: int) -> Sequence:
-    """It ends after as many tokens as in the trace."""
+def sequence_of(request: TraceRequest, hasher: PrefixHasher, attempt: int, slo: SloClass) -> Sequence:
+    """It ends after as many tokens as in the trace; `slo`: what it is promised."""
     return Sequence(
         request_id=request.request_id,
         attempt=attempt,
         prompt_token_ids=cast(Any, CountedTokens(request.prompt_tokens)),
         params=SamplingParams(max_tokens=request.output_tokens, seed=0, ignore_eos=True),
         prefix=hasher,
+        tpot_s=slo.tpot_s,
+        gap_s=slo.gap_s,
     )
