@@ -16,8 +16,16 @@
 Knows HTTP status codes, nothing of FastAPI, workers or Ray.
 
 A new one is a class here; `cluster.slo.account.outcome_of` says whether it breaks a promise; `docs/guide/http-api.md`
-and `docs/guide/troubleshooting.md` have its code. A body's field is refused in `cluster.http.openai.fields`. What the
-scheduler refuses travels as `Unplaceable` and becomes an error in `cluster.gateway.scheduler_client`.
+and `docs/guide/troubleshooting.md` have its code; `test_timeline.py` and `test_http_api.py` try it. It is raised where
+it is found out:
+
+    of a field of the body        `cluster.http.openai.fields`; a code of ours is listed in `_OUR_CODES` of
+                                  `cluster.http.error_responses`, or it turns into `invalid_value`
+    of the body as a whole        `cluster.http.parse`
+    no room in this gateway       `cluster.http.api`
+    by the scheduler              `Unplaceable` on the wire, an error in `cluster.gateway.scheduler_client`. It has a
+                                  sentence and a time to come back: an error of its own class needs a field more
+    by a worker                   `Refused` or `FailureEvent`, taken by `cluster.gateway.orchestrator`
 """
 
 from __future__ import annotations

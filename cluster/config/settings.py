@@ -8,8 +8,9 @@ compares with this file.
 What no operator has a reason to turn is a constant: a default of the component configs, or a named value in
 `cluster.config.build`. `tuning` changes these for a test of a whole cluster, or for an experiment.
 
-A new setting is a field here, handed on by `cluster.config.build` (workers), `cluster.config.scheduler` or
-`cluster.app` (gateway); `python -m cluster.config.table` prints the guide's table anew.
+A new setting is a field here, handed on by `cluster.config.build` (workers) or `cluster.config.scheduler` to a field of
+the component's own config; the gateway has these settings whole. What Ray has to know goes through
+`cluster.deployment`. `python -m cluster.config.table` prints the guide's table anew.
 """
 
 from __future__ import annotations
@@ -467,13 +468,14 @@ class LegatoConfig(Settings):
 
     @model_validator(mode="after")
     def _check_batch_invariance(self) -> Self:
-        if self.model.batch_invariant:
-            for name, pool in self.pools.items():
-                if pool.replicas and not pool.num_gpus:
-                    raise ValueError(
-                        f"model.batch_invariant is on, but {name}.num_gpus is 0, and only GPUs have such kernels; give"
-                        " the pool GPUs or leave it off"
-                    )
+        """Whether a machine has such kernels its worker knows; two kinds of device round differently in any case."""
+        on_gpu = {name: bool(pool.num_gpus) for name, pool in self.pools.items() if pool.replicas}
+        if self.model.batch_invariant and len(set(on_gpu.values())) > 1:
+            without = next(name for name, has in on_gpu.items() if not has)
+            raise ValueError(
+                f"model.batch_invariant is on, but {without}.num_gpus is 0 while the other pool has GPUs, which round"
+                " differently; give both pools GPUs, or neither, or leave it off"
+            )
         return self
 
     @model_validator(mode="after")

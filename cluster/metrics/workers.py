@@ -5,8 +5,8 @@ Workers listen for no scraper. What they count travels with their snapshots to e
 asked shows all workers, each under its own label, some seconds old at most.
 
 A new number is counted where it happens, is a field of `WorkerSnapshot` or of a report in it (so `PROTOCOL_VERSION`
-rises), which `Worker.snapshot` in `kv_transfer.worker.base` fills, and has a `_Family` here and a row in
-`docs/guide/metrics.md`. `test_worker_metrics.py` looks at all of them.
+rises), which `Worker.snapshot` in `kv_transfer.worker.base` fills, or a role's own, and has a `_Family` here and a row
+in `docs/guide/metrics.md`. `test_worker_metrics.py` looks at all of them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ Every policy lets go the blocks of one lease in the order in which they were add
 no use without the ones before it.
 
 The default of `BlockPool`, on the device, on the host and on disk, is the one policy here, and no setting chooses it.
-Others are measured first: `benchmarks/scheduling/eviction_policies.py`, over whose names the tests of pools run.
+Others are measured first: `benchmarks/scheduling/eviction_policies.py`, over whose names the tests of pools run (one
+that gives up what is read again is taken out of the test which says that no flood does so). To take its place is one
+expression, in the constructor of `BlockPool`.
 """
 
 from __future__ import annotations

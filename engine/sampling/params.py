@@ -31,10 +31,11 @@ class SamplingParams:
     continues identically in another batch, after a preemption, or on another worker. It is part of the messages
     `Reserve` and `Start`, so a new field raises `PROTOCOL_VERSION`.
 
-    A new one is heeded by `logits` and what says there whether a row is changed at all (on a CPU), by `device_sampler`
-    with `kernels.triton.sampling.rows` (on a GPU), or by `engine.sequence.finish_reason` if it ends the sequence.
-    Clients reach it by `cluster.http.openai.schemas` and `cluster.http.parse`; `sampling_twin.py`, beside the tests,
-    says once more what it does.
+    A new one is heeded on a CPU by `logits`, where `is_adjusted` or `is_filtered` must know of it (who is neither takes
+    a shortcut in C++); on a GPU by `device_sampler`, by `kernels.triton.sampling.rows`, which brings it there, and by
+    the kernel beside it that edits or filters; by `engine.sequence.finish_reason` if it ends the sequence. Clients
+    reach it by `cluster.http.openai.schemas` and `cluster.http.parse`; `sampling_twin.py`, beside the tests, says once
+    more what it does, and `test_messages.py` has one of each parameter.
 
     Raises ValueError with advice on any value outside its range, NaN included.
     """

@@ -207,7 +207,8 @@ class ModelRunner:
         """Compute a prepared step; see `execute`. A step that was prepared after another one must run right after it.
 
         `before_sampling` returns when the sequences are as the step before left them: sampling reads their tokens. What
-        the step brings may be waited for while the next one runs.
+        the step brings may be waited for while the next one runs; where layers are staged by streams of their own, that
+        includes their copies.
         """
         with self._computing(step), self._hooks(step.plan, step.placement, on_layer) as hooks:
             output = self._compute(step, hooks, before_sampling)

@@ -17,8 +17,9 @@ from kv_transfer.messages.codec import KINDS, MalformedMessageError, Message, de
 
 PROTOCOL_VERSION: Final = 9
 """Raise it when a message or a field is added, removed or changed (`SamplingParams` and `WorkerSnapshot` travel in
-some), and renew the encodings in `tests/kv_transfer/test_messages.py`: processes of two versions do not talk to each
-other."""
+some), and renew `tests/kv_transfer/encodings.json`: REWRITE_ENCODINGS=1 pytest tests/kv_transfer/test_messages.py.
+Processes of two versions do not talk to each other. A message belongs to the module of its conversation; whoever takes
+it has a `case` for it (`requests` says who that is)."""
 
 __all__ = [
     "KINDS",

@@ -87,6 +87,8 @@ class InProcessLink:
         return await self._pool.acquire(num_bytes)
 
     async def send(self, message: Message, slab: Slab | None = None) -> None:
+        """See `Link`. The faults give the delay of each copy that arrives: none, and it is lost; several, and it comes
+        so often."""
         if self._closed_because is not None:
             if slab is not None:
                 slab.discard()

@@ -38,9 +38,11 @@ class LinkConfig:
 class Carrier(ABC):
     """One way for KV bytes between two processes, such as shared memory: makes its links.
 
-    A `SocketTransport` tries its carriers in order. Another way is a carrier, and a line of
-    `kv_transfer.transports.choose`; `transfer.transport` in `cluster.config.settings` names it for users. Its tests
-    are a class in `test_transports.py` and a kind in `tests/processes/transport_child.py`.
+    A `SocketTransport` tries its carriers in order. Another way is a carrier, a name in `TransportKind` and a line
+    below it in `kv_transfer.transports.choose`; `transfer.transport` in `cluster.config.settings` names it for users
+    (`_check_transport` says which pools can have it). Words of its own are messages (`kv_transfer.messages`). Its tests
+    are a class in `test_transports.py`, a kind in `tests/processes/transport_child.py` and in `KINDS` of
+    `test_transport_processes.py`; `test_distributed_transport.py` lists all names.
     """
 
     purpose: str

@@ -1,5 +1,8 @@
 """The endpoints for operators: the cluster's workers, its decisions, how promises are kept, and metrics.
 
+Those of clients are beside it: `generation` for what generates, `service` for models, tokens and health; a route there
+is one too in `docs/guide/http-api.md`, and in `cluster.http.app` where the module is new.
+
 Each asks the `ClusterView` or the SLO account of its gateway. For one that asks the scheduler something new: a route
 here, a method of `ClusterView` (`cluster.gateway.generator`), its implementation in `SchedulerClient` and in the two
 that stand in for it (`tests/support/scripted_generator.py`, `benchmarks/serving/gateway_server.py`), messages in

@@ -158,6 +158,11 @@ def test_nonsense_is_refused_with_advice(tree: dict[str, Any], mentions: tuple[s
         assert mention in str(caught.value)
 
 
+def test_batch_invariance_may_be_asked_of_cpus() -> None:
+    """Whether this machine's have such kernels is for its workers to say."""
+    assert load_config({"model": {"batch_invariant": True}}).model.batch_invariant
+
+
 def test_every_problem_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"prefill": {"replicas": -1}, "decode": {"replica": 2}})
