@@ -384,10 +384,15 @@ class Orchestrator:
         self._recall_copies()
 
     def _recall_copies(self) -> None:
+        left: set[str] = set()
         for run in self.runs.values():
             if self._quarantine.recall(run, run.computing_on):
+                left |= run.computing_on
                 decode = None if run.placement is None else run.placement.decode
                 run.tell(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
+        for worker_id in left & self.links.suspects():  # it has said so before, and will not again
+            if not self._quarantine.is_lost(worker_id):
+                self._lost_in_a_step(worker_id)
 
     def _look_who_failed(self, worker_id: str, failures: list[FailureEvent]) -> None:
         broke: list[RequestRun] = []

@@ -100,7 +100,7 @@ class Quarantine:
         """Whether this worker's loss would be its second: a step that is only late must not make it guilty, so that it
         waits until the step ends or the worker is replaced."""
         record = self._record_of(run)
-        return record is not None and record.num_losses >= _LOSSES - 1 and worker_id not in self._lost
+        return record is not None and record.num_losses >= _LOSSES - 1 and not self.is_lost(worker_id)
 
     def recall(self, run: RequestRun, workers: Collection[str]) -> bool:
         """Whether it has to leave these workers, where it computes in shared steps, because a copy is suspected."""
@@ -115,9 +115,13 @@ class Quarantine:
         """Whether a suspect's copies were recalled from there just now."""
         return any(worker_id in record.was_on for record in self._records.values())
 
+    def is_lost(self, worker_id: str) -> bool:
+        """Whether its loss has been counted, and it was not heard since."""
+        return worker_id in self._lost
+
     def lost(self, worker_id: str, runs: Collection[RequestRun]) -> bool:
         """A worker died, or is silent, in a step of these. Whether somebody is guilty now; once for each worker."""
-        if worker_id in self._lost:
+        if self.is_lost(worker_id):
             return False
         self._lost[worker_id] = None
         if len(self._lost) > _MAX_LOST:
@@ -159,7 +163,8 @@ class Quarantine:
 
     def came(self, run: RequestRun) -> None:
         """A suspect's tokens came. All of those from steps of its own clear it: the next one is of a shared step."""
-        assert run.placement is not None
+        if run.placement is None:
+            return  # between two attempts: it was a late one of the last
         num_alone = NUM_ALONE + (run.placement.prefill is not None)  # whose one token comes of such steps as well
         if run.ended or (run.decode_took_over and run.num_of_attempt >= num_alone):
             self._release(run, is_cleared=True)

@@ -14,13 +14,15 @@ from typing import Literal
 import pytest
 
 from cluster.errors import PoisonRequestError
+from cluster.gateway.worker_connections import WorkerLinks
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.cost_model.step_cost import StepWork
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import ScheduledSequence
 from engine.steps import loop as step_loop
 from engine.steps.runner import PreparedStep
 from prefill_workers.worker import PrefillWorker
-from tests.in_process_cluster.test_silence import know_costs
+from tests.in_process_cluster.test_silence import KNOWN
 from tests.support.mini_cluster import MiniCluster, cluster_of
 from tests.support.mini_requests import tokens_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -44,8 +46,14 @@ def strikes(phase: Phase) -> Callable[[ScheduledSequence], bool]:
 class Trap:
     """What happens to workers that compute the poison. Dead and ill ones are replaced, as they are in production."""
 
-    def __init__(self, cluster: MiniCluster, deed: Deed, strikes: Callable[[ScheduledSequence], bool]) -> None:
+    def __init__(
+        self, cluster: MiniCluster, deed: Deed, strikes: Callable[[ScheduledSequence], bool], one_by_one: bool
+    ) -> None:
+        """`one_by_one`: hanging workers are missed each by itself, or else two in one moment."""
         self._cluster = cluster
+        self._told: str | None = None
+        if not one_by_one:
+            self._in_one_moment(cluster.orchestrator.links)
         self._deed = deed
         self._strikes = strikes
         self._holds: dict[str, threading.Event] = {}  # of workers that hang, or are about to die
@@ -72,6 +80,25 @@ class Trap:
 
         runner.run = trapped  # type: ignore[method-assign,assignment]
 
+        def predicted_s(work: StepWork) -> float | None:
+            """Only a trap's victim is ever late: on a busy machine anybody's step may take a second."""
+            late = self.lost if self._told is None else [name for name in self.lost if name != self._told]
+            return KNOWN.step_s(work) if worker.info.worker_id in late else None
+
+        worker.steps.costs.predicted_s = predicted_s  # type: ignore[method-assign]
+
+    def _in_one_moment(self, links: WorkerLinks) -> None:
+        """The second worker that hangs is told to be late just after the first, and before anybody has left that."""
+        tell = links.step_overdue
+
+        def told(worker_id: str, is_overdue: bool) -> None:
+            tell(worker_id, is_overdue)
+            if is_overdue and self._told is None and len(self.lost) == 2:
+                self._told = next(name for name in self.lost if name != worker_id)  # who says nothing by itself
+                asyncio.get_running_loop().call_soon(tell, self._told, True)
+
+        links.step_overdue = told  # type: ignore[method-assign]
+
     def _hold(self, worker_id: str) -> None:
         hold = self._holds[worker_id] = threading.Event()
         self.lost.append(worker_id)
@@ -94,7 +121,6 @@ class Trap:
         await self._cluster.remove(worker)
         add = self._cluster.add_prefill if isinstance(worker, PrefillWorker) else self._cluster.add_decode
         self._set_for(await add())
-        know_costs(self._cluster)
 
     async def end(self) -> None:
         self._supervisor.cancel()
@@ -109,9 +135,9 @@ async def poisoned(cluster: MiniCluster, name: str) -> None:
 
 
 async def innocents_beside_poison(
-    cluster: MiniCluster, model: SmallModel, deed: Deed, phase: Phase, *, at_once: bool
+    cluster: MiniCluster, model: SmallModel, deed: Deed, phase: Phase, *, at_once: bool, one_by_one: bool = True
 ) -> None:
-    trap = Trap(cluster, deed, strikes(phase))
+    trap = Trap(cluster, deed, strikes(phase), one_by_one)
     try:
         innocents = [
             asyncio.create_task(cluster.generate(f"innocent{n}", prompt, greedy(NUM_TOKENS)))
@@ -166,5 +192,11 @@ async def test_nor_for_poison_that_hangs_its_worker(
 ) -> None:
     monkeypatch.setattr(step_loop, "_HUNG_S", 2.0)  # until it is replaced
     async with cluster_of(llama, num_prefill=2, num_decode=2, overdue_s=1.0) as cluster:
-        know_costs(cluster)
         await innocents_beside_poison(cluster, llama, "hangs", phase, at_once=at_once)
+
+
+async def test_nor_where_two_hang_in_the_same_moment(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When copies are recalled from the second, it is known to be late, and will not say so again."""
+    monkeypatch.setattr(step_loop, "_HUNG_S", 2.0)
+    async with cluster_of(llama, num_prefill=2, num_decode=2, overdue_s=1.0) as cluster:
+        await innocents_beside_poison(cluster, llama, "hangs", "first decode", at_once=True, one_by_one=False)

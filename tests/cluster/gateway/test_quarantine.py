@@ -91,6 +91,16 @@ async def test_tokens_from_steps_of_its_own_clear_a_suspect() -> None:
     assert not book.lost("w2", [run]), "what it was suspected of before counts no more"
 
 
+async def test_a_late_token_of_the_last_attempt_clears_nobody() -> None:
+    book, run = Quarantine(), a_run("r")
+    book.lost("w1", [run])
+    await book.admit(run)
+    brings(run, NUM_ALONE)
+    run.next_attempt("d", "fault")
+    book.came(run)
+    assert not is_free(run)
+
+
 async def test_copies_are_tried_one_at_a_time_the_furthest_first() -> None:
     book, runs = Quarantine(), [a_run(f"r{n}") for n in range(3)]
     brings(runs[1], 4)
