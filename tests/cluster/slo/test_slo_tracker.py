@@ -181,8 +181,9 @@ def test_burn_rates_over_two_windows() -> None:
 
 def test_what_burns_the_budget() -> None:
     subject = tracker()
-    ends = [finished()] * 8, [finished(ttft_s=5.0, gap_s=1.0)], [finished(gap_s=1.0)] * 2, [finished(tpot_s=0.15)] * 4
-    subject.absorb(10.0, report(*sum(ends, []), ended(Outcome.REJECTED), who=served(STEADY)))
+    ends = [*[finished()] * 8, ended(Outcome.REJECTED), finished(ttft_s=5.0, gap_s=1.0)]
+    ends += [*[finished(gap_s=1.0)] * 2, *[finished(tpot_s=0.15, gap_s=0.16)] * 4]
+    subject.absorb(10.0, report(*ends, who=served(STEADY)))
     burn = subject.snapshot(10.0, ALL).short
     assert burn.rate * 0.01 == pytest.approx(8 / 16)
     rates = [round(rate * 0.01 * 16, 6) for rate in (burn.ttft_rate, burn.tpot_rate, burn.gap_rate)]
