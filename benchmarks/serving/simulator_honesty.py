@@ -29,7 +29,7 @@ from benchmarks.common.part import note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import http_wave, stream_one
 from benchmarks.common.summary import Json, percentile
-from benchmarks.common.timing import RequestTiming
+from benchmarks.common.timing import RequestTiming, describe_requests
 from benchmarks.common.workload import MODEL, Load
 from benchmarks.serving.overheads import Overheads, lone_overheads
 from benchmarks.serving.traced_load import Timed, drawn, shrunk, stretched, timed
@@ -96,6 +96,7 @@ def _measured(arguments: argparse.Namespace, requests: list[TraceRequest], decis
             "simulated": round(sum(record.cached_tokens for record in records) / NUM_REPLAYS),
         },
         "rows": rows,
+        "answers": describe_requests(timings[NUM_WARM:]),
         "reaches_aim": all(abs(float(str(row["error"]))) <= AIM for row in rows),
         "prediction": _predictions(timings, decisions),
         "quiet": quiet.report(),
@@ -151,6 +152,7 @@ def _logged_requests(load: Sequence[Timed], timings: Sequence[RequestTiming], bl
             hashes=tuple(digest.hex() for digest in content_hashes(entry.request, number, block_size)),
             ttft_s=timing.ttft_s,
             tpot_s=timing.tpot_s,
+            gap_p99_s=timing.gap_p99_s,
         )
         for number, (entry, timing) in enumerate(zip(load, timings, strict=True))
     ]

@@ -46,7 +46,9 @@ def test_what_lone_requests_take_beside_steps_is_found(handoff_token_s: float) -
         first_s = truth.gateway_s + COST.prefill_s(num_tokens)
         second_s = first_s + truth.handoff_s + num_tokens * handoff_token_s
         second_s += COST.step_s(StepWork(decodes=1, context_tokens=num_tokens))
-        timing = RequestTiming(sent_s=0.0, first_s=first_s, second_s=second_s, last_s=second_s, num_tokens=2)
+        timing = RequestTiming(
+            sent_s=0.0, first_s=first_s, last_s=second_s, num_tokens=2, arrivals_s=[first_s, second_s]
+        )
         lone += [(num_tokens, timing)] * 3
     found = overheads_of(lone, COST, COST)
     assert found.gateway_s == pytest.approx(truth.gateway_s)
