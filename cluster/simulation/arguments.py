@@ -48,6 +48,9 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     promises = parser.add_argument_group("requests' targets and clients")
     promises.add_argument("--ttft-ms", type=float, default=2000.0)
     promises.add_argument("--tpot-ms", type=float, default=100.0)
+    promises.add_argument(
+        "--gap-ms", type=float, help="99 of 100 of a request's gaps between tokens; default: nothing is promised"
+    )
     promises.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
     promises.add_argument("--returns", type=int, default=0, help="times that a client comes back after Retry-After")
     parser.add_argument("--router", choices=ROUTER_NAMES, action="append", help="may be given several times")
