@@ -97,6 +97,7 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=int, help="workers")
     parser.add_argument("--ttft-ms", type=float, help="target of all classes that have one")
     parser.add_argument("--tpot-ms", type=float, help="target of all classes that have one")
+    parser.add_argument("--gap-ms", type=float, help="target of all classes that have any, for 99 of 100 gaps")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of a table")
 
 

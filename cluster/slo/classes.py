@@ -31,7 +31,8 @@ GAP_HEADER: Final = "x-slo-gap-ms"
 STANDARD_TIERS: Final = ("auto", "default", "flex", "scale", "priority")  # that OpenAI's clients know
 _MAX_NAME: Final = 64
 _MAX_TARGET_S: Final = 86_400.0
-GAPS_PER_LATE: Final = 100  # of a request's gaps one in so many may be longer than was promised: it is of their P99
+LATE_GAPS: Final = 0.01  # of a request's gaps: what a promise about their P99 leaves
+_GAPS_PER_LATE: Final = round(1 / LATE_GAPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class SloClass:
 
     def meets_gaps(self, num_late: int, num_gaps: int) -> bool:
         """`num_late`: of a request's gaps between tokens, those above `gap_s`. For who counts them as they come."""
-        return self.gap_s is None or num_late * GAPS_PER_LATE <= num_gaps
+        return self.gap_s is None or num_late * _GAPS_PER_LATE <= num_gaps
 
     def meets_gap_p99(self, gap_p99_s: float | None) -> bool:
         """The same, of a request that all gaps are known of: `gap_p99_s` is what `gap_p99` says of them."""
@@ -90,7 +91,7 @@ def gap_p99(gaps_s: NDArray[np.float64]) -> float | None:
     meets. None: it has no gaps."""
     if not len(gaps_s):
         return None
-    rank = len(gaps_s) - 1 - len(gaps_s) // GAPS_PER_LATE
+    rank = len(gaps_s) - 1 - len(gaps_s) // _GAPS_PER_LATE
     return float(np.partition(gaps_s, rank)[rank])
 
 
