@@ -47,6 +47,7 @@ def local_wave(engine: LocalEngine, load: Load) -> Wave:
     for emission in engine.run(sequences(prompts, greedy(load.output_tokens))):
         timing = timings[emission.seq.request_id]
         timing.last_s = time.perf_counter()
+        timing.arrivals_s.append(timing.last_s)
         timing.first_s = timing.first_s or timing.last_s
         timing.num_tokens += 1
     return Wave(tuple(timings.values()))

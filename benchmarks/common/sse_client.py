@@ -86,8 +86,7 @@ async def _stream(port: int, body: bytes, num_tokens: int) -> RequestTiming:
         first_s=arrivals[0],
         last_s=arrivals[-1],
         num_tokens=num_tokens,
-        num_arrivals=len(arrivals),
-        second_s=arrivals[1] if len(arrivals) > 1 else None,
+        arrivals_s=arrivals,
         answer_id=_found(_ID, head),
         num_cached_tokens=int(_found(_CACHED, tail) or 0),
     )

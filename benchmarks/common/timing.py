@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
 
 from benchmarks.common.summary import Json, percentiles, spread
+from cluster.slo.classes import SloClass, gap_p99
 
 MS = 1e-3
+PROMISE: Final = SloClass(name="benchmark", ttft_s=2.0, tpot_s=0.1, gap_s=0.2)
+"""Loads without a promise of their own are judged by this one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestTiming:
-    """Seconds on one clock. The first and the last token's arrival, and how many came in all."""
+    """Seconds on one clock. The first and the last token's arrival, and how many came in all. `arrivals_s`: of every
+    piece that they came in, where that was seen."""
 
     sent_s: float
     first_s: float
     last_s: float
     num_tokens: int
-    num_arrivals: int = 0  # pieces they came in, where that was seen
-    second_s: float | None = None  # when the second piece came
+    arrivals_s: list[float] = field(default_factory=list)
     answer_id: str = ""
     num_cached_tokens: int = 0  # of the prompt, as the answer says
 
@@ -31,6 +37,17 @@ class RequestTiming:
     def tpot_s(self) -> float:
         """Mean time per output token after the first."""
         return (self.last_s - self.first_s) / (self.num_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between the pieces as they came: a single piece has none."""
+        gaps: list[float] = np.diff(self.arrivals_s).tolist()
+        return gaps
+
+    @property
+    def gap_p99_s(self) -> float | None:
+        """The longest of them but for one in a hundred: what a promise about gaps is judged by."""
+        return gap_p99(np.array(self.gaps_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +72,32 @@ def throughputs(waves: Sequence[Wave]) -> list[float]:
 def describe_waves(waves: Sequence[Wave]) -> Json:
     """Throughput over the repeats; latencies over all requests of all repeats."""
     requests = [request for wave in waves for request in wave.requests]
+    return {"output_tokens_per_s": spread(throughputs(waves)), **describe_requests(requests)}
+
+
+def describe_requests(requests: Sequence[RequestTiming], promise: SloClass = PROMISE) -> Json:
+    """Quantiles of TTFT, TPOT and of all gaps, and what was in time; of gaps only where they were seen."""
+    gaps = [gap_s for request in requests for gap_s in request.gaps_s]
     return {
-        "output_tokens_per_s": spread(throughputs(waves)),
         "ttft_ms": percentiles([request.ttft_s for request in requests], MS),
         "tpot_ms": percentiles([request.tpot_s for request in requests], MS),
+        **({"gap_ms": percentiles(gaps, MS), "in_time": in_time(requests, promise)} if gaps else {}),
+    }
+
+
+def in_time(requests: Sequence[RequestTiming], promise: SloClass) -> Json:
+    """The share of the requests, and of the output tokens, whose request was in time: by its first token and its mean,
+    and by its first token and its gaps. A request that is a little late loses all of its tokens."""
+
+    def kept(is_kept: Callable[[RequestTiming], bool]) -> Json:
+        good = [request for request in requests if promise.meets_ttft(request.ttft_s) and is_kept(request)]
+        tokens = sum(request.num_tokens for request in good) / sum(request.num_tokens for request in requests)
+        return {"requests": round(len(good) / len(requests), 4), "tokens": round(tokens, 4)}
+
+    return {
+        "ttft_ms": None if promise.ttft_s is None else promise.ttft_s / MS,
+        "tpot_ms": None if promise.tpot_s is None else promise.tpot_s / MS,
+        "gap_ms": None if promise.gap_s is None else promise.gap_s / MS,
+        "ttft_and_tpot": kept(lambda request: promise.meets_tpot(request.tpot_s)),
+        "ttft_and_gap": kept(lambda request: promise.meets_gap_p99(request.gap_p99_s)),
     }

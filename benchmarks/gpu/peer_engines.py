@@ -215,7 +215,13 @@ def _hugging_face(order: EngineOrder) -> Any:
 
 
 def _timing(sent_s: float, arrivals_s: list[float]) -> RequestTiming:
-    return RequestTiming(sent_s=sent_s, first_s=arrivals_s[0], last_s=arrivals_s[-1], num_tokens=len(arrivals_s))
+    return RequestTiming(
+        sent_s=sent_s,
+        first_s=arrivals_s[0],
+        last_s=arrivals_s[-1],
+        num_tokens=len(arrivals_s),
+        arrivals_s=arrivals_s,
+    )
 
 
 _MAKERS: Final[dict[EngineName, Callable[[EngineOrder], Answer]]] = {

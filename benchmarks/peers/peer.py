@@ -49,7 +49,7 @@ class Answer:
             first_s=self.arrivals_s[0],
             last_s=self.arrivals_s[-1],
             num_tokens=self.num_tokens,
-            num_arrivals=len(self.arrivals_s),
+            arrivals_s=self.arrivals_s,
         )
 
 

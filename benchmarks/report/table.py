@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from benchmarks.common.provenance import ROOT
 from benchmarks.common.summary import Json
-from benchmarks.report.cells import Report, spread, table, tail
+from benchmarks.report.cells import IN_TIME_COLUMNS, Report, gap_tail, in_time, promised, spread, table, tail
 from benchmarks.report.goodput import (
     GOODPUT,
     decisions_headline,
@@ -29,7 +29,7 @@ def gateway_tables(results: Report) -> str:
         for row in results["app_alone"]
     ]
     steady: list[list[object]] = [
-        [row["streams"], f"{row['beat_ms']:g}", spread(row["cpu_us_per_token"]), spread(row["tpot_ms"])]
+        [row["streams"], f"{row['beat_ms']:g}", spread(row["cpu_us_per_token"]), spread(row["tpot_ms"]), gap_tail(row)]
         for row in results["whole_gateway"]
     ]
     flood: list[list[object]] = [
@@ -41,7 +41,7 @@ def gateway_tables(results: Report) -> str:
     return "\n".join(
         (
             table(["HTTP app alone: streams", "tokens/s on one core", cost, "tokens per read"], alone),
-            table(["whole gateway: streams", "beat, ms", cost, "TPOT at the client, ms"], steady),
+            table(["whole gateway: streams", "beat, ms", cost, "TPOT at the client, ms", "gaps P50 / P99"], steady),
             table(["at full speed: streams", "tokens/s on one core", cost, "tokens per event"], flood),
             table(["beside streams of 20 ms a token", "added to a first token, ms, P50 / P99"], first),
         )
@@ -77,7 +77,10 @@ def honesty_tables(results: Report) -> str:
         f"median, {prediction['p90']:.1%} at P90.\n"
     )
     columns = ["one prefill and one decode worker", "measured", "simulated", "error"]
-    return "\n".join([table(columns, rows), told, predicted])
+    answers = results.get("answers", {})
+    by_tpot, by_gaps = in_time(answers)
+    kept = f"Requests / output tokens in time by TTFT and TPOT: {by_tpot}; by TTFT and gaps: {by_gaps}.\n"
+    return "\n".join([table(columns, rows), told, predicted, *([promised(answers) + kept] if answers else [])])
 
 
 def honesty_headline(results: Report) -> Json:
@@ -266,6 +269,8 @@ def _cluster(results: Report) -> str:
                     f"{row['share_of_in_process']:.0%}",
                     tail(http["ttft_ms"]),
                     tail(http["tpot_ms"]),
+                    gap_tail(http),
+                    *in_time(http),
                     tail(local["tpot_ms"]),
                 ]
             )
@@ -280,9 +285,12 @@ def _cluster(results: Report) -> str:
         "share",
         "TTFT P50 / P99, ms",
         "TPOT P50 / P99, ms",
+        "gaps",
+        *IN_TIME_COLUMNS,
         "in-process TPOT",
     ]
-    return table(columns, rows) + f"\nHugging Face `generate` in the same run, output tokens/s: {peers}.\n"
+    shown = table(columns, rows) + f"\nHugging Face `generate` in the same run, output tokens/s: {peers}.\n"
+    return shown + promised(results["shapes"][0]["rows"][0]["http"])
 
 
 def _handoff(results: Report) -> str:
@@ -352,16 +360,20 @@ def _layerkv(results: Report) -> str:
                     f"{cell['mean_ttft_ms']:g}",
                     tail(cell["ttft_ms"]),
                     tail(cell["tpot_ms"]),
+                    gap_tail(cell),
+                    *in_time(cell),
                     cell["output_tokens_per_s"],
                     *([""] * len(_LAYERKV_RATIOS) if setting == "off" else [row[name] for name in _LAYERKV_RATIOS]),
                 ]
             )
-    columns = ["requests/s", "LayerKV", "requests", "mean TTFT, ms", "TTFT P50 / P99", "TPOT P50 / P99", "tokens/s"]
+    columns = ["requests/s", "LayerKV", "requests", "mean TTFT, ms", "TTFT P50 / P99", "TPOT P50 / P99", "gaps"]
+    columns += [*IN_TIME_COLUMNS, "tokens/s"]
     shown = table([*columns, "mean TTFT times lower", "P99 TPOT, ratio", "tokens/s, ratio"], rows)
     plot_layerkv(results, RESULTS / "layerkv.svg")
     return (
         f"{shown}\nLoad {results['load']}; the device holds {results['device_holds_sequences']} sequences at their full"
-        " length.\n\n![TTFT and TPOT against load](layerkv.svg)\n"
+        f" length. {promised(results['rows'][0]['on'])}\n\n"
+        "![TTFT and TPOT against load](layerkv.svg)\n"
     )
 
 

@@ -108,5 +108,6 @@ class PredictedSizes:
             e2e_s=now - record.arrival_s,
             ttft_s=record.ttft_s if is_served else None,
             tpot_s=record.tpot_s,
+            gap_p99_s=record.gaps.p99_s,
             num_tokens=record.output_tokens if is_served else 0,
         )

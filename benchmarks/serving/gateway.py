@@ -75,7 +75,7 @@ async def _full_speed(server: _Server, streams: int) -> Json:
     for _ in range(REPEATS):
         started_s, cpu_s = time.perf_counter(), server.cpu_s()
         wave = await stream_wave(server.port, MODEL, load)
-        num_arrivals += sum(request.num_arrivals for request in wave.requests)
+        num_arrivals += sum(len(request.arrivals_s) for request in wave.requests)
         rates.append(load.num_output_tokens / (time.perf_counter() - started_s))
         costs.append((server.cpu_s() - cpu_s) / load.num_output_tokens * 1e6)
     row: Json = {
@@ -131,6 +131,7 @@ async def _at_beat(server: _Server, worker: ScriptedWorker, streams: int, period
     load = Load(num_requests=streams, prompt_tokens=16, output_tokens=int(BEAT_SECONDS / period_s))
     costs: list[float] = []
     tpots: list[float] = []
+    gaps: list[float] = []
     for _ in range(REPEATS):
         waves = asyncio.create_task(stream_wave(server.port, MODEL, load))
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -141,12 +142,14 @@ async def _at_beat(server: _Server, worker: ScriptedWorker, streams: int, period
         beating.cancel()
         costs.append((server.cpu_s() - cpu_s) / load.num_output_tokens * 1e6)
         tpots += [request.tpot_s for request in wave.requests]
+        gaps += [gap_s for request in wave.requests for gap_s in request.gaps_s]
     note(f"whole gateway, {streams} streams every {period_s * 1e3:.0f} ms: {min(costs):.0f} us of CPU per token")
     return {
         "streams": streams,
         "beat_ms": period_s * 1e3,
         "cpu_us_per_token": spread(costs),
         "tpot_ms": spread([tpot * 1e3 for tpot in tpots]),
+        "gap_ms": percentiles(gaps, MS),
     }
 
 

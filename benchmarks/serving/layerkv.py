@@ -20,8 +20,8 @@ from benchmarks.common.cluster_process import running_cluster
 from benchmarks.common.local import load_default_model, local_engine
 from benchmarks.common.part import note, run_part
 from benchmarks.common.sse_client import http_wave, stream_one
-from benchmarks.common.summary import Json, percentiles
-from benchmarks.common.timing import MS, RequestTiming, Wave
+from benchmarks.common.summary import Json
+from benchmarks.common.timing import MS, RequestTiming, Wave, describe_requests
 from benchmarks.common.workload import MODEL, Load, draw_prompts
 
 PROMPT_TOKENS = 256
@@ -50,8 +50,7 @@ class Point:
         return {
             "requests": len(requests),
             "mean_ttft_ms": round(self.mean_ttft_s / MS, 1),
-            "ttft_ms": percentiles([r.ttft_s for r in requests], MS),
-            "tpot_ms": percentiles([r.tpot_s for r in requests], MS),
+            **describe_requests(requests),
             "output_tokens_per_s": round(self.wave.tokens_per_s, 1),
         }
 

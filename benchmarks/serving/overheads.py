@@ -52,9 +52,9 @@ def overheads_of(lone: list[tuple[int, RequestTiming]], prefill: StepCost, decod
     """`lone`: tokens of the prompt, and when its answer came."""
     gateway = [timing.ttft_s - prefill.prefill_s(num_tokens) for num_tokens, timing in lone]
     gaps = [
-        (num_tokens, timing.second_s - timing.first_s - decode.step_s(StepWork(decodes=1, context_tokens=num_tokens)))
+        (num_tokens, timing.gaps_s[0] - decode.step_s(StepWork(decodes=1, context_tokens=num_tokens)))
         for num_tokens, timing in lone
-        if timing.second_s is not None
+        if timing.gaps_s
     ]
     token_s = max(0.0, _slope(gaps))
     return Overheads(

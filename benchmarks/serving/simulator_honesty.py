@@ -29,13 +29,13 @@ from benchmarks.common.part import note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import http_wave, stream_one
 from benchmarks.common.summary import Json, percentile
-from benchmarks.common.timing import RequestTiming
+from benchmarks.common.timing import RequestTiming, describe_requests
 from benchmarks.common.workload import MODEL, Load
 from benchmarks.serving.overheads import Overheads, lone_overheads
 from benchmarks.serving.traced_load import Timed, drawn, shrunk, stretched, timed
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, cluster_line, request_line
 from cluster.simulation.plan.demand import demand_of
-from cluster.simulation.records import Record
+from cluster.simulation.records import Quantiles, Record
 from cluster.simulation.whatif import replay
 from cluster.simulation.workload.prompts import content_hashes
 from cluster.simulation.workload.traces import TraceRequest, read_trace
@@ -81,7 +81,8 @@ def _measured(arguments: argparse.Namespace, requests: list[TraceRequest], decis
         arguments.log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     seeds = range(0, 100 * NUM_REPLAYS, 100)  # far enough apart that no two workers' are the same
     records = [record for seed in seeds for record in replay(cluster, log, seed)]
-    rows = compared(log, records)
+    gaps = [gap_s for timing in timings[NUM_WARM:] for gap_s in timing.gaps_s]
+    rows = compared(log, records, gaps)
     return {
         "model": MODEL,
         "requests": len(load),
@@ -96,6 +97,7 @@ def _measured(arguments: argparse.Namespace, requests: list[TraceRequest], decis
             "simulated": round(sum(record.cached_tokens for record in records) / NUM_REPLAYS),
         },
         "rows": rows,
+        "answers": describe_requests(timings[NUM_WARM:]),
         "reaches_aim": all(abs(float(str(row["error"]))) <= AIM for row in rows),
         "prediction": _predictions(timings, decisions),
         "quiet": quiet.report(),
@@ -151,13 +153,14 @@ def _logged_requests(load: Sequence[Timed], timings: Sequence[RequestTiming], bl
             hashes=tuple(digest.hex() for digest in content_hashes(entry.request, number, block_size)),
             ttft_s=timing.ttft_s,
             tpot_s=timing.tpot_s,
+            gap_p99_s=timing.gap_p99_s,
         )
         for number, (entry, timing) in enumerate(zip(load, timings, strict=True))
     ]
 
 
-def compared(log: Sequence[LoggedRequest], records: Sequence[Record]) -> list[Json]:
-    """Of the requests that are judged. `records`: of one replay or of several."""
+def compared(log: Sequence[LoggedRequest], records: Sequence[Record], gaps_s: Sequence[float]) -> list[Json]:
+    """Of the requests that are judged, whose gaps were `gaps_s` in all. `records`: of one replay or of several."""
     judged = sorted(log, key=lambda request: request.arrival_s)[NUM_WARM:]
     names = {request.request_id for request in judged}
     simulated = [record for record in records if record.request_id in names]
@@ -168,15 +171,22 @@ def compared(log: Sequence[LoggedRequest], records: Sequence[Record]) -> list[Js
     ):
         for share in (0.5, 0.99):
             truth, told = (percentile([s for s in seconds if s is not None], share) for seconds in (real, ours))
-            row: Json = {
-                "what": f"{name}, P{share * 100:.0f}",
-                "measured": float(f"{truth / unit_s:.4g}"),
-                "simulated": float(f"{told / unit_s:.4g}"),
-                "error": round(told / truth - 1, 4),
-            }
-            note(f"{row['what']}: {row['measured']} measured, {row['simulated']} simulated, {told / truth - 1:+.1%}")
-            rows.append(row)
+            rows.append(_row(f"{name}, P{share * 100:.0f}", truth, told, unit_s))
+    of_gaps = Quantiles.of_gaps(record.gaps for record in simulated)
+    for share, told in ((0.5, of_gaps.p50), (0.99, of_gaps.p99)):
+        rows.append(_row(f"gaps, ms, P{share * 100:.0f}", percentile(gaps_s, share), told, 1e-3))
     return rows
+
+
+def _row(what: str, truth: float, told: float, unit_s: float) -> Json:
+    row: Json = {
+        "what": what,
+        "measured": float(f"{truth / unit_s:.4g}"),
+        "simulated": float(f"{told / unit_s:.4g}"),
+        "error": round(told / truth - 1, 4),
+    }
+    note(f"{what}: {row['measured']} measured, {row['simulated']} simulated, {told / truth - 1:+.1%}")
+    return row
 
 
 def _decisions(decision_log: Path) -> dict[str, float]:

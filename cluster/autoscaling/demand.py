@@ -20,7 +20,7 @@ from cluster.scheduler.placement.admission import Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.slo.sliding_window import SlidingWindow
-from cluster.slo.tracker import SeriesSnapshot
+from cluster.slo.tracker import Burn, SeriesSnapshot
 from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.messages.scheduling import Place
 
@@ -109,8 +109,8 @@ def _rise(difference: float, error: float, short_s: float, long_s: float, lead_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurnAlerts:
-    """Which promises are broken faster than the budget allows, in both windows. `other`: by turning clients away, or by
-    failing them."""
+    """Which promises are broken faster than the budget allows, in both windows. `tpot`: by tokens that came too slowly,
+    in the mean or between two of them. `other`: by turning clients away, or by failing them."""
 
     ttft: bool = False
     tpot: bool = False
@@ -122,12 +122,17 @@ class BurnAlerts:
         windows = [(s.short, s.long) for s in series if s.counts.missed >= _FEWEST_MISSES]
         return cls(
             ttft=any(min(short.ttft_rate, long.ttft_rate) > 1.0 for short, long in windows),
-            tpot=any(min(short.tpot_rate, long.tpot_rate) > 1.0 for short, long in windows),
+            tpot=any(min(_tokens_rate(short), _tokens_rate(long)) > 1.0 for short, long in windows),
             other=any(
-                min(burn.rate - burn.ttft_rate - burn.tpot_rate for burn in (short, long)) > 1.0
+                min(burn.rate - burn.ttft_rate - _tokens_rate(burn) for burn in (short, long)) > 1.0
                 for short, long in windows
             ),
         )
+
+
+def _tokens_rate(burn: Burn) -> float:
+    """Who is late in the mean is so between two tokens, too, as a rule: counted once."""
+    return max(burn.tpot_rate, burn.gap_rate)
 
 
 class DemandMonitor:

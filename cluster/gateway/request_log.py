@@ -72,7 +72,8 @@ class LoggedCluster:
 class LoggedRequest:
     """`arrival_s` counts from any moment common to all. `hashes` name the prompt's full blocks together with all before
     them, in any spelling. `ttft_s` None: it was turned away, and `output_tokens` are 0. `tpot_s` None: fewer than two
-    tokens. `slo_class` "": the default."""
+    tokens. `gap_p99_s`, its longest gap but for one in a hundred, is None then as well, or where nobody noted it.
+    `slo_class` "": the default."""
 
     request_id: str
     arrival_s: float
@@ -82,6 +83,7 @@ class LoggedRequest:
     slo_class: str = ""
     ttft_s: float | None = None
     tpot_s: float | None = None
+    gap_p99_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 0:
@@ -162,6 +164,7 @@ def logged_request(sequence: SequenceTimeline, clock_offset_s: float, key: bytes
         slo_class=sequence.terms.slo.name,
         ttft_s=sequence.ttft_s,
         tpot_s=sequence.tpot_s,
+        gap_p99_s=sequence.gap_p99_s,
     )
 
 

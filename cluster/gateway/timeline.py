@@ -12,6 +12,7 @@ own, so that a request has one time to its first token wherever it is shown:
     gaps         between the tokens of one sequence as they reach the gateway, so that a client that reads slowly does
                  not count as a slow service
     TPOT         the mean gap of the request's slowest sequence
+    gap P99      the longest gap but for one in a hundred, of the sequence where that is longest
     end          when the last byte was handed to the connection, or however else it ended
 
 A token costs one float in an array; everything else is computed when somebody reads.
@@ -25,7 +26,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from cluster.slo.classes import RequestTerms
+import numpy as np
+
+from cluster.slo.classes import RequestTerms, gap_p99
 from cluster.slo.report import Outcome
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
@@ -166,6 +169,15 @@ class SequenceTimeline:
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     @property
+    def gap_p99_s(self) -> float | None:
+        """Its longest gap but for one in a hundred: what a promise about gaps is judged by. Where its client left, what
+        it had waited for the next token by then is a gap, too. None: there is none."""
+        times = np.array(self.token_times)
+        if self.end == "cancelled" and self.ended_at is not None and len(times):
+            times = np.append(times, self.ended_at)
+        return gap_p99(np.diff(times))
+
+    @property
     def queue_s(self) -> float | None:
         """From the request's arrival to the first step on its prompt; None: not known."""
         attempt = self.first_attempt
@@ -245,7 +257,7 @@ class RequestTimeline:
 
     @property
     def slowest(self) -> SequenceTimeline:
-        """The sequence with the longest time between tokens, which stands for the request."""
+        """The sequence with the longest mean time between tokens."""
         return max(self.sequences, key=lambda sequence: sequence.tpot_s or 0.0)
 
     @property
@@ -257,6 +269,12 @@ class RequestTimeline:
     @property
     def tpot_s(self) -> float | None:
         return self.slowest.tpot_s if self.sequences else None
+
+    @property
+    def gap_p99_s(self) -> float | None:
+        """Of the sequence where it is longest, so that a request keeps its gaps if all of its sequences do."""
+        found = (sequence.gap_p99_s for sequence in self.sequences)
+        return max((gap_s for gap_s in found if gap_s is not None), default=None)
 
     @property
     def predicted_ttft_s(self) -> float | None:

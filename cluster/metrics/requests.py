@@ -15,6 +15,7 @@ from cluster.gateway.timeline import RequestTimeline
 
 _TTFT_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 60)
 _TPOT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
+_GAP_S: Final = (*_TPOT_S, 2, 5, 10)
 _HANDOFF_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 5)
 _ERROR: Final = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 1, 2, 5)
 _E2E_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -51,6 +52,12 @@ class Metrics:
             "legato_time_per_output_token_seconds",
             "Mean time between the tokens of a request; of its slowest choice",
             buckets=_TPOT_S,
+            registry=r,
+        )
+        self._gap = Histogram(
+            "legato_request_gap_p99_seconds",
+            "Longest gap between two tokens of a request, but for one in a hundred; of its worst choice",
+            buckets=_GAP_S,
             registry=r,
         )
         self._handoff = Histogram(
@@ -98,5 +105,8 @@ class Metrics:
             self._ttft_error.observe(abs(timeline.predicted_ttft_s / ttft_s - 1))
         if timeline.tpot_s is not None:
             self._tpot.observe(timeline.tpot_s)
+        gap_s = timeline.gap_p99_s
+        if gap_s is not None:
+            self._gap.observe(gap_s)
         for handoff_s in timeline.handoffs_s:
             self._handoff.observe(handoff_s)

@@ -42,7 +42,8 @@ class SloMetrics(Collector):
 def _targets(classes: SloConfig) -> Iterator[Family]:
     seconds = GaugeMetricFamily(
         "legato_slo_target_seconds",
-        "Target of a class of service: most seconds to the first byte (ttft), or for each token (tpot)",
+        "Target of a class of service: most seconds to the first byte (ttft), for each token in the mean (tpot), or"
+        " between two tokens (gap)",
         labels=("slo_class", "metric"),
     )
     share = GaugeMetricFamily(
@@ -50,7 +51,8 @@ def _targets(classes: SloConfig) -> Iterator[Family]:
     )
     for slo_class in classes.classes:
         share.add_metric([slo_class.name], slo_class.share)
-        for metric, target_s in ((Metric.TTFT, slo_class.ttft_s), (Metric.TPOT, slo_class.tpot_s)):
+        targets = {Metric.TTFT: slo_class.ttft_s, Metric.TPOT: slo_class.tpot_s, Metric.GAP: slo_class.gap_s}
+        for metric, target_s in targets.items():
             if target_s is not None:
                 seconds.add_metric([slo_class.name, metric.name.lower()], target_s)
     yield seconds
@@ -125,7 +127,7 @@ def _counters(counts: Mapping[SeriesKey, Counts], gateway: str) -> Iterator[Fami
     )
     late = CounterMetricFamily(
         "legato_slo_late",
-        "Requests that missed a target, by which: the first byte or the tokens after it",
+        "Requests that missed a target, by which: the first byte, the mean time per token, or gaps between tokens",
         labels=(*own, "what"),
     )
     ended = CounterMetricFamily(
@@ -139,6 +141,7 @@ def _counters(counts: Mapping[SeriesKey, Counts], gateway: str) -> Iterator[Fami
         promises.add_metric([*labels, "missed"], counted.missed)
         late.add_metric([*labels, "first_byte"], counted.late_first)
         late.add_metric([*labels, "tokens"], counted.late_tokens)
+        late.add_metric([*labels, "gaps"], counted.late_gaps)
         for outcome in ("failed", "rejected", "cancelled"):
             ended.add_metric([*labels, outcome], getattr(counted, outcome))
         tokens.add_metric(labels, counted.tokens)

@@ -43,6 +43,7 @@ class LoggedDecision:
             "max_new_tokens": request.max_new_tokens,
             "ttft_s": request.ttft_s,
             "tpot_s": request.tpot_s,
+            "gap_s": request.gap_s,
             "waited_s": request.waited_s,
             "outcome": verdict.outcome.name.lower(),
             "reason": self.reason,

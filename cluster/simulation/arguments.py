@@ -48,6 +48,9 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     promises = parser.add_argument_group("requests' targets and clients")
     promises.add_argument("--ttft-ms", type=float, default=2000.0)
     promises.add_argument("--tpot-ms", type=float, default=100.0)
+    promises.add_argument(
+        "--gap-ms", type=float, help="99 of 100 of a request's gaps between tokens; default: nothing is promised"
+    )
     promises.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
     promises.add_argument("--returns", type=int, default=0, help="times that a client comes back after Retry-After")
     parser.add_argument("--router", choices=ROUTER_NAMES, action="append", help="may be given several times")
@@ -69,7 +72,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_argument_group("targets")
     targets.add_argument("--ttft-ms", type=float, default=2000.0)
     targets.add_argument("--tpot-ms", type=float, default=100.0)
-    targets.add_argument("--share", type=float, default=0.9, help="of requests that are to meet both")
+    targets.add_argument("--gap-ms", type=float, help="99 of 100 of a request's gaps; default: nothing is promised")
+    targets.add_argument("--share", type=float, default=0.9, help="of requests that are to meet all")
     workers = parser.add_argument_group("workers")
     models = ", ".join(MODEL_NAMES)
     workers.add_argument("--model", default="llama-3.1-8b", help=f"{models}, or a folder with a model's config.json")
@@ -94,6 +98,7 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=int, help="workers")
     parser.add_argument("--ttft-ms", type=float, help="target of all classes that have one")
     parser.add_argument("--tpot-ms", type=float, help="target of all classes that have one")
+    parser.add_argument("--gap-ms", type=float, help="target of all classes that have any, for 99 of 100 gaps")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of a table")
 
 

@@ -127,7 +127,12 @@ def _config(arguments: argparse.Namespace, *, colocated: bool) -> SimulationConf
         handoff_token_s=model.kv_bytes_per_token / model.num_layers / (arguments.link_gb_per_s * 1e9),
         step_noise=arguments.noise,
     )
-    slo = SloClass(name="interactive", ttft_s=arguments.ttft_ms / 1000, tpot_s=arguments.tpot_ms / 1000)
+    slo = SloClass(
+        name="interactive",
+        ttft_s=arguments.ttft_ms / 1000,
+        tpot_s=arguments.tpot_ms / 1000,
+        gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
+    )
     return SimulationConfig(
         num_prefill=0 if colocated else arguments.prefill,
         num_decode=arguments.decode + (arguments.prefill if colocated else 0),

@@ -8,7 +8,41 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cluster.slo.classes import SloClass
+from cluster.slo.classes import LATE_GAPS, SloClass
+from cluster.slo.histogram import Histogram, histogram_of, quantiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """Times between one request's tokens; all 0 where it had fewer than two. Made when it ends, of when each came.
+
+    `p99_s`: the least that all but the share `LATE_GAPS` do not exceed, so that it is within a target where
+    `SloClass.meets_gaps` says so. `num_late`: those above its own target.
+    """
+
+    num: int = 0
+    num_late: int = 0
+    p99_s: float = 0.0
+    longest_s: float = 0.0
+    histogram: Histogram = b""
+
+    @classmethod
+    def between(cls, token_times: Sequence[float], slo: SloClass) -> Gaps:
+        """`token_times`: when each token came, in seconds and in order."""
+        gaps = np.sort(np.diff(np.asarray(token_times)))
+        if not len(gaps):
+            return cls()
+        num_late = 0 if slo.gap_s is None else len(gaps) - int(np.searchsorted(gaps, slo.gap_s, side="right"))
+        return cls(
+            num=len(gaps),
+            num_late=num_late,
+            p99_s=float(gaps[-1 - int(LATE_GAPS * len(gaps))]),
+            longest_s=float(gaps[-1]),
+            histogram=histogram_of(gaps),
+        )
+
+
+_NO_GAPS = Gaps()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +65,7 @@ class Record:
     cached_tokens: int = 0
     first_token_s: float | None = None
     end_s: float | None = None
+    gaps: Gaps = _NO_GAPS  # known at its end
     num_rejections: int = 0
     rejected: str = ""
     retry_after_s: float | None = None
@@ -59,6 +94,7 @@ class Record:
             and ttft_s is not None
             and self.slo.meets_ttft(ttft_s)
             and self.slo.meets_tpot(self.tpot_s)
+            and self.slo.meets_gaps(self.gaps.num_late, self.gaps.num)
         )
 
 
@@ -76,6 +112,13 @@ class Quantiles:
         p50, p95, p99 = np.quantile(known, (0.5, 0.95, 0.99)).tolist() if known else (0.0, 0.0, 0.0)
         return cls(p50=p50, p95=p95, p99=p99)
 
+    @classmethod
+    def of_gaps(cls, gaps: Iterable[Gaps]) -> Quantiles:
+        """Of every gap of these requests, to within a hundredth."""
+        num_gaps, known = quantiles((g.histogram for g in gaps), (0.5, 0.95, 0.99))
+        p50, p95, p99 = known if num_gaps else (0.0, 0.0, 0.0)
+        return cls(p50=p50, p95=p95, p99=p99)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassSummary:
@@ -90,6 +133,7 @@ class ClassSummary:
     goodput: float
     ttft: Quantiles
     tpot: Quantiles
+    gap: Quantiles
     e2e: Quantiles
 
 
@@ -116,7 +160,7 @@ class Summary:
 
     def table(self) -> str:
         head = ["class", "requests", "served", "rejected", "in time", "good/s"]
-        head += [f"{name} {p}" for name in ("TTFT", "TPOT", "E2E") for p in ("P50", "P95", "P99")]
+        head += [f"{name} {p}" for name in ("TTFT", "TPOT", "gap", "E2E") for p in ("P50", "P95", "P99")]
         rows = [head, *map(_row, self.classes)]
         lines = aligned(rows)
         pools = ", ".join(f"{pool} {share:.0%}" for pool, share in self.utilisation.items())
@@ -137,7 +181,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _row(summary: ClassSummary) -> list[str]:
     counts = [summary.num_requests, summary.num_served, summary.num_rejected]
     cells = [summary.name, *map(str, counts), f"{summary.attainment:.1%}", f"{summary.goodput:.2f}"]
-    times = [summary.ttft, summary.tpot, summary.e2e]
+    times = [summary.ttft, summary.tpot, summary.gap, summary.e2e]
     return cells + [f"{value:.4g}" for quantiles in times for value in (quantiles.p50, quantiles.p95, quantiles.p99)]
 
 
@@ -177,5 +221,6 @@ def _summary_of(name: str, records: list[Record], offered_s: float) -> ClassSumm
         goodput=num_met / offered_s if offered_s else 0.0,
         ttft=Quantiles.of(r.ttft_s for r in records),
         tpot=Quantiles.of(r.tpot_s for r in records),
+        gap=Quantiles.of_gaps(r.gaps for r in records),
         e2e=Quantiles.of(r.e2e_s for r in records),
     )

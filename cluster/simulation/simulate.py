@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.records import Record, Summary, summarise
+from cluster.simulation.records import Gaps, Record, Summary, summarise
 from cluster.simulation.routers.base import Router
 from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker, WorkerShape
 from cluster.simulation.workload.prompts import ContentHasher, sequence_of
@@ -59,6 +59,7 @@ class Live:
     hasher: PrefixHasher
     record: Record
     attempt: int = 0
+    token_times: list[float] = field(default_factory=list)  # at the workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +245,16 @@ class Simulation:
     def on_first_token(self, seq: Sequence, worker_id: str) -> None:
         live = self._live[seq.request_id]
         live.record.cached_tokens = seq.num_cached
+        live.token_times.append(self._clock.now)
         live.record.first_token_s = self._clock.now + self._config.message_s
         self._router.first_token(seq.request_id, self._clock.now)
 
+    def on_tokens(self, request_id: str, times: Iterable[float]) -> None:
+        self._live[request_id].token_times.extend(times)
+
     def on_finished(self, seq: Sequence) -> None:
         live = self._live.pop(seq.request_id)
+        live.record.gaps = Gaps.between(live.token_times, live.record.slo)
         live.record.end_s = self._clock.now + self._config.message_s
         live.record.rejected, live.record.retry_after_s = "", None
         self._router.ended(seq.request_id, self._clock.now, live.record.output_tokens)

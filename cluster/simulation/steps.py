@@ -51,8 +51,9 @@ def step_factors(sigma: float, seed: int, correlation: float = 0.0) -> list[floa
 
 
 class SimulatedSteps:
-    """`repetitions(plan)`: how many more times the same plan would follow, with nothing to be told in between. A step
-    takes what it costs times its own one of the `factors`, however steps are grouped."""
+    """`repetitions(plan)`: how many more times the same plan would follow, with nothing to be told in between but when
+    each of them ended (`silent(plan, ends)`: a token of each of its sequences). A step takes what it costs times its
+    own one of the `factors`, however steps are grouped."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class SimulatedSteps:
         plan: Callable[[], StepPlan],
         finish: Callable[[StepPlan, StepOutput], None],
         repetitions: Callable[[StepPlan], int],
+        silent: Callable[[StepPlan, Sequence[float]], None],
         factors: Sequence[float],
     ) -> None:
         self._clock = clock
@@ -69,6 +71,7 @@ class SimulatedSteps:
         self._plan = plan
         self._finish = finish
         self._repetitions = repetitions
+        self._silent = silent
         self._factors = factors
         self._run: _Run | None = None
         self._is_woken = False
@@ -143,6 +146,7 @@ class SimulatedSteps:
         for item in run.plan.items:
             item.seq.num_computed += num_new
             item.seq.output_token_ids.extend([TOKEN] * num_new)
+        self._silent(run.plan, run.ends[run.num_applied : num_steps])
         run.num_applied = num_steps
 
 

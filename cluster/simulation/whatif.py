@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Final
 
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
-from cluster.simulation.records import ClassSummary, Quantiles, Record, aligned
+from cluster.simulation.records import Quantiles, Record, aligned
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.workers import WorkerShape
@@ -21,13 +21,15 @@ _DOUBTFUL: Final = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Of all requests: the share in time and the share turned away; times in seconds, of those that were served."""
+    """Of all requests: the share in time and the share turned away; times in seconds, of those that were served. `gap`:
+    of each the longest but for one in a hundred; 0 where a log is from before they were noted."""
 
     name: str
     in_time: float
     rejected: float
     ttft: Quantiles
     tpot: Quantiles
+    gap: Quantiles
 
     @classmethod
     def of_log(cls, cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> Seen:
@@ -37,16 +39,19 @@ class Seen:
             rejected=sum(request.ttft_s is None for request in requests) / len(requests),
             ttft=Quantiles.of(request.ttft_s for request in requests),
             tpot=Quantiles.of(request.tpot_s for request in requests),
+            gap=Quantiles.of(request.gap_p99_s for request in requests),
         )
 
     @classmethod
-    def of_simulation(cls, name: str, summary: ClassSummary) -> Seen:
+    def of_simulation(cls, name: str, result: SimulationResult) -> Seen:
+        summary = result.summary.overall
         return cls(
             name=name,
             in_time=summary.attainment,
             rejected=summary.num_rejected / summary.num_requests,
             ttft=summary.ttft,
             tpot=summary.tpot,
+            gap=Quantiles.of(record.gaps.p99_s for record in result.records if record.gaps.num),
         )
 
 
@@ -65,6 +70,7 @@ class WhatIf:
         for name, real, simulated in (
             ("TTFT", self.measured.ttft, self.replayed.ttft),
             ("TPOT", self.measured.tpot, self.replayed.tpot),
+            ("gap", self.measured.gap, self.replayed.gap),
         ):
             for quantile in ("p50", "p95", "p99"):
                 truth = getattr(real, quantile)
@@ -76,7 +82,9 @@ class WhatIf:
         return json.dumps({**asdict(self), "errors": self.errors}, separators=(",", ":"))
 
     def text(self) -> str:
-        rows = [["", "in time", "rejected", "TTFT P50", "P95", "P99", "TPOT P50", "P95", "P99"]]
+        rows = [
+            ["", "in time", "rejected", *(p for name in ("TTFT", "TPOT", "gap") for p in (f"{name} P50", "P95", "P99"))]
+        ]
         rows += [_row(seen) for seen in (self.measured, self.replayed, self.supposed)]
         lines = aligned(rows)
         told = ", ".join(f"{name} {error:+.1%}" for name, error in self.errors.items())
@@ -94,9 +102,10 @@ def what_if(
     num_decode: int | None = None,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
+    gap_s: float | None = None,
 ) -> WhatIf:
-    """None: as it was. New targets are those of all classes that have such a target. Raises ValueError for an empty
-    log, and for prefill workers where the log describes none.
+    """None: as it was. New targets are those of all classes that have such a target; that of gaps, which few have, of
+    all that have any target. Raises ValueError for an empty log, and for prefill workers where the log describes none.
     """
     if not requests:
         raise ValueError("the log holds no requests: there is nothing to replay")
@@ -104,15 +113,15 @@ def what_if(
         cluster,
         num_prefill=cluster.num_prefill if num_prefill is None else num_prefill,
         num_decode=cluster.num_decode if num_decode is None else num_decode,
-        slo=replace(cluster.slo, classes=tuple(_moved(c, ttft_s, tpot_s) for c in cluster.slo.classes)),
+        slo=replace(cluster.slo, classes=tuple(_moved(c, ttft_s, tpot_s, gap_s) for c in cluster.slo.classes)),
     )
     if supposed.num_prefill and supposed.prefill is None:
         raise ValueError("the log describes no prefill worker, so nobody knows what one costs; leave --prefill at 0")
     trace = _trace(cluster, requests)
     return WhatIf(
         measured=Seen.of_log(cluster, requests),
-        replayed=Seen.of_simulation("replayed", _play(cluster, trace).summary.overall),
-        supposed=Seen.of_simulation("supposed", _play(supposed, trace).summary.overall),
+        replayed=Seen.of_simulation("replayed", _play(cluster, trace)),
+        supposed=Seen.of_simulation("supposed", _play(supposed, trace)),
     )
 
 
@@ -172,11 +181,12 @@ def _trace(cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> list[Tr
     ]
 
 
-def _moved(slo_class: SloClass, ttft_s: float | None, tpot_s: float | None) -> SloClass:
+def _moved(slo_class: SloClass, ttft_s: float | None, tpot_s: float | None, gap_s: float | None) -> SloClass:
     return replace(
         slo_class,
         ttft_s=slo_class.ttft_s if ttft_s is None or slo_class.ttft_s is None else ttft_s,
         tpot_s=slo_class.tpot_s if tpot_s is None or slo_class.tpot_s is None else tpot_s,
+        gap_s=slo_class.gap_s if gap_s is None or not slo_class.has_targets else gap_s,
     )
 
 
@@ -184,10 +194,15 @@ def _was_met(slo: SloConfig, request: LoggedRequest) -> bool:
     slo_class = slo.named(request.slo_class or slo.default)
     if slo_class is None:
         raise ValueError(f"request {request.request_id} is of class {request.slo_class!r}, which the log does not know")
-    return request.ttft_s is not None and slo_class.meets_ttft(request.ttft_s) and slo_class.meets_tpot(request.tpot_s)
+    return (
+        request.ttft_s is not None
+        and slo_class.meets_ttft(request.ttft_s)
+        and slo_class.meets_tpot(request.tpot_s)
+        and slo_class.meets_gap_p99(request.gap_p99_s)
+    )
 
 
 def _row(seen: Seen) -> list[str]:
-    times = [f"{value:.3f} s" for value in (seen.ttft.p50, seen.ttft.p95, seen.ttft.p99)]
-    times += [f"{1000 * value:.1f} ms" for value in (seen.tpot.p50, seen.tpot.p95, seen.tpot.p99)]
+    times = [f"{value:.3f} s" for value in astuple(seen.ttft)]
+    times += [f"{1000 * value:.1f} ms" for value in (*astuple(seen.tpot), *astuple(seen.gap))]
     return [seen.name, f"{seen.in_time:.1%}", f"{seen.rejected:.1%}", *times]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -78,9 +78,14 @@ def measured(cost: StepCost, step_noise: float = 0.0) -> StepCost:
 
 
 class Listener(Protocol):
-    """Who hears of requests' tokens, at the moment at which the worker has them."""
+    """Who hears of requests' tokens: of the first and the last at the moment at which the worker has them, of others
+    perhaps later."""
 
     def on_first_token(self, seq: Sequence, worker_id: str) -> None: ...
+
+    def on_tokens(self, request_id: str, times: Iterable[float]) -> None:
+        """More tokens, and when each came. The last one is told of before `on_finished`."""
+        ...
 
     def on_finished(self, seq: Sequence) -> None: ...
 
@@ -119,6 +124,7 @@ class SimulatedWorker(ABC):
             plan=self._plan,
             finish=self._finish,
             repetitions=repetitions,
+            silent=self._silent,
             factors=step_factors(shape.step_noise, epoch, shape.step_correlation),
         )
         self.info = WorkerInfo(
@@ -201,6 +207,10 @@ class SimulatedWorker(ABC):
 
     @abstractmethod
     def _finish(self, plan: StepPlan, output: StepOutput) -> None: ...
+
+    def _silent(self, plan: StepPlan, ends: Iterable[float]) -> None:
+        for item in plan.items:
+            self._listener.on_tokens(item.seq.request_id, ends)
 
 
 @dataclass(slots=True, eq=False)
@@ -295,9 +305,12 @@ class SimulatedDecode(SimulatedWorker):
         return self.scheduler.plan(self._clock.now)
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
+        now = (self._clock.now,)
         for emission in self.scheduler.finish_step(plan, output):
             if emission.index == 0:
                 self._listener.on_first_token(emission.seq, self.worker_id)
+            else:
+                self._listener.on_tokens(emission.seq.request_id, now)
             if emission.finish is not None:
                 self._listener.on_finished(emission.seq)
         self._retry()

@@ -77,6 +77,7 @@ class SloAccount:
             e2e_s=timeline.total_s,
             ttft_s=timeline.ttft_s,
             tpot_s=slowest.tpot_s,
+            gap_p99_s=timeline.gap_p99_s,
             num_tokens=timeline.num_generated_tokens,
         )
 

@@ -4,12 +4,13 @@ A `SloReport` is filled where requests end, travels as bytes and adds up with th
 times of day, so no clocks need to agree; a report that is lost loses what it held, and one must not be counted twice.
 
 What counts (all times as the client sees them, from arrival at the gateway):
-* A finished request met its promise if its first byte and its mean time per token were both in time. Without targets
-  there is nothing to miss.
+* A finished request met its promise if its first byte, its mean time per token and the gaps between its tokens were
+  all in time; of the gaps one in a hundred may be late. Without targets there is nothing to miss.
 * A rejected or failed request that had targets missed its promise, and once more each time that it comes back and is
   rejected again. One without targets is only counted as such.
-* A cancelled request says nothing of the promise, unless its first byte was already late: else a service so slow that
-  clients give up would look good.
+* A cancelled request says nothing of the promise, unless its first byte was already late, or more of its gaps than
+  may be, with the one that the client left in: else a service so slow that clients give up would look good. Its mean
+  time per token might still have come right.
 
 Knows requests and their promises, nothing of windows, quantiles or burn rates.
 """
@@ -27,7 +28,7 @@ import msgpack
 from cluster.slo.classes import SloClass
 from cluster.slo.histogram import Histogram, check, histogram_of, merge
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _MAX_TEXT: Final = 1024
 
 
@@ -57,12 +58,14 @@ class SeriesKey(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Requests by how they ended, and tokens. `late_first`, `late_tokens`: among those that missed; may be both."""
+    """Requests by how they ended, and tokens. Among those that missed, and one may be several: `late_first`,
+    `late_tokens` (in the mean) and `late_gaps` (between some of them)."""
 
     met: int = 0
     missed: int = 0
     late_first: int = 0
     late_tokens: int = 0
+    late_gaps: int = 0
     failed: int = 0
     rejected: int = 0
     cancelled: int = 0
@@ -90,25 +93,40 @@ class Served:
 
 
 def counts_of(
-    slo: SloClass, outcome: Outcome, *, e2e_s: float, ttft_s: float | None, tpot_s: float | None, num_tokens: int
+    slo: SloClass,
+    outcome: Outcome,
+    *,
+    e2e_s: float,
+    ttft_s: float | None,
+    tpot_s: float | None,
+    gap_p99_s: float | None,
+    num_tokens: int,
 ) -> Counts:
     """One request's share of the counts; see `SloReport.ended`."""
     late_first = not slo.meets_ttft(e2e_s if ttft_s is None else ttft_s)
     late_tokens = not slo.meets_tpot(tpot_s)
+    late_gaps = not slo.meets_gap_p99(gap_p99_s)
     missed = int(slo.has_targets)
     match outcome:
         case Outcome.FINISHED:
-            met = not (late_first or late_tokens)
+            met = not (late_first or late_tokens or late_gaps)
             return Counts(
                 met=int(met),
                 missed=int(not met),
                 late_first=int(late_first),
                 late_tokens=int(late_tokens),
+                late_gaps=int(late_gaps),
                 tokens=num_tokens,
                 met_tokens=num_tokens if met else 0,
             )
         case Outcome.CANCELLED:
-            return Counts(missed=int(late_first), late_first=int(late_first), cancelled=1, tokens=num_tokens)
+            return Counts(
+                missed=int(late_first or late_gaps),
+                late_first=int(late_first),
+                late_gaps=int(late_gaps),
+                cancelled=1,
+                tokens=num_tokens,
+            )
         case Outcome.REJECTED:
             return Counts(missed=missed, rejected=1)
         case Outcome.FAILED:
@@ -157,14 +175,24 @@ class SloReport:
         e2e_s: float,
         ttft_s: float | None = None,
         tpot_s: float | None = None,
+        gap_p99_s: float | None = None,
         num_tokens: int = 0,
     ) -> None:
         """However it ended; once for each request. Counted for both workers, times only where it finished.
 
-        `e2e_s`: from arrival to the end of it. `ttft_s` None: no byte was sent. `tpot_s` None: fewer than two tokens.
+        `e2e_s`: from arrival to the end of it. `ttft_s` None: no byte was sent. `tpot_s`, `gap_p99_s` None: fewer than
+        two tokens.
         """
         both = served.series(served.prefill, served.decode)
-        counts = counts_of(served.slo, outcome, e2e_s=e2e_s, ttft_s=ttft_s, tpot_s=tpot_s, num_tokens=num_tokens)
+        counts = counts_of(
+            served.slo,
+            outcome,
+            e2e_s=e2e_s,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            gap_p99_s=gap_p99_s,
+            num_tokens=num_tokens,
+        )
         for key in both:
             tally = self._tally(key)
             tally.counts = Counts.total((tally.counts, counts))

@@ -43,14 +43,16 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burn:
-    """`attainment` None: nothing ended in the window. No news burns no budget. `ttft_rate`, `tpot_rate`: by those alone
-    whose first byte was late, and whose tokens were; the rest was rejected or failed."""
+    """`attainment` None: nothing ended in the window. No news burns no budget. `ttft_rate`, `tpot_rate`,
+    `gap_rate`: by those alone whose first byte was late, whose tokens were in the mean, and the gaps between them; one
+    may be in several. The rest was rejected or failed."""
 
     window_s: float
     attainment: float | None
     rate: float
     ttft_rate: float = 0.0
     tpot_rate: float = 0.0
+    gap_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,7 @@ def _burn(counts: Counts, share: float, window_s: float) -> Burn:
         rate=counts.missed / budget,
         ttft_rate=counts.late_first / budget,
         tpot_rate=counts.late_tokens / budget,
+        gap_rate=counts.late_gaps / budget,
     )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 
-from benchmarks.common.timing import RequestTiming
+from benchmarks.common.timing import RequestTiming, describe_requests, in_time
 from benchmarks.serving.overheads import Overheads, overheads_of
 from benchmarks.serving.simulator_honesty import NUM_WARM, compared
 from benchmarks.serving.traced_load import OUTPUT_TOKENS, PROMPT_TOKENS, RUN_TOKENS, drawn, shrunk, stretched, timed
 from cluster.gateway.request_log import LoggedRequest
-from cluster.simulation.records import Record
+from cluster.simulation.records import Gaps, Record
 from cluster.simulation.workload.prompts import content_hashes
 from cluster.simulation.workload.traces import TraceRequest
-from cluster.slo.classes import NO_TARGETS
+from cluster.slo.classes import NO_TARGETS, SloClass
 from engine.cost_model.step_cost import StepCost, StepWork
 
 COST = StepCost(base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=5e-3, context_token_s=1e-5)
@@ -46,7 +46,9 @@ def test_what_lone_requests_take_beside_steps_is_found(handoff_token_s: float) -
         first_s = truth.gateway_s + COST.prefill_s(num_tokens)
         second_s = first_s + truth.handoff_s + num_tokens * handoff_token_s
         second_s += COST.step_s(StepWork(decodes=1, context_tokens=num_tokens))
-        timing = RequestTiming(sent_s=0.0, first_s=first_s, second_s=second_s, last_s=second_s, num_tokens=2)
+        timing = RequestTiming(
+            sent_s=0.0, first_s=first_s, last_s=second_s, num_tokens=2, arrivals_s=[first_s, second_s]
+        )
         lone += [(num_tokens, timing)] * 3
     found = overheads_of(lone, COST, COST)
     assert found.gateway_s == pytest.approx(truth.gateway_s)
@@ -78,5 +80,45 @@ def test_only_what_comes_after_the_warm_up_is_judged() -> None:
             output_tokens=11,
         )
         record.first_token_s, record.end_s = number + 1.0, number + 2.0
+        record.gaps = Gaps.between([number + 1.0 + 0.1 * index for index in range(11)], record.slo)
         records.append(record)
-    assert [row["error"] for row in compared(log, records)] == pytest.approx([1 / 1.2 - 1] * 4, abs=1e-4)
+    rows = compared(log, records, [0.12] * 10 * NUM_WARM)
+    assert [row["error"] for row in rows] == [
+        *[pytest.approx(1 / 1.2 - 1, abs=1e-4)] * 4,
+        *[pytest.approx(1 / 1.2 - 1, abs=0.01)] * 2,
+    ]
+
+
+def answer(*gaps_s: float, ttft_s: float = 1.0) -> RequestTiming:
+    """Tokens after these gaps, each in a piece of its own."""
+    arrivals = [*accumulate(gaps_s, initial=5.0 + ttft_s)]
+    return RequestTiming(
+        sent_s=5.0, first_s=arrivals[0], last_s=arrivals[-1], num_tokens=len(arrivals), arrivals_s=arrivals
+    )
+
+
+def test_what_is_in_time_by_requests_and_by_tokens() -> None:
+    """A long answer that is steady, a short one that stalls, a slow one without a stall, and a late one."""
+    promise = SloClass(name="chat", ttft_s=2.0, tpot_s=0.1, gap_s=0.2)
+    answers = [
+        answer(*[0.05] * 59),
+        answer(*[0.01] * 8, 0.7),
+        answer(*[0.15] * 19),
+        answer(*[0.05] * 9, ttft_s=3.0),
+    ]
+    found = describe_requests(answers, promise)
+    assert (
+        found["in_time"]
+        == in_time(answers, promise)
+        == {
+            "ttft_ms": 2000.0,
+            "tpot_ms": 100.0,
+            "gap_ms": 200.0,
+            "ttft_and_tpot": {"requests": 0.5, "tokens": 0.7},
+            "ttft_and_gap": {"requests": 0.5, "tokens": 0.8},
+        }
+    )
+    assert found["gap_ms"] == {"p50": 50.0, "p99": 700.0, "samples": 96}
+    for unseen in answers:
+        unseen.arrivals_s = []
+    assert describe_requests(answers).keys() == {"ttft_ms", "tpot_ms"}

@@ -124,8 +124,9 @@ ODD = st.sampled_from([
     b"%ff", b"../../etc/passwd", b"{}%s%n", b"a" * 5_000, b"[", b"x@y:z", b" ", b"1,2", b"Bearer \xff", b"interactive",
 ])  # fmt: skip
 HEADERS = [
-    b"x-slo-class", b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-tenant", b"authorization", b"host", b"content-length",
-    b"accept", b"cookie", b"x-forwarded-for", b"x-request-id", b"traceparent", b"expect", b"transfer-encoding",
+    b"x-slo-class", b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-gap-ms", b"x-tenant", b"authorization", b"host",
+    b"content-length", b"accept", b"cookie", b"x-forwarded-for", b"x-request-id", b"traceparent", b"expect",
+    b"transfer-encoding",
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ CLASSES = SloConfig(
     ),
     default="chat",
 )
+STEADY = SloConfig(classes=(SloClass(name="chat", tpot_s=600.0, gap_s=600.0, share=0.9),), default="chat")
 AT_ONCE = {"x-slo-ttft-ms": "0.001"}  # a target that nothing meets
 
 
@@ -139,6 +141,30 @@ def test_late_requests_miss(target: Target, generator: ScriptedGenerator) -> Non
     counted(target, "batch", missed=1, late_first=1, tokens=2)  # a class without targets, but this request had one
 
 
+def test_gaps_are_promised(generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    """One class, a request that keeps its gaps and two that can't; the mean of all of them is within its target."""
+    generator.script = Script(delay_s=0.02)
+    with running_server(generator, tokenizer, slo=STEADY) as target:
+        assert target.http.get("/slo").json()["targets"]["chat"]["gap_ms"] == 6e5
+        assert samples(target, "legato_slo_target_seconds") == {("tpot", "chat"): 600, ("gap", "chat"): 600}
+        ask = partial(target.complete, max_tokens=3, extra_body={"ignore_eos": True})
+        list(ask(stream=True))
+        list(ask(stream=True, extra_headers={"x-slo-gap-ms": "1"}))
+        ask(extra_headers={"x-slo-gap-ms": "1"})
+        found = counted(target, met=1, missed=2, late_gaps=2, tokens=9, met_tokens=3)
+        assert found["latency_ms"]["gap"]["count"] == 6 and found["latency_ms"]["gap"]["p99"] >= 20 / 1.01
+        for window in found["windows"].values():
+            assert window["attainment"] == pytest.approx(1 / 3)
+            burn = window["burn_rate"]
+            assert window["burn_rate_by"] == {"ttft": 0, "tpot": 0, "gap": burn} and burn == pytest.approx(2 / 3 / 0.1)
+        late = samples(target, "legato_slo_late_total")
+        assert {labels[-1]: value for labels, value in late.items()} == {"first_byte": 0, "tokens": 0, "gaps": 2}
+        assert samples(target, "legato_request_gap_p99_seconds_count") == {(): 3}
+        assert samples(target, "legato_request_gap_p99_seconds_sum")[()] >= 3 * 0.02
+        ask(max_tokens=1, extra_headers={"x-slo-gap-ms": "1"})
+        counted(target, met=2, missed=2, late_gaps=2, tokens=10, met_tokens=4)  # one token has no gap
+
+
 @pytest.mark.parametrize(
     ("error", "counts"),
     [
@@ -171,6 +197,21 @@ def test_a_failure_in_a_stream_keeps_its_first_byte(target: Target, generator: S
     generator.script = Script(reply="one two three four", fail_after=2, error=FailedError("Lost. Try again."))
     target.http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "stream": True})
     assert counted(target, missed=1, failed=1, tokens=2)["latency_ms"]["ttft"]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "counts"),
+    [({}, {}), ({"x-slo-gap-ms": "1e7"}, {}), ({"x-slo-gap-ms": "1"}, {"missed": 1, "late_gaps": 1})],
+)
+def test_a_client_that_leaves_in_a_stall_counts_if_no_gap_may_be_as_long(
+    target: Target, generator: ScriptedGenerator, headers: dict[str, str], counts: dict[str, int]
+) -> None:
+    generator.script = Script(reply="one two", hang_after=1)
+    body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+    with target.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+        threading.Event().wait(0.01)
+    counted(target, cancelled=1, tokens=1, **counts)
 
 
 @pytest.mark.parametrize(("headers", "counts"), [({}, {}), (AT_ONCE, {"missed": 1, "late_first": 1})])
@@ -236,6 +277,7 @@ async def test_the_log_prometheus_and_slo_tell_one_time_to_the_first_token(
     logged = logged_request(timeline.sequences[0], 0.0, b"key")
     assert logged is not None and logged.ttft_s == ttft_s
     assert logged.tpot_s == samples["legato_time_per_output_token_seconds_sum"]
+    assert logged.gap_p99_s == samples["legato_request_gap_p99_seconds_sum"] == timeline.gap_p99_s
     (chat,) = [row for row in classes if row["slo_class"] == "chat"]
     assert chat["latency_ms"]["ttft"]["p50"] == pytest.approx(1e3 * ttft_s, rel=0.0101), "bins are 2 % wide"
     assert chat["latency_ms"]["e2e"]["p50"] == pytest.approx(1e3 * timeline.total_s, rel=0.0101)
@@ -277,7 +319,8 @@ def test_the_scope_of_figures(target: Target) -> None:
     counted(target, met=1, tokens=1, met_tokens=1)
     whole, own = (target.http.get("/slo", params={"scope": scope}).json() for scope in ("cluster", "gateway"))
     assert [part["classes"][0]["counts"]["met"] for part in (whole, own)] == [1, 1]  # it is all of its cluster
-    assert whole["targets"]["chat"] == {"ttft_ms": 6e5, "tpot_ms": 6e5, "share": 0.9, "service_tiers": ["priority"]}
+    targets = {"ttft_ms": 6e5, "tpot_ms": 6e5, "gap_ms": None, "share": 0.9, "service_tiers": ["priority"]}
+    assert whole["targets"]["chat"] == targets
     assert (whole["scope"], own["scope"], own["default_class"]) == ("cluster", "gateway", "chat")
     refused = target.http.get("/slo", params={"scope": "world"})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "scope"

@@ -57,8 +57,8 @@ def turned_away(target: Target) -> list[int]:
         ({}, {"x-slo-class": "batch"}, BATCH, "batch"),
         (
             {"service_tier": "priority"},
-            {"X-SLO-TTFT-ms": "250", "x-slo-tpot-ms": "12.5"},
-            replace(CHAT, ttft_s=0.25, tpot_s=0.0125),
+            {"X-SLO-TTFT-ms": "250", "x-slo-tpot-ms": "12.5", "x-slo-gap-ms": "40"},
+            replace(CHAT, ttft_s=0.25, tpot_s=0.0125, gap_s=0.04),
             "priority",
         ),
     ],
@@ -88,6 +88,7 @@ def test_the_promise_goes_with_the_request(
         ({"service_tier": 5}, {}, "service_tier", "string"),
         ({}, {"x-slo-class": "gold"}, "x-slo-class", "chat, batch"),
         ({}, {"x-slo-ttft-ms": "soon"}, "x-slo-ttft-ms", "milliseconds"),
+        ({}, {"x-slo-gap-ms": "-1"}, "x-slo-gap-ms", "milliseconds"),
         ({}, {"x-tenant": "x" * 65}, "x-tenant", "1 to 64"),
     ],
 )

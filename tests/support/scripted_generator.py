@@ -131,8 +131,10 @@ class ScriptedGenerator:
                     return
         except GenerationError:
             finished = True
+            timeline.ended("failed")
             raise
         finally:
+            timeline.ended("finished" if finished else "cancelled")
             self.num_open -= 1
             self.num_finished += finished
             self.num_cancelled += not finished

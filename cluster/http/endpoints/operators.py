@@ -79,6 +79,7 @@ def _targets(slo_class: SloClass) -> dict[str, Any]:
     return {
         "ttft_ms": _ms(slo_class.ttft_s),
         "tpot_ms": _ms(slo_class.tpot_s),
+        "gap_ms": _ms(slo_class.gap_s),
         "share": slo_class.share,
         "service_tiers": list(slo_class.service_tiers),
     }
@@ -107,7 +108,12 @@ def _figures(snapshot: SeriesSnapshot) -> dict[str, Any]:
 
 
 def _burn(burn: Burn) -> dict[str, Any]:
-    return {"window_s": burn.window_s, "attainment": burn.attainment, "burn_rate": burn.rate}
+    return {
+        "window_s": burn.window_s,
+        "attainment": burn.attainment,
+        "burn_rate": burn.rate,
+        "burn_rate_by": {"ttft": burn.ttft_rate, "tpot": burn.tpot_rate, "gap": burn.gap_rate},
+    }
 
 
 def _ms(seconds: float | None) -> float | None:

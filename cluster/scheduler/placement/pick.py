@@ -93,10 +93,11 @@ class Decision:
 
     def __str__(self) -> str:
         query = self.query
+        gap = "" if query.gap_s is None else f", gap {1000 * query.gap_s:g} ms"
         title = (
             f"{query.request_id} (attempt {query.attempt}, tenant {query.tenant!r}, class {query.slo_class!r}) at "
             f"{self.now:.3f} s: {query.num_tokens} tokens, at most {query.max_new_tokens} new, "
-            f"TTFT {query.ttft_target_s:g} s, TPOT {1000 * query.tpot_target_s:g} ms: "
+            f"TTFT {query.ttft_target_s:g} s, TPOT {1000 * query.tpot_target_s:g} ms{gap}: "
             f"{self.action.name}, {self.action.value}"
         )
         return "\n".join([title, _HEADINGS, *map(str, self.rows)])

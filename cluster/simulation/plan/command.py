@@ -36,7 +36,12 @@ _SAMPLED_BY_PREFILL: Final = 32  # prompts that end in one step
 def run(arguments: argparse.Namespace) -> bool:
     """Whether there is a plan. Raises ValueError, with advice, for what cannot be planned for."""
     started = time.monotonic()
-    targets = Targets(ttft_s=arguments.ttft_ms / 1000, tpot_s=arguments.tpot_ms / 1000, share=arguments.share)
+    targets = Targets(
+        ttft_s=arguments.ttft_ms / 1000,
+        tpot_s=arguments.tpot_ms / 1000,
+        gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
+        share=arguments.share,
+    )
     if arguments.max_gpus < 1 or arguments.limit < 2:
         raise ValueError("a plan needs at least one GPU (--max-gpus) and two requests (--limit)")
     problem = Problem(_requests(arguments), targets, _hardware(arguments), deadline=started + arguments.time_s)
@@ -216,7 +221,8 @@ class Problem:
 
     def play(self, layout: Layout, *, load: float = 1.0) -> SimulationResult:
         """All requests, at `load` times their rate, over workers as the layout says."""
-        slo = SloClass(name="planned", ttft_s=self.targets.ttft_s, tpot_s=self.targets.tpot_s)
+        targets = self.targets
+        slo = SloClass(name="planned", ttft_s=targets.ttft_s, tpot_s=targets.tpot_s, gap_s=targets.gap_s)
         config = SimulationConfig(
             num_prefill=layout.num_prefill,
             num_decode=layout.num_decode,

@@ -18,14 +18,20 @@ _MOST_WORKERS: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """`share` of all requests are to meet both."""
+    """`share` of all requests are to meet them all. `gap_s` None: nothing is promised of gaps."""
 
     ttft_s: float
     tpot_s: float
     share: float
+    gap_s: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        """A step that takes longer is late, whoever is in it."""
+        return self.tpot_s if self.gap_s is None else min(self.tpot_s, self.gap_s)
 
     def __post_init__(self) -> None:
-        if min(self.ttft_s, self.tpot_s) <= 0 or not 0 < self.share < 1:
+        if min(self.ttft_s, self.step_s) <= 0 or not 0 < self.share < 1:
             raise ValueError("targets must be positive times, and the share that is to meet them between 0 and 1")
 
 
@@ -114,7 +120,7 @@ def estimate(
         devices_per_worker=devices_per_worker,
         prefill=_prefill_workers(demand.requests_per_s, services, targets),
         decode=_decode_workers(demand, targets, cost, kv_tokens, max_num_seqs),
-        reachable=in_time if lone_s <= targets.tpot_s else 0.0,
+        reachable=in_time if lone_s <= targets.step_s else 0.0,
     )
 
 
@@ -136,9 +142,9 @@ def _prefill_workers(requests_per_s: float, services: list[float], targets: Targ
 
 
 def _decode_workers(demand: Demand, targets: Targets, cost: StepCost, kv_tokens: int, max_num_seqs: int) -> float:
-    """By Little's law: as many sequences at once as the largest batch within the TPOT target holds on each."""
+    """By Little's law: as many sequences at once as the largest batch whose step is in time holds on each."""
     one_s = cost.decode_s + cost.context_token_s * demand.context_tokens
-    fitting = min((targets.tpot_s - cost.base_s) / one_s, kv_tokens / demand.context_tokens, max_num_seqs)
+    fitting = min((targets.step_s - cost.base_s) / one_s, kv_tokens / demand.context_tokens, max_num_seqs)
     batch = max(1.0, fitting)
     tokens_per_s = batch / (cost.base_s + batch * one_s)
     return demand.requests_per_s * demand.output_tokens / tokens_per_s

@@ -15,14 +15,15 @@ from cluster.simulation.simulate import SimulationResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a layout achieves. Shares are of all requests; who was late with both counts in both. Times in seconds, of
-    those that were served."""
+    """What a layout achieves. Shares are of all requests; who missed several targets counts in each. Times in seconds,
+    of those that were served."""
 
     layout: Layout
     num_gpus: int
     share: float
     late_first_token: float
     slow_tokens: float
+    late_gaps: float
     rejected: float
     ttft_p95_s: float
     tpot_p95_s: float
@@ -37,6 +38,7 @@ class Outcome:
             share=overall.attainment,
             late_first_token=fmean(r.ttft_s is not None and not r.slo.meets_ttft(r.ttft_s) for r in records),
             slow_tokens=fmean(not r.slo.meets_tpot(r.tpot_s) for r in records),
+            late_gaps=fmean(not r.slo.meets_gaps(r.gaps.num_late, r.gaps.num) for r in records),
             rejected=fmean(r.end_s is None for r in records),
             ttft_p95_s=overall.ttft.p95,
             tpot_p95_s=overall.tpot.p95,
@@ -72,9 +74,10 @@ class PlanReport:
 
     def text(self) -> str:
         targets = self.targets
+        gap = "" if targets.gap_s is None else f", gaps {1000 * targets.gap_s:g} ms"
         lines = [
             f"{self.model} on {self.device}: {len(self.demand.prompts)} requests, {self.demand.requests_per_s:.2f}/s;"
-            f" TTFT {targets.ttft_s:g} s and TPOT {1000 * targets.tpot_s:g} ms for {targets.share:.0%} of them"
+            f" TTFT {targets.ttft_s:g} s, TPOT {1000 * targets.tpot_s:g} ms{gap} for {targets.share:.0%} of them"
         ]
         named = {"plan": self.answer, "best" if self.answer is None else "cheaper": self.next_cheaper}
         rows = [_row(name, outcome) for name, outcome in named.items() if outcome is not None]
@@ -93,21 +96,23 @@ class PlanReport:
         return "\n".join(lines)
 
 
-_HEAD = ["", "layout", "GPUs", "in time", "late", "slow", "rejected", "TTFT P95", "TPOT P95", "busy"]
+_HEAD = ["", "layout", "GPUs", "in time", "late", "slow", "stalled", "rejected", "TTFT P95", "TPOT P95", "busy"]
 _GIB = 1 << 30
 
 
 def _row(name: str, outcome: Outcome) -> list[str]:
-    shares = (outcome.share, outcome.late_first_token, outcome.slow_tokens, outcome.rejected)
+    shares = (outcome.share, outcome.late_first_token, outcome.slow_tokens, outcome.late_gaps, outcome.rejected)
     busy = ", ".join(f"{pool} {share:.0%}" for pool, share in outcome.utilisation.items())
     times = [f"{outcome.ttft_p95_s:.2f} s", f"{1000 * outcome.tpot_p95_s:.1f} ms"]
     return [name, str(outcome.layout), str(outcome.num_gpus), *(f"{share:.1%}" for share in shares), *times, busy]
 
 
 def _why(outcome: Outcome, targets: Targets) -> str:
+    gap_ms = 1000 * (targets.gap_s or 0.0)
     reasons = {
         f"{outcome.late_first_token:.1%} have their first token after {targets.ttft_s:g} s": outcome.late_first_token,
         f"{outcome.slow_tokens:.1%} take more than {1000 * targets.tpot_s:g} ms a token": outcome.slow_tokens,
+        f"{outcome.late_gaps:.1%} have more than 1 gap in 100 above {gap_ms:g} ms": outcome.late_gaps,
         f"{outcome.rejected:.1%} are turned away, as they would miss their targets": outcome.rejected,
     }
     told = [reason for reason, share in sorted(reasons.items(), key=lambda item: -item[1]) if share > 0]

@@ -26,7 +26,8 @@ from tests.cluster.scheduler.placement.placement_world import costed_snapshot, l
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 SLO = SloConfig(
-    classes=(SloClass(name="chat", ttft_s=2.0, tpot_s=0.05, share=0.9), SloClass(name="batch")), default="chat"
+    classes=(SloClass(name="chat", ttft_s=2.0, tpot_s=0.05, gap_s=0.2, share=0.9), SloClass(name="batch")),
+    default="chat",
 )
 SCALING = PoolRules(max_workers=8)
 FIXED = PoolRules(min_workers=0, max_workers=8, scales=False)
@@ -109,7 +110,9 @@ def test_sequences_that_run_longer_than_expected_hold_their_worker() -> None:
     assert demands[-1] == pytest.approx(10 * 0.00205 / 0.04, rel=0.1)
 
 
-def ended(news: SloReport, count: int, ending: Ending, *, ttft_s: float = 0.1, tpot_s: float = 0.01) -> None:
+def ended(
+    news: SloReport, count: int, ending: Ending, *, ttft_s: float = 0.1, tpot_s: float = 0.01, gap_s: float = 0.01
+) -> None:
     served = Served(slo=SLO.classes[0], model="m")
     is_served = ending is Ending.FINISHED
     for _ in range(count):
@@ -119,6 +122,7 @@ def ended(news: SloReport, count: int, ending: Ending, *, ttft_s: float = 0.1, t
             e2e_s=5.0,
             ttft_s=ttft_s if is_served else None,
             tpot_s=tpot_s if is_served else None,
+            gap_p99_s=gap_s if is_served else None,
         )
 
 
@@ -127,6 +131,8 @@ def ended(news: SloReport, count: int, ending: Ending, *, ttft_s: float = 0.1, t
     [
         (Ending.FINISHED, {"ttft_s": 9.0}, BurnAlerts(ttft=True)),
         (Ending.FINISHED, {"tpot_s": 9.0}, BurnAlerts(tpot=True)),
+        (Ending.FINISHED, {"gap_s": 9.0}, BurnAlerts(tpot=True)),
+        (Ending.FINISHED, {"tpot_s": 9.0, "gap_s": 9.0}, BurnAlerts(tpot=True)),
         (Ending.REJECTED, {}, BurnAlerts(other=True)),
     ],
 )

@@ -72,12 +72,13 @@ def test_classes_of_service() -> None:
     assert load_config({}).slo_classes == NO_TARGETS
     assert load_config({"slo": {}}).slo_classes == SloConfig()
     config = load_config(ROOT / "ray_configs" / "slo.yaml")
-    interactive, batch = config.slo_classes.classes
+    interactive, voice, batch = config.slo_classes.classes
     assert (interactive.name, config.slo_classes.default, interactive.has_targets) == (
         "interactive",
         "interactive",
         True,
     )
+    assert (voice.name, voice.tpot_s, voice.gap_s) == ("voice", None, 0.4) and interactive.gap_s is None
     assert batch.name == "batch" and not batch.has_targets
     assert pickle.loads(pickle.dumps(config)) == config
 

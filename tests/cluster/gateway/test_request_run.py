@@ -10,10 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.gateway.request_state import TERMINAL, AttemptFailedError, RequestRun, RequestState
+from cluster.gateway.timeline import SequenceTimeline
+from cluster.slo.classes import RequestTerms, SloConfig
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason
-from kv_transfer.messages.requests import RequestSpec, TokenEvent
+from kv_transfer.messages import decode, encode
+from kv_transfer.messages.requests import RequestSpec, Start, TokenEvent
 from kv_transfer.messages.scheduling import Placement
+from kv_transfer.worker.sequences import sequence_of
 from tests.support.thoroughness import examples
 
 NUM_TOKENS = 7
@@ -112,6 +116,21 @@ def test_a_request_with_earlier_tokens_goes_on_after_them() -> None:
     assert [e.index for e in run.merge("prefill", _event(2, attempt=3))] == [2]
     query = run.place_query(prefer_decode=None)
     assert (query.num_tokens, query.max_new_tokens) == (6, 7), "10 tokens in all were asked for, and 3 are here"
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-slo-tpot-ms": "15"}, {"x-slo-tpot-ms": "30", "x-slo-gap-ms": "200"}])
+def test_what_was_promised_reaches_scheduler_and_workers_in_every_attempt(headers: dict[str, str]) -> None:
+    slo = SloConfig().choose(None, headers)
+    timeline = SequenceTimeline(RequestTerms(slo=slo))
+    run = RequestRun(_run().request, 100.0, timeline)
+    for _ in range(2):
+        place = run.place_query(prefer_decode=None)
+        assert (place.ttft_s, place.tpot_s, place.gap_s) == (slo.ttft_s, slo.tpot_s, slo.gap_s)
+        told = decode(encode(Start(request=run.spec(), ticket=None)))
+        assert isinstance(told, Start)
+        seq = sequence_of(told.request)
+        assert (seq.attempt, seq.tpot_s, seq.gap_s) == (run.attempt, slo.tpot_s, slo.gap_s)
+        run.next_attempt(None)
 
 
 def test_repetitions_are_not_kept() -> None:

@@ -19,7 +19,7 @@ from cluster.errors import (
 )
 from cluster.gateway.timeline import DECODE_PARTS, TTFT_PARTS, Attempt, RequestTimeline, SequenceTimeline
 from cluster.slo.account import SloAccount, outcome_of
-from cluster.slo.classes import RequestTerms, SloConfig
+from cluster.slo.classes import RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Metric, Outcome, SeriesKey
 
 CLASSES = SloConfig()
@@ -174,6 +174,33 @@ def test_the_slowest_sequence_stands_for_the_request() -> None:
     world.account.ended(world.timeline)
     assert world.timeline.tpot_s == pytest.approx(0.05)
     assert (world.count(Metric.TPOT, "d1"), world.count(Metric.TPOT)) == (1, 1)
+
+
+def test_a_request_keeps_its_gaps_if_every_sequence_does() -> None:
+    """Also where the one that stalls is the quickest in the mean."""
+    slow = sequence(1.0, *(1.0 + 0.1 * index for index in range(1, 10)))
+    stalls = sequence(1.0, *(1.0 + 0.01 * index for index in range(1, 100)), 2.49)
+    assert slow.gap_p99_s == pytest.approx(0.1) and stalls.gap_p99_s == pytest.approx(0.01)
+    del stalls.token_times[1]  # 99 gaps: none of them may be late
+    assert stalls.gap_p99_s == pytest.approx(0.5) and (stalls.tpot_s or 0) < (slow.tpot_s or 0)
+    one, two, other = (SloClass(name="steady", gap_s=gap_s) for gap_s in (0.4, 0.501, 0.2))
+    for slo, sequences, late in ((one, (slow, stalls), 1), (two, (slow, stalls), 0), (other, (slow,), 0)):
+        account = SloAccount(SloConfig(classes=(slo,), default="steady"), model="m")
+        timeline = request(*sequences)
+        timeline.terms = RequestTerms(slo=slo, arrived_at=ARRIVED)
+        account.follow(timeline)
+        account.ended(timeline)
+        (counts,) = account.counts().values()
+        assert (counts.late_gaps, counts.missed, counts.met) == (late, late, 1 - late)
+
+
+def test_a_client_that_leaves_in_a_stall_has_seen_a_gap() -> None:
+    one = sequence(1.0, 1.1, 1.2)
+    one.end, one.ended_at = "cancelled", ARRIVED + 6.2
+    assert one.gap_p99_s == pytest.approx(5.0)
+    one.end = "finished"
+    assert one.gap_p99_s == pytest.approx(0.1), "what followed its last token was no gap"
+    assert sequence(1.0).gap_p99_s is None and request(sequence(1.0), sequence()).gap_p99_s is None
 
 
 def test_the_first_byte_is_the_first_sequences_and_counts_once() -> None:

@@ -21,10 +21,11 @@ def test_who_is_late_on_an_idle_cluster_too_is_not_taken_for_one_without_targets
 
 def test_a_decision_can_be_read() -> None:
     scheduler = measured("p1", "p2", "d1")
-    placed(scheduler, num_tokens=1000, **TARGETS, now=5.0)
+    placed(scheduler, num_tokens=1000, **TARGETS, gap_s=0.5, now=5.0)
     [logged] = scheduler.log.newest(10)
     line = json.loads(logged.as_json(1e9))
-    assert line["time"] == 1e9 + 5.0
+    assert (line["time"], line["gap_s"]) == (1e9 + 5.0, 0.5)
+    assert "TPOT 50 ms, gap 500 ms: PLACE" in str(logged)
     assert {row["prefill"] for row in line["candidates"]} == {"p1", "p2", None}
     assert all(name in str(logged) for name in ("p1", "p2", "(decode alone)", "PLACED"))
     assert [entry.request.request_id for entry in scheduler.log.take_new()] == ["r"]

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from cluster.__main__ import main
 from cluster.simulation.plan.command import Hardware, Problem
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
+from cluster.simulation.plan.report import Outcome
 from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.plan.worker_memory import activation_bytes, predict_memory
 from cluster.simulation.workload.synthetic import Workload, draw_requests
@@ -123,6 +125,9 @@ def test_decode_workers_by_littles_law() -> None:
     assert guess.decode == pytest.approx(1.25, rel=0.01)
     assert guess.prefill == pytest.approx(0.1, rel=0.01)  # 10/s of 10 ms each
     assert (guess.workers, guess.reachable) == (2, 1.0)
+    steady = Targets(ttft_s=1.0, tpot_s=0.05, gap_s=0.03, share=0.9)  # hold 20, hence 667 tokens/s
+    tight = estimate(demand, steady, cost, chunk_tokens=2048, kv_tokens=10**6, max_num_seqs=256)
+    assert tight.decode == pytest.approx(1.5, rel=0.01) and tight.reachable == 1.0
     short = estimate(demand, targets, cost, chunk_tokens=2048, kv_tokens=10_500, max_num_seqs=256)
     assert short.decode == pytest.approx(1000 / (10 / 0.02), rel=0.01)  # room for 10 at once
 
@@ -146,6 +151,10 @@ def test_a_layout_is_enough_or_not() -> None:
     )
     few, many = (problem.play(layout).summary.overall.attainment for layout in (Layout(1, 0, 1), Layout(1, 2, 3)))
     assert few < 0.9 < many
+    stalling = replace(problem.targets, gap_s=1e-3)  # no step is as short
+    played = Problem(requests, stalling, problem.hardware).play(Layout(1, 2, 3))
+    outcome = Outcome.of(Layout(1, 2, 3), played)
+    assert outcome.share <= 1.0 - outcome.late_gaps < 0.5
     assert problem.play(Layout(1, 0, 1), load=0.1).summary.overall.attainment > few
 
 
@@ -192,8 +201,9 @@ def test_the_command_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert report["answer"]["num_gpus"] > report["next_cheaper"]["num_gpus"]
     assert report["at_load"]["0.8"] >= report["at_load"]["1.2"]
     assert report["memory"]["decode"]["weights_bytes"] > 0
-    assert plan(monkeypatch, "--tpot-ms", "14", "--share", "0.97") == 0
+    assert plan(monkeypatch, "--tpot-ms", "14", "--gap-ms", "1000", "--share", "0.97") == 0
     out = capsys.readouterr().out
+    assert "TTFT 2 s, TPOT 14 ms, gaps 1000 ms for 97% of them" in out
     assert "fails: only" in out
     assert "KV tokens" in out
 
@@ -201,7 +211,7 @@ def test_the_command_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_the_command_says_what_is_impossible(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert plan(monkeypatch, "--tpot-ms", "0.5") == 1
+    assert plan(monkeypatch, "--gap-ms", "0.5") == plan(monkeypatch, "--tpot-ms", "0.5") == 1
     assert "even an idle worker serves only 0.0% in time" in capsys.readouterr().err
     assert plan(monkeypatch, "--tpot-ms", "14", "--rate", "60", "--max-gpus", "1") == 3
     assert "No layout of up to 1 GPUs is enough" in capsys.readouterr().out

@@ -6,11 +6,13 @@ import json
 import math
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 from cluster.__main__ import main
+from cluster.simulation.records import Gaps
 from cluster.simulation.routers.base import Placed, turned_away
 from cluster.simulation.routers.baselines import QueueLengthRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
@@ -68,6 +70,39 @@ def test_a_lone_request_computed_by_decode_alone() -> None:
     assert record.ttft_s == pytest.approx(4 * 0.001 + prefill_s((1024, 0), (476, 1024)), rel=1e-12)
     assert record.tpot_s == pytest.approx(decode_s(range(1501, 1510)) / 9, rel=1e-12)
     assert (record.prefill, record.decode) == (None, "decode-0")
+
+
+def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it() -> None:
+    """The first gap of a request that is handed over holds the exposed part; on one worker 1,024 tokens of another's
+    prompt stall the request that decodes there once."""
+    [handed_over] = simulate(CONFIG, [one(1024, 5)], QueueLengthRouter()).records
+    steps = [decode_s(range(context, context + 1)) for context in range(1025, 1029)]
+    assert handed_over.gaps.num == 4
+    assert handed_over.gaps.longest_s == pytest.approx(0.002 + 1024 * 1e-6 + steps[0], rel=1e-9)
+    slo = SloConfig(classes=(SloClass(name="fast", gap_s=0.02), SloClass(name="lax", gap_s=1.0)), default="fast")
+    config = replace(CONFIG, num_prefill=0, num_decode=1, slo=slo)
+    requests = [one(100, 150), replace(one(1000, 2, "r1", 1.2), slo_class="lax")]
+    stalled, other = simulate(config, requests, DecodeOnlyRouter()).records
+    beside = prefill_s((1000, 0)) + 2e-5  # and its own token, at some context
+    assert stalled.gaps.longest_s == pytest.approx(beside, rel=1e-3)
+    assert (stalled.gaps.num, stalled.gaps.num_late, other.gaps.num_late) == (149, 1, 0)
+    assert stalled.is_met
+    twice = [*requests, replace(one(1000, 2, "r2", 1.3), slo_class="lax")]
+    stalled = simulate(config, twice, DecodeOnlyRouter()).records[0]
+    assert (stalled.gaps.num_late, stalled.is_met) == (2, False)
+    assert stalled.gaps.p99_s == pytest.approx(beside, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_gaps", [1, 99, 100, 101, 700])
+def test_the_p99_of_gaps_is_in_time_where_the_promise_is_kept(num_gaps: int) -> None:
+    slo = SloClass(name="x", gap_s=0.05)
+    for num_late in range(9):
+        late = min(num_late, num_gaps)
+        times = list(accumulate([0.02] * (num_gaps - late) + [0.08] * late, initial=0.0))
+        gaps = Gaps.between(times, slo)
+        assert gaps.num_late == late
+        assert (gaps.p99_s <= 0.05) is slo.meets_gaps(gaps.num_late, gaps.num)
+    assert Gaps.between([1.0], slo) == Gaps()
 
 
 def test_one_token_ends_with_prefill() -> None:
@@ -233,6 +268,7 @@ def test_the_summary_counts_who_was_served_in_time() -> None:
     assert [summary.name for summary in result.summary.classes] == ["all", "fast", "slow"]
     assert (overall.attainment, fast.attainment, slow.attainment) == (3 / 4, 2 / 3, 1.0)
     assert (overall.goodput, fast.goodput) == (3 / 4.0, 2 / 4.0)
+    assert fast.gap.p50 == pytest.approx(decode_s(range(1005, 1006)), rel=0.015)
     assert fast.ttft.p50 == pytest.approx(6 * 0.001 + prefill_s((1000, 0)))
     assert 0 < result.summary.utilisation["prefill"] < 0.5
     assert json.loads(result.summary.json_line())["classes"][1]["name"] == "fast"
@@ -245,6 +281,7 @@ def test_the_command_prints_a_table_or_a_sentence(
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 5, "input_length": 700, "output_length": 20, "hash_ids": [1, 2]}\n' * 3)
     options = ["--prefill", "2", "--decode", "2", "--trace", str(trace), "--router", "legato", "--router", "mooncake"]
+    options += ["--gap-ms", "50"]
     monkeypatch.setattr(sys, "argv", ["cluster", "simulate", *options])
     assert main() == 0
     assert "Mooncake: 0.00 requests/s offered" in capsys.readouterr().out

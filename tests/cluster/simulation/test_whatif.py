@@ -25,7 +25,7 @@ from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.whatif import what_if
 from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.synthetic import CONTENT_TOKENS, Workload, draw_requests
-from cluster.slo.classes import SloConfig
+from cluster.slo.classes import INTERACTIVE, SloConfig
 from engine.cost_model.step_cost import StepCost
 
 COST = StepCost(base_s=0.006, prefill_token_s=4e-5, prefill_pair_s=1e-9, decode_s=1e-5, context_token_s=5e-8)
@@ -61,6 +61,7 @@ def lived(slowness: float = 1.0, rate: float = 10.0) -> list[LoggedRequest]:
             slo_class=request.slo_class,
             ttft_s=record.ttft_s,
             tpot_s=record.tpot_s,
+            gap_p99_s=record.gaps.p99_s if record.gaps.num else None,
         )
         for request, record in zip(requests, records, strict=True)
     ]
@@ -89,7 +90,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: int, words: str) -> None:
 def test_what_happened_is_replayed_as_it_happened() -> None:
     """The log's clock begins elsewhere, so times agree up to rounding."""
     result = what_if(CLUSTER, lived())
-    quantiles = {f"{name} {share}" for name in ("TTFT", "TPOT") for share in ("P50", "P95", "P99")}
+    quantiles = {f"{name} {share}" for name in ("TTFT", "TPOT", "gap") for share in ("P50", "P95", "P99")}
     assert set(result.errors) == {"in time", *quantiles}
     assert all(abs(error) < 1e-3 for error in result.errors.values())
     assert result.supposed == replace(result.replayed, name="supposed")
@@ -108,9 +109,19 @@ def test_fewer_workers_serve_fewer_and_stricter_targets_are_met_less() -> None:
     assert fewer.supposed.in_time < as_many.supposed.in_time < as_many.replayed.in_time == 1.0
 
 
+def test_gaps_are_judged_as_they_were_and_as_they_would_be() -> None:
+    requests = lived()
+    stalled = replace(requests[0], gap_p99_s=0.3)
+    promised = replace(CLUSTER, slo=SloConfig(classes=(replace(INTERACTIVE, gap_s=0.2),)))
+    result = what_if(promised, [stalled, *requests[1:]], gap_s=1e-4)  # no step is as short
+    assert (result.measured.in_time, result.replayed.in_time) == (0.99, 1.0)
+    assert result.supposed.in_time == sum(r.output_tokens == 1 for r in requests) / len(requests)
+    assert result.measured.gap.p50 == pytest.approx(result.replayed.gap.p50, rel=1e-3)
+
+
 def test_who_was_turned_away_is_missed_and_replayed_with_the_usual_length() -> None:
     requests = lived()
-    turned_away = [replace(requests[0], output_tokens=0, ttft_s=None, tpot_s=None), *requests[1:]]
+    turned_away = [replace(requests[0], output_tokens=0, ttft_s=None, tpot_s=None, gap_p99_s=None), *requests[1:]]
     result = what_if(CLUSTER, turned_away)
     assert result.measured.rejected == 0.01
     assert result.replayed.rejected == 0.0
@@ -125,7 +136,7 @@ def test_the_command_replays_a_log(
         monkeypatch.setattr(sys, "argv", ["cluster", "whatif", "--log", str(path), *arguments])
         return main()
 
-    assert run("--decode", "3", "--tpot-ms", "50") == 0
+    assert run("--decode", "3", "--tpot-ms", "50", "--gap-ms", "100") == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("measured", "replayed", "supposed", "Error of the simulation"))
     assert run("--prefill", "1") == 1

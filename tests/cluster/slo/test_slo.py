@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.config.settings import SloSettings
 from cluster.errors import InvalidRequestError
-from cluster.slo.classes import NO_TARGETS, SloClass, SloConfig
+from cluster.slo.classes import NO_TARGETS, SloClass, SloConfig, gap_p99
 
 INTERACTIVE = SloClass(name="interactive", ttft_s=2.0, tpot_s=0.1, service_tiers=("priority", "scale"))
 BATCH = SloClass(name="batch", service_tiers=("flex",))
@@ -30,6 +33,7 @@ BATCH = SloClass(name="batch", service_tiers=("flex",))
         ("priority", {"x-slo-class": "batch"}, BATCH),  # the header is Legato's own, so it was meant
         ("auto", {"x-slo-ttft-ms": "350"}, replace(INTERACTIVE, ttft_s=0.35)),
         ("flex", {"x-slo-tpot-ms": "12.5"}, replace(BATCH, tpot_s=0.0125)),
+        (None, {"x-slo-gap-ms": "200"}, replace(INTERACTIVE, gap_s=0.2)),
     ],
 )
 def test_a_request_chooses_its_promise(tier: str | None, headers: dict[str, str], promise: SloClass) -> None:
@@ -63,6 +67,7 @@ def test_clients_made_for_openai_work_with_any_classes(tier: str | None) -> None
         (None, {"x-slo-tpot-ms": "inf"}, "x-slo-tpot-ms", "milliseconds"),
         (None, {"x-slo-tpot-ms": "0"}, "x-slo-tpot-ms", "above 0"),
         (None, {"x-slo-tpot-ms": "-5"}, "x-slo-tpot-ms", "above 0"),
+        (None, {"x-slo-gap-ms": "never"}, "x-slo-gap-ms", "milliseconds"),
     ],
 )
 def test_what_there_is_not_is_refused_with_what_there_is(
@@ -85,6 +90,31 @@ def test_a_promise_is_met_up_to_its_target_and_always_without_one() -> None:
     assert INTERACTIVE.meets_tpot(None), "one token has no time per token"
     assert BATCH.meets_ttft(1e9) and BATCH.meets_tpot(1e9)
     assert INTERACTIVE.has_targets and not BATCH.has_targets
+    assert SloClass(name="steady", gap_s=0.2).has_targets
+
+
+def test_one_gap_in_a_hundred_may_be_late() -> None:
+    steady = SloClass(name="steady", gap_s=0.2)
+    for num_gaps in range(100_000):
+        allowed = num_gaps // 100
+        assert steady.meets_gaps(allowed, num_gaps) and not steady.meets_gaps(allowed + 1, num_gaps), num_gaps
+    assert BATCH.meets_gaps(5, 5), "nothing was promised"
+
+
+@given(
+    st.lists(st.sampled_from([0.01, 0.2, 0.5]), max_size=120),
+    st.lists(st.sampled_from([0.01, 0.2, 0.5]), max_size=120),
+    st.sampled_from([0.005, 0.01, 0.1, 0.2, 0.5]),
+)
+def test_the_p99_of_gaps_tells_which_targets_they_meet(some: list[float], more: list[float], target_s: float) -> None:
+    gaps, steady = [*some, *more], SloClass(name="steady", gap_s=target_s)
+    num_late = sum(gap_s > target_s for gap_s in gaps)
+    assert steady.meets_gap_p99(gap_p99(np.array(gaps))) == steady.meets_gaps(num_late, len(gaps))
+
+
+def test_no_gaps_meet_any_target() -> None:
+    assert gap_p99(np.array([])) is None
+    assert SloClass(name="steady", gap_s=1e-6).meets_gap_p99(None) and BATCH.meets_gap_p99(1e9)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
@@ -93,6 +123,8 @@ def test_targets_are_times(bad: float) -> None:
         SloClass(name="a", ttft_s=bad)
     with pytest.raises(ValueError, match="TPOT target"):
         SloClass(name="a", tpot_s=bad)
+    with pytest.raises(ValueError, match="gap target"):
+        SloClass(name="a", gap_s=bad)
 
 
 @pytest.mark.parametrize("bad", [0.0, 1.0, 99.0, float("nan")])
@@ -115,11 +147,13 @@ def test_settings_without_a_word_are_the_defaults() -> None:
 
 
 def test_settings_are_read_in_milliseconds() -> None:
-    text = "{default: chat, classes: {chat: {ttft_ms: 250, share: 0.95, service_tiers: [priority]}, bulk: {}}}"
+    text = (
+        "{default: chat, classes: {chat: {ttft_ms: 250, gap_ms: 40, share: 0.95, service_tiers: [priority]}, bulk: {}}}"
+    )
     settings = SloSettings.model_validate(yaml.safe_load(text))
     assert settings.config() == SloConfig(
         classes=(
-            SloClass(name="chat", ttft_s=0.25, share=0.95, service_tiers=("priority",)),
+            SloClass(name="chat", ttft_s=0.25, gap_s=0.04, share=0.95, service_tiers=("priority",)),
             SloClass(name="bulk"),
         ),
         default="chat",
@@ -131,6 +165,7 @@ def test_settings_are_read_in_milliseconds() -> None:
     [
         ("{default: chat}", "there are interactive, batch"),
         ("{classes: {a: {ttft_ms: 0}}, default: a}", "greater than 0"),
+        ("{classes: {a: {gap_ms: 0}}, default: a}", "greater than 0"),
         ("{classes: {a: {ttft_ms: 1.e+12}}, default: a}", "at most a day"),
         ("{classes: {a: {share: 1}}, default: a}", "less than 1"),
         ("{classes: {a: {ttft: 10}}, default: a}", "Extra inputs"),

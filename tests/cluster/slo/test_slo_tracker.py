@@ -18,6 +18,7 @@ from cluster.slo.tracker import SloTracker
 CONFIG = SloConfig()
 INTERACTIVE = CONFIG.choose(None, {})
 BATCH = CONFIG.choose("flex", {})
+STEADY = CONFIG.choose(None, {"x-slo-gap-ms": "200"})
 ALL = SeriesKey("interactive", "m", "")
 
 End = dict[str, Any]
@@ -28,12 +29,21 @@ def served(slo: SloClass = INTERACTIVE, *, prefill: str | None = "p0", decode: s
     return Served(slo=slo, model="m", prefill=prefill, decode=decode)
 
 
-def finished(ttft_s: float = 1.0, tpot_s: float | None = 0.05, num_tokens: int = 10) -> End:
-    return {"outcome": Outcome.FINISHED, "e2e_s": 10.0, "ttft_s": ttft_s, "tpot_s": tpot_s, "num_tokens": num_tokens}
+def finished(
+    ttft_s: float = 1.0, tpot_s: float | None = 0.05, num_tokens: int = 10, *, gap_s: float | None = None
+) -> End:
+    return {
+        "outcome": Outcome.FINISHED,
+        "e2e_s": 10.0,
+        "ttft_s": ttft_s,
+        "tpot_s": tpot_s,
+        "gap_p99_s": tpot_s if gap_s is None else gap_s,
+        "num_tokens": num_tokens,
+    }
 
 
-def ended(outcome: Outcome, *, e2e_s: float = 0.5, ttft_s: float | None = None) -> End:
-    return {"outcome": outcome, "e2e_s": e2e_s, "ttft_s": ttft_s}
+def ended(outcome: Outcome, *, e2e_s: float = 0.5, ttft_s: float | None = None, gap_s: float | None = None) -> End:
+    return {"outcome": outcome, "e2e_s": e2e_s, "ttft_s": ttft_s, "gap_p99_s": gap_s}
 
 
 def report(*ends: End, who: Served | None = None) -> SloReport:
@@ -60,6 +70,18 @@ def tracker() -> SloTracker:
         (INTERACTIVE, ended(Outcome.CANCELLED), Counts(cancelled=1)),
         (INTERACTIVE, ended(Outcome.CANCELLED, e2e_s=9.0, ttft_s=1.0), Counts(cancelled=1)),
         (INTERACTIVE, ended(Outcome.CANCELLED, e2e_s=2.5), Counts(missed=1, late_first=1, cancelled=1)),
+        (INTERACTIVE, finished(gap_s=9.0), Counts(met=1, tokens=10, met_tokens=10)),
+        (STEADY, finished(gap_s=0.2), Counts(met=1, tokens=10, met_tokens=10)),
+        (STEADY, finished(tpot_s=None, num_tokens=1), Counts(met=1, tokens=1, met_tokens=1)),
+        (STEADY, finished(gap_s=0.21), Counts(missed=1, late_gaps=1, tokens=10)),
+        (STEADY, finished(3.0, 0.3), Counts(missed=1, late_first=1, late_tokens=1, late_gaps=1, tokens=10)),
+        (STEADY, ended(Outcome.CANCELLED, e2e_s=9.0, ttft_s=1.0, gap_s=0.2), Counts(cancelled=1)),
+        (
+            STEADY,
+            ended(Outcome.CANCELLED, e2e_s=9.0, ttft_s=1.0, gap_s=5.0),
+            Counts(missed=1, late_gaps=1, cancelled=1),
+        ),
+        (STEADY, ended(Outcome.FAILED, gap_s=5.0), Counts(missed=1, failed=1)),
         (BATCH, finished(500.0, 50.0), Counts(met=1, tokens=10, met_tokens=10)),
         (BATCH, ended(Outcome.REJECTED), Counts(rejected=1)),
         (BATCH, ended(Outcome.FAILED), Counts(failed=1)),
@@ -157,16 +179,30 @@ def test_burn_rates_over_two_windows() -> None:
     assert subject.snapshot(302.0, ALL).short.rate == pytest.approx(0.5 / 0.01)
 
 
+def test_what_burns_the_budget() -> None:
+    subject = tracker()
+    ends = [*[finished()] * 8, ended(Outcome.REJECTED), finished(ttft_s=5.0, gap_s=1.0)]
+    ends += [*[finished(gap_s=1.0)] * 2, *[finished(tpot_s=0.15, gap_s=0.16)] * 4]
+    subject.absorb(10.0, report(*ends, who=served(STEADY)))
+    burn = subject.snapshot(10.0, ALL).short
+    assert burn.rate * 0.01 == pytest.approx(8 / 16)
+    rates = [round(rate * 0.01 * 16, 6) for rate in (burn.ttft_rate, burn.tpot_rate, burn.gap_rate)]
+    assert rates == [1, 4, 3], "a mean above its target may still have no gap above another"
+
+
 ENDS = st.fixed_dictionaries(
     {
         "outcome": st.sampled_from(Outcome),
         "e2e_s": st.floats(0, 100),
         "ttft_s": st.none() | st.floats(0, 5),
         "tpot_s": st.none() | st.floats(0, 0.3),
+        "gap_p99_s": st.none() | st.floats(0, 0.3),
         "num_tokens": st.integers(0, 5000),
     }
 )
-EVENTS = st.tuples(ENDS, st.sampled_from([INTERACTIVE, BATCH]), st.sampled_from(["w0", "w1", None]), st.integers(0, 3))
+EVENTS = st.tuples(
+    ENDS, st.sampled_from([INTERACTIVE, STEADY, BATCH]), st.sampled_from(["w0", "w1", None]), st.integers(0, 3)
+)
 
 
 def record(reports: Sequence[SloReport], events: Iterable[tuple[End, SloClass, str | None, int]]) -> None:
