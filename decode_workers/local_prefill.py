@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from engine.cost_model.step_room import StepRoom
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, ScheduledSequence, Sequence
+
+
+@dataclass(slots=True)
+class Chunks:
+    """A step's chunks, and the sequences that get blocks with it, each with the copies that its prefix hit needs."""
+
+    ring_left: int  # columns of the staging ring
+    items: list[ScheduledSequence] = field(default_factory=list)
+    started: list[tuple[Sequence, tuple[BlockCopy, ...]]] = field(default_factory=list)
 
 
 class LocalPrefill:
@@ -44,11 +55,6 @@ class LocalPrefill:
     @property
     def num_uncomputed_tokens(self) -> int:
         return sum(seq.num_uncomputed for seq in (*self._waiting, *self._computing))
-
-    @property
-    def num_unplanned_tokens(self) -> int:
-        """Without those that a step in flight computes."""
-        return sum(seq.num_unplanned for seq in (*self._unplanned, *self._waiting))
 
     @property
     def needs_host_memory(self) -> bool:
@@ -90,14 +96,13 @@ class LocalPrefill:
         """It is computed, or dropped."""
         (self._computing if seq in self._computing else self._waiting).remove(seq)
 
-    def start(self, budget: int, num_places: int) -> list[tuple[Sequence, tuple[BlockCopy, ...]]]:
-        """Give blocks to waiting sequences, in order, while the token budget goes beyond those that have some.
-
-        Returns each with the copies that its prefix hit needs in this step.
-        """
-        started: list[tuple[Sequence, tuple[BlockCopy, ...]]] = []
-        planned = sum(seq.num_unplanned for seq in self._unplanned)
-        while self._waiting and planned < budget and len(started) < num_places:
+    def fill(self, room: StepRoom, ring_left: int, num_places: int) -> Chunks:
+        """The chunks of the next step, oldest first; those in host memory only while their columns fit what decodes
+        leave of the staging ring. At most `num_places` of those that wait get blocks, as far as there is room."""
+        chunks = Chunks(ring_left=ring_left)
+        for seq in self._unplanned:
+            self._add(seq, room, chunks)
+        while self._waiting and room.is_open and len(chunks.started) < num_places:
             seq = self._waiting[0]
             host_groups = self._host_groups_for(seq.num_tokens)
             if host_groups is None or (host_groups and any(other.host_groups for other in self._computing)):
@@ -106,31 +111,24 @@ class LocalPrefill:
             grown = self._allocator.grow(seq, seq.num_tokens)
             assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
             self._computing.append(self._waiting.popleft())
-            planned += seq.num_uncomputed
-            started.append((seq, copies))
-        return started
-
-    def chunks(self, budget: int, ring_left: int) -> list[ScheduledSequence]:
-        """Oldest first; those in host memory only while their columns fit what decodes leave of the staging ring."""
-        return self._chunks(self._unplanned, budget, ring_left)
-
-    def chunk_alone(self, seq: Sequence, budget: int, ring_left: int) -> list[ScheduledSequence]:
-        """The next chunk of one that shares no step."""
-        return self._chunks([seq], budget, ring_left)
-
-    def _chunks(self, seqs: list[Sequence], budget: int, ring_left: int) -> list[ScheduledSequence]:
-        chunks = []
-        for seq in seqs:
-            num_tokens = min(budget, seq.num_unplanned)
-            if num_tokens <= 0:
-                break
-            num_columns = self._staged_columns(seq)
-            if num_columns > ring_left:
-                continue
-            ring_left -= num_columns
-            budget -= num_tokens
-            chunks.append(ScheduledSequence(seq, num_tokens))
+            chunks.started.append((seq, copies))
+            self._add(seq, room, chunks)
         return chunks
+
+    def chunk_alone(self, seq: Sequence, room: StepRoom, ring_left: int) -> list[ScheduledSequence]:
+        """The next chunk of one that shares no step."""
+        chunks = Chunks(ring_left=ring_left)
+        self._add(seq, room, chunks)
+        return chunks.items
+
+    def _add(self, seq: Sequence, room: StepRoom, chunks: Chunks) -> None:
+        num_columns = self._staged_columns(seq)
+        num_cached = seq.num_computed + seq.num_computing
+        num_tokens = room.chunk(seq.num_unplanned, num_cached) if num_columns <= chunks.ring_left else 0
+        if num_tokens:
+            chunks.ring_left -= num_columns
+            chunks.items.append(ScheduledSequence(seq, num_tokens))
+            room.add(num_tokens, num_cached)
 
     def _staged_columns(self, seq: Sequence) -> int:
         return self._allocator.num_columns_for(seq.num_tokens) if seq.host_groups else 0

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decode_workers.pacing import LayerKvConfig, Pacer
-from engine.cost_model.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
-from engine.sequence import BlockCopy, Sequence, SequenceKey
+from engine.sequence import BlockCopy, Sequence
 
 
 @dataclass(slots=True)
@@ -53,19 +53,14 @@ class OffloadPolicy:
         self.config = config
         self.max_in_flight = config.max_in_flight
         self.staging_columns = staging_columns
-        self.pacer = Pacer(config.tpot_target_s)
+        self.pacer = Pacer(config.tpot_target_s, config.max_steps_without_prefill)
         self._allocator = allocator
         self._host_pool = allocator.host_pool
         self._block_bytes = block_bytes
         self._cost = cost
         self._host_bytes_per_s = host_bytes_per_s
-        self._steps_without_prefill = 0
         self.num_offloads = 0
         self.num_restores = 0
-
-    def forget(self, key: SequenceKey) -> None:
-        """The sequence is gone. Unknown ids are fine."""
-        self.pacer.forget(key)
 
     # --- where a newcomer goes ---
 
@@ -102,7 +97,6 @@ class OffloadPolicy:
         `preempt` is called for sequences whose KV is to be computed again: where that is cheaper than moving it, or
         where nothing could go on. It takes them out of `running`.
         """
-        self.pacer.follow(running, now)
         selection = self._attempt(running, now, limit, ring_columns, preempt)
         is_first = True
         while (
@@ -118,25 +112,6 @@ class OffloadPolicy:
             is_first = False
             selection = self._attempt(running, now, limit, ring_columns, preempt)
         return selection
-
-    def prefill_budget(self, running: list[Sequence], now: float, wanted: int) -> int:
-        """Of `wanted` prompt tokens, those that may be computed beside the running sequences now."""
-        if wanted <= 0 or self.prefill_is_overdue:
-            return wanted
-        cost = self._cost()
-        if cost is None:
-            return wanted
-        decodes = StepWork(decodes=len(running), context_tokens=sum(seq.num_tokens for seq in running))
-        spare_s = self.pacer.prefill_allowance_s(running, now, cost.step_s(decodes))
-        return wanted if cost.prefill_s(wanted) <= spare_s else 0
-
-    @property
-    def prefill_is_overdue(self) -> bool:
-        return self._steps_without_prefill >= self.config.max_steps_without_prefill
-
-    def note_prefill(self, *, wanted: bool, computed: bool) -> None:
-        """What the step that was planned does for prompts that are to be computed here."""
-        self._steps_without_prefill = self._steps_without_prefill + 1 if wanted and not computed else 0
 
     def _attempt(
         self,
@@ -294,11 +269,11 @@ class NoOffload:
 
     num_offloads = num_restores = 0
     staging_columns = 0
-    prefill_is_overdue = False
 
     def __init__(self, allocator: BlockAllocator, *, max_num_seqs: int) -> None:
         self._allocator = allocator
         self.max_in_flight = max_num_seqs
+        self.pacer = Pacer()
 
     def host_groups_for(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:
         """No host groups, if there is room beside one more column for everyone who runs; else None."""
@@ -326,16 +301,6 @@ class NoOffload:
             else:
                 selection.ready.append(seq)
         return selection
-
-    def prefill_budget(self, running: list[Sequence], now: float, wanted: int) -> int:
-        """All that is wanted: decodes come first in every step, and chunks get what they leave."""
-        return wanted
-
-    def note_prefill(self, *, wanted: bool, computed: bool) -> None:
-        """Nobody waits for a ring."""
-
-    def forget(self, key: SequenceKey) -> None:
-        """Nobody has a schedule."""
 
     def _num_lacking_columns(self, seq: Sequence) -> int:
         assert seq.block_table is not None

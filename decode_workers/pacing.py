@@ -1,6 +1,7 @@
-"""How far each sequence is ahead of its schedule, and what time that leaves for others.
+"""When the tokens of sequences that decode here are due, and how long a step may last for them to come in time.
 
-Pure arithmetic on token counts and a clock that the caller, `OffloadPolicy`, reads.
+Pure arithmetic on token counts and a clock that the callers read: `DecodeScheduler`, which sizes its steps by it, and
+`OffloadPolicy`, which lets sequences take turns by it.
 """
 
 from __future__ import annotations
@@ -8,23 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from engine.sequence import Sequence, SequenceKey
+
+_KEPT: Final = 0.95  # of what was promised, what steps are planned for: a token has a way to go to its client
+_CAUGHT_UP: Final = 0.5  # of the time of a token, what a late sequence catches up at most in each step
+MAX_STEPS_WITHOUT_PREFILL: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKvConfig:
     """How a decode worker uses host memory for sequences that it decodes.
 
-    `tpot_target_s` is the time per output token that sequences are paced by. At most `max_in_flight` are held in all
-    tiers. A sequence is received in host memory only where that leaves room for `growth_tokens` more. However little
-    time there is, prompts to be computed here get a chunk at least every `max_steps_without_prefill` steps.
+    `tpot_target_s` is the time per output token that sequences are paced by which were promised none. At most
+    `max_in_flight` are held in all tiers. A sequence is received in host memory only where that leaves room for
+    `growth_tokens` more. However little time there is, prompts to be computed here get a chunk at least every
+    `max_steps_without_prefill` steps.
     """
 
     tpot_target_s: float = 0.05
     max_in_flight: int = 256
     growth_tokens: int = 64
-    max_steps_without_prefill: int = 16
+    max_steps_without_prefill: int = MAX_STEPS_WITHOUT_PREFILL
 
     def __post_init__(self) -> None:
         if self.tpot_target_s <= 0:
@@ -33,35 +40,93 @@ class LayerKvConfig:
             raise ValueError("max_in_flight and max_steps_without_prefill are at least 1")
 
 
-class Pacer:
-    """The schedule of every sequence that decodes here: one token each `tpot_target_s` from when it was first seen."""
+@dataclass(slots=True)
+class _Course:
+    """What a sequence has had since it was first seen."""
 
-    def __init__(self, tpot_target_s: float) -> None:
-        self.tpot_target_s = tpot_target_s
-        self._starts: dict[SequenceKey, tuple[float, int]] = {}  # when it was first seen, with so many tokens
+    began_at: float
+    num_at_first: int
+    num_output: int
+    last_at: float  # when the newest token was seen
+
+
+class Pacer:
+    """The schedule of every sequence that decodes here: one token in each promised TPOT from when it was first seen.
+
+    `tpot_target_s`: for those that were promised none; None: these have no schedule, and nobody asks for their slack.
+    """
+
+    def __init__(
+        self,
+        tpot_target_s: float | None = None,
+        max_steps_without_prefill: int = MAX_STEPS_WITHOUT_PREFILL,
+    ) -> None:
+        self._tpot_target_s = tpot_target_s
+        self._max_steps_without_prefill = max_steps_without_prefill
+        self._courses: dict[SequenceKey, _Course] = {}
+        self._steps_without_prefill = 0
 
     def follow(self, seqs: Iterable[Sequence], now: float) -> None:
-        """The schedule of those that are new begins now, with their last token."""
+        """The schedule of those that are new begins now, with their last token. Called whenever tokens have come."""
         for seq in seqs:
-            if seq.key not in self._starts:
-                self._starts[seq.key] = (now, len(seq.output_token_ids))
+            course = self._courses.get(seq.key)
+            num_output = len(seq.output_token_ids)
+            if course is not None:
+                if course.num_output != num_output:
+                    course.num_output, course.last_at = num_output, now
+            elif seq.tpot_s is not None or seq.gap_s is not None or self._tpot_target_s is not None:
+                self._courses[seq.key] = _Course(now, num_output, num_output, now)
 
     def forget(self, key: SequenceKey) -> None:
-        self._starts.pop(key, None)
+        self._courses.pop(key, None)
 
     def slack_s(self, seq: Sequence, now: float) -> float:
         """Seconds by which its tokens came before they were due; negative: it is late. Falls while it waits."""
-        started_at, num_output = self._starts[seq.key]
-        return self.tpot_target_s * (len(seq.output_token_ids) - num_output) - (now - started_at)
+        tpot_s = seq.tpot_s or self._tpot_target_s
+        assert tpot_s is not None, "slack of a sequence without a schedule"
+        return self._ahead_s(seq, tpot_s, now, 0)
 
-    def prefill_allowance_s(self, seqs: Iterable[Sequence], now: float, decode_step_s: float) -> float:
-        """How long all of these can be held up and still reach the target on average by their ends.
+    def longest_step_s(self, seqs: Iterable[Sequence], begins_at: float, decodes_s: float) -> float:
+        """How long a step that begins then may last, for the next token of all of these to come in time.
 
-        LayerKV (arXiv 2410.00428), the rule by which prefill is let in between decodes:
-        min over i of target * (N_past + N_future) - (T_past + T_future).
+        By the promised gap, since the last token; by the promised TPOT, with all that is saved up: the mean is as
+        promised at every token, since any may be the last. `decodes_s`: what the step takes without prompts. Who is
+        late cannot be helped by more than a step without any: a late gap is late whatever its length, and who is
+        behind by its TPOT catches up by no more than half of it in a step. Who could not be in time even by such steps
+        holds nobody up.
         """
-        return min((self._allowance_s(seq, now, decode_step_s) for seq in seqs), default=math.inf)
+        return min((self._bears_s(seq, begins_at, decodes_s) for seq in seqs), default=math.inf)
 
-    def _allowance_s(self, seq: Sequence, now: float, decode_step_s: float) -> float:
-        num_future = seq.params.max_tokens - len(seq.output_token_ids)
-        return self.slack_s(seq, now) + num_future * (self.tpot_target_s - decode_step_s)
+    def _bears_s(self, seq: Sequence, begins_at: float, decodes_s: float) -> float:
+        course = self._courses.get(seq.key)
+        bears_s = math.inf
+        if course is None:
+            return bears_s
+        if seq.tpot_s is not None and decodes_s <= (tpot_s := _KEPT * seq.tpot_s):
+            ahead_s = self._ahead_s(seq, tpot_s, begins_at, seq.num_awaited)
+            bears_s = tpot_s + max(ahead_s, -_CAUGHT_UP * tpot_s)
+        if seq.gap_s is not None and decodes_s <= (gap_s := _KEPT * seq.gap_s):
+            waited_s = 0.0 if seq.num_awaited else begins_at - course.last_at
+            left_s = gap_s - waited_s
+            bears_s = min(bears_s, left_s if left_s >= decodes_s else gap_s)
+        return bears_s
+
+    def _ahead_s(self, seq: Sequence, tpot_s: float, now: float, num_awaited: int) -> float:
+        course = self._courses[seq.key]
+        return tpot_s * (len(seq.output_token_ids) + num_awaited - course.num_at_first) - (now - course.began_at)
+
+    @property
+    def prefill_is_overdue(self) -> bool:
+        """Prompts have waited for so many steps: something of theirs is computed, whoever has to wait for it."""
+        return self._steps_without_prefill >= self._max_steps_without_prefill
+
+    def note_prefill(self, *, wanted: bool, computed: bool) -> None:
+        """What the step that was planned does for prompts that are to be computed here."""
+        self._steps_without_prefill = self._steps_without_prefill + 1 if wanted and not computed else 0
+
+
+def awaited_longest_s(seqs: Iterable[Sequence], decodes_s: float) -> float:
+    """The same for sequences that may come to decode here at any moment: no step is to keep them from it for longer
+    than a gap that they were promised."""
+    gaps_s = (_KEPT * seq.gap_s for seq in seqs if seq.gap_s is not None)
+    return min((gap_s for gap_s in gaps_s if gap_s >= decodes_s), default=math.inf)

@@ -191,7 +191,7 @@ class Reservations:
         assert seq is not None
         assert seq.lease is not None
         del self._key_of_lease[seq.lease.lease_id]  # no copy will ask for it any more
-        self._scheduler.admit(key, first_token)
+        self._scheduler.admit(key, first_token, time.monotonic())
         self._listener.on_received(seq)
 
     def on_released(self, lease_id: int) -> None:

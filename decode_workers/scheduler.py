@@ -1,19 +1,23 @@
 """What a decode worker computes in its next step: continuous batching with reservations, local prefill, preemption.
 
 A pure class: driven by calls, does no I/O, and is told the time. Every step advances all running sequences by one
-token, or, where some of them rest in host memory, those whose turn it is; what the token budget leaves goes to
-sequences that must be computed here (placed locally, or preempted), in chunks. Those that may be what makes steps fail
-(`Sequence.num_alone`) have steps of their own between these.
+token, or, where some of them rest in host memory, those whose turn it is. Beside them, sequences that must be computed
+here (placed locally, or preempted) get chunks, as long as all who decode can bear by what they were promised. Those
+that may be what makes steps fail (`Sequence.num_alone`) have steps of their own between these.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from decode_workers.local_prefill import LocalPrefill
 from decode_workers.offload_policy import NoOffload, OffloadPolicy, StepSelection
+from decode_workers.pacing import awaited_longest_s
+from engine.cost_model.step_cost import StepCost, StepWork
+from engine.cost_model.step_room import StepRoom
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import (
     FinishReason,
@@ -60,9 +64,10 @@ class Emission:
 class StepInFlight:
     """A step from its plan to its end. `moving`: the sequences for which it copies blocks."""
 
-    def __init__(self, plan: StepPlan, moving: list[Sequence]) -> None:
+    def __init__(self, plan: StepPlan, moving: list[Sequence], began_at: float | None) -> None:
         self.plan = plan
         self.moving = moving
+        self.began_at = began_at  # None: it was planned ahead of another one
         self.keys = {item.seq.key for item in plan.items} | {seq.key for seq in moving}
 
 
@@ -70,7 +75,8 @@ class DecodeScheduler:
     """Owns the sequences of one decode worker from reservation to their last token.
 
     `allocator` gives them their blocks; `tiers` decides where they rest, and how many there may be at once. None: on
-    the device only.
+    the device only. A step has at most `token_budget` tokens, and as many of prompts as all who decode can bear by what
+    they were promised, going by `cost()`: what nearly all steps stay below, None as long as that is not known.
 
     The caller alternates `plan()` and `finish_step()`, or has the next step planned by `plan_ahead()` before the one in
     flight is finished; everything else may come at any moment in between. Steps are finished in the order of their
@@ -86,6 +92,7 @@ class DecodeScheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         tiers: OffloadPolicy | None = None,
+        cost: Callable[[], StepCost | None] = lambda: None,
     ) -> None:
         self.allocator = allocator
         self.tiers: OffloadPolicy | NoOffload = tiers or NoOffload(allocator, max_num_seqs=max_num_seqs)
@@ -93,6 +100,8 @@ class DecodeScheduler:
         self._token_budget = token_budget
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
+        self._cost = cost
+        self._pacer = self.tiers.pacer
         self._entries: dict[SequenceKey, Entry] = {}
         self._local = LocalPrefill(allocator, self._host_groups_for)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
@@ -177,8 +186,11 @@ class DecodeScheduler:
         self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
         return True
 
-    def admit(self, key: SequenceKey, first_token: int) -> None:
-        """The reserved sequence's KV is here and verified: decode from `first_token` on."""
+    def admit(self, key: SequenceKey, first_token: int, now: float | None = None) -> None:
+        """The reserved sequence's KV is here and verified: decode from `first_token` on.
+
+        `now`: on the clock of `plan`; its next token is due from then on. None: from the next plan on.
+        """
         entry = self._entries[key]
         assert entry.state is DecodeState.RESERVED, f"cannot admit a sequence that is {entry.state.name}"
         seq = entry.seq
@@ -187,6 +199,8 @@ class DecodeScheduler:
         seq.output_token_ids.append(first_token)
         entry.state = DecodeState.RUNNING
         self._running.append(seq)
+        if now is not None:
+            self._pacer.follow([seq], now)
 
     def add(self, seq: Sequence) -> None:
         """A sequence to compute entirely here."""
@@ -207,9 +221,11 @@ class DecodeScheduler:
     def plan(self, now: float = 0.0) -> StepPlan:
         """The next step: running sequences' next tokens, then chunks of what must be computed here, then moves.
 
-        `now`: seconds on any clock that does not go back; only with `tiers` does it matter.
+        `now`: seconds on any clock that does not go back; it matters to those that were promised a time, and with
+        `tiers`.
         """
         assert not self._in_flight, "a step is in flight: finish it, or plan ahead of its results"
+        self._pacer.follow(self._running, now)
         if not self._was_alone and (plan := self._plan_alone(now)):
             return plan
         plan = self._plan([seq for seq in self._running if not seq.num_alone], now)
@@ -223,6 +239,9 @@ class DecodeScheduler:
         next step has to wait: where blocks have to move or be taken from someone, or where there is nothing to do.
         """
         assert len(self._in_flight) == 1, "a step is planned ahead of one that is in flight"
+        if self._in_flight[0].began_at is None:
+            self._in_flight[0].began_at = now  # the one before it has just ended
+        self._pacer.follow(self._running, now)
         running = [seq for seq in self._running if not self._is_last_in_flight(seq)]
         waits = (
             bool(self._suspects())
@@ -250,10 +269,12 @@ class DecodeScheduler:
                 items = [ScheduledSequence(ready, 1) for ready in selection.ready]
             else:
                 selection = StepSelection(ring_left=self.tiers.staging_columns)
-                items = self._local.chunk_alone(seq, self._token_budget, selection.ring_left)
+                others = [other for other in self._running if not other.num_alone]
+                room = self._room(self._running, others, self._token_budget, now)  # they are to decode right after it
+                items = self._local.chunk_alone(seq, room, selection.ring_left)
             plan = StepPlan(tuple(items), tuple(selection.copies))
             if plan.items or plan.copies:
-                self._begin_step(plan, selection.moving)
+                self._begin_step(plan, selection.moving, now)
                 self._was_alone = True
                 return plan
         return None
@@ -262,18 +283,50 @@ class DecodeScheduler:
         self._was_alone = False
         selection = self._select(running, now)
         items = [ScheduledSequence(seq, 1) for seq in selection.ready]
-        wanted = min(self._token_budget - len(items), self._local.num_unplanned_tokens)
-        budget = self.tiers.prefill_budget(running, now, wanted)
-        self._start_local(budget, selection)
-        chunks = self._local.chunks(budget, selection.ring_left)
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
-        self.tiers.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in chunks))
-        items += chunks
+        if oldest is not None:
+            items += self._prompts(running, selection, now)
+        self._pacer.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in items))
         plan = StepPlan(tuple(items), tuple(selection.copies))
         if plan.items or plan.copies:
-            self._begin_step(plan, selection.moving)
+            self._begin_step(plan, selection.moving, None if self._in_flight else now)
         return plan
+
+    def _prompts(self, running: list[Sequence], selection: StepSelection, now: float) -> list[ScheduledSequence]:
+        """Chunks beside the selected decodes."""
+        room = self._room(running, selection.ready, self._token_budget - len(selection.ready), now)
+        chunks = self._local.fill(room, selection.ring_left, self.tiers.max_in_flight - self.num_running)
+        for seq, copies in chunks.started:
+            self._entries[seq.key].state = DecodeState.PREFILLING
+            self.num_host_landings += bool(seq.host_groups)
+            if copies:
+                selection.move(seq, copies)
+        return chunks.items
+
+    def _room(self, running: list[Sequence], decoding: list[Sequence], most_tokens: int, now: float) -> StepRoom:
+        """For prompts in a step in which the ones advance, so that all of the others are in time."""
+        cost = self._cost()
+        if cost is None:
+            return StepRoom(None, most_tokens=most_tokens)
+        beside = StepWork(decodes=len(decoding), context_tokens=sum(seq.num_tokens_ahead for seq in decoding))
+        decodes_s = cost.step_s(beside)
+        begins_at = now
+        for step in self._in_flight:
+            ends_at = (now if step.began_at is None else step.began_at) + cost.step_s(StepWork.of_plan(step.plan))
+            begins_at = max(begins_at, ends_at)
+        reserved = (entry.seq for entry in self._entries.values() if entry.state is DecodeState.RESERVED)
+        allowed_s = min(
+            self._pacer.longest_step_s(running, begins_at, decodes_s), awaited_longest_s(reserved, decodes_s)
+        )
+        is_due = self._pacer.prefill_is_overdue
+        return StepRoom(
+            cost,
+            most_tokens=most_tokens,
+            beside=beside,
+            allowed_s=max(allowed_s, 2 * decodes_s) if is_due else allowed_s,
+            is_due=is_due,
+        )
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
         """Take a step's results in; finished sequences leave, and their blocks are free when no step uses them."""
@@ -295,8 +348,8 @@ class DecodeScheduler:
         self._release_ended(step)
         return emissions
 
-    def _begin_step(self, plan: StepPlan, moving: list[Sequence]) -> None:
-        self._in_flight.append(StepInFlight(plan, moving))
+    def _begin_step(self, plan: StepPlan, moving: list[Sequence], began_at: float | None) -> None:
+        self._in_flight.append(StepInFlight(plan, moving, began_at))
         for item in plan.items:
             item.seq.num_computing += item.num_tokens
             item.seq.num_awaited += item.samples
@@ -349,7 +402,7 @@ class DecodeScheduler:
 
     def _select(self, running: list[Sequence], now: float) -> StepSelection:
         """Who decodes in the next step. A prompt that has waited for the ring too long has its columns before them."""
-        kept = self._local.staged_columns if self.tiers.prefill_is_overdue else 0
+        kept = self._local.staged_columns if self._pacer.prefill_is_overdue else 0
         limit = min(self._max_num_seqs, self._token_budget - bool(kept))
         ring_columns = self.tiers.staging_columns - kept
 
@@ -372,18 +425,10 @@ class DecodeScheduler:
         self._entries[seq.key].state = DecodeState.WAITING
         self._local.put_back(seq)
 
-    def _start_local(self, budget: int, selection: StepSelection) -> None:
-        """Prompts that get blocks now, with the copies that their prefix hits need."""
-        for seq, copies in self._local.start(budget, self.tiers.max_in_flight - self.num_running):
-            self._entries[seq.key].state = DecodeState.PREFILLING
-            self.num_host_landings += bool(seq.host_groups)
-            if copies:
-                selection.move(seq, copies)
-
     def _end(self, entry: Entry) -> None:
         """It takes part in nothing any more; its blocks are free as soon as no step in flight uses them."""
         seq = entry.seq
-        self.tiers.forget(seq.key)
+        self._pacer.forget(seq.key)
         if entry.state in (DecodeState.WAITING, DecodeState.PREFILLING):
             self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:

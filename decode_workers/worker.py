@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWorkerConfig(WorkerConfig):
-    """`token_budget` bounds a step's decodes and local prefill chunks together.
+    """`token_budget` bounds a step's decodes and local prefill chunks together, whatever those who decode could bear.
 
     A reservation that does not fit waits up to `reserve_wait_s` for room; one whose prefill is not heard of for
     `lease_ttl_s` lapses. `layerkv`: how sequences rest in host memory too; None: on the device only. `overlap_steps`:
@@ -257,6 +257,7 @@ def decode_scheduler(
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
         tiers=_offload_policy(model, allocator, layerkv),
+        cost=model.costs.cautious_cost,
     )
 
 

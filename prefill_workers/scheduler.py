@@ -8,11 +8,12 @@ one wait. Only a prompt whose prefix is being loaded lets others pass. One that 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from engine.cost_model.step_cost import StepCost
+from engine.cost_model.step_room import StepRoom
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import BlockCopy, SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan
 
@@ -47,7 +48,8 @@ class PrefillScheduler:
 
     `host_groups(seq)`: which layer groups of a prompt may rest in host memory when the device lacks blocks for all;
     none where a step can stage no columns of them.
-    `shared_tokens()`: up to how many tokens prompts share a step, as it stands; more of one prompt may be in it.
+    `cost()`: what nearly all steps stay below, by which prompts share one; None: they do as far as the token budget
+    goes.
     """
 
     def __init__(
@@ -58,14 +60,14 @@ class PrefillScheduler:
         max_waiting: int,
         staging_columns: int = 0,
         host_groups: Callable[[Sequence], frozenset[int]] = _device_only,
-        shared_tokens: Callable[[], float] = lambda: math.inf,
+        cost: Callable[[], StepCost | None] = lambda: None,
     ) -> None:
         self._allocator = allocator
         self._token_budget = token_budget
         self._max_waiting = max_waiting
         self._staging_columns = staging_columns
         self._host_groups = host_groups
-        self._shared_tokens = shared_tokens
+        self._cost = cost
         self._entries: dict[SequenceKey, _Entry] = {}
         self._waiting: dict[SequenceKey, _Entry] = {}  # in order of arrival; also those that load
         self._running: list[Sequence] = []
@@ -125,7 +127,7 @@ class PrefillScheduler:
             self._allocator,
             token_budget=self._token_budget,
             staging_columns=self._staging_columns,
-            shared_tokens=self._shared_tokens(),
+            cost=self._cost(),
         )
         admitted: list[Sequence] = []
         for seq in self._running:
@@ -268,7 +270,7 @@ class StepFilling:
 
     Sequences are offered in order; each gets what the ones before it have left.
 
-    The first one may fill the budget; others are added only up to `shared_tokens` in all.
+    The first one may fill the budget; others are added as far as `StepRoom` says that sharing saves time.
     """
 
     def __init__(
@@ -277,18 +279,17 @@ class StepFilling:
         *,
         token_budget: int,
         staging_columns: int,
-        shared_tokens: float = math.inf,
+        cost: StepCost | None,
     ) -> None:
         self._allocator = allocator
-        self._tokens_left = token_budget
-        self._shared_tokens = shared_tokens
+        self._room = StepRoom(cost, most_tokens=token_budget)
         self._columns_left = staging_columns
         self._items: list[ScheduledSequence] = []
         self._copies: list[BlockCopy] = []
 
     @property
     def is_full(self) -> bool:
-        return self._tokens_left == 0
+        return not self._room.is_open
 
     def admits(self, seq: Sequence) -> bool:
         """Whether the step may be shared by this one and those that it has."""
@@ -301,15 +302,13 @@ class StepFilling:
 
     def add(self, seq: Sequence, copies: tuple[BlockCopy, ...] = ()) -> None:
         """Its next chunk, or nothing where that does not fit."""
-        num_tokens = min(self._tokens_left, seq.num_uncomputed)
+        num_tokens = self._room.chunk(seq.num_uncomputed, seq.num_computed)
         staged = self._allocator.num_columns_for(seq.num_computed + num_tokens) if seq.host_groups else 0
         if num_tokens == 0 or staged > self._columns_left:
             return
-        if not self._items:
-            self._tokens_left = max(num_tokens, int(min(self._tokens_left, self._shared_tokens)))
+        self._room.add(num_tokens, seq.num_computed)
         self._items.append(ScheduledSequence(seq, num_tokens))
         self._copies += copies
-        self._tokens_left -= num_tokens
         self._columns_left -= staged
 
     def plan(self) -> StepPlan:

@@ -69,7 +69,7 @@ class PrefillWorker(Worker):
             max_waiting=config.max_waiting,
             staging_columns=self.model.staging_columns,
             host_groups=in_host,
-            shared_tokens=lambda: self.steps.costs.shared_tokens(),
+            cost=lambda: self.steps.costs.cautious_cost(),
         )
 
     async def _open(self) -> StepLoop:

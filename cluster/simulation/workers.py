@@ -18,6 +18,7 @@ from cluster.simulation.routers.base import Router
 from cluster.simulation.steps import SimulatedSteps, step_factors
 from cluster.simulation.workload.prompts import TOKEN
 from decode_workers.scheduler import DecodeScheduler
+from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
@@ -70,6 +71,10 @@ class WorkerShape:
             raise ValueError(f"step_noise is {self.step_noise}; 0 means none, 0.1 that steps vary by a tenth")
         if not 0 <= self.step_correlation < 1:
             raise ValueError(f"step_correlation is {self.step_correlation}; it must be at least 0 and less than 1")
+
+    def cautious_cost(self) -> StepCost:
+        """What nearly all of its steps stay below, as `StepCosts` has it of real ones."""
+        return scaled(self.cost, 1 + 2 * self.step_noise)
 
 
 def measured(cost: StepCost, step_noise: float = 0.0) -> StepCost:
@@ -143,6 +148,7 @@ class SimulatedWorker(ABC):
         )
         self.draining = False
         self._step_cost = stated_report(shape.cost)
+        self._cautious_cost = shape.cautious_cost()
         self._events = BlockEventLog(worker_id, layer_groups=1, epoch=epoch)
         self._num_snapshots = 0
         self._is_silent = True
@@ -235,6 +241,7 @@ class SimulatedDecode(SimulatedWorker):
             token_budget=shape.token_budget,
             max_model_len=self.info.max_model_len,
             eos_token_ids=frozenset(),
+            cost=lambda: self._cautious_cost,
         )
         self._pending: deque[_Pending] = deque()
 
@@ -261,7 +268,7 @@ class SimulatedDecode(SimulatedWorker):
     def admit(self, key: SequenceKey) -> None:
         self.break_silence()
         self.steps.interrupt()
-        self.scheduler.admit(key, TOKEN)
+        self.scheduler.admit(key, TOKEN, self._clock.now)
         self.steps.wake()
 
     def drop(self, key: SequenceKey) -> None:
@@ -347,7 +354,7 @@ class SimulatedPrefill(SimulatedWorker):
             self.allocator,
             token_budget=shape.token_budget,
             max_waiting=shape.max_waiting,
-            shared_tokens=shape.cost.shared_tokens,
+            cost=lambda: self._cautious_cost,
         )
         self._receivers: dict[SequenceKey, SimulatedDecode] = {}
 

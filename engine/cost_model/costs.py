@@ -6,9 +6,7 @@ loop reports each step; schedulers, LayerKV and the worker's snapshots ask.
 
 from __future__ import annotations
 
-import math
-
-from engine.cost_model.fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps, kind_of
+from engine.cost_model.fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps, kind_of, scaled
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost, StepWork
 
@@ -17,6 +15,9 @@ _SCALING_STEPS = TELLING_STEPS - 1
 # Learnt from together: a step leaves nothing of the fit in the processor's caches, so that the first one after it costs
 # ten times as much as the next.
 _STEPS_AT_ONCE = 16
+# Of typical errors, which are medians, so many above what is predicted are two standard deviations; beyond this share
+# of it steps are long for reasons of their own, that shorter ones would not change.
+_NEARLY_ALL, _MOST_SCATTER = 3.0, 0.5
 
 
 class StepCosts:
@@ -29,6 +30,7 @@ class StepCosts:
         self._seed_error = estimate.relative_error
         self._learnt: StepCostFit | None = None
         self._unlearnt: list[tuple[StepWork, float]] = []
+        self._cautious: StepCost | None = None
 
     @property
     def is_seeded(self) -> bool:
@@ -38,6 +40,7 @@ class StepCosts:
     def seed(self, cost: StepCost) -> None:
         """Begin with what was measured."""
         self._learnt, self._seed_error, self._is_seeded = StepCostFit(cost), cost.relative_error, True
+        self._cautious = None
         self._unlearnt.clear()
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -51,6 +54,7 @@ class StepCosts:
         else:
             self._first.append((work, seconds))
             self._learnt = StepCostFit(fit_steps(self.estimate, self._first))
+            self._cautious = None
             self._is_seeded = len(self._first) == _SCALING_STEPS
 
     @property
@@ -60,10 +64,11 @@ class StepCosts:
         return self._learnt
 
     def _learn(self) -> None:
-        if self._learnt is not None:
+        if self._learnt is not None and self._unlearnt:
             for work, seconds in self._unlearnt:
                 self._learnt.observe(work, seconds)
-        self._unlearnt.clear()
+            self._unlearnt.clear()
+            self._cautious = None
 
     def cost(self) -> StepCost | None:
         """None as long as nothing was measured."""
@@ -97,10 +102,17 @@ class StepCosts:
             return num_tokens / ASSUMED_PREFILL_TOKENS_PER_S
         return cost.prefill_s(num_tokens, 0.0, chunk_tokens) * max(1.0, self.stretch("prefill"))
 
-    def shared_tokens(self) -> float:
-        """See `StepCost`; without bound as long as nothing was measured."""
-        cost = self.cost()
-        return math.inf if cost is None else cost.shared_tokens()
+    def cautious_cost(self) -> StepCost | None:
+        """What nearly all steps with prompt tokens stay below: schedulers size these steps by it, each time.
+
+        None as long as nothing was measured. As of the steps that were learnt from last.
+        """
+        if self._cautious is None and self._learnt is not None:
+            error = self._learnt.error("prefill")
+            scatter = min(_NEARLY_ALL * (self._seed_error if error is None else error), _MOST_SCATTER)
+            stretch = max(1.0, self._learnt.stretch("prefill"))
+            self._cautious = scaled(self._learnt.cost(), stretch * (1 + scatter))
+        return self._cautious
 
     def error(self, kind: StepKind) -> float:
         """Median of |actual / predicted - 1| over the latest steps of a kind; the seed's own without any."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from engine.sequence import StepPlan
 
 ASSUMED_PREFILL_TOKENS_PER_S: Final = 1000.0  # of a worker that has not measured its speed yet
-_SMALL_PART: Final = 0.1
+SHARED_PART: Final = 0.1
+"""Of a step that prompts share, what it costs in any case, where longer ones would save little."""
+DECODES_PART: Final = 0.05
+"""Of a step with decodes, what it costs without prompts, where longer ones would save little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,17 @@ class StepWork:
         )
 
 
+NOTHING: Final = StepWork()
+
+
+def tokens_within(room_s: Any, prefill_token_s: Any, prefill_pair_s: Any, num_cached: Any) -> Any:
+    """How many prompt tokens behind `num_cached` known ones take `room_s` seconds, at these costs of a token and a
+    (query, key) pair: a real number, at least 0. Of numbers, or of arrays that numpy broadcasts."""
+    first_s = prefill_token_s + prefill_pair_s * (num_cached + 0.5)
+    root = (first_s * first_s + 2 * prefill_pair_s * room_s) ** 0.5
+    return 2 * room_s / (first_s + root)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
     """Seconds: of any step, and per unit of its work. `relative_error`: typical |actual / predicted - 1|."""
@@ -70,13 +83,33 @@ class StepCost:
             + self.context_token_s * work.context_tokens
         )
 
-    def shared_tokens(self) -> float:
-        """How many prompt tokens it takes to make what a step costs in any case a small part of it.
+    def longest_that_pays_s(self, beside: StepWork = NOTHING) -> float:
+        """How long a step with prompt tokens lasts whose other part, what it costs in any case and the work beside
+        them, is a small one.
 
-        Up to there prompts that share a step save time; beyond, those whose prompt is computed wait for the others'
-        (the critical length of Zhong et al., "DistServe", OSDI 2024).
+        Up to there more prompt tokens in a step save time; beyond, they only make others wait: those that share the
+        step, and those that decode in it (the critical length of Zhong et al., "DistServe", OSDI 2024).
         """
-        return (1 / _SMALL_PART - 1) * self.base_s / self.prefill_token_s if self.prefill_token_s else math.inf
+        return self.step_s(beside) / (DECODES_PART if beside.decodes else SHARED_PART)
+
+    def largest_chunk(self, beside: StepWork, num_cached: int, allowed_s: float, most: int) -> int:
+        """The most prompt tokens behind `num_cached` known ones with which a step, that has the work `beside`, lasts
+        `allowed_s` at most; 0 to `most`. Exactly what `step_s` says. Workers size their steps by it."""
+        room_s = allowed_s - self.step_s(beside)
+        if room_s < 0:
+            return 0
+
+        def fits(num_tokens: int) -> bool:
+            return self.step_s(beside + StepWork.of_prefill(num_tokens, num_cached)) <= allowed_s
+
+        if fits(most):
+            return most
+        found = min(int(tokens_within(room_s, self.prefill_token_s, self.prefill_pair_s, num_cached)), most)
+        while found < most and fits(found + 1):  # rounding: a step or two
+            found += 1
+        while found > 0 and not fits(found):
+            found -= 1
+        return found
 
     def prefill_s(self, num_tokens: float, num_cached: float = 0.0, chunk_tokens: float = float("inf")) -> float:
         """Of a whole prompt, in chunks, with nothing else in its steps."""

@@ -35,14 +35,40 @@ def test_slack_grows_by_the_target_with_each_token_and_falls_with_time() -> None
     assert pacer.slack_s(seq, 9.0) == 0.0
 
 
-def test_prefill_may_take_what_the_tightest_sequence_can_make_good_until_its_end() -> None:
-    pacer, early, late = Pacer(0.1), _seq("early", 1), _seq("late", 8)
-    assert pacer.prefill_allowance_s([], 0.0, 0.05) == math.inf
-    pacer.follow([early, late], now=0.0)
-    assert pacer.prefill_allowance_s([early], 0.0, 0.05) == pytest.approx(9 * 0.05)
-    assert pacer.prefill_allowance_s([early, late], 0.0, 0.05) == pytest.approx(2 * 0.05)
-    assert pacer.prefill_allowance_s([early, late], 0.3, 0.05) < 0, "0.3 s later it is late for good"
-    assert pacer.prefill_allowance_s([early], 0.0, 0.2) < 0, "steps take longer than tokens may"
+def test_a_sequence_is_paced_by_what_it_was_promised_itself() -> None:
+    pacer, seq = Pacer(0.1), _seq("r", 1)
+    seq.tpot_s = 0.03
+    pacer.follow([seq], now=0.0)
+    seq.output_token_ids += [4, 4]
+    assert pacer.slack_s(seq, 0.05) == pytest.approx(0.01)
+
+
+def test_a_step_lasts_at_most_until_the_next_token_that_is_due() -> None:
+    """By gaps and by means, of which a twentieth is kept back."""
+    pacer = Pacer()
+    assert pacer.longest_step_s([], 0.0, 0.01) == math.inf
+    gap, mean, nothing = _seq("gap", 1), _seq("mean", 1), _seq("nothing", 1)
+    gap.gap_s, mean.tpot_s = 0.2, 0.1
+    pacer.follow([gap, mean, nothing], now=0.0)
+    assert pacer.longest_step_s([nothing], 0.0, 0.01) == math.inf
+    assert pacer.longest_step_s([gap, nothing], 0.05, 0.01) == pytest.approx(0.19 - 0.05)
+    assert pacer.longest_step_s([gap], 0.185, 0.01) == pytest.approx(0.19), "this gap is late in any case"
+    assert pacer.longest_step_s([gap], 0.05, 0.2) == math.inf, "as all of its gaps would be"
+    assert pacer.longest_step_s([mean], 0.02, 0.01) == pytest.approx(0.095 - 0.02)
+    mean.output_token_ids += [3] * 4
+    pacer.follow([mean], now=0.1)
+    assert pacer.longest_step_s([mean, gap], 0.1, 0.01) == pytest.approx(0.19 - 0.1), "whoever bears least"
+    assert pacer.longest_step_s([mean], 0.1, 0.01) == pytest.approx(5 * 0.095 - 0.1), "what four tokens have saved up"
+    assert pacer.longest_step_s([mean], 9.0, 0.01) == pytest.approx(0.095 / 2), "late, it catches up by half at most"
+
+
+def test_tokens_in_flight_have_come_when_the_next_step_begins() -> None:
+    pacer, gap, mean = Pacer(), _seq("gap", 1), _seq("mean", 1)
+    gap.gap_s, mean.tpot_s = 0.2, 0.1
+    pacer.follow([gap, mean], now=0.0)
+    gap.num_awaited = mean.num_awaited = 1
+    assert pacer.longest_step_s([gap], 0.15, 0.01) == pytest.approx(0.19)
+    assert pacer.longest_step_s([mean], 0.12, 0.01) == pytest.approx(2 * 0.095 - 0.12)
 
 
 @pytest.mark.parametrize("wrong", [{"tpot_target_s": 0.0}, {"max_in_flight": 0}, {"max_steps_without_prefill": 0}])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sequence import SequenceKey
@@ -24,7 +23,7 @@ class Bench:
         host_columns: int = 0,
         staging_columns: int = 0,
         rate: float = 100.0,
-        shared_tokens: float = math.inf,
+        cost: StepCost | None = None,
     ) -> None:
         self.pool = BlockPool(columns * layer_groups)
         host_pool = BlockPool(host_columns * layer_groups) if host_columns else None
@@ -36,7 +35,7 @@ class Bench:
             max_waiting=8,
             staging_columns=staging_columns,
             host_groups=host_rule(allocator, staging_columns, rate),
-            shared_tokens=lambda: shared_tokens,
+            cost=lambda: cost,
         )
 
     def step(self) -> tuple[list[tuple[str, int]], list[str]]:
@@ -44,6 +43,11 @@ class Bench:
         plan, _ = self.scheduler.plan()
         first = self.scheduler.finish_step(plan, self.runner.execute(plan))
         return [(i.seq.request_id, i.num_tokens) for i in plan.items], [seq.request_id for seq, _ in first]
+
+
+def _cost(base_s: float) -> StepCost:
+    """A prompt token takes a second."""
+    return StepCost(base_s=base_s, prefill_token_s=1.0, prefill_pair_s=0.0, decode_s=0.0, context_token_s=0.0)
 
 
 def test_what_a_long_prompt_leaves_of_the_budget_goes_to_the_next() -> None:
@@ -59,7 +63,7 @@ def test_what_a_long_prompt_leaves_of_the_budget_goes_to_the_next() -> None:
 
 
 def test_prompts_share_a_step_only_up_to_where_sharing_saves_time() -> None:
-    bench = Bench(shared_tokens=10.7)
+    bench = Bench(cost=_cost(base_s=10.7 / 9))
     for name, length in (("a", 4), ("b", 5), ("c", 9), ("d", 17)):
         bench.scheduler.add(prompt_of(name, [ord(name)] * length))
     assert bench.step() == ([("a", 4), ("b", 5), ("c", 1)], ["a", "b"])
@@ -68,7 +72,7 @@ def test_prompts_share_a_step_only_up_to_where_sharing_saves_time() -> None:
 
 
 def test_without_room_to_share_every_prompt_has_its_own_steps() -> None:
-    bench = Bench(shared_tokens=0.0)
+    bench = Bench(cost=_cost(base_s=0.0))
     for name, length in (("a", 20), ("b", 5)):
         bench.scheduler.add(prompt_of(name, [ord(name)] * length))
     assert [bench.step() for _ in range(3)] == [([("a", 16)], []), ([("a", 4)], ["a"]), ([("b", 5)], ["b"])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 
 import pytest
@@ -116,14 +115,31 @@ def test_who_reads_a_report_gets_what_steps_take_in_the_mean() -> None:
         assert cost.relative_error == (report.decode_error if role == "decode" else report.prefill_error)
 
 
-def test_prompts_share_a_step_until_its_fixed_cost_is_a_tenth() -> None:
-    shared = round(TRUTH.shared_tokens())
-    assert shared == 9 * 20
-    assert TRUTH.base_s == pytest.approx(0.1 * (TRUTH.base_s + TRUTH.prefill_token_s * shared))
+def test_nearly_all_steps_stay_below_the_cautious_cost() -> None:
     costs = StepCosts(ESTIMATE)
-    assert costs.shared_tokens() == math.inf
-    costs.seed(TRUTH)
-    assert costs.shared_tokens() == pytest.approx(shared)
+    assert costs.cautious_cost() is None
+    costs.seed(dataclasses.replace(TRUTH, relative_error=0.1))
+    cautious = costs.cautious_cost()
+    assert cautious is not None
+    assert cautious.step_s(PROMPT) == pytest.approx(1.3 * TRUTH.step_s(PROMPT)), (
+        "by what the calibration says of itself"
+    )
+    rng = random.Random(3)
+    late = 0
+    for number in range(600):
+        work = StepWork.of_prefill(rng.randint(20, 400), rng.randint(0, 800)) + decodes(rng)
+        seconds = TRUTH.step_s(work) * rng.lognormvariate(0.0, 0.08)
+        cautious = costs.cautious_cost()
+        assert cautious is not None
+        late += number >= 100 and seconds > cautious.step_s(work)
+        costs.observe(work, seconds)
+    assert 0 < late <= 0.04 * 500
+    assert cautious.step_s(PROMPT) < 1.3 * TRUTH.step_s(PROMPT)
+    for _ in range(64):
+        costs.observe(PROMPT, 2 * TRUTH.step_s(PROMPT))
+    slower = costs.cautious_cost()
+    assert slower is not None
+    assert slower.step_s(PROMPT) > 2 * TRUTH.step_s(PROMPT), "it follows a machine that has become slower"
 
 
 def test_a_prompts_time_is_assumed_at_first_and_then_what_steps_have_cost() -> None:
