@@ -34,6 +34,7 @@ PARTS = {
     "eviction": ("benchmarks.scheduling.eviction", 180),
     "offload": ("benchmarks.engine.offload", 420),
     "prefix": ("benchmarks.engine.prefix", 300),
+    "gaps": ("benchmarks.serving.gaps", 900),
     "layerkv": ("benchmarks.serving.layerkv", 1800),
     "simulator_honesty": ("benchmarks.serving.simulator_honesty", 1200),
     "decisions": ("benchmarks.scheduling.decisions", 600),

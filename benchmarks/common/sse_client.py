@@ -9,8 +9,9 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 import uvloop
 
@@ -18,6 +19,7 @@ from benchmarks.common.timing import RequestTiming, Wave
 from benchmarks.common.workload import Load, draw_prompts
 
 REQUEST_TIMEOUT_S = 300.0
+NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _ID = re.compile(rb'"id":"([^"]+)"')
 _CACHED = re.compile(rb'"cached_tokens":(\d+)')
 
@@ -35,17 +37,18 @@ def http_wave(port: int, model: str, load: Load) -> Wave:
 async def stream_wave(port: int, model: str, load: Load) -> Wave:
     """All requests sent at once to 127.0.0.1, streamed to their ends. Raises AnswerError."""
     prompts = draw_prompts(load.num_requests, load.prompt_tokens)
-    bodies = [_body(model, prompt, load.output_tokens) for prompt in prompts]
+    bodies = [completion_body(model, prompt, load.output_tokens) for prompt in prompts]
     async with asyncio.timeout(REQUEST_TIMEOUT_S):
         return Wave(tuple(await asyncio.gather(*(_stream(port, body, load.output_tokens) for body in bodies))))
 
 
 async def stream_one(port: int, model: str, prompt: list[int], num_tokens: int) -> RequestTiming:
     """One request, streamed to its end. Raises AnswerError."""
-    return await _stream(port, _body(model, prompt, num_tokens), num_tokens)
+    return await _stream(port, completion_body(model, prompt, num_tokens), num_tokens)
 
 
-def _body(model: str, prompt: list[int], num_tokens: int) -> bytes:
+def completion_body(model: str, prompt: list[int], num_tokens: int) -> bytes:
+    """Of a greedy request for so many tokens, streamed."""
     fields: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
@@ -58,11 +61,11 @@ def _body(model: str, prompt: list[int], num_tokens: int) -> bytes:
     return json.dumps(fields).encode()
 
 
-async def stream_chunks(port: int, body: bytes) -> AsyncGenerator[bytes, None]:
+async def stream_chunks(port: int, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> AsyncGenerator[bytes, None]:
     """The pieces of the answer as they come. Raises AnswerError where there is none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(_head(len(body)) + body)
+        writer.write(_head(len(body), headers) + body)
         await _require_ok(reader)
         while chunk := await _chunk(reader):
             yield chunk
@@ -97,11 +100,11 @@ def _found(pattern: re.Pattern[bytes], data: bytes) -> str:
     return "" if match is None else match[1].decode()
 
 
-def _head(num_bytes: int) -> bytes:
+def _head(num_bytes: int, headers: Mapping[str, str]) -> bytes:
     return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % num_bytes
-    )
+        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n%b"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    ) % (b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in headers.items()), num_bytes)
 
 
 async def _require_ok(reader: asyncio.StreamReader) -> None:

@@ -233,15 +233,25 @@ class PoolSettings(Settings):
 
 class PrefillSettings(PoolSettings):
     replicas: int = Field(1, ge=0, description="Prefill workers; 0: the decode workers do both (colocated).")
-    chunk_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step, over all sequences.")
+    chunk_tokens: int = Field(
+        2048, ge=1, description="The most prompt tokens of one step, over all sequences: bounds its memory."
+    )
 
 
 class DecodeSettings(PoolSettings):
     replicas: int = Field(1, ge=1, description="Decode workers.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that one decode step may hold.")
-    chunk_tokens: int = Field(256, ge=1, description="Prompt tokens a decode worker computes itself in one step.")
+    chunk_tokens: int = Field(
+        2048,
+        ge=1,
+        description="The most prompt tokens that a decode worker computes itself in one step: bounds its memory. Beside"
+        " running sequences it takes as many as all of them can bear by what they were promised.",
+    )
     tpot_target_ms: float = Field(
-        100.0, gt=0, description="Time per output token that sequences are paced by: those ahead of it wait first."
+        100.0,
+        gt=0,
+        description="Time per output token that sequences are paced by which were promised none: with LayerKV, those"
+        " ahead of it wait first.",
     )
 
 

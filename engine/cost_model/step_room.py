@@ -10,8 +10,8 @@ from typing import Final
 
 from engine.cost_model.step_cost import NOTHING, StepCost, StepWork
 
-LEAST_CHUNK: Final = 16
-"""Beside decodes chunks are multiples of it, but for a prompt's end: fewer tokens cost more than they bring."""
+LEAST_CHUNK: Final = 8
+"""Beside decodes a chunk has as many tokens at least, unless it ends its prompt: fewer cost more than they bring."""
 
 
 class StepRoom:
@@ -36,7 +36,7 @@ class StepRoom:
         self._cost = cost
         self._tokens_left = most_tokens
         self._work = beside
-        self._grain = LEAST_CHUNK if beside.decodes else 1
+        self._worth = LEAST_CHUNK if beside.decodes else 1
         self._least = LEAST_CHUNK if is_due else 0
         pays_s = math.inf if cost is None else cost.longest_that_pays_s(beside)
         self._shared_s = min(allowed_s, pays_s)
@@ -53,8 +53,8 @@ class StepRoom:
         if self._cost is None or wanted <= 0:
             return max(wanted, 0)
         fitting = self._cost.largest_chunk(self._work, num_cached, self._allowed_s, wanted)
-        if fitting < wanted:
-            fitting -= fitting % self._grain
+        if fitting < min(self._worth, wanted):
+            fitting = 0
         return max(fitting, min(self._least, wanted))
 
     def add(self, num_tokens: int, num_cached: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer
 
 from decode_workers.local_engine import LocalEngine
 from decode_workers.scheduler import Emission
+from engine.cost_model.step_cost import StepCost
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
@@ -149,3 +151,35 @@ def test_the_model_s_length_ends_a_sequence_that_fills_the_memory(llama: SmallMo
 def test_a_length_that_cannot_be_had_is_refused_with_advice(llama: SmallModel, wanted: int, advice: str) -> None:
     with pytest.raises(ValueError, match=advice):
         _engine(llama.folder, kv_blocks=4, block_size=16, max_model_len=wanted)
+
+
+def test_chunks_of_any_size_give_the_same_tokens(llama: SmallModel) -> None:
+    """Promises and the time that steps take decide where prompts are cut: here each time elsewhere."""
+    config = EngineConfig(
+        model_ref=str(llama.folder), model_name="model", dtype="float32", kv_blocks=600, block_size=4, num_threads=1
+    )
+    model, draw, now = load_model(config), random.Random(5), 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += draw.uniform(0.0, 0.06)
+        return now
+
+    model.costs.seed(
+        StepCost(base_s=0.01, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=1e-3, context_token_s=1e-6)
+    )
+    engine = LocalEngine(model, clock=clock)
+    prompts = random_prompts([12, 150, 33, 190, 90, 170, 61])
+    seqs = [_seq(number, prompt, greedy()) for number, prompt in enumerate(prompts)]
+    for number, seq in enumerate(seqs):
+        seq.gap_s, seq.tpot_s = (None, 0.08, 0.12)[number % 3], (0.05, None)[number % 2]
+    chunks: set[int] = set()
+    waiting = list(seqs)
+    while waiting or engine.scheduler.num_running or engine.scheduler.num_waiting:
+        if waiting:
+            engine.add(waiting.pop(0))
+        before = [seq.num_computed for seq in seqs]
+        engine.step()
+        chunks |= {seq.num_computed - had for seq, had in zip(seqs, before, strict=True)}
+    assert len(chunks - {0, 1} - set(map(len, prompts))) >= 5, "prompts are cut in many places"
+    assert [seq.output_token_ids for seq in seqs] == [llama.hugging_face(prompt, NUM_TOKENS) for prompt in prompts]

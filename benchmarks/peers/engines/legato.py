@@ -77,7 +77,7 @@ def child_engine(*arguments: str) -> Iterator[ChildAsker]:
         end_process(process)
 
 
-_DECODE: Json = {"max_num_seqs": MAX_CONCURRENT, "chunk_tokens": 512}
+_DECODE: Json = {"max_num_seqs": MAX_CONCURRENT}
 COLOCATED: Json = {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": THREADS}}
 APART: Json = {"prefill": {"threads": 1}, "decode": {**_DECODE, "threads": 1}}
 
