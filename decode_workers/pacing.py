@@ -15,6 +15,7 @@ from engine.sequence import Sequence, SequenceKey
 
 _KEPT: Final = 0.95  # of what was promised, what steps are planned for: a token has a way to go to its client
 _CAUGHT_UP: Final = 0.5  # of the time of a token, what a late sequence catches up at most in each step
+_GROWN: Final = 1.5  # what the next step takes without prompts, in the time of this one's
 MAX_STEPS_WITHOUT_PREFILL: Final = 16
 
 
@@ -125,8 +126,8 @@ class Pacer:
         self._steps_without_prefill = self._steps_without_prefill + 1 if wanted and not computed else 0
 
 
-def awaited_longest_s(seqs: Iterable[Sequence], decodes_s: float) -> float:
-    """The same for sequences that may come to decode here at any moment: no step is to keep them from it for longer
-    than a gap that they were promised."""
-    gaps_s = (_KEPT * seq.gap_s for seq in seqs if seq.gap_s is not None)
-    return min((gap_s for gap_s in gaps_s if gap_s >= decodes_s), default=math.inf)
+def longest_before_s(seqs: Iterable[Sequence], decodes_s: float) -> float:
+    """The same for sequences that may begin to decode here while the step computes: they wait for it and have their
+    next token with the step after it, which has more to decode then, in a gap that they were promised."""
+    lasts_s = (_KEPT * seq.gap_s - _GROWN * decodes_s for seq in seqs if seq.gap_s is not None)
+    return min((last_s for last_s in lasts_s if last_s >= decodes_s), default=math.inf)

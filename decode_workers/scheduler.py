@@ -9,13 +9,13 @@ that may be what makes steps fail (`Sequence.num_alone`) have steps of their own
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from decode_workers.local_prefill import LocalPrefill
 from decode_workers.offload_policy import NoOffload, OffloadPolicy, StepSelection
-from decode_workers.pacing import awaited_longest_s
+from decode_workers.pacing import longest_before_s
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.cost_model.step_room import StepRoom
 from engine.kv.allocation import BlockAllocator
@@ -315,9 +315,8 @@ class DecodeScheduler:
         for step in self._in_flight:
             ends_at = (now if step.began_at is None else step.began_at) + cost.step_s(StepWork.of_plan(step.plan))
             begins_at = max(begins_at, ends_at)
-        reserved = (entry.seq for entry in self._entries.values() if entry.state is DecodeState.RESERVED)
         allowed_s = min(
-            self._pacer.longest_step_s(running, begins_at, decodes_s), awaited_longest_s(reserved, decodes_s)
+            self._pacer.longest_step_s(running, begins_at, decodes_s), longest_before_s(self._coming, decodes_s)
         )
         is_due = self._pacer.prefill_is_overdue
         return StepRoom(
@@ -327,6 +326,15 @@ class DecodeScheduler:
             allowed_s=max(allowed_s, 2 * decodes_s) if is_due else allowed_s,
             is_due=is_due,
         )
+
+    @property
+    def _coming(self) -> Iterator[Sequence]:
+        """Those whose KV is on its way, and those whose last chunk is in flight: they decode in none of the steps that
+        are planned by now."""
+        for entry in self._entries.values():
+            is_last_in_flight = entry.state is DecodeState.PREFILLING and entry.seq.num_awaited
+            if entry.state is DecodeState.RESERVED or is_last_in_flight:
+                yield entry.seq
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
         """Take a step's results in; finished sequences leave, and their blocks are free when no step uses them."""

@@ -129,13 +129,13 @@ def test_the_tightest_promise_sizes_the_step(layerkv: bool) -> None:
 
 
 def test_chunks_shrink_as_the_context_grows() -> None:
-    """A step costs time, not tokens: behind 20,000 tokens each one takes longer."""
+    """A step costs time, not tokens: behind 6,000 tokens each one takes longer."""
     bench = Bench()
     stream = seq(50, gap_s=0.1)
     bench.decode(stream)
-    chunks = bench.compute(seq(20_000))
+    chunks = bench.compute(seq(6000))
     assert bench.longest_gap_s(stream) <= 0.1
-    assert chunks[-2] < 0.5 * chunks[0]
+    assert chunks[-2] < 0.7 * chunks[0]
 
 
 def test_several_prompts_share_the_time() -> None:
@@ -245,12 +245,40 @@ def test_with_and_without_layerkv_steps_are_the_same() -> None:
     assert story(layerkv=True) == story(layerkv=False)
 
 
-def test_a_reservation_is_not_kept_from_decoding_for_longer_than_its_gap() -> None:
+def test_who_is_about_to_decode_waits_no_longer_than_its_gap() -> None:
+    """Handed over while a step computes, it has its next token with the one after that."""
     bench = Bench()
     coming, prompt = seq(50, gap_s=0.1), seq(3000)
     bench.scheduler.reserve(coming)
     bench.scheduler.add(prompt)
-    assert 0.08 < step_s(bench.step()) <= 0.1
+    plan = bench.scheduler.plan(bench.now)
+    assert step_s(plan) > 0.07
+    bench.runner.receive(coming)
+    bench.scheduler.admit(coming.key, 3, bench.now)
+    bench.times[coming] = [bench.now]
+    bench.now += step_s(plan)
+    bench.finish(plan)
+    bench.step()
+    assert bench.longest_gap_s(coming) <= 0.1
+
+
+def test_a_first_token_in_flight_has_a_next_one_in_time() -> None:
+    """With steps that overlap it is in none of the next one, which is planned before it is known."""
+    bench = Bench()
+    short = seq(60, gap_s=0.2)
+    bench.scheduler.add(short)
+    plan = bench.scheduler.plan(bench.now)
+    bench.scheduler.add(seq(3000))
+    for _ in range(2):
+        ahead = bench.scheduler.plan_ahead(bench.now)
+        assert ahead.items
+        bench.now += step_s(plan)
+        bench.finish(plan)
+        plan = ahead
+    bench.now += step_s(plan)
+    bench.finish(plan)
+    assert len(bench.times[short]) == 2
+    assert 0.1 < bench.longest_gap_s(short) <= 0.2
 
 
 def test_a_step_planned_ahead_counts_what_the_one_in_flight_still_takes() -> None:
