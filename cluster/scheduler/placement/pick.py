@@ -45,7 +45,8 @@ class Candidates(NamedTuple):
 
 
 class CandidateRow(NamedTuple):
-    """One line of the table. `prefill` None: the decode worker does all of it."""
+    """One line of the table. `prefill` computes the prompt; where decode workers are one pool, it may be one of these.
+    None: `decode` does all of it."""
 
     prefill: str | None
     decode: str
@@ -126,12 +127,14 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, 
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     slo_gain, slo_probability, leaves_room = scores.slo_gain[0], scores.slo_probability[0], scores.leaves_room[0]
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
-    rounded = (slo_gain - policy.alone_gain * predicted.alone).round(3)
+    rounded = (slo_gain - policy.alone_gain * predicted.beside).round(3)
     is_batch = not query.has_targets
     barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
-    # Of equals who has least to do: predictions err, and then it is good not to have put everything on one.
+    # Of equals who has least to do: predictions err, and then it is good not to have put everything on one. Between
+    # decode workers nothing moves for nothing.
     ties = (computing, decode, ledger.table.rows[Row.BOOKED, decode])
-    return Candidates(predicted, scores, np.lexsort((*ties, delay, predicted.alone, -rounded, barred)))
+    elsewhere = predicted.beside & ~predicted.alone
+    return Candidates(predicted, scores, np.lexsort((*ties, delay, elsewhere, predicted.beside, -rounded, barred)))
 
 
 def _is_good_enough(policy: DecisionPolicy, query: Place, candidates: Candidates, share: float) -> bool:
@@ -210,7 +213,7 @@ def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
     columns = (
         *(predicted.computing, predicted.decode, prompt.cached_tokens, predicted.start_s[0]),
         *(prompt.work_s, scores.ttft_s[0], after.tpot_s[0], after.kv_share[0]),
-        *(scores.slo_probability[0], after.slo_loss[0], scores.slo_gain[0]),
+        *(scores.slo_probability[0], predicted.slo_loss[0], scores.slo_gain[0]),
     )
     return tuple(
         CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)

@@ -16,7 +16,8 @@ class DecisionPolicy:
     Batch requests are placed where others lose at most `batch_slo_loss` and the queue is at most `batch_queue_s` long;
     prompts that take longer than that, only while `batch_idle` of the pool's workers compute none, and of its time
     lately.
-    Decode alone is chosen over a pair where it brings `alone_gain` more.
+    Decode alone is chosen over a pair where it brings `alone_gain` more. Where decode workers are `one_pool`, they
+    compute prompts for each other, too.
     A prompt of average length keeps out `displacement_cost` of the requests still to come where the queues are half as
     long as TTFT targets allow, shorter prompts and queues less, longer ones more: under overload long prompts go first.
     Nobody is bound to a decode worker that has no room for `max_room_s`.
@@ -27,6 +28,7 @@ class DecisionPolicy:
 
     min_gain: float = 0.5
     alone_gain: float = 0.1
+    one_pool: bool = False
     displacement_cost: float = 0.25
     max_room_s: float = 0.1
     batch_slo_loss: float = 0.01
