@@ -27,7 +27,7 @@ def computed_elsewhere(cluster: MiniCluster) -> Iterator[list[Placement]]:
         pairs.append(replace(placement, prefill=may_compute[len(pairs) % len(may_compute)]))
         return pairs[-1]
 
-    client.place = apart  # type: ignore[method-assign]
+    client.place = apart  # type: ignore[method-assign,assignment]
     yield pairs
     client.place = place  # type: ignore[method-assign]
 
