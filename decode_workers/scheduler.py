@@ -38,16 +38,18 @@ class DecodeState(Enum):
     RESERVED = "has blocks for its prompt; the KV is on its way from a prefill worker"
     WAITING = "has no blocks; to be computed here, from the first token or from where a prefix hit ends"
     PREFILLING = "has its blocks; chunks are being computed here"
+    HANDING_OVER = "computed here for another decode worker; the blocks are held until that one has verified them"
     RUNNING = "all KV but the newest token's is here, in one tier or another; one more token each step or turn"
-    ENDED = "has its last token, or is wanted no more; the blocks are held until no step in flight uses them"
+    ENDED = "has its last token, or is wanted no more; the blocks are held until no step or hand-off uses them"
 
 
 @dataclass(slots=True)
 class Entry:
-    """A sequence of a scheduler."""
+    """A sequence of a scheduler. `is_source`: a hand-off reads its blocks, or will, until `release`."""
 
     seq: Sequence
     state: DecodeState
+    is_source: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class StepInFlight:
 
 
 class DecodeScheduler:
-    """Owns the sequences of one decode worker from reservation to their last token.
+    """Owns the sequences of one decode worker from reservation to their last token, or, of those whose prompts it
+    computes for another one, until that has their KV.
 
     `allocator` gives them their blocks; `tiers` decides where they rest, and how many there may be at once. None: on
     the device only. A step has at most `token_budget` tokens, and as many of prompts as all who decode can bear by what
@@ -202,10 +205,11 @@ class DecodeScheduler:
         if now is not None:
             self._pacer.follow([seq], now)
 
-    def add(self, seq: Sequence) -> None:
-        """A sequence to compute entirely here."""
+    def add(self, seq: Sequence, *, hands_over: bool = False) -> None:
+        """A sequence to compute here: entirely, or, where it `hands_over`, its prompt for another decode worker. The
+        blocks of such a one are held until `release`, however it ends."""
         assert seq.key not in self._entries, f"request {seq.request_id} is here already"
-        self._entries[seq.key] = Entry(seq, DecodeState.WAITING)
+        self._entries[seq.key] = Entry(seq, DecodeState.WAITING, hands_over)
         self._local.add(seq)
 
     def abandon_step(self) -> None:
@@ -213,10 +217,21 @@ class DecodeScheduler:
         self._release_ended(self._end_step(ok=False))
 
     def drop(self, key: SequenceKey) -> None:
-        """Forget a sequence and free its blocks, at once or when no step in flight uses them. Unknown ids are fine."""
+        """Forget a sequence and free its blocks, at once or when nothing uses them any more. Unknown ids are fine."""
         entry = self._entries.get(key)
         if entry is not None and entry.state is not DecodeState.ENDED:
             self._end(entry)
+
+    def release(self, key: SequenceKey) -> None:
+        """No hand-off reads the sequence's blocks any more; it is dropped. Unknown ids are fine."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.is_source = False
+        if entry.state is not DecodeState.ENDED:
+            self._end(entry)
+        elif not self._is_in_use(entry):
+            self._release(entry.seq)
 
     def plan(self, now: float = 0.0) -> StepPlan:
         """The next step: running sequences' next tokens, then chunks of what must be computed here, then moves.
@@ -251,10 +266,21 @@ class DecodeScheduler:
         )
         return StepPlan(()) if waits else self._plan(running, now)
 
-    def suspect(self, plan: StepPlan) -> None:
-        """A step failed, and one of its sequences may be the reason: each computes alone until it has a token more."""
+    def stuck(self) -> list[Sequence]:
+        """Prompts for others that wait for blocks, where all blocks are kept for prompts that others compute: they
+        might wait for each other. Asked where there is no step to make."""
+        if any(entry.state not in (DecodeState.WAITING, DecodeState.RESERVED) for entry in self._entries.values()):
+            return []
+        return [e.seq for e in self._entries.values() if e.is_source and e.state is DecodeState.WAITING]
+
+    def suspect(self, plan: StepPlan) -> list[Sequence]:
+        """A step failed, and one of its sequences may be the reason: each computes alone until it has a token more.
+
+        Returns those that cannot go on here: the step was to bring the prefix of what is to be handed over.
+        """
         for item in plan.items:
             item.seq.num_alone = max(item.seq.num_alone, 1)
+        return [e.seq for e in self._entries.values() if e.is_source and e.state is DecodeState.ENDED]
 
     def _suspects(self) -> list[Sequence]:
         """Sequences that have blocks here and compute alone, since a step of theirs failed."""
@@ -369,7 +395,11 @@ class DecodeScheduler:
             item.seq.num_computing -= item.num_tokens
             item.seq.num_awaited -= item.samples
         for seq in step.moving:
-            if not self.allocator.settle(seq, ok) and self._entries[seq.key].state is not DecodeState.ENDED:
+            entry = self._entries[seq.key]
+            if entry.is_source and not ok:  # something of it may be on its way: the blocks stay as they are
+                if entry.state is not DecodeState.ENDED:
+                    self._end(entry)
+            elif not self.allocator.settle(seq, ok) and entry.state is not DecodeState.ENDED:
                 self._put_back(seq)  # its prefix did not come, and its blocks are gone
         return step
 
@@ -377,12 +407,12 @@ class DecodeScheduler:
         """What was held for this step alone."""
         for key in step.keys:
             entry = self._entries.get(key)
-            if entry is not None and entry.state is DecodeState.ENDED and not self._is_in_flight(key):
+            if entry is not None and entry.state is DecodeState.ENDED and not self._is_in_use(entry):
                 self._release(entry.seq)
 
-    def _is_in_flight(self, key: SequenceKey) -> bool:
-        """Whether a step uses what this sequence holds."""
-        return any(key in step.keys for step in self._in_flight)
+    def _is_in_use(self, entry: Entry) -> bool:
+        """Whether a step uses what this sequence holds, or a hand-off."""
+        return entry.is_source or any(entry.seq.key in step.keys for step in self._in_flight)
 
     def _is_last_in_flight(self, seq: Sequence) -> bool:
         """Its last token, by its number, is on its way."""
@@ -394,12 +424,15 @@ class DecodeScheduler:
         seq = entry.seq
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs or None, []
         if entry.state is DecodeState.PREFILLING:
-            entry.state = DecodeState.RUNNING
             self._local.remove(seq)
-            self._running.append(seq)
+            if entry.is_source:
+                entry.state = DecodeState.HANDING_OVER
+            else:
+                entry.state = DecodeState.RUNNING
+                self._running.append(seq)
         seq.num_alone = max(seq.num_alone - 1, 0)
         seq.output_token_ids.append(sampled.token_id)
-        finish = finish_reason(seq, self._eos_token_ids, self._max_model_len)
+        finish = finish_reason(seq, self._eos_token_ids, None if entry.is_source else self._max_model_len)
         if finish is not None:
             self._end(entry)
         return Emission(seq, len(seq.output_token_ids) - 1, sampled, finish, prompt_logprobs)
@@ -442,7 +475,7 @@ class DecodeScheduler:
         if entry.state is DecodeState.RUNNING:
             self._running.remove(seq)
         entry.state = DecodeState.ENDED
-        if not self._is_in_flight(seq.key):
+        if not self._is_in_use(entry):
             self._release(seq)
 
     def _release(self, seq: Sequence) -> None:

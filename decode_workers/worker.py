@@ -1,4 +1,5 @@
-"""A decode worker: reserves blocks, receives and verifies KV, and streams tokens; it can also compute prompts itself.
+"""A decode worker: reserves blocks, receives and verifies KV, and streams tokens; it can also compute prompts, to go on
+with them itself or for another decode worker.
 
 A `Worker` whose scheduler decides what runs, and whose reservations let KV in.
 """
@@ -20,7 +21,7 @@ from engine.steps.loading import LoadedModel
 from engine.steps.loop import StepLoop
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
-from kv_transfer.messages.requests import Cancel, RequestSpec, Reserve, Start
+from kv_transfer.messages.requests import Cancel, RequestSpec, Reserve, Start, Ticket
 from kv_transfer.messages.workers import WorkerSnapshot
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
@@ -47,7 +48,8 @@ class DecodeWorkerConfig(WorkerConfig):
 
 
 class DecodeWorker(Worker):
-    """Accepts `Reserve` (KV will come) and `Start` (compute it here); answers with tokens, `Refused`, or a failure."""
+    """Accepts `Reserve` (KV will come) and `Start` (compute it here, for the ticket's worker if there is one); answers
+    with tokens, `Refused`, or a failure."""
 
     role: ClassVar[Role] = "decode"
     scheduler: DecodeScheduler
@@ -86,7 +88,8 @@ class DecodeWorker(Worker):
         return self.reservations.num_waiting + self.prefix.num_loading + self.scheduler.num_waiting
 
     def _is_idle(self) -> bool:
-        return not (self.gateway_of or self._num_waiting or self.scheduler.num_running)
+        is_empty = not (self.gateway_of or self._num_waiting or self.scheduler.num_running)
+        return is_empty and not self.sender.num_handing_over
 
     def snapshot(self) -> WorkerSnapshot:
         scheduler, snapshot = self.scheduler, super().snapshot()
@@ -118,9 +121,9 @@ class DecodeWorker(Worker):
             case Reserve(request=request):
                 if self._acceptable(gateway, request):
                     self._reserve(gateway, request)
-            case Start(request=request, ticket=None):
+            case Start(request=request, ticket=ticket):
                 if self._acceptable(gateway, request):
-                    self._start_local(gateway, request)
+                    self._start(gateway, request, ticket)
             case Cancel(request_id=request_id, attempt=attempt):
                 self._cancel(request_id, attempt)
             case _:
@@ -149,16 +152,23 @@ class DecodeWorker(Worker):
         self._cancel(request.request_id, request.attempt)
         self.reservations.add(gateway, request)
 
-    def _start_local(self, gateway: GatewayId, request: RequestSpec) -> None:
+    def _start(self, gateway: GatewayId, request: RequestSpec, ticket: Ticket | None) -> None:
+        """Compute it here: entirely, or its prompt for the worker that gave the ticket."""
+        if self.sender.hands_over(SequenceKey(request.request_id, request.attempt)):
+            return  # a repetition: the first one is being worked on
         self._cancel(request.request_id, request.attempt)
         seq = sequence_of(request)
         self.gateway_of[seq.key] = gateway
+        if ticket is not None:
+            self.sender.begin(ticket, seq)
+            if not self.sender.hands_over(seq.key):
+                return  # the ticket is for another length: it has failed
         if not self.prefix.begin(seq):
             self._on_prefix(seq)
 
     def _on_prefix(self, seq: Sequence) -> None:
-        """Compute it entirely here, from where its prefix in the own memory ends."""
-        self.scheduler.add(seq)
+        """Compute it here, from where its prefix in the own memory ends."""
+        self.scheduler.add(seq, hands_over=self.sender.hands_over(seq.key))
         self.steps.wake()
 
     # --- what becomes of reservations (`ReservationListener`) ---
@@ -191,7 +201,7 @@ class DecodeWorker(Worker):
         """End every attempt up to this one, whatever state it is in."""
         self.reservations.cancel_waiting(request_id, attempt)
         for key in [key for key in self.gateway_of if key.request_id == request_id and key.attempt <= attempt]:
-            del self.gateway_of[key]
+            self.gateway_of.pop(key, None)  # it may have gone with a later attempt's end
             self._let_go(key, "cancelled")
         self._on_room()
 
@@ -201,6 +211,7 @@ class DecodeWorker(Worker):
         else:
             self.prefix.cancel(key)
             self.scheduler.drop(key)
+            self.sender.cancel(key, reason)
 
     def _on_room(self) -> None:
         self.reservations.retry()
@@ -209,14 +220,16 @@ class DecodeWorker(Worker):
     # --- steps ---
 
     def _plan(self) -> StepPlan:
-        return self.scheduler.plan(time.monotonic())
+        plan = self.scheduler.plan(time.monotonic())
+        if not (plan.items or plan.copies):
+            for seq in self.scheduler.stuck():  # whose decode worker has room, and can compute it as well
+                self._end(seq.key, "the memory is kept for prompts that others compute", "moved")
+        return plan
 
     def _plan_ahead(self) -> StepPlan:
         if self._faults.probe is not None:
             return StepPlan(())
-        plan = self.scheduler.plan_ahead(time.monotonic())
-        self._port.computing(plan, self.gateway_of)
-        return plan
+        return self._begin_step(self.scheduler.plan_ahead(time.monotonic()))
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         completed = self.prefix.completed_by(plan)
@@ -230,12 +243,12 @@ class DecodeWorker(Worker):
             gateway = self.gateway_of.get(seq.key)
             if gateway is not None:
                 self._port.emit(gateway, event)
-            if emission.finish is not None:
+            if self.sender.hands_over(seq.key):
+                self.prefix.ended(seq)
+                self._hand_over(seq.key, emission.token, emission.index, emission.finish)
+            elif emission.finish is not None:
                 self.gateway_of.pop(seq.key, None)
                 self.prefix.ended(seq)
-
-    def _suspect(self, plan: StepPlan) -> None:
-        self.scheduler.suspect(plan)
 
     def _set_aside(self, accused: Sequence) -> None:
         self.scheduler.drop(accused.key)

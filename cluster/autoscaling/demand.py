@@ -194,7 +194,7 @@ class DemandMonitor:
             num_output=expected,
             tpot_s=query.tpot_target_s,
         )
-        (self._decode if best.prefill is None else self._prefill).add(now, prompt_s)
+        (self._decode if table.decodes(best.prefill or best.decode) else self._prefill).add(now, prompt_s)
         self._decode.add(now, decode_s)
 
     def _is_back(self, query: Place, now: float) -> bool:

@@ -62,6 +62,7 @@ def decode_worker(config: LegatoConfig) -> DecodeWorkerConfig:
         DecodeWorkerConfig(
             max_num_seqs=config.decode.max_num_seqs,
             token_budget=config.decode.chunk_tokens + config.decode.max_num_seqs,
+            max_slab_bytes=transfer_config(config).slab_bytes,
             reserve_wait_s=RESERVE_WAIT_S,
             lease_ttl_s=LEASE_TTL_S,
             calibration_s=CALIBRATION_S,

@@ -11,6 +11,7 @@ from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.config.settings import LegatoConfig
 from cluster.gateway.line_log import LineLog
 from cluster.scheduler.placement.admission import AdmissionPolicy
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
 from kv_transfer.messages.fields import Role
@@ -40,6 +41,7 @@ def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
             max_queued_tokens=settings.max_queued_tokens,
             local_prefill_below=settings.local_prefill_below_tokens,
             stale_after_s=STALE_AFTER_S,
+            decision=DecisionPolicy(one_pool=config.workers is not None),
             admission=AdmissionPolicy(max_wait_s=settings.max_wait_s),
         )
     )

@@ -397,6 +397,13 @@ class LegatoConfig(Settings):
 
     model: ModelSettings = Field(ModelSettings(), description="What is served.")
     kv: KvSettings = Field(KvSettings(), description="KV cache.")
+    workers: int | None = Field(
+        None,
+        ge=1,
+        description="So many workers of one type, set up as `decode` and `kv.decode` say: each computes prompts,"
+        " generates tokens, or both, as the moment asks, and hands prompts over to others. In place of"
+        " `prefill.replicas` and `decode.replicas`.",
+    )
     prefill: PrefillSettings = Field(PrefillSettings(), description="The pool that computes prompts.")
     decode: DecodeSettings = Field(DecodeSettings(), description="The pool that generates tokens.")
     transfer: TransferSettings = Field(TransferSettings(), description="Moving KV from prefill to decode.")
@@ -462,6 +469,24 @@ class LegatoConfig(Settings):
                 " one, set the variable LEGATO_SECRET to it on every node before Ray starts there, and remove this one"
             )
         return tree
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_type(cls, tree: Any) -> Any:
+        """`workers` says how many decode workers there are, and that there are no others."""
+        if not isinstance(tree, Mapping) or tree.get("workers") is None:
+            return tree
+        workers, prefill, decode = tree["workers"], dict(tree.get("prefill", {})), dict(tree.get("decode", {}))
+        alike = {"prefill.replicas": 0, "prefill.autoscaling": None, "decode.replicas": workers}
+        pools: dict[str, dict[str, Any]] = {"prefill": prefill, "decode": decode}
+        given = {f"{pool}.{name}": value for pool, fields in pools.items() for name, value in fields.items()}
+        if others := {name for name, value in alike.items() if given.get(name, value) != value}:
+            raise ValueError(
+                f"workers is {workers!r}, which stands for workers of one type and no pools, but {_listed(others)}"
+                f" {'are' if len(others) > 1 else 'is'} given, too; leave out one or the other"
+            )
+        prefill["replicas"], decode["replicas"] = 0, workers
+        return {**tree, **pools}
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:

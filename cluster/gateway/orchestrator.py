@@ -206,8 +206,9 @@ class Orchestrator:
             assert worker_id is not None
             self._lost_in_a_step(worker_id)
         # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
+        computing = None if run.placement is None else run.placement.prefill
         for touched in list(run.touched):
-            if not self._placer.is_decode(touched) or touched == worker_id:
+            if not self._placer.is_decode(touched) or touched in (worker_id, computing):
                 self.links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
                 run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         run.next_attempt(worker_id, failure.cause)

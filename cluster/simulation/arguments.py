@@ -15,6 +15,7 @@ MODEL_NAMES: Final = ("llama-3.1-8b", "llama-3.1-70b")
 DEVICE_NAMES: Final = ("h100", "a100", "l40s")
 ROUTER_NAMES: Final = (
     "legato",
+    "legato-auto",
     "legato-queues",
     "round-robin",
     "least-tokens",

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.records import Record, Summary
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import (
@@ -47,6 +48,7 @@ DEVICES: Final = {"h100": H100_SXM, "a100": A100_SXM, "l40s": L40S}
 # `cluster.simulation.arguments.ROUTER_NAMES` has the names once more, for a command line that imports next to nothing.
 ROUTERS: Final[dict[str, Callable[[], Router]]] = {
     "legato": LegatoRouter,
+    "legato-auto": lambda: LegatoRouter(DecisionPolicy(one_pool=True)),
     "legato-queues": QueueLengthRouter,
     "round-robin": RoundRobin,
     "least-tokens": LeastOutstandingTokens,
@@ -57,6 +59,8 @@ ROUTERS: Final[dict[str, Callable[[], Router]]] = {
     "llm-d": LlmdHeadroom,
 }
 
+_ONE_POOL: Final = ("colocated", "legato-auto")
+
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError, with advice, for what cannot be simulated."""
@@ -65,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     records: dict[str, list[Record]] = {}
     summaries: dict[str, list[tuple[float, Summary]]] = {}
     for name in arguments.router or ["legato"]:
-        config = _config(arguments, colocated=name == "colocated")
+        config = _config(arguments, one_pool=name in _ONE_POOL)
         for load in arguments.plot_loads or [1.0]:
             result = simulate(config, _requests(arguments, load), ROUTERS[name]())
             summary = result.summary
@@ -116,8 +120,8 @@ def drawn_requests(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
     return draw_requests(workload, arguments.seed)
 
 
-def _config(arguments: argparse.Namespace, *, colocated: bool) -> SimulationConfig:
-    """Colocated, the prefill workers are decode workers too: the same devices."""
+def _config(arguments: argparse.Namespace, *, one_pool: bool) -> SimulationConfig:
+    """In one pool, the prefill workers are decode workers too: the same devices."""
     model, device, num_devices = MODELS[arguments.model], DEVICES[arguments.device], arguments.devices_per_worker
     cost = _read_cost(arguments.cost) if arguments.cost else roofline_cost(model, device, num_devices=num_devices)
     shape = WorkerShape(
@@ -134,8 +138,8 @@ def _config(arguments: argparse.Namespace, *, colocated: bool) -> SimulationConf
         gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
     )
     return SimulationConfig(
-        num_prefill=0 if colocated else arguments.prefill,
-        num_decode=arguments.decode + (arguments.prefill if colocated else 0),
+        num_prefill=0 if one_pool else arguments.prefill,
+        num_decode=arguments.decode + (arguments.prefill if one_pool else 0),
         prefill=replace(shape, token_budget=arguments.prefill_budget),
         decode=replace(shape, token_budget=arguments.decode_budget),
         slo=SloConfig(classes=(slo,), default=slo.name),

@@ -3,7 +3,7 @@
     arrival -> place, or wait for that -> (turned away, and back after Retry-After if clients do that)
                      -> decode reserves, or the request waits for room there -> prefill computes, first token
                         -> hand-off -> decode computes the rest
-                     -> or decode computes all of it
+                     -> or decode computes all of it; in one pool, some compute prompts for others as prefill does
 
 Each message takes `message_s`. The same trace, router and settings give the same records bit for bit.
 """
@@ -225,7 +225,10 @@ class Simulation:
             self._clock.after(2 * self._config.message_s, lambda: decode.drop(reserved.key))
 
         seq = sequence_of(live.request, live.hasher, live.attempt, live.record.slo)
-        self._prefills[placement.prefill].start(seq, decode, refuse)
+        if placement.prefill in self._prefills:
+            self._prefills[placement.prefill].start(seq, decode, refuse)
+        else:
+            self._decodes[placement.prefill].start(seq, refuse, decode)
 
     def _refused(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         self._router.ended(live.request.request_id, self._clock.now, None)
@@ -251,6 +254,21 @@ class Simulation:
 
     def on_tokens(self, request_id: str, times: Iterable[float]) -> None:
         self._live[request_id].token_times.extend(times)
+
+    def on_stuck(self, seq: Sequence, to: SimulatedDecode) -> None:
+        """Who keeps memory for it computes it as well."""
+        live = self._live[seq.request_id]
+
+        def refuse(reason: str, retry_after_s: float | None) -> None:
+            self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
+
+        def begin() -> None:
+            to.drop(seq.key)
+            live.attempt += 1
+            to.start(sequence_of(live.request, live.hasher, live.attempt, live.record.slo), refuse)
+
+        live.record.prefill = None
+        self._clock.after(2 * self._config.message_s, begin)
 
     def on_finished(self, seq: Sequence) -> None:
         live = self._live.pop(seq.request_id)

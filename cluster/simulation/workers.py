@@ -94,6 +94,9 @@ class Listener(Protocol):
 
     def on_finished(self, seq: Sequence) -> None: ...
 
+    def on_stuck(self, seq: Sequence, to: SimulatedDecode) -> None:
+        """Its prompt is not computed for `to` there, where all memory is kept for others."""
+
 
 class SimulatedWorker(ABC):
     """What both kinds have in common: a pool, its events, its steps, and what they tell the scheduler.
@@ -147,6 +150,7 @@ class SimulatedWorker(ABC):
             max_num_seqs=shape.max_num_seqs if role == "decode" else 0,
         )
         self.draining = False
+        self._receivers: dict[SequenceKey, SimulatedDecode] = {}  # of prompts that are computed for others
         self._step_cost = stated_report(shape.cost)
         self._cautious_cost = shape.cautious_cost()
         self._events = BlockEventLog(worker_id, layer_groups=1, epoch=epoch)
@@ -183,6 +187,7 @@ class SimulatedWorker(ABC):
             num_running=self.scheduler.num_running,
             num_waiting=self.num_waiting,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
+            num_handing_over=len(self._receivers),
             blocks_available=self.pool.num_available,
             num_leases=self.pool.num_leases,
             step_cost=self._step_cost,
@@ -208,6 +213,26 @@ class SimulatedWorker(ABC):
         if not self._is_silent:
             self._schedule_beat()
 
+    def _hand_over(self, seq: Sequence, num_last: int, has_ended: bool) -> None:
+        """Its prompt is computed, the last `num_last` tokens in the step that ends now."""
+        if has_ended:
+            self._receivers.pop(seq.key).drop(seq.key)
+            self.scheduler.release(seq.key)
+        else:
+            exposed_s = self.shape.handoff_s + self.shape.handoff_token_s * num_last
+            self._clock.after(exposed_s, lambda: self._handed_over(seq))
+
+    def _handed_over(self, seq: Sequence) -> None:
+        """Decode has verified it: it goes on there, and the blocks are free here."""
+        self.break_silence()
+        self._receivers.pop(seq.key).admit(seq.key)
+        self.scheduler.release(seq.key)
+        self.on_room()
+
+    @abstractmethod
+    def on_room(self) -> None:
+        """Blocks are free."""
+
     @abstractmethod
     def _plan(self) -> StepPlan: ...
 
@@ -227,7 +252,7 @@ class _Pending:
 
 
 class SimulatedDecode(SimulatedWorker):
-    """Reserves, decodes what was handed over, and computes whole requests that are started here."""
+    """Reserves, decodes what was handed over, and computes what is started here: all of it, or prompts for others."""
 
     scheduler: DecodeScheduler
 
@@ -256,13 +281,15 @@ class SimulatedDecode(SimulatedWorker):
         if pending in self._pending:
             self._clock.after(self.shape.reserve_wait_s, lambda: self._give_up(pending))
 
-    def start(self, seq: Sequence, refuse: Refuse) -> None:
-        """All of it here."""
+    def start(self, seq: Sequence, refuse: Refuse, to: SimulatedDecode | None = None) -> None:
+        """All of it here, or the prompt for `to`, which has a reservation for it."""
         self.break_silence()
         if not self._takes(seq, refuse):
             return
         self.steps.interrupt()
-        self.scheduler.add(seq)
+        if to is not None:
+            self._receivers[seq.key] = to
+        self.scheduler.add(seq, hands_over=to is not None)
         self.steps.wake()
 
     def admit(self, key: SequenceKey) -> None:
@@ -275,6 +302,9 @@ class SimulatedDecode(SimulatedWorker):
         self.break_silence()
         self.steps.interrupt()
         self.scheduler.drop(key)
+        self.on_room()
+
+    def on_room(self) -> None:
         self._retry()
         self.steps.wake()
 
@@ -309,17 +339,26 @@ class SimulatedDecode(SimulatedWorker):
             self._retry()
 
     def _plan(self) -> StepPlan:
-        return self.scheduler.plan(self._clock.now)
+        plan = self.scheduler.plan(self._clock.now)
+        if not plan.items:
+            for seq in self.scheduler.stuck():
+                self.scheduler.release(seq.key)
+                self._listener.on_stuck(seq, self._receivers.pop(seq.key))
+        return plan
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         now = (self._clock.now,)
+        chunks = {item.seq.key: item.num_tokens for item in plan.items}
         for emission in self.scheduler.finish_step(plan, output):
+            seq = emission.seq
             if emission.index == 0:
-                self._listener.on_first_token(emission.seq, self.worker_id)
+                self._listener.on_first_token(seq, self.worker_id)
             else:
-                self._listener.on_tokens(emission.seq.request_id, now)
+                self._listener.on_tokens(seq.request_id, now)
             if emission.finish is not None:
-                self._listener.on_finished(emission.seq)
+                self._listener.on_finished(seq)
+            if seq.key in self._receivers:
+                self._hand_over(seq, chunks[seq.key], emission.finish is not None)
         self._retry()
 
     def _repetitions(self, plan: StepPlan) -> int:
@@ -356,7 +395,6 @@ class SimulatedPrefill(SimulatedWorker):
             max_waiting=shape.max_waiting,
             cost=lambda: self._cautious_cost,
         )
-        self._receivers: dict[SequenceKey, SimulatedDecode] = {}
 
     def start(self, seq: Sequence, to: SimulatedDecode, refuse: Refuse) -> None:
         """`to` has a reservation for it."""
@@ -383,17 +421,10 @@ class SimulatedPrefill(SimulatedWorker):
         for seq, sampled in self.scheduler.finish_step(plan, output):
             seq.output_token_ids.append(sampled.token_id)
             self._listener.on_first_token(seq, self.worker_id)
-            if finish_reason(seq, frozenset()) is None:
-                exposed_s = self.shape.handoff_s + self.shape.handoff_token_s * chunks[seq.key]
-                self._clock.after(exposed_s, lambda seq=seq: self._handed_over(seq))  # type: ignore[misc]
-            else:
-                self._receivers.pop(seq.key).drop(seq.key)
-                self.scheduler.release(seq.key)
+            has_ended = finish_reason(seq, frozenset()) is not None
+            self._hand_over(seq, chunks[seq.key], has_ended)
+            if has_ended:
                 self._listener.on_finished(seq)
 
-    def _handed_over(self, seq: Sequence) -> None:
-        """Decode has verified it: it goes on there, and the blocks are free here."""
-        self.break_silence()
-        self._receivers.pop(seq.key).admit(seq.key)
-        self.scheduler.release(seq.key)
+    def on_room(self) -> None:
         self.steps.wake()

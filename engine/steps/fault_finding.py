@@ -44,6 +44,10 @@ class FaultFinder:
         """In a step that failed, since one that did not."""
         return key in self._failed
 
+    def is_accused(self, key: SequenceKey) -> bool:
+        """Whether the probe that is to come, or is on its way, tells of this one."""
+        return self._accused is not None and self._accused.key == key
+
     def begin_probe(self, accused: Sequence) -> bool:
         """False where no block is free for it: then the next steps of others tell."""
         assert self.probe is None, "one is accused at a time"

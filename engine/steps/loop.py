@@ -197,7 +197,8 @@ class StepLoop:
     `plan` may return an empty plan. `plan_ahead`, where it is given, plans the step after the one that computes; its
     plan may be empty as well: then the next step has to wait for the one in flight.
 
-    `on_layer(plan, layer)` is called in the compute thread. An exception of the runner goes to `failed` with the plan
+    `listener(plan)` says what is to be called in the compute thread for each layer of the step that stands; None:
+    nothing, so that the step may be one graph. An exception of the runner goes to `failed` with the plan
     it hit, and after it that of the step which was planned ahead, if there is one. After MAX_CONSECUTIVE_FAILURES in a
     row, or while a step hangs, the loop counts as unhealthy. `costs` learns from every step, planning and taking in
     included, where they do not overlap with another one. `on_overdue(is_overdue)` is told when a step takes several
@@ -213,7 +214,7 @@ class StepLoop:
         plan_ahead: Callable[[], StepPlan] | None = None,
         finish: Callable[[StepPlan, StepOutput], None],
         failed: Callable[[StepPlan, Exception], None],
-        on_layer: Callable[[StepPlan, int], None] | None = None,
+        listener: Callable[[StepPlan], OnLayer | None] = lambda plan: None,
         on_overdue: Callable[[bool], None] = lambda is_overdue: None,
         overdue_s: float = OVERDUE_S,
     ) -> None:
@@ -222,7 +223,7 @@ class StepLoop:
         self._plan_ahead = plan_ahead
         self._finish = finish
         self._failed = failed
-        self._on_layer = on_layer
+        self._listener = listener
         self._wake = asyncio.Event()
         self._compute = ComputeThread("compute")
         self._waiting = ComputeThread("device")  # for what comes down from the device
@@ -299,9 +300,7 @@ class StepLoop:
     def _submit(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
         for item in plan.items:
             item.seq.begin()
-        layer_done = self._on_layer
-        on_layer = None if layer_done is None else lambda layer: layer_done(plan, layer)
-        step = InFlightStep(plan)
+        step, on_layer = InFlightStep(plan), self._listener(plan)
         if self._plan_ahead is None:
             step.submit(self._runner, self._compute, on_layer)
         else:

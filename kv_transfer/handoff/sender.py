@@ -39,7 +39,7 @@ CONNECT_TIMEOUT_S = 5.0
 class HandoffTimeline:
     """When a hand-off that decode verified did what: how much of it was hidden behind compute, and how much was not.
 
-    Stamps are seconds of `time.monotonic` in the prefill worker, and 0 until what they tell has happened.
+    Stamps are seconds of `time.monotonic` in the worker that computed it, and 0 until what they tell has happened.
     """
 
     request_id: str
@@ -68,7 +68,7 @@ class HandoffTimeline:
 
 
 def ignore_timeline(timeline: HandoffTimeline) -> None:
-    """What `PrefillWorker` calls where nobody measures."""
+    """What a worker calls where nobody measures."""
 
 
 @dataclass(slots=True)
@@ -78,6 +78,7 @@ class _HandOff:
     seq: Sequence
     timeline: HandoffTimeline
     stored: dict[int, Event] = field(default_factory=dict)  # behind the tokens of each layer that came last
+    has_begun: bool = False  # tokens of it stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class _Peer:
 
 
 class SourceOwner(Protocol):
-    """Whose sequences are handed over, and who hears what became of them: a prefill worker, on its main loop."""
+    """Whose sequences are handed over, and who hears what became of them: a `Worker`, on its main loop."""
 
     def on_handed_over(self, timeline: HandoffTimeline) -> None:
         """Decode has verified it, and so long it took; before `on_source_released`."""
@@ -215,7 +216,16 @@ class KvSender:
     def num_handing_over(self) -> int:
         return len(self._handoffs)
 
+    def hands_over(self, key: SequenceKey) -> bool:
+        """Whether the sequence's blocks are still read, or will be."""
+        return key in self._handoffs
+
+    def has_begun(self, key: SequenceKey) -> bool:
+        """Whether any of its tokens stood yet, and were told of."""
+        return self._handoffs[key].has_begun
+
     def begin(self, ticket: Ticket, seq: Sequence) -> None:
+        """Once its tokens stand (`layer_ready`) and its first token is known, hand them over to the reservation."""
         now = time.monotonic()
         timeline = HandoffTimeline(**seq.key._asdict(), num_tokens=seq.num_tokens, begun_s=now)
         self._handoffs[seq.key] = _HandOff(seq, timeline)
@@ -233,6 +243,7 @@ class KvSender:
         handoff = self._handoffs.get(key)
         if handoff is None:
             return
+        handoff.has_begun = True
         if stored is not None:
             handoff.stored[layer] = stored
         for start in range(token_start, token_start + num_tokens, self._max_slab_tokens):

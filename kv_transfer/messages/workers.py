@@ -114,6 +114,7 @@ class WorkerSnapshot:
     context_tokens: Count = 0  # of the running decodes, together
     num_local_waiting: Count = 0  # prompts that a decode worker is to compute itself, and has not
     num_pending: Count = 0  # reservations that wait for room
+    num_handing_over: Count = 0  # of the running and waiting, those whose prompts it computes for another worker
     step_cost: StepCostReport | None = None  # None until there is one
     tiers: TiersReport = field(default_factory=TiersReport)
 

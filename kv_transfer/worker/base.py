@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from engine.kv.allocation import BlockAllocator
-from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
+from engine.memory.streams import queued_on
+from engine.sequence import FinishReason, SampledToken, Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.calibration import calibrate
 from engine.steps.fault_finding import FaultFinder
 from engine.steps.loading import LoadedModel
@@ -24,6 +25,8 @@ from kv_transfer.connections.compatibility import fingerprint
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.digest import DigestKind
+from kv_transfer.handoff.layer_stream import LayerStream
+from kv_transfer.handoff.sender import HandoffTimeline, KvSender
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role, Tier
 from kv_transfer.messages.requests import Endpoint, FailureCause
@@ -60,12 +63,14 @@ class WorkerParts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """`max_waiting` requests wait at most, further ones are refused; a snapshot goes out every `heartbeat_s`.
+    `max_slab_bytes`: the most KV announced at a time, of a prompt that is computed for another worker.
 
     `calibration_s`: how long steps are tried out before the worker takes requests; 0: they are learnt from requests.
     `overdue_s`: see `StepLoop`; gateways are told.
     """
 
     max_waiting: int = 256
+    max_slab_bytes: int = 4 * 2**20
     heartbeat_s: float = 0.5
     calibration_s: float = 0.0
     overdue_s: float = OVERDUE_S
@@ -101,11 +106,16 @@ class Scheduler(Protocol):
 
     def abandon_step(self) -> None: ...
 
+    def suspect(self, plan: StepPlan) -> list[Sequence]: ...
+
+    def release(self, key: SequenceKey) -> None: ...
+
 
 class Worker(ABC):
     """One worker of a replica, on the main loop. A role makes `scheduler` in its constructor.
 
-    `gateway_of` holds the requests that a gateway waits for; what is here beyond them is on its way out.
+    `gateway_of` holds the requests that a gateway waits for; what is here beyond them is on its way out. Prompts that
+    it computes for a decode worker elsewhere are handed over by `sender`, whose `SourceOwner` it is.
     """
 
     role: ClassVar[Role]
@@ -137,6 +147,21 @@ class Worker(ABC):
         """Listen, register, run. Returns when the worker can take requests."""
         self._thread = LoopThread("kv")
         self._port = GatewayPort(self.parts.identity, on_message=self._on_message, on_lost=self._on_gateway_lost)
+        self.sender = KvSender(
+            self.model.sequence_kv,
+            self.parts.transport,
+            self._thread,
+            host_cache=self.model.host_cache,
+            max_slab_bytes=self._config.max_slab_bytes,
+            digest_kind=self.parts.digest_kind,
+            owner=self,
+        )
+        self._stream = LayerStream(
+            self.sender,
+            self.model.layout.num_layers,
+            is_moving=self.allocator.is_moving,
+            mark_queued=queued_on(self.model.kv_cache.tensor.device),
+        )
         self.steps = await self._open()
         if calibration_s := self._config.calibration_s:
             await self.steps.calibrate(lambda: calibrate(self.model, budget_s=calibration_s))
@@ -175,6 +200,7 @@ class Worker(ABC):
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
+            num_handing_over=self.sender.num_handing_over,
             blocks_available=self.model.block_pool.num_available,
             num_leases=self.model.block_pool.num_leases,
             host_blocks_available=0 if host_pool is None else host_pool.num_available,
@@ -203,6 +229,7 @@ class Worker(ABC):
         await self._port.close(f"the {self.role} worker stops")
         await self.steps.stop()
         self.prefix.close()
+        self.sender.stop()
         self._close()
         await self._thread.run(self.parts.transport.close())
         self._thread.stop()
@@ -211,10 +238,9 @@ class Worker(ABC):
 
     @abstractmethod
     async def _open(self) -> StepLoop:
-        """Make what sends or receives KV, on `_thread`, and the loop of steps."""
+        """Make what receives KV, on `_thread`, if anything does, and the loop of steps."""
 
-    @abstractmethod
-    def _close(self) -> None:
+    def _close(self) -> None:  # noqa: B027
         """Stop what `_open` made, except for the steps, which have stopped."""
 
     @abstractmethod
@@ -236,10 +262,6 @@ class Worker(ABC):
     @abstractmethod
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         """Take in what a step brought; what there is for gateways is sent by the caller."""
-
-    @abstractmethod
-    def _suspect(self, plan: StepPlan) -> None:
-        """A step of several failed: each of them computes alone from now on, or goes elsewhere."""
 
     @abstractmethod
     def _set_aside(self, accused: Sequence) -> None:
@@ -267,7 +289,6 @@ class Worker(ABC):
     def _step_loop(
         self,
         *,
-        on_layer: Callable[[StepPlan, int], None] | None = None,
         plan_ahead: Callable[[], StepPlan] | None = None,
     ) -> StepLoop:
         return StepLoop(
@@ -277,7 +298,7 @@ class Worker(ABC):
             plan_ahead=plan_ahead,
             finish=self._finish_step,
             failed=self._step_failed,
-            on_layer=on_layer,
+            listener=self._stream.listener,
             on_overdue=self._port.step_overdue,
             overdue_s=self._config.overdue_s,
         )
@@ -324,6 +345,14 @@ class Worker(ABC):
             disk=None if disk is None else disk.report(),
         )
 
+    def _hand_over(self, key: SequenceKey, first: SampledToken, index: int, finish: FinishReason | None) -> None:
+        """A prompt for another worker is computed, and its gateway has the first token, output token `index`."""
+        if finish is None:
+            self.sender.first_token(key, first.token_id, index)
+        else:
+            self.gateway_of.pop(key, None)
+            self.sender.cancel(key, "the request ended with its first token")
+
     def _on_room(self) -> None:
         """Something left, or blocks are free: whoever waits for that may go on, also when no step is going on."""
         self._note_idle()
@@ -355,7 +384,11 @@ class Worker(ABC):
     def _plan_step(self) -> StepPlan:
         if self._faults.probe is not None:
             return self._faults.probe
-        plan = self._plan()
+        return self._begin_step(self._plan())
+
+    def _begin_step(self, plan: StepPlan) -> StepPlan:
+        """Whoever is to know of a step before it is made hears of it."""
+        self._stream.begin(plan)
         self._port.computing(plan, self.gateway_of)
         return plan
 
@@ -364,6 +397,7 @@ class Worker(ABC):
         if plan is self._faults.probe:
             self._blame(self._faults.end_probe())
             return
+        self._stream.end(plan)
         self._finish(plan, output)
         self._port.flush()
         self._on_room()
@@ -374,12 +408,17 @@ class Worker(ABC):
             self._give_up_device()
             return
         self.scheduler.abandon_step()
+        sent = self._stream.end(plan)  # not to be trusted, and nothing goes out twice
         self._on_room()
         if isinstance(error, StepSkippedError):
+            for key in sent:
+                if not self._faults.is_accused(key):  # its end comes with the probe's
+                    self._end(key, "a step of it was computed in vain", "moved")
             return
         accused = self._faults.failed(plan, error)
         if accused is None:
-            self._suspect(plan)
+            for key in dict.fromkeys([*sent, *(seq.key for seq in self.scheduler.suspect(plan))]):
+                self._end(key, "a step of it and others failed", "shared")
             return
         self._set_aside(accused)
         if not self._faults.begin_probe(accused):
@@ -402,6 +441,22 @@ class Worker(ABC):
     def _note_idle(self) -> None:
         if self._is_leaving and self._is_idle():
             self._has_left.set()
+
+    # --- what becomes of hand-offs (`SourceOwner`) ---
+
+    def on_handed_over(self, timeline: HandoffTimeline) -> None:
+        gateway = self.gateway_of.get(timeline.key)
+        if gateway is not None:
+            self._port.handed_over(gateway, timeline.key, timeline.exposed_s)
+
+    def on_handoff_failed(self, key: SequenceKey, reason: str) -> None:
+        self._fail(key, reason, retryable=True)
+
+    def on_source_released(self, key: SequenceKey) -> None:
+        self.gateway_of.pop(key, None)
+        self.prefix.cancel(key)
+        self.scheduler.release(key)
+        self._on_room()
 
 
 WorkerRole = Callable[[WorkerParts], Worker]

@@ -49,6 +49,7 @@ class Story:
     next_index: int
     gets_prompt_logprobs: bool
     at_home: bool = True  # the scheduler has it
+    hands_over: bool = False
 
 
 class DecodeMachine(RuleBasedStateMachine):
@@ -59,7 +60,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.stories: dict[SequenceKey, Story] = {}
         self.plan: StepPlan | None = None
         self.ahead: StepPlan | None = None  # planned before `plan` was finished
-        self.lingering: set[SequenceKey] = set()  # ended or dropped, and held for steps in flight
+        self.lingering: set[SequenceKey] = set()  # ended or dropped, and held for steps in flight or hand-offs
+        self.sources: set[SequenceKey] = set()  # that a hand-off reads, or will
         self.num_requests = 0
         self.now = 0.0
 
@@ -78,11 +80,26 @@ class DecodeMachine(RuleBasedStateMachine):
 
     # --- requests ---
 
-    @rule(prompt=prompts, params=params, prior=st.integers(0, 5))
-    def add(self, prompt: list[int], params: SamplingParams, prior: int) -> None:
+    @rule(prompt=prompts, params=params, prior=st.integers(0, 5), hands_over=st.sampled_from([False, False, True]))
+    def add(self, prompt: list[int], params: SamplingParams, prior: int, hands_over: bool) -> None:
         seq = self._sequence(prompt, params, prior)
-        self.scheduler.add(seq)
+        self.scheduler.add(seq, hands_over=hands_over)
         self._tell(seq)
+        self.stories[seq.key].hands_over = hands_over
+        if hands_over:
+            self.sources.add(seq.key)
+
+    @precondition(lambda self: self.sources)
+    @rule(which=some)
+    def release(self, which: int) -> None:
+        """Its hand-off is over, in whatever way, at any moment."""
+        key = sorted(self.sources)[which % len(self.sources)]
+        self.sources.remove(key)
+        self.scheduler.release(key)
+        self.stories.pop(key, None)
+        self.lingering |= {key} & {key for key in [key] if key in self.scheduler}
+        self._check_lingering(between_steps=False)
+        self.scheduler.release(SequenceKey("never heard of", 0))
 
     @rule(prompt=prompts, params=params, prior=st.integers(0, 5))
     def reserve(self, prompt: list[int], params: SamplingParams, prior: int) -> None:
@@ -127,7 +144,7 @@ class DecodeMachine(RuleBasedStateMachine):
         in_step = any(item.seq.key == key for plan in (self.plan, self.ahead) if plan for item in plan.items)
         assert key in self.scheduler if in_step else True
         if key in self.scheduler:
-            assert self.plan is not None, "nothing is in flight, so it can go at once"
+            assert self.plan is not None or key in self.sources, "nothing is in flight, so it can go at once"
             self.lingering.add(key)
         self.scheduler.drop(SequenceKey("never heard of", 0))
         del self.stories[key]
@@ -145,7 +162,9 @@ class DecodeMachine(RuleBasedStateMachine):
         assert not any(self.scheduler.state(key) is DecodeState.RESERVED for key in keys)
         assert len(keys) == 1 or not any(item.seq.num_alone for item in plan.items), "a suspect's step is shared"
         if not (plan.items or plan.copies):
-            assert self._reserved() or not self.stories, "there is work, and nothing is done"
+            assert self._reserved() or self.sources or not self.stories, "there is work, and nothing is done"
+            for seq in self.scheduler.stuck():
+                assert self._reserved() and seq.key in self.sources
             return
         self.plan = plan
 
@@ -205,8 +224,9 @@ class DecodeMachine(RuleBasedStateMachine):
         for story in self.stories.values():
             assert len(story.seq.output_token_ids) == story.next_index, "a token was lost or doubled"
             state = self.scheduler.state(story.seq.key)
-            if state is DecodeState.RUNNING:
+            if state in (DecodeState.RUNNING, DecodeState.HANDING_OVER):
                 assert story.seq.num_uncomputed == 1
+                assert story.hands_over is (state is DecodeState.HANDING_OVER)
             steps = [plan for plan in (self.plan, self.ahead) if plan is not None]
             planned = [item.num_tokens for plan in steps for item in plan.items if item.seq is story.seq]
             assert story.seq.num_computing == sum(planned)
@@ -221,6 +241,11 @@ class DecodeMachine(RuleBasedStateMachine):
             del self.stories[story.seq.key]
         num_left = sum(len(s.seq.prompt_token_ids) + s.seq.params.max_tokens for s in self.stories.values())
         for _ in range(2 * self.patience * num_left + 8):
+            for key in sorted(self.sources):
+                if self.scheduler.state(key) in (DecodeState.HANDING_OVER, DecodeState.ENDED):
+                    self.sources.remove(key)
+                    self.scheduler.release(key)
+                    self.stories.pop(key, None)
             if self.plan is None:
                 self.begin_step()
             else:
@@ -277,13 +302,15 @@ class DecodeMachine(RuleBasedStateMachine):
         assert outputs[emission.index] == emission.token.token_id
         before = emission.seq.prompt_token_ids + outputs[: emission.index]
         assert emission.token.token_id == next_token(before)
-        assert emission.finish == finish_reason(emission.seq, EOS, MAX_MODEL_LEN)
+        longest = None if story.hands_over else MAX_MODEL_LEN
+        assert emission.finish == finish_reason(emission.seq, EOS, longest)
+        assert not story.hands_over or emission.index == emission.seq.num_prior_output, "the others come elsewhere"
         self._take_prompt_logprobs(story, emission)
         story.next_index += 1
         if emission.finish is not None:
             del self.stories[emission.seq.key]
             if emission.seq.key in self.scheduler:
-                assert self._is_in_flight(emission.seq.key), "no step holds it"
+                assert self._is_held(emission.seq.key), "nothing holds it"
                 self.lingering.add(emission.seq.key)
 
     @staticmethod
@@ -296,16 +323,19 @@ class DecodeMachine(RuleBasedStateMachine):
         positions = [int(judged.logprob) for judged in emission.prompt_logprobs]
         assert positions == list(range(1, len(emission.seq.prompt_token_ids))), "each prompt token once and in order"
 
-    def _check_lingering(self) -> None:
-        """What has ended is held exactly as long as a step in flight uses it."""
-        self.lingering = {key for key in self.lingering if self._is_in_flight(key)}
+    def _check_lingering(self, between_steps: bool = True) -> None:
+        """What has ended is held exactly as long as a step in flight uses it, or a hand-off."""
+        held = {key for key in self.lingering if self._is_held(key)}
+        self.lingering = held if between_steps else {key for key in self.lingering if key in self.scheduler}
+        assert held <= self.lingering
         assert all(self.scheduler.state(key) is DecodeState.ENDED for key in self.lingering)
         assert not any(self.scheduler.state(key) is DecodeState.ENDED for key in self.stories)
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.stories.keys() | self.lingering)
 
-    def _is_in_flight(self, key: SequenceKey) -> bool:
+    def _is_held(self, key: SequenceKey) -> bool:
         """After a step is over."""
-        return self.plan is not None and any(item.seq.key == key for item in self.plan.items)
+        in_step = self.plan is not None and any(item.seq.key == key for item in self.plan.items)
+        return in_step or key in self.sources
 
 
 def _ends_with(seq: Sequence, token: int) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from prefill_workers.worker import PrefillWorkerConfig
 from tests.in_process_cluster.test_overlapped_cluster import count_ahead
 from tests.support.mini_cluster import cluster_of
 from tests.support.mini_requests import tokens, tokens_of
+from tests.support.one_pool import computed_elsewhere
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.tier_shapes import watching
 
@@ -58,6 +59,7 @@ class Case:
     chunk_tokens: int = 512
     slab_bytes: int = 4 << 20
     overlap: bool = False  # decode plans steps ahead
+    one_pool: bool = False  # of decode workers alone, each of which computes prompts for the other
     lengths: tuple[int, ...] = LENGTHS
     num_tokens: int = 24
 
@@ -127,6 +129,20 @@ CASES = {
         lengths=(100, 33, 140, 64, 121, 90, 150, 80),
         num_tokens=40,
     ),
+    "of one pool": Case(one_pool=True, decode=blocks(5, 2), chunk_tokens=33, slab_bytes=10 * 256),
+    "of one pool, overlapped": Case(one_pool=True, decode=blocks(16, 1), transfer=TCP, chunk_tokens=64, overlap=True),
+    "of one pool, windows in some layers": Case(
+        one_pool=True, family="gemma3", decode={"block_size": 4}, chunk_tokens=20, overlap=True
+    ),
+    "of one pool, two ranks each": Case(
+        one_pool=True, family="qwen3", decode=ranks(2, block_size=8), chunk_tokens=64, overlap=True, **FEW
+    ),
+    "of one pool, on the host": Case(
+        one_pool=True,
+        decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=40,
+    ),
 }
 Models = Callable[[Case], SmallModel]
 
@@ -150,18 +166,28 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
     prompts = random_prompts(case.lengths)
     longest = max(prompts, key=len)
     layerkv = LayerKvConfig() if "host_bytes" in case.decode else None
+    decode = DecodeWorkerConfig(overlap_steps=case.overlap, layerkv=layerkv)
+    if case.one_pool:
+        decode = replace(decode, token_budget=case.chunk_tokens, max_slab_bytes=case.slab_bytes)
     async with cluster_of(
         model,
         prefill_engine=case.prefill,
         decode_engine=case.decode,
         prefill=PrefillWorkerConfig(chunk_tokens=case.chunk_tokens, max_slab_bytes=case.slab_bytes),
-        decode=DecodeWorkerConfig(overlap_steps=case.overlap, layerkv=layerkv),
+        decode=decode,
         transfer=case.transfer,
+        num_prefill=0 if case.one_pool else 1,
+        num_decode=2 if case.one_pool else 1,
     ) as cluster:
-        with count_ahead(cluster) as ahead, watching(cluster.models[1]) as decoding:
+        with (
+            computed_elsewhere(cluster) as pairs,
+            count_ahead(cluster) as ahead,
+            watching(cluster.models[1]) as decoding,
+        ):
             found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, params) for n, p in enumerate(prompts)))
-        again = await cluster.generate("again", longest, params)
+            again = await cluster.generate("again", longest, params)
         assert again[0].num_cached_tokens
+        assert len(pairs) == (len(prompts) + 1 if case.one_pool else 0)
         assert bool(ahead) >= case.overlap, "no step was planned before the one in flight was over"
         assert layerkv is None or max(decoding.placements) > 0, "all had room on the device"
         stats = cluster.models[0].runner.transfer_stats

@@ -139,7 +139,7 @@ async def test_a_reservation_whose_prefill_falls_silent_lapses_and_the_request_g
             request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
             await eventually(lambda: any(one.holding.is_set() for one in held))
             silent = next(w for w, one in zip(cluster.prefills, held, strict=True) if one.holding.is_set())
-            silent._sender.stop()  # its keep-alives
+            silent.sender.stop()  # its keep-alives
             next(one for one in held if not one.holding.is_set()).release()
             await eventually(lambda: request.done() or cluster.orchestrator.runs["r"].attempt > 0)
             for one in held:  # the next attempt may be the silent one's again

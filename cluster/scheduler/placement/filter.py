@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.worker_table import Floats, Row, Rows, WorkerTable
 from kv_transfer.messages.scheduling import Place
+
+_NUM_IN_POOL: Final = 3  # decode workers that may compute for others, by either measure, and that others compute for
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +132,10 @@ def forecast_prompt(
 def shortlist(table: WorkerTable, policy: DecisionPolicy, query: Place, found: Filtered) -> tuple[Rows, Rows]:
     """The candidates: who computes the prompt and who decodes, by row. Of each group that can hand over to each other,
     the best few of either pool with each other; and for decode alone those few, and the two who would have the prompt
-    computed first."""
+    computed first. In one pool also these few, each for each of them."""
     prefills, decodes = table.pools()
     kinds, one = table.rows[Row.COMPATIBILITY, : len(table)], len(table.kinds) == 1
-    step_s = np.where(found.ready_s[decodes] < np.inf, _coarse_step_s(table, decodes, query), np.inf)
+    step_s = np.where(found.ready_s[decodes] < np.inf, _coarse_step_s(table, decodes, query, policy), np.inf)
     computing, decode = [], []
     for kind in table.kinds:
         ready_s = found.ready_s if one else np.where(kinds == kind, found.ready_s, np.inf)
@@ -143,6 +146,10 @@ def shortlist(table: WorkerTable, policy: DecisionPolicy, query: Place, found: F
         for prefill in _first(ready_s[prefills], policy.num_exact):
             computing += [prefill] * len(emptiest)
             decode += emptiest
+        for here in _first_to_compute(table, decodes, ready_s, query) if policy.one_pool else ():
+            others = [row for row in emptiest[:_NUM_IN_POOL] if row != here]
+            computing += [here] * len(others)
+            decode += others
         computing += alone
         decode += alone
     return np.array(computing, dtype=np.intp), np.array(decode, dtype=np.intp)
@@ -171,11 +178,23 @@ def _first(score: Floats, count: int) -> list[int]:
     return best
 
 
-def _coarse_step_s(table: WorkerTable, pool: slice, query: Place) -> Floats:
-    """With everyone who is booked, whenever they come and go; late where the prompts alone fill the memory."""
+def _first_to_compute(table: WorkerTable, pool: slice, ready_s: Floats, query: Place) -> list[int]:
+    """Of the decode workers with room for the prompt: who would have it first, and on whom fewest decode."""
+    facts = table.rows[:, pool]
+    has_room = facts[Row.BOOKED_CONTEXT] + facts[Row.EXTRA_CONTEXT] + query.num_tokens <= facts[Row.KV_TOKENS]
+    ready_s = np.where(has_room, ready_s[pool], np.inf)
+    fewest = np.where(ready_s < np.inf, facts[Row.BOOKED] + facts[Row.EXTRA_DECODES], np.inf)
+    return [pool.start + row for row in {*_first(ready_s, _NUM_IN_POOL), *_first(fewest, _NUM_IN_POOL)}]
+
+
+def _coarse_step_s(table: WorkerTable, pool: slice, query: Place, policy: DecisionPolicy) -> Floats:
+    """With everyone who is booked, whenever they come and go; late where the prompts alone fill the memory. In one pool
+    some compute most prompts, which counts."""
     facts = table.rows[:, pool]
     context = facts[Row.BOOKED_CONTEXT] + facts[Row.EXTRA_CONTEXT] + query.num_tokens
     decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES] + 1
     step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
+    if policy.one_pool:
+        step_s = step_s * facts[Row.STRETCH]
     coarse: Floats = np.where(context > facts[Row.KV_TOKENS], 1000.0 * step_s, step_s)
     return coarse

@@ -64,8 +64,9 @@ class BookedWorker:
 
     @property
     def num_unknown(self) -> int:
-        """Sequences that it reports beyond those booked on it."""
-        return max(0, self.snapshot.num_running + self.snapshot.num_waiting - len(self.decoding))
+        """Sequences that it reports beyond those booked on it, and those whose prompts it computes for others."""
+        held = self.snapshot.num_running + self.snapshot.num_waiting - self.snapshot.num_handing_over
+        return max(0, held - len(self.decoding))
 
     @property
     def used_tokens(self) -> int:

@@ -21,13 +21,15 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import LATER_S, NUM_LATER_CANDIDATES
 from cluster.scheduler.placement.score import Prediction, Score, predict, score
-from cluster.scheduler.placement.worker_table import Floats, Row
+from cluster.scheduler.placement.worker_table import Floats, Row, WorkerTable
 from kv_transfer.messages.scheduling import Place
 
 _AT_ONCE: Final = np.zeros(1)
 _NUM_ROWS: Final = 8  # candidates that a decision keeps
 _ASSUMED_TTFT_S: Final = 10.0  # what delays are relative to where there is no target
 _ASSUMED_TPOT_S: Final = 0.1
+_QUIET_SHARE: Final = 0.05  # of the pool's time for prompts: less is nothing to keep away from
+_MOST_SHARES: Final = 2.0
 
 
 class Action(Enum):
@@ -45,7 +47,8 @@ class Candidates(NamedTuple):
 
 
 class CandidateRow(NamedTuple):
-    """One line of the table. `prefill` None: the decode worker does all of it."""
+    """One line of the table. `prefill` computes the prompt; where decode workers are one pool, it may be one of these.
+    None: `decode` does all of it."""
 
     prefill: str | None
     decode: str
@@ -126,12 +129,34 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, 
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     slo_gain, slo_probability, leaves_room = scores.slo_gain[0], scores.slo_probability[0], scores.leaves_room[0]
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
-    rounded = (slo_gain - policy.alone_gain * predicted.alone).round(3)
+    elsewhere = predicted.beside & ~predicted.alone
+    if policy.one_pool:
+        rounded = (slo_gain - _price_in_one_pool(ledger.table, policy, query, predicted, ttft_s, now)).round(2)
+    else:
+        rounded = (slo_gain - policy.alone_gain * predicted.beside).round(3)
     is_batch = not query.has_targets
     barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
-    # Of equals who has least to do: predictions err, and then it is good not to have put everything on one.
+    # Of equals who has least to do: predictions err, and then it is good not to have put everything on one. Between
+    # decode workers nothing moves for nothing.
     ties = (computing, decode, ledger.table.rows[Row.BOOKED, decode])
-    return Candidates(predicted, scores, np.lexsort((*ties, delay, predicted.alone, -rounded, barred)))
+    return Candidates(predicted, scores, np.lexsort((*ties, delay, elsewhere, predicted.beside, -rounded, barred)))
+
+
+def _price_in_one_pool(
+    table: WorkerTable, policy: DecisionPolicy, query: Place, predicted: Prediction, ttft_s: Floats, now: float
+) -> Floats:
+    """By candidate, what it costs those who come next (see `DecisionPolicy`). Without it all workers would stay alike:
+    each is as good as the others, and none is good for tokens that have to come fast."""
+    computing, decode, pool = predicted.computing, predicted.decode, table.pools()[1]
+    crowds = table.rows[Row.BOOKED, : len(table)] / max(1.0, float(table.rows[Row.BOOKED, pool].mean()))
+    prompts = np.minimum(table.prompt_shares(slice(0, len(table)), now), 1.0)
+    prompts = prompts / max(_QUIET_SHARE, float(prompts[pool].mean()))
+    tightness = min(1.0, float(predicted.after.tpot_s[0].min()) / query.tpot_target_s) ** 2
+    disturbed = np.minimum(crowds[computing], _MOST_SHARES) + np.minimum(prompts[decode], _MOST_SHARES)
+    waits = np.minimum(ttft_s / query.ttft_target_s, _MOST_SHARES)
+    moved = predicted.computing != predicted.decode
+    price: Floats = policy.role_gain * tightness * disturbed + policy.wait_gain * waits + policy.handover_gain * moved
+    return price
 
 
 def _is_good_enough(policy: DecisionPolicy, query: Place, candidates: Candidates, share: float) -> bool:
@@ -210,7 +235,7 @@ def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
     columns = (
         *(predicted.computing, predicted.decode, prompt.cached_tokens, predicted.start_s[0]),
         *(prompt.work_s, scores.ttft_s[0], after.tpot_s[0], after.kv_share[0]),
-        *(scores.slo_probability[0], after.slo_loss[0], scores.slo_gain[0]),
+        *(scores.slo_probability[0], predicted.slo_loss[0], scores.slo_gain[0]),
     )
     return tuple(
         CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)

@@ -17,6 +17,10 @@ class DecisionPolicy:
     prompts that take longer than that, only while `batch_idle` of the pool's workers compute none, and of its time
     lately.
     Decode alone is chosen over a pair where it brings `alone_gain` more.
+    Where decode workers are `one_pool`, they compute prompts for each other, too. A prompt is charged there, as far as
+    its TPOT target is near, `role_gain` for a mean worker's decodes that it disturbs, and as much for a mean worker's
+    prompts that disturb its tokens; `wait_gain` for waiting as long as its TTFT target allows; `handover_gain` for
+    being moved. So roles emerge where targets are tight, and nothing moves where they are not.
     A prompt of average length keeps out `displacement_cost` of the requests still to come where the queues are half as
     long as TTFT targets allow, shorter prompts and queues less, longer ones more: under overload long prompts go first.
     Nobody is bound to a decode worker that has no room for `max_room_s`.
@@ -27,6 +31,10 @@ class DecisionPolicy:
 
     min_gain: float = 0.5
     alone_gain: float = 0.1
+    one_pool: bool = False
+    role_gain: float = 0.3
+    wait_gain: float = 0.5
+    handover_gain: float = 0.01
     displacement_cost: float = 0.25
     max_room_s: float = 0.1
     batch_slo_loss: float = 0.01

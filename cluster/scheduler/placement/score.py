@@ -1,6 +1,7 @@
 """Score: what a request's placement on each of a few candidates would bring, now or later, and what that is worth.
 
-The second stage of a decision (see the package). A candidate is a pair (prefill, decode), or a decode worker alone.
+The second stage of a decision (see the package). A candidate is a pair (prefill, decode), or a decode worker alone, or,
+where these are one pool, a pair of decode workers.
 `predict` says what would happen, whatever the targets; `score` what that is worth to those who have some. `pick` calls
 both for now, and for a row of moments to come.
 """
@@ -19,6 +20,7 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.tpot_forecast import (
     DecodeForecast,
     forecast_decode,
+    forecast_delay,
     log_fit_probability,
     log_probability,
 )
@@ -30,18 +32,21 @@ from kv_transfer.messages.scheduling import Place
 class Prediction:
     """What would be, whatever the targets. `later_s`, by moment: when it is placed, from now.
 
-    By candidate: who computes the prompt, and who decodes; `alone`, where these are the same; `prompt`. By moment and
-    candidate: `start_s`, from now until the prompt's computation begins; `after`, on the decode worker. Of the pool
-    that computes the prompt: `queue_share`, see `_queue_shares`, for requests with a TTFT target; `idle_share`, see
+    By candidate: who computes the prompt, and who decodes; `alone`, where these are the same; `beside`, where a decode
+    worker computes it; `prompt`. By moment and candidate: `start_s`, from now until the prompt's computation begins;
+    `after`, on the decode worker; `slo_loss`, of all others, on both. Of the pool that computes the prompt:
+    `queue_share`, see `_queue_shares`, for requests with a TTFT target; `idle_share`, see
     `_idle_shares`, for those without targets; 0 for others."""
 
     later_s: Floats
     computing: Rows
     decode: Rows
     alone: NDArray[np.bool_]
+    beside: NDArray[np.bool_]
     prompt: PromptForecast
     start_s: Floats
     after: DecodeForecast
+    slo_loss: Floats
     queue_share: Floats
     idle_share: Floats
 
@@ -72,16 +77,22 @@ def predict(
     """As if it were placed at each of these moments, `later_s` from now. `prompt`: by candidate."""
     table = ledger.table
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
-    alone = computing == decode
+    alone, beside = computing == decode, computing >= table.num_prefills
     lead_s = _join_times(prompt.wait_s, prompt.work_s, alone, later_s)
     after = forecast_decode(table, decode, query, num_output, lead_s, prompt.added_s * alone, now)
     start_s = _start_times(prompt.wait_s, after.room_s, alone, later_s)
+    slo_loss, elsewhere = after.slo_loss, beside & ~alone
+    if elsewhere.any():
+        slo_loss = slo_loss.copy()
+        slo_loss[:, elsewhere] += forecast_delay(table, computing[elsewhere], prompt.added_s[elsewhere], lead_s, now)
     queue_share = idle_share = _UNASKED
     if query.ttft_s is not None and ledger.demand.ttft_s > 0.0:
-        queue_share = _queue_shares(table, alone, later_s, ledger.demand.ttft_s, now)
+        queue_share = _queue_shares(table, beside, later_s, ledger.demand.ttft_s, now)
     if not query.has_targets:
-        idle_share = _idle_shares(table, alone, later_s, now)
-    return Prediction(later_s, computing, decode, alone, prompt, start_s, after, queue_share, idle_share)
+        idle_share = _idle_shares(table, beside, later_s, now)
+    return Prediction(
+        later_s, computing, decode, alone, beside, prompt, start_s, after, slo_loss, queue_share, idle_share
+    )
 
 
 def score(
@@ -97,11 +108,12 @@ def score(
     # Who has no room yet is bound to nobody yet.
     early = after.room_s > later_s[:, None] + policy.max_room_s
     own = slo_probability if query.has_targets else 0.0
-    slo_gain = np.where(early & (query.attempt == 0), -1.0, own - after.slo_loss - displacement)
+    slo_gain = np.where(early & (query.attempt == 0), -1.0, own - predicted.slo_loss - displacement)
     if query.has_targets:
         room = np.ones(slo_gain.shape, dtype=bool)  # nobody asks
     else:
-        room = _leaves_room(policy, work_s, predicted.start_s - later_s[:, None], after.slo_loss, predicted.idle_share)
+        wait_s = predicted.start_s - later_s[:, None]
+        room = _leaves_room(policy, work_s, wait_s, predicted.slo_loss, predicted.idle_share)
     return Score(ttft_s, slo_probability, slo_gain, room)
 
 
@@ -132,9 +144,9 @@ def _start_times(wait_s: Floats, room_s: Floats, alone: NDArray[np.bool_], later
     return np.where(room_s > later_s, room_s + queues_s, np.maximum(np.maximum(later_s, wait_s), room_s))
 
 
-def _queue_shares(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats, ttft_s: float, now: float) -> Floats:
+def _queue_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, ttft_s: float, now: float) -> Floats:
     """By moment and candidate: how long the queues of the pool are that computes the prompt, in the mean, as a share of
-    what TTFT targets allow; just below 1 where they are longer. `alone`: its decode workers do."""
+    what TTFT targets allow; just below 1 where they are longer. `beside`: its decode workers do."""
     left_s = table.rows[Row.DRAINED_AT, : len(table)] - now
     shares = np.zeros((2, len(later_s)))
     num_moments = int(np.searchsorted(later_s, left_s.max(initial=0.0)))  # none has a queue later
@@ -143,15 +155,15 @@ def _queue_shares(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats,
         for number, pool in enumerate(table.pools()):
             means_s = queues_s[:, pool].sum(axis=1) / max(1, pool.stop - pool.start)
             shares[number, :num_moments] = np.minimum(means_s / ttft_s, 0.99)
-    by_candidate: Floats = np.where(alone, shares[1][:, None], shares[0][:, None])
+    by_candidate: Floats = np.where(beside, shares[1][:, None], shares[0][:, None])
     return by_candidate
 
 
-def _idle_shares(table: WorkerTable, alone: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
+def _idle_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
     """By moment and candidate, of the pool that computes the prompt: the workers that have no prompts to compute by
     then, or that had none lately if these are fewer."""
     there, here = (_idle_share(table, pool, later_s, now)[:, None] for pool in table.pools())
-    return np.where(alone, here, there)
+    return np.where(beside, here, there)
 
 
 def _idle_share(table: WorkerTable, pool: slice, later_s: Floats, now: float) -> Floats:

@@ -83,6 +83,18 @@ def forecast_decode(
     )
 
 
+def forecast_delay(table: WorkerTable, workers: Rows, added_s: Floats, lead_s: Floats, now: float) -> Floats:
+    """By how much the log-probabilities of those fall, all together, who decode where a prompt is computed for another
+    worker. `workers`, `added_s`: by candidate, its row and how long the prompt keeps the others there; `lead_s`: by
+    moment, from now until the prompt is computed."""
+    firsts, same = _distinct(workers, added_s)
+    facts, added_s = table.rows[:, workers[firsts]], added_s[firsts]
+    slots = table.slots[:, workers[firsts], : max(1, int(facts[Row.BOOKED].max(initial=0.0)))]
+    others = _co_batched(facts, slots, table.residuals, 1.0, lead_s, now)
+    before_s, own_s = np.zeros((len(lead_s), len(firsts))), np.zeros(len(firsts))
+    return _slo_loss(facts, slots, others, before_s, own_s, added_s, now)[:, same]
+
+
 def log_probability(predicted_s: Floats | float, target_s: float, relative_error: Floats | float) -> Floats:
     """Of meeting the target, with an error of the prediction around the target. 0 without a target (inf)."""
     if target_s == np.inf:

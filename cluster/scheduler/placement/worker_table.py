@@ -104,6 +104,10 @@ class WorkerTable:
         """The rows of the prefill workers and of the decode workers."""
         return slice(0, self.num_prefills), slice(self.num_prefills, len(self))
 
+    def decodes(self, worker_id: str) -> bool:
+        """Whether it is a decode worker."""
+        return self._row_of[worker_id] >= self.num_prefills
+
     def is_idle(self) -> bool:
         """Nothing is placed anywhere, and no worker reports what nobody placed."""
         return not self.rows[Row.BOOKED].any() and not self.rows[Row.EXTRA_DECODES].any()

@@ -58,7 +58,10 @@ def test_what_the_shipped_files_are_for() -> None:
     configs = {path.stem: load_config(path) for path in FILES}
     quickstart = configs["quickstart"]
     assert (quickstart.prefill.replicas, quickstart.decode.replicas, quickstart.colocated) == (1, 1, False)
-    assert configs["colocated"].colocated
+    assert configs["colocated"].colocated and not scheduler_policy(configs["colocated"]).decision.one_pool
+    auto = configs["auto"]
+    assert (auto.prefill.replicas, auto.decode.replicas, auto.colocated) == (0, 2, True)
+    assert scheduler_policy(auto).decision.one_pool and load_config(auto.model_dump()) == auto
     assert (configs["cpu_2p2d"].prefill.replicas, configs["cpu_2p2d"].decode.replicas) == (2, 2)
     assert configs["gpu_1p1d"].prefill.num_gpus == configs["gpu_1p1d"].decode.num_gpus == 1
     group = configs["gpu_tensor_parallel"]
@@ -138,6 +141,9 @@ def test_defaults_are_valid_and_frozen() -> None:
             {"model": {"batch_invariant": True}, "prefill": {"num_gpus": 1}},
             ("model.batch_invariant", "decode.num_gpus is 0"),
         ),
+        ({"workers": 3, "decode": {"replicas": 2}}, ("workers is 3", "decode.replicas is given", "leave out")),
+        ({"workers": 3, "prefill": {"replicas": 1}}, ("workers is 3", "prefill.replicas is given", "leave out")),
+        ({"workers": 0}, ("workers", "greater than or equal to 1")),
         ({"slo": {"clases": {}}}, ("slo.clases", "did you mean classes?")),
         ({"slo": {"classes": {"chat": {"ttft_m": 5}}}}, ("slo.classes.chat.ttft_m", "did you mean ttft_ms?")),
         ({"slo": {"classes": {"chat": {}}}}, ("slo: the default SLO class is 'interactive'", "there are chat")),

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.records import Gaps
 from cluster.simulation.routers.base import Placed, turned_away
 from cluster.simulation.routers.baselines import QueueLengthRouter
+from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
@@ -291,3 +293,44 @@ def test_the_command_prints_a_table_or_a_sentence(
     monkeypatch.setattr(sys, "argv", ["cluster", "simulate", "--model", "llama-3.1-70b"])
     assert main() == 1
     assert "use more devices" in capsys.readouterr().err
+
+
+# --- one pool ---
+
+
+class ForEachOther(QueueLengthRouter):
+    """Two decode workers, each of which computes the prompts that the other one goes on with."""
+
+    def choose(self, query: Place, now: float) -> Placed:
+        number = int(query.request_id[1:]) % 2
+        return Placed(query, self.decodes[1 - number], self.decodes[number])
+
+
+def test_a_decode_worker_computes_for_another_one_as_a_prefill_worker_does() -> None:
+    pool = replace(CONFIG, num_prefill=0)
+    [apart] = simulate(CONFIG, [one(2500, 100)], QueueLengthRouter()).records
+    [record] = simulate(pool, [one(2500, 100)], ForEachOther()).records
+    assert (record.prefill, record.decode) == ("decode-1", "decode-0")
+    assert (record.ttft_s, record.tpot_s) == (apart.ttft_s, apart.tpot_s)
+    [single] = simulate(pool, [one(2500, 1)], ForEachOther()).records
+    assert single.end_s == single.first_token_s, "it ended with its first token, and nothing stays held"
+
+
+def test_two_whose_memory_is_kept_for_each_other_s_prompts_do_not_wait_for_ever() -> None:
+    narrow = replace(SHAPE, kv_tokens=2560)
+    pool = replace(CONFIG, num_prefill=0, prefill=narrow, decode=narrow)
+    records = simulate(pool, [one(2000, 20, f"r{n}") for n in range(6)], ForEachOther()).records
+    assert all(record.end_s is not None for record in records)
+    assert any(record.prefill is None for record in records), "they did not stand in each other's way"
+
+
+def test_roles_emerge_where_targets_are_tight_and_nothing_moves_where_they_are_not() -> None:
+    def handed_over(tpot_s: float) -> int:
+        slo = SloConfig(classes=(SloClass(name="chat", ttft_s=4.0, tpot_s=tpot_s),), default="chat")
+        pool = replace(CONFIG, num_prefill=0, num_decode=4, slo=slo)
+        records = simulate(pool, draw_requests(WORKLOAD, 1), LegatoRouter(DecisionPolicy(one_pool=True))).records
+        assert sum(record.end_s is not None for record in records) > 0.9 * len(records)
+        return sum(record.prefill is not None for record in records)
+
+    assert handed_over(10.0) == 0
+    assert handed_over(0.008) > 0.2 * WORKLOAD.num_requests

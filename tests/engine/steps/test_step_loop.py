@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -62,7 +63,7 @@ class Bench:
             plan=lambda: self.next_plan(),
             finish=self._finish,
             failed=self._fail,
-            on_layer=self._on_layer,
+            listener=lambda plan: functools.partial(self._on_layer, plan),
             on_overdue=self._on_overdue,
             overdue_s=overdue_s,
         )

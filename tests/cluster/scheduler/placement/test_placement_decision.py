@@ -302,3 +302,61 @@ def test_a_policy_that_makes_no_sense_is_refused() -> None:
         DecisionPolicy(min_gain=2.0)
     with pytest.raises(ValueError, match="at least one worker"):
         DecisionPolicy(num_exact=0)
+
+
+# --- one pool ---
+
+
+ONE_POOL = DecisionPolicy(one_pool=True)
+
+
+def _ranked_in_one_pool(
+    ledger: Ledger, now: float = 0.0, **changes: object
+) -> tuple[Candidates, list[tuple[str, str]]]:
+    """All candidates, and who computes and who decodes, best first."""
+    query, ids = query_of("new", **changes), ledger.table.ids
+    found = rank(ledger, ONE_POOL, query, filter_workers(ledger, ONE_POOL, query, NO_HITS, now), now)
+    assert found is not None
+    rows = zip(found.predicted.computing[found.order], found.predicted.decode[found.order], strict=True)
+    return found, [(ids[computing], ids[decode]) for computing, decode in rows]
+
+
+def test_decode_workers_compute_for_each_other_only_in_one_pool() -> None:
+    ledger = ledger_of("d1", "d2", "d3")
+    ids = ledger.table.ids
+    apart = _found(ledger)
+    assert {(ids[i], ids[j]) for i, j in zip(apart.predicted.computing, apart.predicted.decode, strict=True)} == {
+        (d, d) for d in ids
+    }
+    _, pairs = _ranked_in_one_pool(ledger)
+    assert sorted(pairs) == [(i, j) for i in ids for j in ids]
+    assert pairs[0][0] == pairs[0][1], "nothing moves for nothing"
+
+
+def test_who_decodes_where_a_prompt_is_computed_for_another_loses_by_it() -> None:
+    ledger = ledger_of("d1", "d2")
+    for name in "ab":
+        decoding(ledger, name, prefill=None, decode="d1", tpot_s=0.02)
+    found, pairs = _ranked_in_one_pool(ledger, tpot_s=0.02)
+    loss = dict(zip(pairs, found.predicted.slo_loss[0][found.order].tolist(), strict=True))
+    assert loss["d1", "d2"] > 0.1 > loss["d2", "d2"], "who decodes on d1 waits for the prompt"
+    assert pairs[0] == ("d2", "d2")
+
+
+def test_where_targets_are_tight_prompts_go_where_nobody_decodes_and_tokens_where_nothing_is_computed() -> None:
+    """And where they are not, whoever computes a prompt goes on with it."""
+    ledger = ledger_of("d1", "d2")
+    for number in range(4):
+        decoding(ledger, f"r{number}", prefill=None, decode="d1", num_tokens=20, tpot_s=0.02)
+    book(ledger, "prompt", prefill=None, decode="d2", num_tokens=1500, prefill_s=1.5, tpot_s=10.0)
+    assert _ranked_in_one_pool(ledger, tpot_s=0.02, ttft_s=30.0)[1][0] == ("d2", "d1")
+    computing, decode = _ranked_in_one_pool(ledger, tpot_s=10.0, ttft_s=30.0)[1][0]
+    assert computing == decode
+
+
+def test_nobody_computes_for_others_without_room_for_the_prompt() -> None:
+    ledger = ledger_of("d1", "d2", num_blocks=100)
+    size = ledger.info("d1").block_size
+    decoding(ledger, "large", prefill=None, decode="d1", num_tokens=90 * size)
+    assert ("d1", "d2") not in _ranked_in_one_pool(ledger, num_tokens=20 * size)[1]
+    assert ("d2", "d1") in _ranked_in_one_pool(ledger, num_tokens=20 * size)[1]

@@ -1,0 +1,252 @@
+"""Decode workers that compute prompts for each other: whatever comes between, streams go on and nothing stays held."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from decode_workers.pacing import LayerKvConfig
+from decode_workers.scheduler import DecodeState
+from decode_workers.worker import DecodeWorkerConfig
+from engine.sequence import SequenceKey
+from kv_transfer.messages.requests import Cancel, RequestSpec, Reserve, Reserved, Start, StepFrame
+from tests.in_process_cluster.test_overlapped_cluster import count_ahead
+from tests.in_process_cluster.test_poison import innocents_beside_poison
+from tests.in_process_cluster.test_silence import know_costs
+from tests.support.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.mini_requests import (
+    PROMPT,
+    cancel,
+    cancel_a_third,
+    fail_once,
+    interrupted,
+    sampled,
+    starts_beyond,
+    tokens,
+    tokens_of,
+)
+from tests.support.one_pool import computed_elsewhere, computing
+from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.waiting import HANGS_S, eventually
+
+
+@contextlib.asynccontextmanager
+async def one_pool(model: SmallModel, num_workers: int = 2, **config: Any) -> AsyncIterator[MiniCluster]:
+    """Nothing may be held, booked or waited for when the test is over."""
+    worker = {"token_budget": 64, "max_slab_bytes": 4096, **config.pop("decode", {})}
+    async with cluster_of(
+        model, num_prefill=0, num_decode=num_workers, decode=DecodeWorkerConfig(**worker), **config
+    ) as cluster:
+        with computed_elsewhere(cluster) as pairs:
+            yield cluster
+        assert pairs, "nothing was handed over"
+        await cluster.idle()
+        assert not any(worker.sender.num_handing_over for worker in cluster.decodes)
+
+
+def expected(model: SmallModel, num_tokens: int = 24) -> list[int]:
+    return model.local(PROMPT, greedy(num_tokens)).tokens
+
+
+async def test_prompts_for_others_share_steps_with_decodes(llama: SmallModel) -> None:
+    async with one_pool(llama, 3, decode={"overlap_steps": True}) as cluster:
+        prompts = random_prompts((3, 70, 12, 130, 1, 200, 90, 33))
+        with count_ahead(cluster) as ahead:
+            found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, sampled(n)) for n, p in enumerate(prompts)))
+        assert ahead, "no step was planned before the one in flight was over"
+    assert found == [llama.local(p, sampled(n)).tokens for n, p in enumerate(prompts)]
+
+
+async def test_what_is_cached_goes_out_before_anything_is_computed(llama: SmallModel) -> None:
+    async with one_pool(llama) as cluster, contextlib.AsyncExitStack() as stack:
+        assert await tokens(cluster, "first", PROMPT, greedy()) == expected(llama)
+        held = [stack.enter_context(brake(worker.model.runner)) for worker in cluster.decodes]
+        request = asyncio.create_task(cluster.generate("again", PROMPT, greedy()))
+        await eventually(lambda: any(_has_sent(worker.sender) for worker in cluster.decodes))
+        for one in held:
+            one.release()
+        events = await request
+        assert tokens_of(events) == expected(llama)
+        assert events[0].num_cached_tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_a_third_is_cancelled_at_any_moment_where_memory_lacks(llama: SmallModel, overlap: bool) -> None:
+    """Of 40 blocks, a prompt takes up to 15 where it is computed, and its answer three more where it is decoded."""
+    decode = {"overlap_steps": overlap, "reserve_wait_s": HANGS_S}
+    async with one_pool(llama, 3, decode=decode, decode_engine={"kv_blocks": 40, "block_size": 8}) as cluster:
+        await cancel_a_third(cluster, llama, num_requests=60, at_once=12)
+
+
+async def test_two_whose_memory_is_kept_for_each_other_s_prompts_do_not_wait_for_ever(llama: SmallModel) -> None:
+    """Each has room for one prompt, and has reserved it for the one that the other is to compute."""
+    async with one_pool(llama, decode_engine={"kv_blocks": 14, "block_size": 16}) as cluster:
+        links = [await cluster.connect(worker) for worker in cluster.decodes]
+        specs = [
+            RequestSpec(request_id=f"by hand {n}", attempt=0, prompt_token_ids=prompt, params=greedy(4))
+            for n, prompt in enumerate(random_prompts((150, 150)))
+        ]
+        tickets = []
+        for link, spec in zip(links, specs, strict=True):
+            await link.send(Reserve(request=spec))
+            reserved = await link.receive()
+            assert isinstance(reserved, Reserved)
+            tickets.append(reserved.ticket)
+        for link, spec, ticket in zip(reversed(links), specs, tickets, strict=True):
+            await link.send(Start(request=spec, ticket=ticket))
+        for link, spec in zip(reversed(links), specs, strict=True):
+            frame = await link.receive()
+            assert isinstance(frame, StepFrame)
+            assert [(f.request_id, f.cause) for f in frame.failures] == [(spec.request_id, "moved")]
+        for link, spec in zip(links, specs, strict=True):  # as their gateways do then
+            await link.send(Start(request=replace(spec, attempt=1), ticket=None))
+            seen: list[int] = []
+            while len(seen) < 4:
+                answer = await link.receive()
+                seen += [token.token_id for token in answer.tokens] if isinstance(answer, StepFrame) else []
+            assert seen == llama.local(spec.prompt_token_ids, greedy(4)).tokens
+            link.close("the test is over")
+        assert await tokens(cluster, "r", PROMPT, greedy()) == expected(llama)
+
+
+async def test_a_prompt_for_another_may_rest_in_host_memory(llama: SmallModel) -> None:
+    """The device has room for 64 tokens of each of the four layers."""
+    engine = {"kv_blocks": 16, "block_size": 16, "layers_per_group": 1, "host_bytes": 8 << 20, "staging_bytes": 4 << 20}
+    async with one_pool(llama, decode={"layerkv": LayerKvConfig()}, decode_engine=engine) as cluster:
+        prompts = random_prompts((150, 100, 120, 40))
+        found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, greedy()) for n, p in enumerate(prompts)))
+        assert sum(worker.scheduler.num_host_landings for worker in cluster.decodes) > 0
+    assert found == [llama.local(p, greedy()).tokens for p in prompts]
+
+
+# --- the ways in which it ends early ---
+
+
+async def while_computing(
+    cluster: MiniCluster, act: Callable[[], Awaitable[object]], num_tokens: int = 24
+) -> asyncio.Task[list[Any]]:
+    """`act` when slabs of a prompt's first chunks are on their way, and its last one is not computed yet."""
+    with contextlib.ExitStack() as stack:
+        for worker in cluster.decodes:
+            stack.enter_context(brake(worker.model.runner, starts_beyond(100)))
+        request = asyncio.create_task(cluster.generate("r", PROMPT, greedy(num_tokens)))
+        await eventually(lambda: any(_has_sent(worker.sender) for worker in cluster.decodes))
+        acting = asyncio.ensure_future(act())
+        await asyncio.sleep(0)
+    await acting
+    return request
+
+
+def _has_sent(sender: Any) -> bool:
+    return any(handoff.timeline.num_slabs for handoff in sender._handoffs.values())
+
+
+@pytest.mark.parametrize("whose", ["computing", "decoding"])
+async def test_a_death_while_the_prompt_is_computed_is_not_noticed(llama: SmallModel, whose: str) -> None:
+    async with one_pool(llama, 3) as cluster:
+
+        async def die() -> None:
+            source = computing(cluster)
+            target = next(w for w in cluster.decodes if w.gateway_of and w is not source)
+            await cluster.remove(source if whose == "computing" else target)
+
+        assert tokens_of(await (await while_computing(cluster, die))) == expected(llama)
+
+
+@pytest.mark.parametrize("after", [1, 12])
+async def test_a_decoding_worker_s_death_is_not_noticed(llama: SmallModel, after: int) -> None:
+    async with one_pool(llama, 3) as cluster:
+
+        def die() -> Awaitable[None]:
+            return cluster.remove(next(w for w in cluster.decodes if w.gateway_of and not w.sender.num_handing_over))
+
+        assert await interrupted(cluster, greedy(40), after, die) == expected(llama, 40)
+
+
+async def test_a_worker_that_drains_finishes_the_prompts_of_others(llama: SmallModel) -> None:
+    async with one_pool(llama, 3) as cluster:
+        drains: list[asyncio.Task[bool]] = []
+
+        async def drain() -> None:
+            drains.append(asyncio.create_task(computing(cluster).drain(HANGS_S)))
+            await asyncio.sleep(0)
+            assert not drains[0].done()
+
+        request = await while_computing(cluster, drain)
+        assert tokens_of(await request) == expected(llama)
+        assert await asyncio.wait_for(drains[0], HANGS_S)
+
+
+async def test_what_it_computes_for_others_goes_elsewhere_when_the_drain_takes_too_long(llama: SmallModel) -> None:
+    async with one_pool(llama, 3) as cluster:
+
+        async def give_up() -> None:
+            source = computing(cluster)
+            assert not await source.drain(0.0)
+            source.give_up("it has taken too long")
+
+        events = await (await while_computing(cluster, give_up))
+        assert tokens_of(events) == expected(llama)
+        assert events[0].attempt == 1
+
+
+async def test_a_client_leaves_while_its_prompt_is_computed(llama: SmallModel) -> None:
+    async with one_pool(llama) as cluster, contextlib.AsyncExitStack() as stack:
+        for worker in cluster.decodes:
+            stack.enter_context(brake(worker.model.runner, starts_beyond(100)))
+        request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+        await eventually(lambda: any(_has_sent(worker.sender) for worker in cluster.decodes))
+        source = computing(cluster)
+        await eventually(lambda: source.scheduler.num_running)
+        await cancel(request)
+        await eventually(lambda: not source.sender.num_handing_over)
+        assert source.scheduler.state(SequenceKey("r", 0)) is DecodeState.ENDED
+        assert source.model.block_pool.num_leases == 1, "the step in flight still writes them"
+
+
+async def test_a_step_that_fails_costs_another_attempt_and_no_token(llama: SmallModel) -> None:
+    """After some of its layers, which have gone out; also where the next step was planned ahead."""
+    for overlap in (False, True):
+        async with one_pool(llama, 3, decode={"overlap_steps": overlap}) as cluster:
+            for worker in cluster.decodes:
+                fail_once(worker.model.runner)
+            found = await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT[n:], greedy()) for n in range(4)))
+            assert found == [llama.local(PROMPT[n:], greedy()).tokens for n in range(4)]
+            assert all(worker.healthy for worker in cluster.workers)
+
+
+@pytest.mark.parametrize("deed", ["raises", "kills"])
+async def test_a_prompt_that_makes_the_computing_worker_fail_takes_no_other_down(llama: SmallModel, deed: Any) -> None:
+    async with one_pool(llama, 3) as cluster:
+        know_costs(cluster)
+        await innocents_beside_poison(cluster, llama, deed, "prefill", at_once=False)
+
+
+async def test_a_ticket_for_another_length_is_refused_and_holds_nothing(llama: SmallModel) -> None:
+    """And a second `Start` of the same attempt is no second hand-off."""
+    async with one_pool(llama) as cluster:
+        source, target = cluster.decodes
+        asks, computes = await cluster.connect(target), await cluster.connect(source)
+        spec = RequestSpec(request_id="by hand", attempt=0, prompt_token_ids=PROMPT, params=greedy(4))
+        await asks.send(Reserve(request=spec))
+        reserved = await asks.receive()
+        assert isinstance(reserved, Reserved)
+        short = RequestSpec(request_id="by hand", attempt=0, prompt_token_ids=PROMPT[1:], params=greedy(4))
+        await computes.send(Start(request=short, ticket=reserved.ticket))
+        frame = await computes.receive()
+        assert isinstance(frame, StepFrame)
+        assert "were reserved" in frame.failures[0].reason
+        assert not source.gateway_of and not source.sender.num_handing_over
+        await computes.send(Start(request=spec, ticket=reserved.ticket))
+        await computes.send(Start(request=spec, ticket=reserved.ticket))
+        while not isinstance(await asks.receive(), StepFrame):
+            pass
+        await asks.send(Cancel(request_id="by hand", attempt=0))
+        for connection in (asks, computes):
+            connection.close("the test is over")
+        assert await tokens(cluster, "r", PROMPT, greedy()) == expected(llama)
