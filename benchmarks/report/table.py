@@ -385,6 +385,15 @@ def _prefix(results: Report) -> str:
     return table([f"{results['prompt']}: prefix found in", "TTFT, ms", "times lower than a miss", "aim"], rows)
 
 
+def _gaps(results: Report) -> str:
+    told = {"promised": f"{results['promised_gap_ms']} ms", "nothing": "nothing"}
+    rows: list[list[object]] = [
+        [what, tail(results[name]["gap_ms"]), results[name]["prompt_tokens_per_s"]] for name, what in told.items()
+    ]
+    shown = table([f"{results['load']}: promised gap", "gaps P50 / P99, ms", "prompt tokens/s"], rows)
+    return f"{shown}\nPrompts at {results['prompts_share']:g} of their speed with nothing promised.\n"
+
+
 def _transports(results: Report) -> str:
     names = list(results["rows"][0])
     return table(["GB/s: " + names[0], *names[1:]], ([row[name] for name in names] for row in results["rows"]))
@@ -410,6 +419,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "transports": _transports,
     "eviction": _eviction,
     "layerkv": _layerkv,
+    "gaps": _gaps,
     "prefix": _prefix,
     "offload": offload_tables,
     "simulator_honesty": honesty_tables,
@@ -428,6 +438,10 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "eviction": lambda results: {"hit_rates at an eighth": results["rows"][3]},
     "layerkv": lambda results: {
         f"{row['rate']} requests/s": {name: row[name] for name in _LAYERKV_RATIOS} for row in results["rows"]
+    },
+    "gaps": lambda results: {
+        "promised_p99_gap_ms": results["promised"]["gap_ms"]["p99"],
+        "prompts_share": results["prompts_share"],
     },
     "prefix": lambda results: {"times_lower": results["times_lower"]},
     "offload": offload_headline,

@@ -12,6 +12,8 @@ SHARED_PART: Final = 0.1
 """Of a step that prompts share, what it costs in any case, where longer ones would save little."""
 DECODES_PART: Final = 0.05
 """Of a step with decodes, what it costs without prompts, where longer ones would save little."""
+STILL_S: Final = 1.0
+"""So long nobody's tokens stand still for others' prompts, unless prompts would get less time than decodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +90,13 @@ class StepCost:
         them, is a small one.
 
         Up to there more prompt tokens in a step save time; beyond, they only make others wait: those that share the
-        step, and those that decode in it (the critical length of Zhong et al., "DistServe", OSDI 2024).
+        step, and those that decode in it, for a second at most (the critical length of Zhong et al., "DistServe", OSDI
+        2024).
         """
-        return self.step_s(beside) / (DECODES_PART if beside.decodes else SHARED_PART)
+        alone_s = self.step_s(beside)
+        if not beside.decodes:
+            return alone_s / SHARED_PART
+        return min(alone_s / DECODES_PART, max(STILL_S, 2 * alone_s))
 
     def largest_chunk(self, beside: StepWork, num_cached: int, allowed_s: float, most: int) -> int:
         """The most prompt tokens behind `num_cached` known ones with which a step, that has the work `beside`, lasts

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import DECODES_PART, StepCost, StepWork, tokens_within
 from engine.cost_model.step_room import LEAST_CHUNK, StepRoom
 
@@ -70,6 +71,12 @@ def test_beside_decodes_a_step_is_as_long_as_pays() -> None:
     step_s = COST.step_s(DECODES + StepWork.of_prefill(num_tokens, 100))
     assert COST.step_s(DECODES) == pytest.approx(DECODES_PART * step_s, rel=0.1)
     assert StepRoom(COST, most_tokens=50, beside=DECODES).chunk(5000, 100) == 50
+
+
+def test_nobody_stands_still_for_more_than_a_second() -> None:
+    slow, slower = scaled(COST, 10), scaled(COST, 100)  # 0.3 and 3 s without prompts
+    assert slow.longest_that_pays_s(DECODES) == 1.0
+    assert slower.longest_that_pays_s(DECODES) == pytest.approx(6.0), "prompts have as much time as decodes"
 
 
 def test_prompts_share_the_time_that_is_allowed_not_the_tokens() -> None:
