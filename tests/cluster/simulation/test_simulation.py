@@ -74,9 +74,9 @@ def test_a_lone_request_computed_by_decode_alone() -> None:
     assert (record.prefill, record.decode) == (None, "decode-0")
 
 
-def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it() -> None:
-    """The first gap of a request that is handed over holds the exposed part; on one worker 1,024 tokens of another's
-    prompt stall the request that decodes there once."""
+def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first gap of a request that is handed over holds the exposed part; on one worker that does not size its steps
+    1,024 tokens of another's prompt stall the request that decodes there once."""
     [handed_over] = simulate(CONFIG, [one(1024, 5)], QueueLengthRouter()).records
     steps = [decode_s(range(context, context + 1)) for context in range(1025, 1029)]
     assert handed_over.gaps.num == 4
@@ -84,6 +84,9 @@ def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it() -> None:
     slo = SloConfig(classes=(SloClass(name="fast", gap_s=0.02), SloClass(name="lax", gap_s=1.0)), default="fast")
     config = replace(CONFIG, num_prefill=0, num_decode=1, slo=slo)
     requests = [one(100, 150), replace(one(1000, 2, "r1", 1.2), slo_class="lax")]
+    kept = simulate(config, requests, DecodeOnlyRouter()).records[0]
+    assert 0.015 < kept.gaps.longest_s <= 0.02, "workers size their steps by what was promised"
+    monkeypatch.setattr(WorkerShape, "cautious_cost", lambda self: None)
     stalled, other = simulate(config, requests, DecodeOnlyRouter()).records
     beside = prefill_s((1000, 0)) + 2e-5  # and its own token, at some context
     assert stalled.gaps.longest_s == pytest.approx(beside, rel=1e-3)
