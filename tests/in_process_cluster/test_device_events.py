@@ -21,7 +21,7 @@ from engine.sampling.params import SamplingParams
 from kv_transfer.connections.event_loops import to_the_end
 from kv_transfer.handoff.slab_copy import copying_threads
 from kv_transfer.transports.choose import TransferConfig, TransportKind
-from prefill_workers import worker as prefill_worker
+from kv_transfer.worker import base as worker_base
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel
@@ -61,7 +61,7 @@ async def test_slabs_go_and_come_behind_their_events(
     llama: SmallModel, monkeypatch: pytest.MonkeyPatch, transport: TransportKind
 ) -> None:
     stored, free = Marks(), Marks()
-    monkeypatch.setattr(prefill_worker, "queued_on", stored.queued_on)
+    monkeypatch.setattr(worker_base, "queued_on", stored.queued_on)
     monkeypatch.setattr(reservations, "queued_on", free.queued_on)
     config = MiniClusterConfig(
         model_ref=str(llama.folder),
