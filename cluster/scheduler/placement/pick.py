@@ -129,11 +129,18 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, 
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     slo_gain, slo_probability, leaves_room = scores.slo_gain[0], scores.slo_probability[0], scores.leaves_room[0]
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
+<<<<<<< HEAD
     elsewhere = predicted.beside & ~predicted.alone
     if policy.one_pool:
         rounded = (slo_gain - _price_in_one_pool(ledger.table, policy, query, predicted, ttft_s, now)).round(2)
     else:
         rounded = (slo_gain - policy.alone_gain * predicted.beside).round(3)
+=======
+    cost = policy.delay_cost * delay + policy.work_cost * _busy_work(ledger, predicted, now)
+    for kind in (predicted.alone, ~predicted.alone):
+        cost[kind] -= cost[kind].min(initial=np.inf)
+    rounded = (slo_gain - cost - policy.alone_gain * predicted.alone).round(3)
+>>>>>>> b9a4fda (placement: prompts are predicted as fast as those who decode there can bear, and gaps like the other promises)
     is_batch = not query.has_targets
     barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
     # Of equals who has least to do: predictions err, and then it is good not to have put everything on one. Between
@@ -157,6 +164,14 @@ def _price_in_one_pool(
     moved = predicted.computing != predicted.decode
     price: Floats = policy.role_gain * tightness * disturbed + policy.wait_gain * waits + policy.handover_gain * moved
     return price
+
+
+def _busy_work(ledger: Ledger, predicted: Prediction, now: float) -> Floats:
+    """What the prompt takes of the workers' time, in average prompts, the less the more of that time is unused: on busy
+    workers it pays to go where a prefix is, on idle ones to be served sooner."""
+    there, here = ledger.table.busy_shares(now)
+    work: Floats = np.where(predicted.alone, here, there) * predicted.prompt.work_s
+    return work / ledger.demand.prompt_s if ledger.demand.prompt_s > 0.0 else np.zeros_like(work)
 
 
 def _is_good_enough(policy: DecisionPolicy, query: Place, candidates: Candidates, share: float) -> bool:
