@@ -33,7 +33,7 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MIN_RETRY_AFTER_S, RetryAfterCalendar
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 
-FULL_PRICE_AT: Final = 0.1  # of the requests turned away: prompts are charged `DecisionPolicy.displacement_cost`
+FULL_LACK_AT: Final = 0.1  # of the requests turned away lately: capacity lacks, see `Admission`
 _OUTPUT_WEIGHT: Final = 2.0  # a token that is put out costs a tenant as much as two of the prompt
 
 Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
@@ -86,7 +86,7 @@ class _Waiting:
 
 class Admission:
     """Asked by the `GlobalScheduler` for each request, and again for those who wait. `prefixes`: what workers hold of a
-    prompt, by worker."""
+    prompt, by worker. `attainment`, to read: how many are served, of all and of those whose floor is kept."""
 
     def __init__(self, ledger: Ledger, prefixes: Prefixes, policy: DecisionPolicy, rules: AdmissionPolicy) -> None:
         self._ledger = ledger
@@ -99,7 +99,7 @@ class Admission:
         self._shares = TenantShares()
         self._calendar = RetryAfterCalendar()
         self._slo_traffic_until = float("-inf")
-        self._attainment = Attainment()
+        self.attainment = Attainment()
 
     def ask(self, query: Place, now: float) -> Verdict:
         """Decide, and book or remember what was decided. Asked again for a request that waits, it is decided anew."""
@@ -173,14 +173,20 @@ class Admission:
             and verdict.outcome is not Outcome.WAITING
         ):
             in_time = verdict.decision.best.slo_probability if verdict.outcome is Outcome.PLACED else 0.0
-            self._attainment.observe(_groups(query), in_time)
+            self.attainment.observe(_groups(query), in_time)
 
     def _share(self, query: Place, now: float) -> float:
+        """See `DecisionPolicy.admits`: whole while nobody is turned away, since nobody needs the room then."""
+        kept = 0.0
         if self._shares.is_ahead(query.tenant, now):
-            return CONTESTED_SHARE
-        if self._calendar.is_due(now) and not self._calendar.match(query.question, now):
-            return 1.0 - self._calendar.return_rate * (1.0 - CONTESTED_SHARE)
-        return 1.0
+            kept = 1.0
+        elif self._calendar.is_due(now) and not self._calendar.match(query.question, now):
+            kept = self._calendar.return_rate
+        return 1.0 - kept * self._lack() * (1.0 - CONTESTED_SHARE)
+
+    def _lack(self) -> float:
+        """From 0, capacity suffices, to 1: so many are turned away that others' room is kept and prices are full."""
+        return min(1.0, (1.0 - self.attainment.overall) / FULL_LACK_AT)
 
     def _pick(
         self, query: Place, found: Filtered, now: float, share: float = 1.0
@@ -202,10 +208,11 @@ class Admission:
     def _price(self, query: Place, now: float) -> float:
         """What a prompt is charged for those whom it keeps out, as a share of the most: nothing while all are served,
         nor where its length or its tenant is served less than its floor."""
-        kept = [_length_class(query)] if self._shares.is_ahead(query.tenant, now) else _groups(query)
-        if any(self._attainment.is_below_floor(group) for group in kept):
+        counts_tenant = len(self._shares) > 1 and not self._shares.is_ahead(query.tenant, now)
+        groups = _groups(query) if counts_tenant else [_length_class(query)]
+        if any(self.attainment.is_below_floor(group) for group in groups):
             return 0.0
-        return min(1.0, (1.0 - self._attainment.overall) / FULL_PRICE_AT)
+        return self._lack()
 
     def _has_no_slo_traffic(self, now: float) -> bool:
         """Whether there is nobody to keep room for."""
