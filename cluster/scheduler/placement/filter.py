@@ -20,9 +20,10 @@ from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.worker_table import Floats, Row, Rows, WorkerTable
-from engine.cost_model.step_cost import SHARED_PART
+from engine.cost_model.step_cost import DECODES_PART
 from kv_transfer.messages.scheduling import Place
 
+_LEAST_ROOM: Final = 0.1  # of what decodes take, for prompts, however tight the promises
 _NUM_IN_POOL: Final = 3  # decode workers that may compute for others, by either measure, and that others compute for
 
 
@@ -115,9 +116,9 @@ def forecast_prompt(
     holds them up no further, so that there is an end to it."""
     facts = table.rows[:, : len(table)]
     step_s = facts[Row.STEP_S] / facts[Row.STRETCH]
-    bears_s = np.maximum(facts[Row.LIMIT_S] - step_s, SHARED_PART * step_s)
+    bears_s = np.maximum(facts[Row.LIMIT_S] - step_s, _LEAST_ROOM * step_s)
     decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES]
-    room_s = np.where(decodes > 0.0, np.minimum(bears_s, (1.0 / SHARED_PART - 1.0) * step_s), np.inf)
+    room_s = np.where(decodes > 0.0, np.minimum(bears_s, (1.0 / DECODES_PART - 1.0) * step_s), np.inf)
     # Each that decodes takes a token of the step's budget.
     chunk = np.maximum(facts[Row.CHUNK_TOKENS] - facts[Row.BOOKED], 1.0)
     depths = 3 if (reach[2] > reach[0]).any() else 1

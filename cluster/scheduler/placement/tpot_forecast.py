@@ -108,7 +108,7 @@ def forecast_delay(table: WorkerTable, workers: Rows, added_s: Floats, lead_s: F
     slots = table.slots[:, workers[firsts], : max(1, int(facts[Row.BOOKED].max(initial=0.0)))]
     others = _co_batched(facts, slots, table.residuals, 1.0, lead_s, now)
     before_s, own_s = np.zeros((len(lead_s), len(firsts))), np.zeros(len(firsts))
-    return _slo_loss(facts, slots, others, before_s, own_s, added_s, now)[:, same]
+    return _tpot_loss(facts, slots, others, before_s, own_s, added_s, now)[:, same]
 
 
 def log_probability(predicted_s: Floats | float, target_s: float, relative_error: Floats | float) -> Floats:

@@ -71,8 +71,8 @@ def test_a_decode_worker_computes_prompts_between_the_tokens_of_others() -> None
     ledger = ledger_of("p1", "d1")
     decoding(ledger, "a", tpot_s=None)
     forecast = _prompt(ledger, "d1")
-    # A step of 12 ms takes no more of a prompt than makes its own part a tenth.
-    assert (forecast.work_s[0], forecast.added_s[0]) == pytest.approx((1.0 + 1.0 / 9, 1.0))
+    # A step of 12 ms takes no more of a prompt than makes its own part a twentieth.
+    assert (forecast.work_s[0], forecast.added_s[0]) == pytest.approx((1.0 + 1.0 / 19, 1.0))
 
 
 def test_a_prompt_gets_on_as_fast_as_those_who_decode_there_can_bear() -> None:
@@ -85,7 +85,7 @@ def test_a_prompt_gets_on_as_fast_as_those_who_decode_there_can_bear() -> None:
         left_s = 0.95 * 0.05 - 0.014
         assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 0.014 / left_s), "the tightest counts"
         ledger.ended("tight", 0.0)
-        assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 1.0 / 9), "and no longer than it is there"
+        assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 1.0 / 19), "and no longer than it is there"
 
 
 def test_who_can_hardly_keep_the_pace_does_not_hold_prompts_up_for_ever() -> None:
