@@ -33,7 +33,7 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MIN_RETRY_AFTER_S, RetryAfterCalendar
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 
-FULL_LACK_AT: Final = 0.1  # of the requests turned away lately: capacity lacks, see `Admission`
+FULL_LACK_AT: Final = 0.3  # of the requests turned away lately: capacity lacks, see `Admission`
 _OUTPUT_WEIGHT: Final = 2.0  # a token that is put out costs a tenant as much as two of the prompt
 
 Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
