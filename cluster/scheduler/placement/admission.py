@@ -8,7 +8,7 @@ picked, and decides what happens to those for whom nothing good was found: they 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from cluster.scheduler.block_index import PrefixReach
+from cluster.scheduler.placement.estimates import Attainment
 from cluster.scheduler.placement.filter import Filtered, could_ever, filter_workers
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import (
@@ -32,6 +33,7 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MIN_RETRY_AFTER_S, RetryAfterCalendar
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 
+FULL_LACK_AT: Final = 0.3  # of the requests turned away lately: capacity lacks, see `Admission`
 _OUTPUT_WEIGHT: Final = 2.0  # a token that is put out costs a tenant as much as two of the prompt
 
 Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
@@ -84,7 +86,7 @@ class _Waiting:
 
 class Admission:
     """Asked by the `GlobalScheduler` for each request, and again for those who wait. `prefixes`: what workers hold of a
-    prompt, by worker."""
+    prompt, by worker. `attainment`, to read: how many are served, of all and of those whose floor is kept."""
 
     def __init__(self, ledger: Ledger, prefixes: Prefixes, policy: DecisionPolicy, rules: AdmissionPolicy) -> None:
         self._ledger = ledger
@@ -97,12 +99,14 @@ class Admission:
         self._shares = TenantShares()
         self._calendar = RetryAfterCalendar()
         self._slo_traffic_until = float("-inf")
+        self.attainment = Attainment()
 
     def ask(self, query: Place, now: float) -> Verdict:
         """Decide, and book or remember what was decided. Asked again for a request that waits, it is decided anew."""
         self._waiting.pop(query.request_id, None)
         self._shares.ask(query.tenant, now)
         verdict = self._judge(query, now, now)
+        self._learn(query, verdict)
         if verdict.decision.rows and query.ttft_s is not None:
             self._ledger.demand.observe(verdict.decision.best.prefill_s, query.ttft_s)
         return verdict
@@ -116,6 +120,7 @@ class Admission:
             query = replace(waiting.query, waited_s=now - waiting.arrived_at)
             verdict = self._judge(query, now, waiting.came_at)
             if verdict.outcome is not Outcome.WAITING:
+                self._learn(query, verdict)
                 verdicts.append(verdict)
         return verdicts
 
@@ -145,7 +150,7 @@ class Admission:
         found = filter_workers(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
         share = self._share(query, now)
         if _is_unattainable(query, found):
-            decision, candidates = self._pick(replace(query, ttft_s=None, tpot_s=None), found, now)
+            decision, candidates = self._pick(replace(query, ttft_s=None, tpot_s=None, gap_s=None), found, now)
         else:
             decision, candidates = self._pick(query, found, now, share)
             if query.has_targets:
@@ -158,12 +163,30 @@ class Admission:
             return Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back)
         return self._wait_or_reject(decision, candidates, now, came_at, share)
 
+    def _learn(self, query: Place, verdict: Verdict) -> None:
+        """What became of a request that could be in time."""
+        asked = verdict.decision.query  # without targets, where these are unattainable
+        if (
+            asked.has_targets
+            and query.attempt == 0
+            and verdict.decision.rows
+            and verdict.outcome is not Outcome.WAITING
+        ):
+            in_time = verdict.decision.best.slo_probability if verdict.outcome is Outcome.PLACED else 0.0
+            self.attainment.observe(_groups(query), in_time)
+
     def _share(self, query: Place, now: float) -> float:
+        """See `DecisionPolicy.admits`: whole while nobody is turned away, since nobody needs the room then."""
+        kept = 0.0
         if self._shares.is_ahead(query.tenant, now):
-            return CONTESTED_SHARE
-        if self._calendar.is_due(now) and not self._calendar.match(query.question, now):
-            return 1.0 - self._calendar.return_rate * (1.0 - CONTESTED_SHARE)
-        return 1.0
+            kept = 1.0
+        elif self._calendar.is_due(now) and not self._calendar.match(query.question, now):
+            kept = self._calendar.return_rate
+        return 1.0 - kept * self._lack() * (1.0 - CONTESTED_SHARE)
+
+    def _lack(self) -> float:
+        """From 0, capacity suffices, to 1: so many are turned away that others' room is kept and prices are full."""
+        return min(1.0, (1.0 - self.attainment.overall) / FULL_LACK_AT)
 
     def _pick(
         self, query: Place, found: Filtered, now: float, share: float = 1.0
@@ -178,7 +201,18 @@ class Admission:
         return decision, candidates
 
     def _policy_for(self, query: Place, now: float) -> DecisionPolicy:
-        return self._returned_policy if self._calendar.match(query.question, now) else self._policy
+        if self._calendar.match(query.question, now):
+            return self._returned_policy
+        return replace(self._policy, displacement_cost=self._policy.displacement_cost * self._price(query, now))
+
+    def _price(self, query: Place, now: float) -> float:
+        """What a prompt is charged for those whom it keeps out, as a share of the most: nothing while all are served,
+        nor where its length or its tenant is served less than its floor."""
+        counts_tenant = len(self._shares) > 1 and not self._shares.is_ahead(query.tenant, now)
+        groups = _groups(query) if counts_tenant else [_length_class(query)]
+        if any(self.attainment.is_below_floor(group) for group in groups):
+            return 0.0
+        return self._lack()
 
     def _has_no_slo_traffic(self, now: float) -> bool:
         """Whether there is nobody to keep room for."""
@@ -292,8 +326,19 @@ class TenantShares:
         return least if least < float("inf") else 0.0
 
 
+def _length_class(query: Place) -> Hashable:
+    """Prompts of one class differ by less than twice."""
+    return query.num_tokens.bit_length()
+
+
+def _groups(query: Place) -> list[Hashable]:
+    """Those that it belongs to, of which none is to be served much less than the others."""
+    return [_length_class(query), query.tenant]
+
+
 def _is_unattainable(query: Place, found: Filtered) -> bool:
     """Late also where nothing else is to be done: it is lost for goodput, so it gets what others leave. What was begun
     already goes on as it was."""
-    is_late = query.ttft_target_s < found.shortest_s or query.tpot_target_s < found.shortest_tpot_s
+    pace_s = min(query.tpot_target_s, query.gap_target_s)
+    is_late = query.ttft_target_s < found.shortest_s or pace_s < found.shortest_tpot_s
     return query.attempt == 0 and found.shortest_s < NO_TARGET and is_late

@@ -1,12 +1,14 @@
-"""What the scheduler learns from requests that came and went: lengths of outputs, overhead of first tokens, demand.
+"""What the scheduler learns from requests that came and went: lengths of outputs, overhead of first tokens, demand, and
+who of them was served.
 
-The `Ledger` feeds these and holds one of each; predictions read them. All are smoothed over recent requests and take
-bounded memory.
+The `Ledger` feeds all but the last and holds one of each; predictions read them. `Admission` keeps `Attainment`. All
+are smoothed over recent requests and take bounded memory.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
 from statistics import median
 from typing import Final
 
@@ -22,6 +24,8 @@ _RESIDUALS: Final = 64
 _RECENT_OVERHEADS: Final = 32
 _ENOUGH_OVERHEADS: Final = 4
 _DEMAND_SMOOTHING: Final = 0.01  # about the last hundred requests
+_GROUP_SMOOTHING: Final = 0.1  # about a group's last ten requests
+LEAST_FLOOR: Final = 0.5  # of what all get in time: no group is served less while others get more
 
 
 class _Recent:
@@ -121,3 +125,33 @@ class PromptDemand:
         weight = max(_DEMAND_SMOOTHING, 1.0 / self._num_seen)
         self.prompt_s += weight * (prompt_s - self.prompt_s)
         self.ttft_s += weight * (ttft_s - self.ttft_s)
+
+
+class Attainment:
+    """The share of recent requests with targets that could be in time where they were placed; who was turned away
+    could not. Of all (`overall`), and of each group that must not fall far behind the others.
+
+    A group's floor is the share of all times itself, and at least `LEAST_FLOOR` of it: nearly equal as long as nearly
+    all are served, half where most are turned away and a long prompt would cost many short ones."""
+
+    def __init__(self, max_groups: int = 10_000) -> None:
+        self.overall = 1.0
+        self._max_groups = max_groups
+        self._of: OrderedDict[Hashable, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Groups that are remembered."""
+        return len(self._of)
+
+    def observe(self, groups: Iterable[Hashable], in_time: float) -> None:
+        """What became of a request of these groups: the chance that it is in time, 0 where it was turned away."""
+        self.overall += _DEMAND_SMOOTHING * (in_time - self.overall)
+        for group in groups:
+            share = self._of.get(group, self.overall)
+            self._of[group] = share + _GROUP_SMOOTHING * (in_time - share)
+            self._of.move_to_end(group)
+        while len(self._of) > self._max_groups:
+            self._of.popitem(last=False)
+
+    def is_below_floor(self, group: Hashable) -> bool:
+        return self._of.get(group, self.overall) < self.overall * max(self.overall, LEAST_FLOOR)

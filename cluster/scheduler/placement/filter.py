@@ -20,15 +20,18 @@ from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.worker_table import Floats, Row, Rows, WorkerTable
+from engine.cost_model.step_cost import DECODES_PART
 from kv_transfer.messages.scheduling import Place
 
+_LEAST_ROOM: Final = 0.1  # of what decodes take, for prompts, however tight the promises
 _NUM_IN_POOL: Final = 3  # decode workers that may compute for others, by either measure, and that others compute for
 
 
 @dataclass(frozen=True, slots=True)
 class PromptForecast:
     """A prompt's computation, by worker. `wait_s`: of its queue; `work_s`: from then on, to bring up the hits that lie
-    in lower tiers and to compute the rest; `added_s`: of that, what those who decode there notice."""
+    in lower tiers and to compute the rest, as fast as those who decode there can bear; `added_s`: of that, what it
+    adds to steps that they have in any case."""
 
     cached_tokens: Floats
     wait_s: Floats
@@ -106,9 +109,16 @@ def forecast_prompt(
     table: WorkerTable, num_tokens: int, reach: Floats, tier_token_s: tuple[float, float], now: float
 ) -> PromptForecast:
     """On every worker. `reach[3, rows]`: leading tokens held on the device, down to host memory, down to disk. Loads as
-    far down as it pays; `tier_token_s`: seconds per token brought up from host memory and from disk."""
+    far down as it pays; `tier_token_s`: seconds per token brought up from host memory and from disk.
+
+    A worker takes so many tokens into a step that all who decode there keep the pace that they were promised, and no
+    more than save time: the fuller it is, the more steps a prompt takes. Whoever can hardly keep it without prompts
+    holds them up no further, so that there is an end to it."""
     facts = table.rows[:, : len(table)]
     step_s = facts[Row.STEP_S] / facts[Row.STRETCH]
+    bears_s = np.maximum(facts[Row.LIMIT_S] - step_s, _LEAST_ROOM * step_s)
+    decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES]
+    room_s = np.where(decodes > 0.0, np.minimum(bears_s, (1.0 / DECODES_PART - 1.0) * step_s), np.inf)
     # Each that decodes takes a token of the step's budget.
     chunk = np.maximum(facts[Row.CHUNK_TOKENS] - facts[Row.BOOKED], 1.0)
     depths = 3 if (reach[2] > reach[0]).any() else 1
@@ -119,7 +129,8 @@ def forecast_prompt(
         load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
         load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
     added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
-    work_s = load_s + (added_s + np.maximum(np.ceil(uncached / chunk), 1.0) * step_s)
+    num_steps = np.maximum(np.ceil(uncached / chunk), added_s / np.maximum(room_s, 1e-9))
+    work_s = load_s + (added_s + np.maximum(num_steps, 1.0) * step_s)
     best = 0 if depths == 1 else (work_s.argmin(axis=0), np.arange(len(table)))
     return PromptForecast(
         cached_tokens=cached[best],

@@ -300,9 +300,10 @@ class Ledger:
         self._bookings[query.request_id] = booking
         decoding.decoding.append(booking)
         expected = self.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
-        most, tpot_s = max(1, query.max_new_tokens), query.tpot_target_s
-        self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), tpot_s, weight)
+        most, tpot_s, gap_s = max(1, query.max_new_tokens), query.tpot_target_s, query.gap_target_s
+        self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), tpot_s, weight, gap_s)
         self.table.rows[Row.BOOKED_CONTEXT, row] += query.num_tokens
+        self.table.predict_step(row, now)
         return booking
 
     def _known(self, booking: Booking, num_emitted: int) -> None:

@@ -133,7 +133,10 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, 
     if policy.one_pool:
         rounded = (slo_gain - _price_in_one_pool(ledger.table, policy, query, predicted, ttft_s, now)).round(2)
     else:
-        rounded = (slo_gain - policy.alone_gain * predicted.beside).round(3)
+        cost = policy.delay_cost * delay + policy.work_cost * _busy_work(ledger, predicted, now)
+        for kind in (predicted.beside, ~predicted.beside):
+            cost[kind] -= cost[kind].min(initial=np.inf)
+        rounded = (slo_gain - cost - policy.alone_gain * predicted.beside).round(3)
     is_batch = not query.has_targets
     barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
     # Of equals who has least to do: predictions err, and then it is good not to have put everything on one. Between
@@ -151,12 +154,21 @@ def _price_in_one_pool(
     crowds = table.rows[Row.BOOKED, : len(table)] / max(1.0, float(table.rows[Row.BOOKED, pool].mean()))
     prompts = np.minimum(table.prompt_shares(slice(0, len(table)), now), 1.0)
     prompts = prompts / max(_QUIET_SHARE, float(prompts[pool].mean()))
-    tightness = min(1.0, float(predicted.after.tpot_s[0].min()) / query.tpot_target_s) ** 2
+    paces_s = predicted.after.tpot_s[0] * table.rows[Row.STRETCH, decode]  # with the prompts that come in between
+    tightness = min(1.0, float(paces_s.min()) / query.tpot_target_s) ** 2
     disturbed = np.minimum(crowds[computing], _MOST_SHARES) + np.minimum(prompts[decode], _MOST_SHARES)
     waits = np.minimum(ttft_s / query.ttft_target_s, _MOST_SHARES)
     moved = predicted.computing != predicted.decode
     price: Floats = policy.role_gain * tightness * disturbed + policy.wait_gain * waits + policy.handover_gain * moved
     return price
+
+
+def _busy_work(ledger: Ledger, predicted: Prediction, now: float) -> Floats:
+    """What the prompt takes of the workers' time, in average prompts, the less the more of that time is unused: on busy
+    workers it pays to go where a prefix is, on idle ones to be served sooner."""
+    there, here = ledger.table.busy_shares(now)
+    work: Floats = np.where(predicted.beside, here, there) * predicted.prompt.work_s
+    return work / ledger.demand.prompt_s if ledger.demand.prompt_s > 0.0 else np.zeros_like(work)
 
 
 def _is_good_enough(policy: DecisionPolicy, query: Place, candidates: Candidates, share: float) -> bool:

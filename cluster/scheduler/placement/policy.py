@@ -16,13 +16,16 @@ class DecisionPolicy:
     Batch requests are placed where others lose at most `batch_slo_loss` and the queue is at most `batch_queue_s` long;
     prompts that take longer than that, only while `batch_idle` of the pool's workers compute none, and of its time
     lately.
-    Decode alone is chosen over a pair where it brings `alone_gain` more.
+    Decode alone is chosen over a pair where it brings `alone_gain` more. Among pairs, and among those, one whose
+    first token or pace is later by as much as the target is worth `delay_cost` less, one that takes as much more of the
+    workers' time as an average prompt does, `work_cost` less where all of that time is in use.
     Where decode workers are `one_pool`, they compute prompts for each other, too. A prompt is charged there, as far as
     its TPOT target is near, `role_gain` for a mean worker's decodes that it disturbs, and as much for a mean worker's
     prompts that disturb its tokens; `wait_gain` for waiting as long as its TTFT target allows; `handover_gain` for
     being moved. So roles emerge where targets are tight, and nothing moves where they are not.
-    A prompt of average length keeps out `displacement_cost` of the requests still to come where the queues are half as
-    long as TTFT targets allow, shorter prompts and queues less, longer ones more: under overload long prompts go first.
+    Under overload a prompt of average length keeps out up to `displacement_cost` of the requests still to come where
+    the queues are half as long as TTFT targets allow, shorter prompts and queues less, longer ones more: prompts that
+    take much time go first, down to the floor of their length (see `Admission`).
     Nobody is bound to a decode worker that has no room for `max_room_s`.
 
     `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
@@ -35,6 +38,8 @@ class DecisionPolicy:
     role_gain: float = 0.3
     wait_gain: float = 0.5
     handover_gain: float = 0.01
+    work_cost: float = 0.3
+    delay_cost: float = 0.3
     displacement_cost: float = 0.25
     max_room_s: float = 0.1
     batch_slo_loss: float = 0.01

@@ -79,12 +79,13 @@ def predict(
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
     alone, beside = computing == decode, computing >= table.num_prefills
     lead_s = _join_times(prompt.wait_s, prompt.work_s, alone, later_s)
-    after = forecast_decode(table, decode, query, num_output, lead_s, prompt.added_s * alone, now)
+    noticed_s = np.zeros_like(prompt.added_s) if query.has_targets else prompt.added_s
+    after = forecast_decode(table, decode, query, num_output, lead_s, noticed_s * alone, now)
     start_s = _start_times(prompt.wait_s, after.room_s, alone, later_s)
     slo_loss, elsewhere = after.slo_loss, beside & ~alone
-    if elsewhere.any():
+    if elsewhere.any() and noticed_s.any():
         slo_loss = slo_loss.copy()
-        slo_loss[:, elsewhere] += forecast_delay(table, computing[elsewhere], prompt.added_s[elsewhere], lead_s, now)
+        slo_loss[:, elsewhere] += forecast_delay(table, computing[elsewhere], noticed_s[elsewhere], lead_s, now)
     queue_share = idle_share = _UNASKED
     if query.ttft_s is not None and ledger.demand.ttft_s > 0.0:
         queue_share = _queue_shares(table, beside, later_s, ledger.demand.ttft_s, now)
@@ -118,10 +119,11 @@ def score(
 
 
 def _slo_probability(table: WorkerTable, query: Place, predicted: Prediction, ttft_s: Floats) -> Floats:
-    """Of meeting both targets, and of the memory sufficing."""
+    """Of meeting all targets, and of the memory sufficing."""
     errors, after = table.rows[Row.RELATIVE_ERROR], predicted.after
     in_time = log_probability(ttft_s, query.ttft_target_s, errors[predicted.computing])
     in_time = in_time + log_probability(after.tpot_s, query.tpot_target_s, errors[predicted.decode])
+    in_time = in_time + log_probability(after.gap_s, query.gap_target_s, errors[predicted.decode])
     probability: Floats = np.exp(in_time + log_fit_probability(after.kv_share))
     return probability
 

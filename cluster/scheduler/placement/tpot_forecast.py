@@ -5,6 +5,10 @@ so what they share is counted in steps: who is still there when it joins, and fo
 memory or attention is told at the pace of an empty step, who is still there at the true one: so one more co-batched
 sequence never makes the prediction better.
 
+Prompts that the worker computes, too, make steps longer only as far as all who decode there can bear (see
+`filter.forecast_prompt`). So targets are judged by steps without prompts, which are what decodes do to each other; but
+a request without targets is not to use up what others have saved.
+
 Arrays are `[workers, slots]`, or `[moments, workers, slots]` where they depend on when the newcomer joins.
 """
 
@@ -28,9 +32,13 @@ _LOGISTIC: Final = 1.702  # makes the logistic function close to the normal dist
 class DecodeForecast:
     """By the moment that the newcomer joins, and by candidate. `room_s`: by candidate only, until the worker's memory
     has room for the prompt; `kv_share`: of the memory, at the peak of the newcomer's life; `slo_loss`: by how much the
-    log-probabilities of the others' targets fall, all together."""
+    log-probabilities of the others' targets fall, all together.
+
+    `tpot_s`, `gap_s`: of the newcomer, in the mean and at most, where only decodes hold it up; `gap_s` only if somebody
+    was promised one, else 0."""
 
     tpot_s: Floats
+    gap_s: Floats
     room_s: Floats
     kv_share: Floats
     slo_loss: Floats
@@ -59,7 +67,7 @@ def forecast_decode(
     table: WorkerTable, workers: Rows, query: Place, num_output: float, lead_s: Floats, added_s: Floats, now: float
 ) -> DecodeForecast:
     """What `score.predict` knows of the decode workers. `workers`, `added_s`, by candidate: its row, and the seconds
-    that its prompt adds to the worker's steps where the same worker computes it, else 0; `lead_s`, by moment: from now
+    that its prompt adds to the worker's steps and that others are not to notice, else 0; `lead_s`, by moment: from now
     until the newcomer joins; `num_output`: tokens that it will probably put out.
 
     Which prefill worker computes the prompt makes no difference here: candidates that are alike are forecast once."""
@@ -70,16 +78,24 @@ def forecast_decode(
     share = others.shared / num_output
     decodes = share.sum(axis=2) + facts[Row.EXTRA_DECODES]
     context = (share * (others.held + others.grown + others.shared / 2)).sum(axis=2) + facts[Row.EXTRA_CONTEXT]
-    stretch, decode_s, context_token_s = facts[Row.STRETCH], facts[Row.DECODE_S], facts[Row.CONTEXT_TOKEN_S]
-    before_s = stretch * (facts[Row.BASE_S] + decode_s * decodes + context_token_s * context)
-    own_s = stretch * (decode_s + context_token_s * (query.num_tokens + num_output / 2))
-    # Prompts that the worker has still to compute when the newcomer joins make it wait between its tokens.
-    prompts_s = np.where(added_s > 0.0, 0.0, np.maximum(facts[Row.DRAINED_AT] - now - lead_s[:, None], 0.0))
+    base_s, decode_s, context_token_s = facts[Row.BASE_S], facts[Row.DECODE_S], facts[Row.CONTEXT_TOKEN_S]
+    before_s = base_s + decode_s * decodes + context_token_s * context
+    own_s = decode_s + context_token_s * (query.num_tokens + num_output / 2)
+    slo_loss = _tpot_loss(facts, slots, others, before_s, own_s, added_s, now)
+    gap_s = np.zeros_like(before_s)
+    if query.gap_s is not None or (slots[Slot.GAP_TARGET_S][others.live] < np.inf).any():
+        there = others.shared > 0.0
+        fullest = there.sum(axis=2) + facts[Row.EXTRA_DECODES]
+        longest = (there * (others.held + others.left)).sum(axis=2) + facts[Row.EXTRA_CONTEXT]
+        without_s = base_s + decode_s * fullest + context_token_s * longest
+        gap_s = without_s + decode_s + context_token_s * (query.num_tokens + num_output)
+        slo_loss = slo_loss + _gap_loss(facts, slots, there, without_s, gap_s)
     return DecodeForecast(
-        tpot_s=(before_s + own_s + prompts_s / num_output)[:, same],
+        tpot_s=(before_s + own_s)[:, same],
+        gap_s=gap_s[:, same],
         room_s=_room_s(facts, others, query.num_tokens + 1)[same],
         kv_share=_kv_share(facts, others, query.num_tokens, num_output)[:, same],
-        slo_loss=_slo_loss(facts, slots, others, before_s, own_s, added_s, now)[:, same],
+        slo_loss=slo_loss[:, same],
     )
 
 
@@ -92,7 +108,7 @@ def forecast_delay(table: WorkerTable, workers: Rows, added_s: Floats, lead_s: F
     slots = table.slots[:, workers[firsts], : max(1, int(facts[Row.BOOKED].max(initial=0.0)))]
     others = _co_batched(facts, slots, table.residuals, 1.0, lead_s, now)
     before_s, own_s = np.zeros((len(lead_s), len(firsts))), np.zeros(len(firsts))
-    return _slo_loss(facts, slots, others, before_s, own_s, added_s, now)[:, same]
+    return _tpot_loss(facts, slots, others, before_s, own_s, added_s, now)[:, same]
 
 
 def log_probability(predicted_s: Floats | float, target_s: float, relative_error: Floats | float) -> Floats:
@@ -153,7 +169,7 @@ def _co_batched(
     )
 
 
-def _slo_loss(
+def _tpot_loss(
     facts: Floats, slots: Floats, others: _CoBatched, before_s: Floats, own_s: Floats, added_s: Floats, now: float
 ) -> Floats:
     """The loss in log-probability, not in probability: it does not vanish where everyone is late already, so that a
@@ -161,7 +177,7 @@ def _slo_loss(
     target_s = np.where(others.live, slots[Slot.TPOT_TARGET_S], np.inf)
     if not (target_s < np.inf).any():
         return np.zeros_like(before_s)
-    step_s = np.maximum(facts[Row.STEP_S], before_s)[:, :, None]
+    step_s = np.maximum(facts[Row.STEP_S] / facts[Row.STRETCH], before_s)[:, :, None]
     spent_s = np.where(others.emitted > 0.0, now - slots[Slot.FIRST_AT], 0.0)
     total = np.maximum(others.emitted + others.left, 1.0)
     tpot_s = (spent_s + others.left * step_s) / total
@@ -174,6 +190,18 @@ def _slo_loss(
         0.0, steepness * (tpot_s / target_s - 1.0)
     )
     loss: Floats = (lost * slots[Slot.WEIGHT]).sum(axis=2)
+    return loss
+
+
+def _gap_loss(facts: Floats, slots: Floats, there: NDArray[np.bool_], without_s: Floats, with_s: Floats) -> Floats:
+    """The same of the gap that they were promised, by the longest step of decodes alone, `with_s` the newcomer and
+    `without_s`, in which everyone meets who is `there` then."""
+    target_s = np.where(slots[Slot.GAP_TARGET_S] > 0.0, slots[Slot.GAP_TARGET_S], np.inf)
+    steepness = _steepness(facts[Row.RELATIVE_ERROR])[:, None]
+    lost = np.logaddexp(0.0, steepness * (with_s[:, :, None] / target_s - 1.0)) - np.logaddexp(
+        0.0, steepness * (without_s[:, :, None] / target_s - 1.0)
+    )
+    loss: Floats = (lost * there * slots[Slot.WEIGHT]).sum(axis=2)
     return loss
 
 

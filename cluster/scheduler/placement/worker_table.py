@@ -18,6 +18,7 @@ from kv_transfer.messages.workers import WorkerInfo
 RESIDUAL_STEP: Final = 0.125
 PROMPTS_OVER_S: Final = 10.0  # over which a worker's share of time for prompts is smoothed
 _MOST_PROMPTS: Final = 0.9  # of its time
+KEPT: Final = 0.95  # of the times promised, what workers plan their steps for
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
@@ -49,6 +50,9 @@ class _Facts(NamedTuple):
     MAX_SEQUENCES: int = 21  # held at once
     PROMPTS_S: int = 22  # seconds for prompts placed there, the older the less, as of PROMPTS_AT
     PROMPTS_AT: int = 23
+    LIMIT_S: int = (
+        24  # how long its steps with prompts may last for those booked there; inf: they were promised nothing
+    )
 
 
 class _SlotFacts(NamedTuple):
@@ -61,6 +65,7 @@ class _SlotFacts(NamedTuple):
     JOINED_STEP: int = 4  # STEPS when it began to decode; inf: has not begun
     TPOT_TARGET_S: int = 5
     WEIGHT: int = 6  # how probable it was, when it was placed, that it meets its targets
+    GAP_TARGET_S: int = 7
 
 
 # Plain integers, since arrays are indexed by them dozens of times a decision, and an enumeration's members are slower.
@@ -123,7 +128,7 @@ class WorkerTable:
             facts[:, row] = 0.0
         self._order.insert(row, key)
         facts = self.rows[:, row]
-        facts[Row.DRAINED_AT], facts[Row.AS_OF], facts[Row.STRETCH] = now, now, 1.0
+        facts[Row.DRAINED_AT], facts[Row.AS_OF], facts[Row.STRETCH], facts[Row.LIMIT_S] = now, now, 1.0, np.inf
         facts[Row.CHUNK_TOKENS] = info.chunk_tokens or np.inf
         facts[Row.MAX_SEQUENCES] = info.max_num_seqs or np.inf
         facts[Row.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
@@ -143,13 +148,21 @@ class WorkerTable:
     def has_targets(self) -> bool:
         """Whether anyone who is booked anywhere should keep a pace."""
         booked = self.slots[Slot.OUTPUT] > 0.0
-        return bool((booked & (self.slots[Slot.TPOT_TARGET_S] < np.inf)).any())
+        paced = np.minimum(self.slots[Slot.TPOT_TARGET_S], self.slots[Slot.GAP_TARGET_S]) < np.inf
+        return bool((booked & paced).any())
 
     def prompt_shares(self, rows: int | slice, now: float) -> Floats:
         """Of the workers' time lately, what prompts placed there take."""
         recent_s, at = self.rows[Row.PROMPTS_S, rows], self.rows[Row.PROMPTS_AT, rows]
         shares: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
         return shares
+
+    def busy_shares(self, now: float) -> tuple[float, float]:
+        """Of the time of the prefill workers lately, and of the decode workers', what prompts placed there take; at
+        most 1."""
+        shares = self.prompt_shares(slice(0, len(self)), now)
+        first, second = (float(shares[pool].sum()) / max(1, pool.stop - pool.start) for pool in self.pools())
+        return min(1.0, first), min(1.0, second)
 
     # --- the pace of a worker's decode steps ---
 
@@ -170,7 +183,7 @@ class WorkerTable:
 
     def predict_step(self, row: int, now: float) -> None:
         """How long its steps take, with those that decode now, and their contexts, and as much time for prompts as
-        lately."""
+        lately, or as those who are booked there leave."""
         facts = self.rows[:, row]
         slots = self.slots[:, row, : int(facts[Row.BOOKED])]
         joined = slots[Slot.JOINED_STEP] < float("inf")
@@ -179,7 +192,9 @@ class WorkerTable:
         decodes = joined.sum() + facts[Row.EXTRA_DECODES]
         step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
         share = min(_MOST_PROMPTS, float(self.prompt_shares(row, now)))
-        facts[Row.STRETCH] = 1.0 / (1.0 - share)
+        targets = np.minimum(slots[Slot.TPOT_TARGET_S], slots[Slot.GAP_TARGET_S])
+        facts[Row.LIMIT_S] = limit_s = KEPT * targets.min(initial=np.inf)
+        facts[Row.STRETCH] = max(1.0, min(1.0 / (1.0 - share), limit_s / max(step_s, 1e-9)))
         facts[Row.STEP_S] = step_s * facts[Row.STRETCH]
 
     # --- costs and slots ---

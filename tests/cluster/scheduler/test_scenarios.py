@@ -7,7 +7,8 @@ each sequence. Commands (what is in brackets may be left out):
     worker NAME... [blocks=2000 max_len=10000 seqs=N group=same life=1]   they register
     report NAME [running=0 queued=0 context=0 draining=1]                 a heartbeat
     cached NAME prompt=TEXT blocks=N [tier=device]                        it holds the first blocks (16 tokens) of that
-    place ID... [tokens=1000 new=100 ttft=2 tpot=0.05 tenant=t prompt=TEXT exclude=d1,d2 attempt=0 prefer=d1 waited=0]
+    place ID... [tokens=1000 new=100 ttft=2 tpot=0.05 gap=0.1 tenant=t prompt=TEXT exclude=d1,d2 attempt=0 prefer=d1
+           waited=0]
     first ID... | end ID... [output=N]                                    first token; the end
     at SECONDS                                                            time passes; who waited is answered
     lost NAME | expire                                                    a connection ends; the silent are dropped
@@ -187,6 +188,7 @@ def _place(request_id: str, options: dict[str, str]) -> Place:
         tenant=options.get("tenant", "t"),
         ttft_s=float(options["ttft"]) if "ttft" in options else None,
         tpot_s=float(options["tpot"]) if "tpot" in options else None,
+        gap_s=float(options["gap"]) if "gap" in options else None,
         waited_s=float(options.get("waited", 0.0)),
         prefix_hashes=_hashes(options.get("prompt", request_id), (tokens - 1) // BLOCK_TOKENS),
     )

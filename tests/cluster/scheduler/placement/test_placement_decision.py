@@ -333,11 +333,15 @@ def test_decode_workers_compute_for_each_other_only_in_one_pool() -> None:
     assert pairs[0][0] == pairs[0][1], "nothing moves for nothing"
 
 
-def test_who_decodes_where_a_prompt_is_computed_for_another_loses_by_it() -> None:
+def test_a_prompt_computed_for_another_takes_longer_beside_decodes_and_without_targets_costs_them_chances() -> None:
     ledger = ledger_of("d1", "d2")
     for name in "ab":
         decoding(ledger, name, prefill=None, decode="d1", tpot_s=0.02)
     found, pairs = _ranked_in_one_pool(ledger, tpot_s=0.02)
+    work_s = dict(zip(pairs, found.predicted.prompt.work_s[found.order].tolist(), strict=True))
+    assert work_s["d1", "d2"] > 2.0 * work_s["d2", "d2"], "the prompt waits for who decodes on d1"
+    assert pairs[0] == ("d2", "d2")
+    found, pairs = _ranked_in_one_pool(ledger, ttft_s=None, tpot_s=None)
     loss = dict(zip(pairs, found.predicted.slo_loss[0][found.order].tolist(), strict=True))
     assert loss["d1", "d2"] > 0.1 > loss["d2", "d2"], "who decodes on d1 waits for the prompt"
     assert pairs[0] == ("d2", "d2")

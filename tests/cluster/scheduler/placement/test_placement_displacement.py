@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome
+from cluster.scheduler.placement.estimates import Attainment
 from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import Action, Decision, pick
@@ -46,6 +49,8 @@ def test_who_comes_back_on_time_is_not_charged_for_those_who_come_after() -> Non
     book(ledger, "alone", prefill=None, prefill_s=4.0)
     admission = Admission(ledger, lambda hashes: {}, DecisionPolicy(), AdmissionPolicy())
     long = {"num_tokens": 4000, "ttft_s": 6.0}
+    for _ in range(100):
+        admission.attainment.observe(["others"], 0.0)  # capacity lacks
     refused = admission.ask(query_of("first", **long), 0.0)
     assert refused.outcome is Outcome.REJECTED
     assert refused.retry_after_s is not None
@@ -56,3 +61,63 @@ def test_who_comes_back_on_time_is_not_charged_for_those_who_come_after() -> Non
     assert admission.ask(query_of("other", **other), now).outcome is not Outcome.PLACED
     verdict = admission.ask(query_of("again", **long), now)
     assert verdict.outcome is Outcome.PLACED, str(verdict)
+
+
+# --- floors ---
+
+
+def _lacking(num_refused: int) -> Admission:
+    """Queues three quarters as long as TTFT targets allow: by the full price only a quarter of an average prompt would
+    get in. So many were turned away lately."""
+    ledger = ledger_of("p1", "d1", num_blocks=10_000)
+    for _ in range(1000):
+        ledger.demand.observe(1.0, 2.0)
+    book(ledger, "pair", prefill_s=1.5)
+    book(ledger, "alone", prefill=None, prefill_s=1.5)
+    admission = Admission(ledger, lambda hashes: {}, DecisionPolicy(), AdmissionPolicy())
+    for _ in range(num_refused):
+        admission.attainment.observe(["others"], 0.0)
+    return admission
+
+
+def _long(admission: Admission, number: int) -> Outcome:
+    """It is looked at in the same state as the one before it."""
+    return admission.ask(query_of(f"long-{number}", num_tokens=6000, ttft_s=20.0), 0.0).outcome
+
+
+def test_as_long_as_all_are_served_nobody_is_turned_away_for_the_length_of_a_prompt() -> None:
+    assert _long(_lacking(0), 0) is Outcome.PLACED
+    assert _long(_lacking(100), 0) is not Outcome.PLACED
+
+
+def test_long_prompts_go_first_but_only_down_to_their_floor() -> None:
+    admission = _lacking(100)
+    refused = 0
+    while _long(admission, refused) is not Outcome.PLACED:
+        refused += 1
+        assert refused < 20, "their class fell below half of what all get, and is charged on"
+    assert refused >= 3, "they do give way"
+
+
+def test_a_floor_is_nearly_what_all_get_as_long_as_nearly_all_are_served_and_half_under_overload() -> None:
+    for num_of_ten, longest_below, least_above in ((9, 7, 9), (4, 1, 3)):
+        shares = Attainment()
+        for number in range(3000):
+            shares.observe(["all"], float(number % 10 < num_of_ten))
+        overall = shares.overall
+        assert overall == pytest.approx(num_of_ten / 10, abs=0.05)
+        for tenths in range(11):
+            group = f"of {tenths}"
+            for _ in range(100):
+                shares.observe([group], tenths / 10)
+                shares.overall = overall
+            if tenths <= longest_below or tenths >= least_above:
+                assert shares.is_below_floor(group) is (tenths <= longest_below), (num_of_ten, tenths)
+
+
+def test_groups_that_are_heard_of_no_more_are_forgotten() -> None:
+    shares = Attainment(max_groups=2)
+    for tenant in ("a", "b", "c"):
+        shares.observe([tenant], 0.0)
+    assert len(shares) == 2
+    assert not shares.is_below_floor("a")

@@ -17,6 +17,7 @@ from cluster.scheduler.placement.tpot_forecast import (
     log_fit_probability,
     log_probability,
 )
+from cluster.scheduler.placement.worker_table import Row
 from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
 from tests.support.worker_reports import worker_info
 
@@ -47,7 +48,7 @@ def _decode(
     rows = np.array([ledger.table.row(worker_id)])
     query = query_of("new", **changes)
     found = forecast_decode(ledger.table, rows, query, num_output, np.array([lead_s]), np.array([added_s]), now)
-    return DecodeForecast(found.tpot_s[0], found.room_s, found.kv_share[0], found.slo_loss[0])
+    return DecodeForecast(found.tpot_s[0], found.gap_s[0], found.room_s, found.kv_share[0], found.slo_loss[0])
 
 
 # --- prompts ---
@@ -68,9 +69,29 @@ def test_chunks_cost_a_step_each() -> None:
 
 def test_a_decode_worker_computes_prompts_between_the_tokens_of_others() -> None:
     ledger = ledger_of("p1", "d1")
-    decoding(ledger, "a")
+    decoding(ledger, "a", tpot_s=None)
     forecast = _prompt(ledger, "d1")
-    assert (forecast.work_s[0], forecast.added_s[0]) == pytest.approx((1.012, 1.0))
+    # A step of 12 ms takes no more of a prompt than makes its own part a twentieth.
+    assert (forecast.work_s[0], forecast.added_s[0]) == pytest.approx((1.0 + 1.0 / 19, 1.0))
+
+
+def test_a_prompt_gets_on_as_fast_as_those_who_decode_there_can_bear() -> None:
+    for targets in ({"tpot_s": 0.05}, {"tpot_s": None, "gap_s": 0.05}, {"tpot_s": 0.1, "gap_s": 0.05}):
+        ledger = ledger_of("p1", "d1")
+        decoding(ledger, "tight", **targets)
+        left_s = 0.95 * 0.05 - 0.012  # of each step, beside the one that decodes
+        assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 0.012 / left_s), targets
+        decoding(ledger, "relaxed", tpot_s=1.0)
+        left_s = 0.95 * 0.05 - 0.014
+        assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 0.014 / left_s), "the tightest counts"
+        ledger.ended("tight", 0.0)
+        assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 1.0 / 19), "and no longer than it is there"
+
+
+def test_who_can_hardly_keep_the_pace_does_not_hold_prompts_up_for_ever() -> None:
+    ledger = ledger_of("p1", "d1")
+    decoding(ledger, "late", tpot_s=0.011)
+    assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 10.0)
 
 
 def test_hits_are_brought_up_as_far_down_as_it_pays() -> None:
@@ -159,7 +180,7 @@ def test_the_loss_is_what_the_others_chances_lose() -> None:
     decoding(ledger, "a", tpot_s=0.013)
     before, after = log_probability(0.012, 0.013, 0.1), log_probability(0.012 + 0.00205, 0.013, 0.1)
     assert _decode(ledger).slo_loss[0] == pytest.approx(before - after, rel=0.05)
-    assert _decode(ledger, "d1", added_s=1.0).slo_loss[0] > 1.0
+    assert _decode(ledger, "d1", added_s=1.0).slo_loss[0] > 1.0  # of work without targets
     relaxed = ledger_of("p1", "d1")
     decoding(relaxed, "a", tpot_s=0.1)
     batch = ledger_of("p1", "d1")
@@ -184,12 +205,32 @@ def test_a_prediction_at_the_target_is_met_half_the_time() -> None:
 
 def test_prompts_of_lately_stretch_the_steps_and_are_forgotten() -> None:
     ledger = ledger_of("p1", "d1")
-    alone = _decode(ledger).tpot_s[0]
+    table, row = ledger.table, ledger.table.row("d1")
     book(ledger, "a", prefill=None)
     ledger.ended("a", 0.0)
-    assert _decode(ledger).tpot_s[0] == pytest.approx(alone / (1.0 - 0.1))  # 1 s of the last 10
+    assert table.rows[Row.STEP_S, row] == pytest.approx(0.010 / (1.0 - 0.1))  # 1 s of the last 10
+    assert _decode(ledger).tpot_s[0] == pytest.approx(0.012050), "but no target is missed by them"
     ledger.heartbeat(costed_snapshot("d1", 2), 100.0)
-    assert _decode(ledger, now=100.0).tpot_s[0] == pytest.approx(alone, rel=1e-3)
+    assert table.rows[Row.STEP_S, row] == pytest.approx(0.010, rel=1e-3)
+    for name in ("b", "c", "d", "e", "f", "g"):
+        book(ledger, name, 100.0, prefill=None, tpot_s=0.02)
+    ledger.first_token("b", 100.0)
+    assert table.rows[Row.STEP_S, row] == pytest.approx(0.95 * 0.02), "nor longer than those who decode can bear"
+
+
+def test_the_longest_gap_is_that_of_a_step_with_everyone_there() -> None:
+    ledger = ledger_of("p1", "d1")
+    decoding(ledger, "a", max_new_tokens=50)
+    assert _decode(ledger).gap_s[0] == 0.0, "nobody asks"
+    newcomer = 0.001 + 1100e-6
+    longest = 0.010 + newcomer + 0.001 + 1050e-6
+    assert _decode(ledger, gap_s=0.015).gap_s[0] == pytest.approx(longest)
+    decoding(ledger, "b", max_new_tokens=50, gap_s=0.013)
+    asked = _decode(ledger)
+    assert asked.gap_s[0] == pytest.approx(longest + 0.001 + 1050e-6)
+    without_s = asked.gap_s[0] - newcomer
+    lost = log_probability(without_s, 0.013, 0.1) - log_probability(asked.gap_s[0], 0.013, 0.1)
+    assert asked.slo_loss[0] == pytest.approx(lost, rel=0.05)
 
 
 def test_reservations_go_on_while_prompts_wait_there() -> None:
@@ -213,11 +254,11 @@ def test_who_exceeds_the_sequences_of_a_worker_waits_for_one_to_end() -> None:
 def test_those_who_decode_leave_less_of_each_step_to_prompts() -> None:
     ledger = Ledger()
     for worker_id in ("p1", "d1"):
-        ledger.register(worker_info(worker_id, chunk_tokens=501), costed_snapshot(worker_id), 0.0)
+        ledger.register(worker_info(worker_id, chunk_tokens=11), costed_snapshot(worker_id), 0.0)
     decoding(ledger, "a")
-    assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 2 * 0.012)
+    assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 100 * 0.012)
     decoding(ledger, "b")
-    assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 3 * 0.014)
+    assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 112 * 0.014, rel=0.01)
 
 
 OTHERS = st.lists(
