@@ -8,8 +8,8 @@ name the published traces; without them requests are drawn, with lengths near th
 (`benchmarks.scheduling.goodput_setting.WORKLOADS` states which).
 
 Everybody has, for each counting, the layout, the steps and the limits of its own that serve most on a slice of the
-trace's first half; reported are slices of the second half, each with several seeds (of the steps' scatter, and of who
-is whose tenant). Clusters of a multiple of 8 workers take over what suits 8. All predicting routers are given the true
+trace's first half; reported are slices of the second half, each with other seeds (of the steps' scatter, and of who is
+whose tenant). Clusters of a multiple of 8 workers take over what suits 8. All predicting routers are given the true
 cost model. Who is turned away comes back when told to, up to three times, and is a miss all the same.
 
 What was found is kept in the file, and a run that was stopped goes on from there:
@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace) -> Json:
             setting=setting,
             tuning=tuning,
             slices=slices,
-            seeds=range(arguments.seeds),
+            seeds=arguments.seeds,
             steps=arguments.steps,
             variants=arguments.legato or VARIANTS[:1],
             baselines=arguments.baseline or BASELINES,
@@ -172,7 +172,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--stretch", type=float, default=STRETCH, help="TTFT is at least so many times an idle worker's"
     )
-    parser.add_argument("--seeds", type=int, default=3, help="with which each slice is played; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=1, help="of its own, for each slice; default: %(default)s")
     parser.add_argument(
         "--tpot-ms", type=float, action="append", default=[], help="promised mean; default: 100, and gaps of 100"
     )

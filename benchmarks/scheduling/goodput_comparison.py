@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import product
 from statistics import median
 from typing import Final
 
@@ -26,14 +25,14 @@ OVERLOADS: Final = (1.0, 2.0, 3.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`tuning`: the slice that layouts and limits are chosen on; `slices`: those that are reported, each with each of
-    the `seeds`. `variants`: of Legato, the first of which is compared. `given`: see `Search`. `steps`: how often
+    """`tuning`: the slice that layouts and limits are chosen on; `slices`: those that are reported, each with `seeds`
+    seeds of its own. `variants`: of Legato, the first of which is compared. `given`: see `Search`. `steps`: how often
     brackets of a factor of `WIDTH` are halved."""
 
     setting: Setting
     tuning: int
     slices: Sequence[int]
-    seeds: Sequence[int]
+    seeds: int
     steps: int
     variants: Sequence[str]
     baselines: Sequence[str]
@@ -68,7 +67,8 @@ class Comparison:
 
     @property
     def _runs(self) -> list[tuple[int, int]]:
-        return list(product(self.slices, self.seeds))
+        """Slice and seed."""
+        return [(first, seed) for seed, first in enumerate(first for first in self.slices for _ in range(self.seeds))]
 
     def _counting(self, goal: Goal) -> Report:
         """The best of the others is that with the highest median."""
