@@ -41,8 +41,8 @@ TPOT_S: Final = 0.1
 STRETCH: Final = 2.0
 LENGTHS: Final = (4096, 8192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)  # prompt tokens, at most, of each class
 BUDGET: Final = 2048  # tokens of a step, on prefill workers and where prompts are computed beside decodes
-# Budget of a decode step, and whether promises bound it further. Where decode workers compute no prompts it is all one.
-STEPS: Final = ((BUDGET, True), (BUDGET, False), (1024, False), (512, False), (256, False))
+# Budget of a decode step, and whether promises bound it further.
+STEPS: Final = ((BUDGET, True), (BUDGET, False), (512, False), (256, False))
 SHARES: Final = (0.0, 0.25, 0.5, 0.625, 0.75)  # of the workers, that compute prompts
 STEP_NOISE: Final = 0.1  # sigma of steps' times; what a seed decides
 MAX_RETURNS: Final = 3  # of a client that is told when to come back
@@ -138,7 +138,8 @@ LANDS: Final = frozenset({"mooncake"})
 
 
 def candidates(router: str, num_workers: int) -> list[Layout]:
-    """All layouts and steps, with the router's first limits."""
+    """All layouts, without prefill workers all steps, with the router's first limits. Where others compute the prompts,
+    a decode worker's step holds few of them."""
     counts = sorted({min(round(share * num_workers), num_workers - 1) for share in SHARES})
     limits = next(iter(LIMITS.get(router, {"": None})))
     if router == "colocated":
@@ -146,7 +147,7 @@ def candidates(router: str, num_workers: int) -> list[Layout]:
     return [
         Layout(num_prefill=count, num_decode=num_workers - count, budget=budget, is_paced=is_paced, limits=limits)
         for count in counts
-        for budget, is_paced in (STEPS if count == 0 or router.startswith("legato") else STEPS[:1])
+        for budget, is_paced in (STEPS[:1] if count else STEPS)
     ]
 
 

@@ -197,7 +197,7 @@ def test_every_router_may_do_without_prefill_workers_and_choose_its_steps(router
     options = candidates(router, 8)
     assert sorted({option.num_prefill for option in options}) == [0, 2, 4, 5, 6]
     whole = {(option.budget, option.is_paced) for option in options if option.num_prefill == 0}
-    assert whole == {(2048, True), (2048, False), (1024, False), (512, False), (256, False)}
+    assert whole == {(2048, True), (2048, False), (512, False), (256, False)}
 
 
 def test_a_routers_own_limits_are_a_choice_of_its_own() -> None:
