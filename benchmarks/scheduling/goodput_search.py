@@ -27,7 +27,7 @@ from cluster.simulation.workload.traces import TraceFormat
 
 FACTOR: Final = 1.5
 WIDTH: Final = FACTOR**0.5  # of a bracket
-LEAST_LOAD: Final = 1e-3
+LEAST: Final = 1 / 64  # of the load where a search begins: below, nothing is served
 MOST_LOAD: Final = 1e5  # few requests may be served though they come all at once
 BEGIN: Final[dict[TraceFormat, float]] = {"mooncake": 0.2, "azure": 2.0}  # loads per worker where a search begins
 SPEED: Final[dict[ModelName, float]] = {"8b": 1.0, "70b": 0.4}  # about, of a worker
@@ -63,7 +63,7 @@ def bracketed(serves: Serves, begin: float, factor: float) -> Bracket:
     low, high = low / factor, low
     while not serves(low):
         low, high = low / factor, low
-        if low < LEAST_LOAD:
+        if low < LEAST * begin:
             return Bracket(0.0, 0.0)
     return Bracket(low, high)
 
@@ -108,7 +108,7 @@ class Search:
         ranked = on_small._ranked(router, goal, candidates(router, small.num_workers), on_small.begin)
         finalists = [option for layout, _ in ranked[:_FINALISTS] for option in with_limits(router, layout)]
         if len(finalists) > len(ranked[:_FINALISTS]):
-            ranked = on_small._ranked(router, goal, finalists, max(ranked[0][1], LEAST_LOAD))
+            ranked = on_small._ranked(router, goal, finalists, ranked[0][1] or on_small.begin)
         note(f"{small.trace}, {router}, {' '.join(goal)}: {ranked[0][0]} at {ranked[0][1]:.3g}")
         return ranked[0][0].times(times)
 
@@ -120,7 +120,7 @@ class Search:
             return {option: self.counts(router, option, load, self.first)[goal] for option in options}
 
         found = shares(options)
-        while not any(count.serves for count in found.values()) and load > LEAST_LOAD:
+        while not any(count.serves for count in found.values()) and load > LEAST * self.begin:
             load /= FACTOR
             found = shares(options)
         highest = dict.fromkeys(options, 0.0)

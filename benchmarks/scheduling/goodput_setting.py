@@ -122,7 +122,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Callable[[], Router]]]] = {
     "llm-d": {"least": LlmdHeadroom, "most": partial(LlmdHeadroom, strategy="most")},
     "length-limit": {
         f"{most} uncached tokens": partial(CacheAware, most_uncached=most)
-        for most in (4096, 8192, 16_384, 24_576, 36_864, 49_152, 65_536)
+        for most in (131_072, 65_536, 49_152, 36_864, 24_576, 16_384, 8192, 4096)
     },
 }
 _ROUTERS: Final[Mapping[str, Callable[[], Router]]] = {
