@@ -84,9 +84,10 @@ class Comparison:
         }
 
     def _row(self, router: str, goal: Goal) -> Report:
-        layout = self._search.tuned(router, goal)
+        layout, begin = self._search.tuned(router, goal)
         brackets = [
-            with_seed(self._search, seed).highest(router, layout, first, goal, self.steps) for first, seed in self._runs
+            with_seed(self._search, seed).highest(router, layout, first, goal, self.steps, begin)
+            for first, seed in self._runs
         ]
         loads = [round(bracket.low, 3) for bracket in brackets]
         note(f"{self.setting.trace}, {' '.join(goal)}, {router}, {layout}: {loads}")

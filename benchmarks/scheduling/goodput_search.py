@@ -27,7 +27,7 @@ from cluster.simulation.workload.traces import TraceFormat
 
 FACTOR: Final = 1.5
 WIDTH: Final = FACTOR**0.5  # of a bracket
-LEAST: Final = 1 / 64  # of the load where a search begins: below, nothing is served
+LEAST: Final = 1 / 32  # of the load where a search begins: below, nothing is served
 MOST_LOAD: Final = 1e5  # few requests may be served though they come all at once
 BEGIN: Final[dict[TraceFormat, float]] = {"mooncake": 0.2, "azure": 2.0}  # loads per worker where a search begins
 SPEED: Final[dict[ModelName, float]] = {"8b": 1.0, "70b": 0.4}  # about, of a worker
@@ -99,18 +99,20 @@ class Search:
             for counting in COUNTINGS
         }
 
-    def tuned(self, router: str, goal: Goal) -> Layout:
-        """What serves most on the slice for that: first among layouts and steps, then among the router's own limits."""
+    def tuned(self, router: str, goal: Goal) -> tuple[Layout, float]:
+        """What serves most on the slice for that, and the load at which it was seen to: first among layouts and steps,
+        then among the router's own limits."""
         small, times = self.setting.small()
         if router in self.given:
-            return self.given[router].times(times)
+            return self.given[router].times(times), self.begin
         on_small = Search(setting=small, first=self.first, kept=self.kept)
         ranked = on_small._ranked(router, goal, candidates(router, small.num_workers), on_small.begin)
         finalists = [option for layout, _ in ranked[:_FINALISTS] for option in with_limits(router, layout)]
         if len(finalists) > len(ranked[:_FINALISTS]):
             ranked = on_small._ranked(router, goal, finalists, ranked[0][1] or on_small.begin)
         note(f"{small.trace}, {router}, {' '.join(goal)}: {ranked[0][0]} at {ranked[0][1]:.3g}")
-        return ranked[0][0].times(times)
+        layout, load = ranked[0]
+        return layout.times(times), times * (load or on_small.begin)
 
     def _ranked(self, router: str, goal: Goal, options: Sequence[Layout], load: float) -> list[tuple[Layout, float]]:
         """The one that serves the highest load first; all are tried at higher and higher loads until one is left, or
@@ -138,13 +140,13 @@ class Search:
         order = sorted(options, key=lambda option: (highest[option], at_end[option]), reverse=True)
         return [(option, highest[option]) for option in order]
 
-    def highest(self, router: str, layout: Layout, first: int, goal: Goal, steps: int) -> Bracket:
-        """On the slice at `first`, to within a factor of `WIDTH`, halved so often."""
+    def highest(self, router: str, layout: Layout, first: int, goal: Goal, steps: int, begin: float = 0.0) -> Bracket:
+        """On the slice at `first`, to within a factor of `WIDTH`, halved so often; `begin`: where it is expected."""
 
         def serves(load: float) -> bool:
             return self.counts(router, layout, load, first)[goal].serves
 
-        return bracketed(serves, self.begin, WIDTH).halved(serves, steps)
+        return bracketed(serves, begin or self.begin, WIDTH).halved(serves, steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,7 +281,7 @@ def test_countings_share_their_simulations(tmp_path: Path) -> None:
 def test_who_is_tuned_serves_as_much_as_any_candidate() -> None:
     setting = replace(_setting(), num_requests=60, tpot_s=0.02)
     search = Search(setting=setting, first=1, kept=Kept())
-    tuned = search.tuned("llm-d", REQUESTS_90)
+    tuned, _ = search.tuned("llm-d", REQUESTS_90)
     best = search.highest("llm-d", tuned, 1, REQUESTS_90, 0).low
     for option in candidates("llm-d", 2):
         assert best >= search.highest("llm-d", option, 1, REQUESTS_90, 0).low
@@ -290,7 +290,7 @@ def test_who_is_tuned_serves_as_much_as_any_candidate() -> None:
 def test_a_layout_is_looked_for_below_a_load_that_none_serves() -> None:
     setting = replace(_setting(), num_requests=60, tpot_s=0.012)
     search = Search(setting=setting, first=1, kept=Kept())
-    tuned = search.tuned("colocated", REQUESTS_90)
+    tuned, _ = search.tuned("colocated", REQUESTS_90)
     assert not search.counts("colocated", tuned, search.begin, 1)[REQUESTS_90].serves
     assert search.highest("colocated", tuned, 1, REQUESTS_90, 0).low > 0
 
@@ -304,15 +304,15 @@ def test_a_large_cluster_takes_over_the_shares_that_suit_a_small_one(monkeypatch
 
     monkeypatch.setattr(Search, "_ranked", ranked)
     large = replace(_setting(), num_workers=64, num_requests=9_600)
-    tuned = Search(setting=large, first=1, kept=Kept()).tuned("least-tokens", REQUESTS_90)
-    assert tuned == Layout(num_prefill=48, num_decode=16)
+    tuned, load = Search(setting=large, first=1, kept=Kept()).tuned("least-tokens", REQUESTS_90)
+    assert (tuned, load) == (Layout(num_prefill=48, num_decode=16), 24.0)
     assert looked_at == [replace(large, num_workers=8, num_requests=REQUESTS["azure", "8b"])]
 
 
 def test_a_layout_may_be_given() -> None:
     large = replace(_setting(), num_workers=16, num_requests=9_600)
     given = {"legato": Layout(num_prefill=2, num_decode=6)}
-    tuned = Search(setting=large, first=1, kept=Kept(), given=given).tuned("legato", REQUESTS_90)
+    tuned, _ = Search(setting=large, first=1, kept=Kept(), given=given).tuned("legato", REQUESTS_90)
     assert tuned == Layout(num_prefill=4, num_decode=12)
 
 
