@@ -288,7 +288,7 @@ def test_who_is_tuned_serves_as_much_as_any_candidate() -> None:
 
 
 def test_a_layout_is_looked_for_below_a_load_that_none_serves() -> None:
-    setting = replace(_setting(), num_requests=60, tpot_s=0.012)
+    setting = replace(_setting(), num_requests=60, tpot_s=0.0072)
     search = Search(setting=setting, first=1, kept=Kept())
     tuned, _ = search.tuned("colocated", REQUESTS_90)
     assert not search.counts("colocated", tuned, search.begin, 1)[REQUESTS_90].serves

@@ -82,7 +82,7 @@ def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it(monkeypatc
     assert handed_over.gaps.num == 4
     assert handed_over.gaps.longest_s == pytest.approx(0.002 + 1024 * 1e-6 + steps[0], rel=1e-9)
     slo = SloConfig(classes=(SloClass(name="fast", gap_s=0.02), SloClass(name="lax", gap_s=1.0)), default="fast")
-    config = replace(CONFIG, num_prefill=0, num_decode=1, slo=slo)
+    config = replace(CONFIG, num_prefill=0, num_decode=1, slo=slo, promises_steps=False)
     requests = [one(100, 150), replace(one(1000, 2, "r1", 1.2), slo_class="lax")]
     kept = simulate(config, requests, DecodeOnlyRouter()).records[0]
     assert 0.015 < kept.gaps.longest_s <= 0.02, "workers size their steps by what was promised"
@@ -96,6 +96,9 @@ def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it(monkeypatc
     stalled = simulate(config, twice, DecodeOnlyRouter()).records[0]
     assert (stalled.gaps.num_late, stalled.is_met) == (2, False)
     assert stalled.gaps.p99_s == pytest.approx(beside, rel=1e-3)
+    # Who is told what was promised takes chunks that those who decode can bear.
+    kept = simulate(replace(config, promises_steps=True), twice, DecodeOnlyRouter()).records[0]
+    assert (kept.gaps.num_late, kept.is_met) == (0, True)
 
 
 @pytest.mark.parametrize("num_gaps", [1, 99, 100, 101, 700])
