@@ -74,7 +74,7 @@ def test_a_lone_request_computed_by_decode_alone() -> None:
     assert (record.prefill, record.decode) == (None, "decode-0")
 
 
-def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it() -> None:
     """The first gap of a request that is handed over holds the exposed part; on one worker that does not size its steps
     1,024 tokens of another's prompt stall the request that decodes there once."""
     [handed_over] = simulate(CONFIG, [one(1024, 5)], QueueLengthRouter()).records
@@ -82,11 +82,11 @@ def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it(monkeypatc
     assert handed_over.gaps.num == 4
     assert handed_over.gaps.longest_s == pytest.approx(0.002 + 1024 * 1e-6 + steps[0], rel=1e-9)
     slo = SloConfig(classes=(SloClass(name="fast", gap_s=0.02), SloClass(name="lax", gap_s=1.0)), default="fast")
-    config = replace(CONFIG, num_prefill=0, num_decode=1, slo=slo, promises_steps=False)
+    sized = replace(CONFIG, num_prefill=0, num_decode=1, slo=slo)
     requests = [one(100, 150), replace(one(1000, 2, "r1", 1.2), slo_class="lax")]
-    kept = simulate(config, requests, DecodeOnlyRouter()).records[0]
+    kept = simulate(sized, requests, DecodeOnlyRouter()).records[0]
     assert 0.015 < kept.gaps.longest_s <= 0.02, "workers size their steps by what was promised"
-    monkeypatch.setattr(WorkerShape, "cautious_cost", lambda self: None)
+    config = replace(sized, promises_steps=False)
     stalled, other = simulate(config, requests, DecodeOnlyRouter()).records
     beside = prefill_s((1000, 0)) + 2e-5  # and its own token, at some context
     assert stalled.gaps.longest_s == pytest.approx(beside, rel=1e-3)
@@ -96,8 +96,7 @@ def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it(monkeypatc
     stalled = simulate(config, twice, DecodeOnlyRouter()).records[0]
     assert (stalled.gaps.num_late, stalled.is_met) == (2, False)
     assert stalled.gaps.p99_s == pytest.approx(beside, rel=1e-3)
-    # Who is told what was promised takes chunks that those who decode can bear.
-    kept = simulate(replace(config, promises_steps=True), twice, DecodeOnlyRouter()).records[0]
+    kept = simulate(sized, twice, DecodeOnlyRouter()).records[0]
     assert (kept.gaps.num_late, kept.is_met) == (0, True)
 
 
