@@ -147,7 +147,15 @@ def timed_decisions(
 
 def simulated(path: Path | None, num_workers: int, num_requests: int) -> Json:
     """What it takes to simulate them; the process's memory, so it should have done nothing else before."""
-    setting = Setting(trace="mooncake", path=path, num_workers=num_workers, num_requests=num_requests)
+    setting = Setting(
+        trace="mooncake",
+        path=path,
+        num_workers=num_workers,
+        num_requests=num_requests,
+        noise=0.0,
+        max_returns=0,
+        has_tenants=False,
+    )
     layout = Layout(num_prefill=num_workers // 2, num_decode=num_workers - num_workers // 2)
     began = time.process_time()
     overall = play(setting, "legato", layout, 1.0, 0).summary.overall

@@ -1,25 +1,41 @@
-"""The highest load that a router serves with `ATTAINMENT` of the requests in time, and the layout that serves most."""
+"""The highest load that a router serves under a counting, and the layout, steps and limits with which it serves most.
+
+One simulation at a load answers all countings, is kept, and is never made again. Loads that searches try lie on one
+grid, so that those for different countings meet the same ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Final
 
+from benchmarks.common.part import note
 from benchmarks.common.summary import Json
+from benchmarks.scheduling.goodput_counting import COUNTINGS, Count, Counting, Promise
 from benchmarks.scheduling.goodput_kept import Kept
-from benchmarks.scheduling.goodput_setting import ATTAINMENT, Layout, ModelName, Setting, attainment, layouts
+from benchmarks.scheduling.goodput_setting import (
+    Layout,
+    ModelName,
+    Setting,
+    candidates,
+    counted,
+    with_limits,
+)
 from cluster.simulation.workload.traces import TraceFormat
 
 FACTOR: Final = 1.5
 WIDTH: Final = FACTOR**0.5  # of a bracket
-LEAST_LOAD: Final = 1e-3
+LEAST: Final = 1 / 32  # of the load where a search begins: below, nothing is served
 MOST_LOAD: Final = 1e5  # few requests may be served though they come all at once
 BEGIN: Final[dict[TraceFormat, float]] = {"mooncake": 0.2, "azure": 2.0}  # loads per worker where a search begins
 SPEED: Final[dict[ModelName, float]] = {"8b": 1.0, "70b": 0.4}  # about, of a worker
+_FINALISTS: Final = 2  # layouts for which the router's own limits are tried
 
 
 Serves = Callable[[float], bool]
+Goal = tuple[Promise, Counting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +63,16 @@ def bracketed(serves: Serves, begin: float, factor: float) -> Bracket:
     low, high = low / factor, low
     while not serves(low):
         low, high = low / factor, low
-        if low < LEAST_LOAD:
+        if low < LEAST * begin:
             return Bracket(0.0, 0.0)
     return Bracket(low, high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suited:
-    """`load`: the highest that was tried and served while looking for it."""
-
-    layout: Layout
-    load: float
-
-
-class Found(NamedTuple):
-    load: Bracket
-    commit: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """`first`: the slice that layouts are chosen on. A large cluster takes over the shares that suit a small one.
-    `given`: layouts of routers for which none is looked for, of the small cluster."""
+    """`first`: the slice that layouts and limits are tuned on, of the half of the trace that is not reported. A large
+    cluster takes over what suits a small one. `given`: layouts of routers for which none is looked for, of the small
+    cluster."""
 
     setting: Setting
     first: int
@@ -79,57 +83,84 @@ class Search:
     def begin(self) -> float:
         return BEGIN[self.setting.trace] * self.setting.num_workers * SPEED[self.setting.model]
 
-    def suited(self, router: str) -> Suited:
-        small, times = self.setting.small()
-        if router in self.given:
-            return Suited(layout=self.given[router].times(times), load=self.begin)
-        on_small = Search(setting=small, first=self.first, kept=self.kept)
+    def counts(self, router: str, layout: Layout, load: float, first: int) -> Mapping[Goal, Count]:
+        """What one simulation says, which may have been made before."""
+        load = float(f"{load:.9g}")  # the grid's loads are reached by different ways
 
         def find() -> Json:
-            found = on_small.look(router)
-            layout = found.layout
-            return {"layout": [layout.num_prefill, layout.num_decode, layout.budget], "load": found.load}
+            results = counted(self.setting, router, layout, load, first).results()
+            return {f"{promise}: {counting}": asdict(count) for (promise, counting), count in results.items()}
 
-        found = self.kept.find({**small.key(), "layout of": router, "slice": self.first}, find)
-        num_prefill, num_decode, budget = found["layout"]
-        layout = Layout(num_prefill=num_prefill, num_decode=num_decode, budget=budget)
-        return Suited(layout=layout.times(times), load=times * found["load"])
+        of = {**self.setting.key(), "router": router, "layout": asdict(layout), "load": load, "first": first}
+        found = self.kept.find(of, find)
+        return {
+            (promise, counting): Count(**found[f"{promise}: {counting}"])
+            for promise in self.setting.promises
+            for counting in COUNTINGS
+        }
 
-    def look(self, router: str) -> Suited:
-        """All layouts at higher and higher loads, until one is left; or at lower ones, until one serves."""
-        options = layouts(router, self.setting.num_workers, self.setting.cost, self.setting.tpot_s)
-        load, best = self.begin, options[0]
+    def tuned(self, router: str, goal: Goal) -> tuple[Layout, float]:
+        """What serves most on the slice for that, and the load at which it was seen to: first among layouts and steps,
+        then among the router's own limits."""
+        small, times = self.setting.small()
+        if router in self.given:
+            return self.given[router].times(times), self.begin
+        on_small = Search(setting=small, first=self.first, kept=self.kept)
+        ranked = on_small._ranked(router, goal, candidates(router, small.num_workers), on_small.begin)
+        finalists = [option for layout, _ in ranked[:_FINALISTS] for option in with_limits(router, layout)]
+        if len(finalists) > len(ranked[:_FINALISTS]):
+            ranked = on_small._ranked(router, goal, finalists, ranked[0][1] or on_small.begin)
+        note(f"{small.trace}, {router}, {' '.join(goal)}: {ranked[0][0]} at {ranked[0][1]:.3g}")
+        layout, load = ranked[0]
+        return layout.times(times), times * (load or on_small.begin)
 
-        def shares() -> list[float]:
-            return [attainment(self.setting, router, option, load, self.first) for option in options]
+    def _ranked(self, router: str, goal: Goal, options: Sequence[Layout], load: float) -> list[tuple[Layout, float]]:
+        """The one that serves the highest load first; all are tried at higher and higher loads until one is left, or
+        at lower ones until one serves."""
 
-        served = shares()
-        while max(served) < ATTAINMENT and load > LEAST_LOAD:
+        def shares(options: Sequence[Layout]) -> dict[Layout, Count]:
+            return {option: self.counts(router, option, load, self.first)[goal] for option in options}
+
+        found = shares(options)
+        while not any(count.serves for count in found.values()) and load > LEAST * self.begin:
             load /= FACTOR
-            served = shares()
-        while max(served) >= ATTAINMENT and load < MOST_LOAD:
-            best = options[served.index(max(served))]
-            options = [option for option, share in zip(options, served, strict=True) if share >= ATTAINMENT]
-            load *= WIDTH
-            if len(options) == 1:
+            found = shares(options)
+        highest = dict.fromkeys(options, 0.0)
+        while load < MOST_LOAD:
+            left = [option for option, count in found.items() if count.serves]
+            if not left:
                 break
-            served = shares()
-        return Suited(layout=best, load=load / WIDTH)
+            highest |= dict.fromkeys(left, load)
+            if len(left) == 1:
+                break
+            load *= WIDTH
+            found |= shares(left)
+            found = {option: found[option] for option in left}
+        at_end = {option: found[option].share if option in found else 0.0 for option in options}
+        order = sorted(options, key=lambda option: (highest[option], at_end[option]), reverse=True)
+        return [(option, highest[option]) for option in order]
 
-    def coarsely(self, router: str, suited: Suited, first: int) -> Found:
-        """On the slice at `first`, to within a factor of `WIDTH`."""
-        serves = self._serves(router, suited.layout, first)
-        return self._find(router, suited.layout, first, 0, lambda: bracketed(serves, suited.load, WIDTH))
+    def highest(self, router: str, layout: Layout, first: int, goal: Goal, steps: int, begin: float = 0.0) -> Bracket:
+        """On the slice at `first`, to within a factor of `WIDTH`, halved so often; `begin`: where it is expected."""
 
-    def finely(self, router: str, layout: Layout, first: int, coarse: Bracket, steps: int) -> Found:
-        """The same, halved so often."""
-        serves = self._serves(router, layout, first)
-        return self._find(router, layout, first, steps, lambda: coarse.halved(serves, steps))
+        def serves(load: float) -> bool:
+            return self.counts(router, layout, load, first)[goal].serves
 
-    def _find(self, router: str, layout: Layout, first: int, steps: int, find: Callable[[], Bracket]) -> Found:
-        of = {"router": router, "layout": str(layout), "slice": first, "steps": steps}
-        found = self.kept.find({**self.setting.key(), **of}, lambda: asdict(find()))
-        return Found(Bracket(found["low"], found["high"]), found["commit"])
+        return bracketed(serves, begin or self.begin, WIDTH).halved(serves, steps)
 
-    def _serves(self, router: str, layout: Layout, first: int) -> Serves:
-        return lambda load: attainment(self.setting, router, layout, load, first) >= ATTAINMENT
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of several runs."""
+
+    least: float
+    median: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(round(min(values), 3), round(median(values), 3), round(max(values), 3))
+
+
+def with_seed(search: Search, seed: int) -> Search:
+    return replace(search, setting=replace(search.setting, seed=seed))

@@ -1,20 +1,26 @@
-"""What one simulation of the goodput benchmark is: requests, targets, workers, and a router on a layout of them."""
+"""What one simulation of the goodput benchmark is: requests, targets, workers, and a router on a layout of them.
+
+Rows of the tables are named in `ROWS`; each may choose among its `candidates`: layouts, steps and limits of its own.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
 from benchmarks.common.summary import Json
+from benchmarks.scheduling.goodput_counting import Counts, DecidedError, Promise, tenant_of
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.command import ROUTERS
 from cluster.simulation.routers.base import Router
+from cluster.simulation.routers.baselines import CacheAware, Dynamo, LlmdHeadroom, Mooncake
 from cluster.simulation.routers.legato import LegatoRouter
-from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
+from cluster.simulation.simulate import SimulationConfig, SimulationResult, Watch, simulate
 from cluster.simulation.workers import WorkerShape, measured
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceFormat, TraceRequest, read_trace, scaled
@@ -28,86 +34,18 @@ from engine.cost_model.roofline import (
     roofline_cost,
 )
 from engine.cost_model.step_cost import StepCost
-from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
-from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
-from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
-
-
-class TooManyMissedError(Exception):
-    """More requests are missed than was allowed, whatever becomes of the others."""
-
-
-class Judge:
-    """Behaves as `router` does. Raises TooManyMissedError once more than `allowed` requests were turned away, or were
-    too late where the router hears of it: then they are for the client, too."""
-
-    def __init__(self, router: Router, allowed: int) -> None:
-        self.wants_blocks = router.wants_blocks
-        self._router = router
-        self._allowed = allowed
-        self._slo: dict[str, SloClass] = {}
-        self._arrived_at: dict[str, float] = {}
-        self._first_at: dict[str, float] = {}
-        self._missed: set[str] = set()
-
-    def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
-        self._router.register(info, snapshot, now)
-
-    def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> object:
-        return self._router.heartbeat(snapshot, now)
-
-    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
-        self._router.blocks(message, now)
-
-    def place(self, request: Place, now: float) -> Placement | Unplaceable | Queued:
-        self._slo[request.request_id] = SloClass(name=request.slo_class, ttft_s=request.ttft_s, tpot_s=request.tpot_s)
-        self._arrived_at[request.request_id] = now - request.waited_s
-        answer = self._router.place(request, now)
-        if isinstance(answer, Unplaceable):
-            self._miss(answer.request_id)
-        return answer
-
-    def answers(self, now: float) -> list[Placement | Unplaceable]:
-        answers = self._router.answers(now)
-        for answer in answers:
-            if isinstance(answer, Unplaceable):
-                self._miss(answer.request_id)
-        return answers
-
-    def next_at(self) -> float | None:
-        return self._router.next_at()
-
-    def first_token(self, request_id: str, now: float) -> None:
-        self._first_at[request_id] = now
-        if not self._slo[request_id].meets_ttft(now - self._arrived_at[request_id]):
-            self._miss(request_id)
-        self._router.first_token(request_id, now)
-
-    def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
-        if not num_output_tokens:
-            self._miss(request_id)
-        elif num_output_tokens > 1:
-            tpot_s = (now - self._first_at[request_id]) / (num_output_tokens - 1)
-            if not self._slo[request_id].meets_tpot(tpot_s):
-                self._miss(request_id)
-        self._router.ended(request_id, now, num_output_tokens)
-
-    def _miss(self, request_id: str) -> None:
-        self._missed.add(request_id)
-        if len(self._missed) > self._allowed:
-            raise TooManyMissedError
-
 
 ModelName = Literal["8b", "70b"]
-ATTAINMENT: Final = 0.9
 TTFT_S: Final = 2.0
 TPOT_S: Final = 0.1
 STRETCH: Final = 2.0
 LENGTHS: Final = (4096, 8192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)  # prompt tokens, at most, of each class
 BUDGET: Final = 2048  # tokens of a step, on prefill workers and where prompts are computed beside decodes
-SMALL_BUDGET: Final = 512
-LEAST_BUDGET: Final = 256
-SHARES: Final = (0.25, 0.5, 0.625, 0.75)  # of the workers, that compute prompts
+# Budget of a decode step, and whether promises bound it further.
+STEPS: Final = ((BUDGET, True), (BUDGET, False), (512, False), (256, False))
+SHARES: Final = (0.0, 0.25, 0.5, 0.625, 0.75)  # of the workers, that compute prompts
+STEP_NOISE: Final = 0.1  # sigma of steps' times; what a seed decides
+MAX_RETURNS: Final = 3  # of a client that is told when to come back
 MAX_NUM_SEQS: Final = 512
 LINK_BYTES_PER_S: Final = 50e9
 BLOCK_TOKENS: Final[dict[TraceFormat, int]] = {"mooncake": 512, "azure": 64}  # as in the trace; as in engines
@@ -119,7 +57,7 @@ SMALL: Final = 8  # workers of the clusters that layouts are looked for on
 REQUESTS: Final[dict[tuple[TraceFormat, ModelName], int]] = {
     ("mooncake", "8b"): 1200,
     ("mooncake", "70b"): 1200,
-    ("azure", "8b"): 4800,
+    ("azure", "8b"): 3200,
     ("azure", "70b"): 2400,
 }
 # Near the published medians and means: Mooncake's conversations (mean prompt 12,035, output 343 tokens, much in common)
@@ -147,48 +85,81 @@ WORKLOADS: Final[dict[TraceFormat, Workload]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What the operator of a router chooses: prefill workers, all others decode; `budget`: tokens of a decode step."""
+    """What the operator of a router chooses: prefill workers, all others decode; `budget`: at most so many tokens of a
+    decode step; `is_paced`: as many as what was promised allows, within that; `limits`: the router's own (`LIMITS`)."""
 
     num_prefill: int
     num_decode: int
     budget: int = BUDGET
+    is_paced: bool = True
+    limits: str = ""
 
     def __str__(self) -> str:
-        return f"{self.num_prefill}+{self.num_decode}, steps of {self.budget}"
+        steps = f"steps by promise within {self.budget}" if self.is_paced else f"steps of {self.budget}"
+        return ", ".join(filter(None, (f"{self.num_prefill}+{self.num_decode}", steps, self.limits)))
 
     def times(self, factor: int) -> Layout:
         """For so many times as many workers."""
         return replace(self, num_prefill=factor * self.num_prefill, num_decode=factor * self.num_decode)
 
 
-def layouts(router: str, num_workers: int, cost: StepCost, tpot_s: float = TPOT_S) -> list[Layout]:
-    """Without a split, only the step is to be chosen; with one, how many compute prompts. Legato may do without, and
-    its decode workers may compute prompts: where the largest step misses the TPOT, it chooses both."""
-    fitting = fitting_budget(cost, tpot_s)
-    is_tight = fitting < BUDGET
-    budgets = sorted({SMALL_BUDGET, BUDGET} | ({LEAST_BUDGET, fitting} if is_tight else set()))
+LIMITS: Final[Mapping[str, Mapping[str, Callable[[], Router]]]] = {
+    "mooncake": {
+        f"TTFT x {ttft:g}, TBT x {tbt:g}": partial(Mooncake, ttft_share=ttft, tbt_share=tbt)
+        for ttft in (1.0, 0.7)
+        for tbt in (1.0, 0.5, 0.25)
+    },
+    "dynamo": {
+        "never busy": Dynamo,
+        **{
+            f"busy beyond {blocks:.0%} of blocks, {tokens} tokens": partial(
+                Dynamo, busy_blocks=blocks, busy_tokens=tokens
+            )
+            for blocks in (0.85, 0.95)
+            for tokens in (15_000, 30_000)
+        },
+    },
+    "llm-d": {"least": LlmdHeadroom, "most": partial(LlmdHeadroom, strategy="most")},
+    "length-limit": {
+        f"{most} uncached tokens": partial(CacheAware, most_uncached=most)
+        for most in (131_072, 65_536, 49_152, 36_864, 24_576, 16_384, 8192, 4096)
+    },
+}
+_ROUTERS: Final[Mapping[str, Callable[[], Router]]] = {
+    **ROUTERS,
+    "legato-fair": lambda: LegatoRouter(DecisionPolicy(displacement_cost=0.0)),
+    "legato-strict": lambda: LegatoRouter(DecisionPolicy(batch_idle=NEVER)),
+    "length-limit": CacheAware,
+}
+# Whose decode workers make room for a prompt once it is computed: they pull it (vLLM's connector, DistServe), all of it
+# exposed, or it lands in host memory (Mooncake).
+PULLS: Final = frozenset({"distserve", "dynamo", "llm-d"})
+LANDS: Final = frozenset({"mooncake"})
+
+
+def candidates(router: str, num_workers: int) -> list[Layout]:
+    """All layouts, without prefill workers all steps, with the router's first limits. Where others compute the prompts,
+    a decode worker's step holds few of them."""
+    counts = sorted({min(round(share * num_workers), num_workers - 1) for share in SHARES})
+    limits = next(iter(LIMITS.get(router, {"": None})))
     if router == "colocated":
-        return [Layout(num_prefill=0, num_decode=num_workers, budget=budget) for budget in budgets]
-    is_legato = router.startswith("legato")
-    shares = SHARES if router == "legato-split" or not is_legato else (0.0, *SHARES)
-    counts = sorted({min(round(share * num_workers), num_workers - 1) for share in shares})
+        counts = [0]
     return [
-        Layout(num_prefill=count, num_decode=num_workers - count, budget=budget)
+        Layout(num_prefill=count, num_decode=num_workers - count, budget=budget, is_paced=is_paced, limits=limits)
         for count in counts
-        for budget in (budgets if is_tight and is_legato else [BUDGET])
+        for budget, is_paced in (STEPS[:1] if count else STEPS)
     ]
 
 
-def fitting_budget(cost: StepCost, tpot_s: float) -> int:
-    """Tokens of the largest step, in multiples of the least, that does not miss the TPOT by itself."""
-    num_tokens = int((tpot_s - cost.base_s) / cost.prefill_token_s)
-    return max(LEAST_BUDGET, min(BUDGET, num_tokens // LEAST_BUDGET * LEAST_BUDGET))
+def with_limits(router: str, layout: Layout) -> list[Layout]:
+    return [replace(layout, limits=limits) for limits in LIMITS.get(router, {layout.limits: None})]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One line of the table. `stretch`: TTFT targets are at least so many times what an idle worker takes; 0: all are
-    the same. `declared_tokens`: see `SimulationConfig`."""
+    """One cell of the table. `tpot_s`, `gap_s`: what is promised beside TTFT; each that is set is judged. `stretch`:
+    TTFT targets are at least so many times what an idle worker takes; 0: all are the same. `seed`: of the noise in
+    steps, and of who is whose tenant. `declared_tokens`: see `SimulationConfig`."""
 
     trace: TraceFormat
     path: Path | None
@@ -196,7 +167,12 @@ class Setting:
     num_workers: int = 8
     num_requests: int
     stretch: float = STRETCH
-    tpot_s: float = TPOT_S
+    tpot_s: float | None = TPOT_S
+    gap_s: float | None = None
+    seed: int = 0
+    noise: float = STEP_NOISE
+    max_returns: int = MAX_RETURNS
+    has_tenants: bool = True  # told to routers; they are counted in any case
     declared_tokens: int | None = None
 
     def key(self) -> Json:
@@ -217,9 +193,20 @@ class Setting:
         shape, num_devices = DEVICES[self.model]
         return roofline_cost(shape, H100_SXM, num_devices=num_devices)
 
+    @property
+    def promises(self) -> dict[Promise, SloClass]:
+        """What is judged beside TTFT."""
+        promises: dict[Promise, SloClass] = {}
+        if self.tpot_s is not None:
+            promises["tpot"] = SloClass(name="tpot", tpot_s=self.tpot_s)
+        if self.gap_s is not None:
+            promises["gap"] = SloClass(name="gap", gap_s=self.gap_s)
+        return promises
+
     def requests(self, first: int, load: float) -> Iterable[TraceRequest]:
-        """`first` of the trace's requests, or the seed of drawn ones."""
-        return (replace(r, slo_class=length_class(r.prompt_tokens)) for r in self._plain(first, load))
+        """From `first` of the trace's requests on, or drawn ones of that seed."""
+        named = _named(self.trace, self.path, first, self.num_requests, self.seed if self.has_tenants else None)
+        return scaled(named, load=load)
 
     def slo(self) -> SloConfig:
         cost = self.cost
@@ -227,14 +214,30 @@ class Setting:
         def ttft_s(num_tokens: int) -> float:
             return max(TTFT_S, self.stretch * cost.prefill_s(num_tokens, 0.0, BUDGET))
 
-        classes = tuple(SloClass(name=length_class(n), ttft_s=ttft_s(n), tpot_s=self.tpot_s) for n in LENGTHS)
+        classes = tuple(
+            SloClass(name=length_class(n), ttft_s=ttft_s(n), tpot_s=self.tpot_s, gap_s=self.gap_s) for n in LENGTHS
+        )
         return SloConfig(classes=classes, default=classes[0].name)
 
-    def _plain(self, first: int, load: float) -> Iterable[TraceRequest]:
-        if self.path is None:
-            drawn = islice(draw_requests(WORKLOADS[self.trace], first), self.num_requests)
-            return scaled(drawn, load=load)
-        return scaled(read_trace(self.path, self.trace), load=load, first=first, limit=self.num_requests)
+
+@lru_cache(maxsize=16)  # they are played again and again at other loads
+def _named(
+    trace: TraceFormat, path: Path | None, first: int, num_requests: int, seed: int | None
+) -> Sequence[TraceRequest]:
+    """At load 1, with their classes, and tenants by the seed."""
+    if path is None:
+        plain = islice(draw_requests(WORKLOADS[trace], first), num_requests)
+    else:
+        plain = islice(_read(path, trace), first, first + num_requests)
+    return [
+        replace(r, slo_class=length_class(r.prompt_tokens), tenant="" if seed is None else tenant_of(r, seed))
+        for r in plain
+    ]
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, trace: TraceFormat) -> Sequence[TraceRequest]:
+    return list(read_trace(path, trace))
 
 
 def length_class(num_tokens: int) -> str:
@@ -242,50 +245,38 @@ def length_class(num_tokens: int) -> str:
 
 
 def play(
-    setting: Setting,
-    router: str,
-    layout: Layout,
-    load: float,
-    first: int,
-    *,
-    max_returns: int = 0,
-    allowed_misses: int | None = None,
+    setting: Setting, router: str, layout: Layout, load: float, first: int, watch: Watch = lambda record: None
 ) -> SimulationResult:
-    """Raises TooManyMissedError where that is certain before the end."""
-    config = _config(setting, layout, max_returns)
-    asked = _router(router)
-    judged = asked if allowed_misses is None else Judge(asked, allowed_misses)
-    return simulate(config, setting.requests(first, load), judged)
+    requests = setting.requests(first, load)
+    return simulate(_config(setting, router, layout), requests, _router(router, layout), watch)
 
 
-def attainment(setting: Setting, router: str, layout: Layout, load: float, first: int) -> float:
-    """0 where it is certain before the end to be less than `ATTAINMENT`."""
-    allowed = math.floor((1.0 - ATTAINMENT) * setting.num_requests + 1e-6)
-    try:
-        return play(setting, router, layout, load, first, allowed_misses=allowed).summary.overall.attainment
-    except TooManyMissedError:
-        return 0.0
+def counted(setting: Setting, router: str, layout: Layout, load: float, first: int) -> Counts:
+    """All countings of one simulation, which ends as soon as all of them are decided."""
+    counts = Counts(setting.requests(first, 1.0), setting.promises, stops=True)
+    with suppress(DecidedError):
+        play(setting, router, layout, load, first, counts.see)
+    return counts
 
 
-def _router(name: str) -> Router:
-    if name == "legato-strict":
-        return LegatoRouter(DecisionPolicy(batch_idle=NEVER))
-    if name == "legato-fair":
-        return LegatoRouter(DecisionPolicy(displacement_cost=0.0))
-    return ROUTERS["legato" if name == "legato-split" else name]()
+def _router(name: str, layout: Layout) -> Router:
+    return LIMITS[name][layout.limits]() if layout.limits else _ROUTERS[name]()
 
 
-def _config(setting: Setting, layout: Layout, max_returns: int) -> SimulationConfig:
+def _config(setting: Setting, router: str, layout: Layout) -> SimulationConfig:
     model, num_devices = DEVICES[setting.model]
+    layer_token_s = model.kv_bytes_per_token / model.num_layers / LINK_BYTES_PER_S
 
     def shape(token_budget: int) -> WorkerShape:
         return WorkerShape(
-            cost=measured(setting.cost),
+            cost=measured(setting.cost, setting.noise),
             kv_tokens=kv_capacity_tokens(model, H100_SXM, num_devices=num_devices),
             token_budget=token_budget,
             max_num_seqs=MAX_NUM_SEQS,
             block_size=BLOCK_TOKENS[setting.trace],
-            handoff_token_s=model.kv_bytes_per_token / model.num_layers / LINK_BYTES_PER_S,
+            handoff_token_s=layer_token_s,
+            pulled_token_s=layer_token_s * (model.num_layers - 1) if router in PULLS else 0.0,
+            step_noise=setting.noise,
         )
 
     return SimulationConfig(
@@ -295,5 +286,8 @@ def _config(setting: Setting, layout: Layout, max_returns: int) -> SimulationCon
         decode=shape(layout.budget),
         slo=setting.slo(),
         declared_tokens=setting.declared_tokens,
-        max_returns=max_returns,
+        max_returns=setting.max_returns,
+        promises_steps=layout.is_paced,
+        reserves_late=router in PULLS | LANDS,
+        seed=1000 * setting.seed,
     )

@@ -24,6 +24,7 @@ ROUTER_NAMES: Final = (
     "dynamo",
     "mooncake",
     "llm-d",
+    "cache-aware",
 )
 SYNTHETIC: Final = "synthetic"
 

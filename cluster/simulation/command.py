@@ -17,6 +17,7 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.records import Record, Summary
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import (
+    CacheAware,
     Colocated,
     DistServe,
     Dynamo,
@@ -57,6 +58,7 @@ ROUTERS: Final[dict[str, Callable[[], Router]]] = {
     "dynamo": Dynamo,
     "mooncake": Mooncake,
     "llm-d": LlmdHeadroom,
+    "cache-aware": CacheAware,
 }
 
 _ONE_POOL: Final = ("colocated", "legato-auto")

@@ -11,8 +11,9 @@ Each message takes `message_s`. The same trace, router and settings give the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.records import Gaps, Record, Summary, summarise
@@ -20,17 +21,24 @@ from cluster.simulation.routers.base import Router
 from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker, WorkerShape
 from cluster.simulation.workload.prompts import ContentHasher, sequence_of
 from cluster.simulation.workload.traces import TraceRequest
-from cluster.slo.classes import SloConfig
+from cluster.slo.classes import SloClass, SloConfig
 from engine.kv.prefix import PrefixHasher
 from engine.sequence import Sequence
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
+
+_NOTHING: Final = SloClass(name="nothing is promised")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """`declared_tokens`: the most new tokens that clients say they want; None: exactly what they will get, as if they
     knew. Clients that are turned away come back after Retry-After, up to `max_returns` times. `gateway_s`: of each
-    request, in HTTP and the gateway, before anybody is asked."""
+    request, in HTTP and the gateway, before anybody is asked.
+
+    `promises_steps`: workers know what each sequence was promised, and size their steps by that; else by `token_budget`
+    alone, as engines do that have a fixed one. `reserves_late`: decode makes room for a prompt once that is computed,
+    not before it queues, as engines do whose decode workers pull KV, or let it land in host memory.
+    """
 
     num_prefill: int
     num_decode: int
@@ -42,6 +50,8 @@ class SimulationConfig:
     gateway_s: float = 0.0
     declared_tokens: int | None = None
     max_returns: int = 0
+    promises_steps: bool = True
+    reserves_late: bool = False
     seed: int = 0  # of the noise in steps
 
     def __post_init__(self) -> None:
@@ -68,15 +78,22 @@ class SimulationResult:
     summary: Summary
 
 
-def simulate(config: SimulationConfig, requests: Iterable[TraceRequest], router: Router) -> SimulationResult:
+Watch = Callable[[Record], None]
+"""Told of a request when it has its first token, ends or is turned away. What it raises ends the simulation."""
+
+
+def simulate(
+    config: SimulationConfig, requests: Iterable[TraceRequest], router: Router, watch: Watch = lambda record: None
+) -> SimulationResult:
     """Play the trace to its end. Raises ValueError where it holds no requests or not in order of arrival."""
-    return Simulation(config, router).run(iter(requests))
+    return Simulation(config, router, watch).run(iter(requests))
 
 
 class Simulation:
-    def __init__(self, config: SimulationConfig, router: Router) -> None:
+    def __init__(self, config: SimulationConfig, router: Router, watch: Watch = lambda record: None) -> None:
         self._config = config
         self._router = router
+        self._watch = watch
         self._clock = VirtualClock()
         self._live: dict[str, Live] = {}
         self._records: list[Record] = []
@@ -191,6 +208,7 @@ class Simulation:
             num_tokens=request.prompt_tokens,
             max_new_tokens=request.output_tokens if declared is None else max(declared, request.output_tokens),
             slo_class=slo.name,
+            tenant=request.tenant,
             ttft_s=slo.ttft_s,
             tpot_s=slo.tpot_s,
             gap_s=slo.gap_s,
@@ -203,7 +221,7 @@ class Simulation:
         live.record.placed_s = self._clock.now
         live.record.prefill, live.record.decode = placement.prefill, placement.decode
         decode = self._decodes[placement.decode]
-        seq = sequence_of(live.request, live.hasher, live.attempt, live.record.slo)
+        seq = self._sequence(live)
 
         def refuse(reason: str, retry_after_s: float | None) -> None:
             self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
@@ -213,6 +231,8 @@ class Simulation:
 
         if placement.prefill is None:
             decode.start(seq, refuse)
+        elif self._config.reserves_late:
+            self._prefill(live, placement, seq)
         else:
             decode.reserve(seq, granted, refuse)
 
@@ -222,13 +242,18 @@ class Simulation:
 
         def refuse(reason: str, retry_after_s: float | None) -> None:
             self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
-            self._clock.after(2 * self._config.message_s, lambda: decode.drop(reserved.key))
+            if not self._config.reserves_late:
+                self._clock.after(2 * self._config.message_s, lambda: decode.drop(reserved.key))
 
-        seq = sequence_of(live.request, live.hasher, live.attempt, live.record.slo)
+        seq, unreserved = self._sequence(live), reserved if self._config.reserves_late else None
         if placement.prefill in self._prefills:
-            self._prefills[placement.prefill].start(seq, decode, refuse)
+            self._prefills[placement.prefill].start(seq, decode, refuse, unreserved)
         else:
-            self._decodes[placement.prefill].start(seq, refuse, decode)
+            self._decodes[placement.prefill].start(seq, refuse, decode, unreserved)
+
+    def _sequence(self, live: Live) -> Sequence:
+        promised = live.record.slo if self._config.promises_steps else _NOTHING
+        return sequence_of(live.request, live.hasher, live.attempt, promised)
 
     def _refused(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         self._router.ended(live.request.request_id, self._clock.now, None)
@@ -237,6 +262,7 @@ class Simulation:
     def _reject(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         live.record.num_rejections += 1
         live.record.rejected, live.record.retry_after_s = reason, retry_after_s
+        self._watch(live.record)
         if retry_after_s is None or live.record.num_rejections > self._config.max_returns:
             del self._live[live.request.request_id]
             return
@@ -250,6 +276,7 @@ class Simulation:
         live.record.cached_tokens = seq.num_cached
         live.token_times.append(self._clock.now)
         live.record.first_token_s = self._clock.now + self._config.message_s
+        self._watch(live.record)
         self._router.first_token(seq.request_id, self._clock.now)
 
     def on_tokens(self, request_id: str, times: Iterable[float]) -> None:
@@ -265,7 +292,7 @@ class Simulation:
         def begin() -> None:
             to.drop(seq.key)
             live.attempt += 1
-            to.start(sequence_of(live.request, live.hasher, live.attempt, live.record.slo), refuse)
+            to.start(self._sequence(live), refuse)
 
         live.record.prefill = None
         self._clock.after(2 * self._config.message_s, begin)
@@ -275,4 +302,5 @@ class Simulation:
         live.record.gaps = Gaps.between(live.token_times, live.record.slo)
         live.record.end_s = self._clock.now + self._config.message_s
         live.record.rejected, live.record.retry_after_s = "", None
+        self._watch(live.record)
         self._router.ended(seq.request_id, self._clock.now, live.record.output_tokens)

@@ -42,7 +42,8 @@ class WorkerShape:
     """What a worker is, apart from its id. `token_budget` bounds a step. `kv_tokens`: the room of its pool.
 
     The exposed part of a hand-off, from the prompt's last step until decode may go on: `handoff_s`, and for each token
-    of the prompt's last chunk `handoff_token_s` (the last layer's slab, which nothing is left to hide behind).
+    of the prompt's last chunk `handoff_token_s` (the last layer's slab, which nothing is left to hide behind). Where
+    decode makes room only then, for each token of the prompt `pulled_token_s`, too.
 
     Steps take what `cost` says, or that times a log-normal factor of mean 1 and sigma `step_noise`, whose
     logarithm correlates with the next step's by `step_correlation`. `cost` is also what the worker reports, with
@@ -59,6 +60,7 @@ class WorkerShape:
     reserve_wait_s: float = 10.0
     handoff_s: float = 0.002
     handoff_token_s: float = 0.0
+    pulled_token_s: float = 0.0
     prefix_caching: bool = True
     step_noise: float = 0.0
     step_correlation: float = 0.0
@@ -151,6 +153,7 @@ class SimulatedWorker(ABC):
         )
         self.draining = False
         self._receivers: dict[SequenceKey, SimulatedDecode] = {}  # of prompts that are computed for others
+        self._unreserved: dict[SequenceKey, Sequence] = {}  # of those, who is reserved for once they are computed
         self._step_cost = stated_report(shape.cost)
         self._cautious_cost = shape.cautious_cost()
         self._events = BlockEventLog(worker_id, layer_groups=1, epoch=epoch)
@@ -215,12 +218,22 @@ class SimulatedWorker(ABC):
 
     def _hand_over(self, seq: Sequence, num_last: int, has_ended: bool) -> None:
         """Its prompt is computed, the last `num_last` tokens in the step that ends now."""
-        if has_ended:
-            self._receivers.pop(seq.key).drop(seq.key)
-            self.scheduler.release(seq.key)
-        else:
-            exposed_s = self.shape.handoff_s + self.shape.handoff_token_s * num_last
+        receiver, unreserved = self._receivers[seq.key], self._unreserved.pop(seq.key, None)
+        exposed_s = self.shape.handoff_s + self.shape.handoff_token_s * num_last
+
+        def go_over() -> None:
             self._clock.after(exposed_s, lambda: self._handed_over(seq))
+
+        if has_ended:
+            del self._receivers[seq.key]
+            if unreserved is None:
+                receiver.drop(seq.key)
+            self.scheduler.release(seq.key)
+        elif unreserved is None:
+            go_over()
+        else:
+            exposed_s += self.shape.pulled_token_s * len(seq.prompt_token_ids)
+            receiver.pull(unreserved, go_over)
 
     def _handed_over(self, seq: Sequence) -> None:
         """Decode has verified it: it goes on there, and the blocks are free here."""
@@ -242,6 +255,10 @@ class SimulatedWorker(ABC):
     def _silent(self, plan: StepPlan, ends: Iterable[float]) -> None:
         for item in plan.items:
             self._listener.on_tokens(item.seq.request_id, ends)
+
+
+def _never_refused(reason: str, retry_after_s: float | None) -> None:
+    raise AssertionError(f"what was computed is not refused: {reason}")
 
 
 @dataclass(slots=True, eq=False)
@@ -281,14 +298,29 @@ class SimulatedDecode(SimulatedWorker):
         if pending in self._pending:
             self._clock.after(self.shape.reserve_wait_s, lambda: self._give_up(pending))
 
-    def start(self, seq: Sequence, refuse: Refuse, to: SimulatedDecode | None = None) -> None:
-        """All of it here, or the prompt for `to`, which has a reservation for it."""
+    def pull(self, seq: Sequence, grant: Callable[[], None]) -> None:
+        """Its prompt is computed elsewhere, and waits there or in host memory until there is room here."""
+        self.break_silence()
+        self._pending.append(_Pending(seq, grant, _never_refused))
+        self._retry()
+
+    def start(
+        self,
+        seq: Sequence,
+        refuse: Refuse,
+        to: SimulatedDecode | None = None,
+        unreserved: Sequence | None = None,
+    ) -> None:
+        """All of it here, or the prompt for `to`, which has a reservation for it; or, `unreserved`, will make room for
+        that once the prompt is computed."""
         self.break_silence()
         if not self._takes(seq, refuse):
             return
         self.steps.interrupt()
         if to is not None:
             self._receivers[seq.key] = to
+        if unreserved is not None:
+            self._unreserved[seq.key] = unreserved
         self.scheduler.add(seq, hands_over=to is not None)
         self.steps.wake()
 
@@ -307,6 +339,10 @@ class SimulatedDecode(SimulatedWorker):
     def on_room(self) -> None:
         self._retry()
         self.steps.wake()
+
+    @property
+    def longest_prompt(self) -> int:
+        return self.info.max_model_len - 1
 
     @property
     def is_quiet(self) -> bool:
@@ -343,6 +379,7 @@ class SimulatedDecode(SimulatedWorker):
         if not plan.items:
             for seq in self.scheduler.stuck():
                 self.scheduler.release(seq.key)
+                self._unreserved.pop(seq.key, None)
                 self._listener.on_stuck(seq, self._receivers.pop(seq.key))
         return plan
 
@@ -396,16 +433,19 @@ class SimulatedPrefill(SimulatedWorker):
             cost=lambda: self._cautious_cost,
         )
 
-    def start(self, seq: Sequence, to: SimulatedDecode, refuse: Refuse) -> None:
-        """`to` has a reservation for it."""
+    def start(self, seq: Sequence, to: SimulatedDecode, refuse: Refuse, unreserved: Sequence | None = None) -> None:
+        """`to` has a reservation for it; or, `unreserved`, will make room for that once the prompt is computed."""
         self.break_silence()
-        if seq.num_tokens > self.info.max_model_len:
-            refuse(f"{seq.num_tokens} tokens exceed {self.info.max_model_len}", None)
+        longest = self.info.max_model_len if unreserved is None else min(self.info.max_model_len, to.longest_prompt)
+        if seq.num_tokens > longest:
+            refuse(f"{seq.num_tokens} tokens exceed {longest}", None)
             return
         if not self.scheduler.can_add():
             refuse("the prefill queue is full", self.shape.cost.prefill_s(self.scheduler.num_uncomputed_tokens))
             return
         self._receivers[seq.key] = to
+        if unreserved is not None:
+            self._unreserved[seq.key] = unreserved
         self.scheduler.add(seq)
         self.steps.wake()
 

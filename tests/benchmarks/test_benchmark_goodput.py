@@ -1,4 +1,4 @@
-"""The goodput benchmark finds where attainment falls, on drawn requests, and targets that follow lengths."""
+"""The goodput benchmark counts in four ways, and finds under each where it falls; on drawn requests."""
 
 from __future__ import annotations
 
@@ -8,38 +8,245 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import split_options
-from benchmarks.report.goodput import goodput_headline, goodput_overview, goodput_tables
+from benchmarks.report.goodput import goodput_headline, goodput_tables
+from benchmarks.scheduling.goodput import BASELINES
 from benchmarks.scheduling.goodput_comparison import Comparison, bounds
+from benchmarks.scheduling.goodput_counting import (
+    COUNTINGS,
+    LEAST,
+    Count,
+    Counting,
+    Counts,
+    DecidedError,
+    Promise,
+    length_groups,
+    tenant_of,
+)
 from benchmarks.scheduling.goodput_kept import Kept
-from benchmarks.scheduling.goodput_search import Bracket, Search, Suited, bracketed
+from benchmarks.scheduling.goodput_search import Bracket, Goal, Search, Spread, bracketed
 from benchmarks.scheduling.goodput_setting import (
-    ATTAINMENT,
+    LIMITS,
     REQUESTS,
     Layout,
-    ModelName,
     Setting,
-    TooManyMissedError,
-    attainment,
-    fitting_budget,
-    layouts,
+    candidates,
+    counted,
     play,
+    with_limits,
 )
-from engine.cost_model.step_cost import StepWork
+from cluster.simulation.records import Gaps, Record
+from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.classes import SloClass
 
 SPLIT = Layout(num_prefill=1, num_decode=1)
+REQUESTS_90: Goal = ("tpot", "requests")
+TOKENS: Goal = ("tpot", "tokens")
+PROMISES: dict[Promise, SloClass] = {"tpot": SloClass(name="x", tpot_s=0.1), "gap": SloClass(name="x", gap_s=0.1)}
 
 
 def _setting(stretch: float = 0.0) -> Setting:
-    return Setting(trace="azure", path=None, num_workers=2, num_requests=150, stretch=stretch)
+    return Setting(trace="azure", path=None, num_workers=2, num_requests=150, stretch=stretch, noise=0.0)
+
+
+def _share(setting: Setting, router: str, load: float, counting: Counting = "requests") -> float:
+    counts = Counts(setting.requests(1, load), setting.promises)
+    play(setting, router, _tuned(router), load, 1, counts.see)
+    return counts.results()["tpot", counting].share
+
+
+def _tuned(router: str) -> Layout:
+    return replace(SPLIT, limits=next(iter(LIMITS.get(router, [""]))))
+
+
+# --- what counts ---
+
+
+def _hundred(long: int = 0) -> list[TraceRequest]:
+    """A hundred of 100 tokens, of which the last `long` have 10,000."""
+    return [
+        TraceRequest(
+            request_id=f"r{k}", arrival_s=float(k), prompt_tokens=10_000 if k >= 100 - long else 100, output_tokens=10
+        )
+        for k in range(100)
+    ]
+
+
+def _record(request: TraceRequest, *, ttft_s: float = 0.5, tpot_s: float = 0.02, p99_s: float = 0.02) -> Record:
+    return Record(
+        request_id=request.request_id,
+        slo=SloClass(name="x", ttft_s=1.0),
+        first_arrival_s=request.arrival_s,
+        arrival_s=request.arrival_s,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        first_token_s=request.arrival_s + ttft_s,
+        end_s=request.arrival_s + ttft_s + 9 * tpot_s,
+        gaps=Gaps(num=9, p99_s=p99_s),
+    )
+
+
+def _turned_away(request: TraceRequest) -> Record:
+    record = _record(request)
+    record.num_rejections, record.first_token_s, record.end_s = 1, None, None
+    return record
+
+
+def _serves(requests: list[TraceRequest], records: list[Record]) -> dict[tuple[Promise, Counting], Count]:
+    counts = Counts(requests, PROMISES)
+    for record in records:
+        counts.see(record)
+    return counts.results()
+
+
+def test_who_refuses_the_longest_tenth_serves_by_requests_alone() -> None:
+    requests = _hundred(long=10)
+    found = _serves(requests, [_record(r) if r.prompt_tokens == 100 else _turned_away(r) for r in requests])
+    assert {counting: found["tpot", counting].serves for counting in COUNTINGS} == {
+        "requests": True,
+        "most requests": False,
+        "tokens": False,
+        "everyone": False,
+    }
+    assert found["tpot", "requests"].share == 0.9
+    assert found["tpot", "tokens"].share == pytest.approx(9900 / 110_000, abs=0.01)
+    assert found["tpot", "everyone"].share < 0.5
+    assert "10000 tokens" in found["tpot", "everyone"].least
+
+
+def test_a_stall_is_late_by_its_gap_and_not_by_its_mean() -> None:
+    requests = _hundred()
+    found = _serves(requests, [_record(r, p99_s=0.5) for r in requests])
+    assert {found["tpot", counting].share for counting in COUNTINGS} == {1.0}
+    assert {found["gap", counting].share for counting in COUNTINGS} == {0.0}
+    slow = _serves(requests, [_record(r, tpot_s=0.11, p99_s=0.09) for r in requests])
+    assert (slow["tpot", "requests"].share, slow["gap", "requests"].share) == (0.0, 1.0)
+
+
+def test_who_came_back_is_a_miss_all_the_same() -> None:
+    requests = _hundred()
+    records = [_record(r) for r in requests]
+    for record in records[:20]:
+        record.num_rejections = 1  # and then it was served in time
+    assert _serves(requests, records)["tpot", "requests"].share == 0.8
+
+
+def test_it_ends_once_every_counting_is_decided() -> None:
+    requests = _hundred()
+    counts = Counts(requests, PROMISES, stops=True)
+    for request in requests[:20]:
+        counts.see(_turned_away(request))  # 20 of 100 may be missed by the group, if they are of one that large
+    assert not any(count.serves for count in counts.results().values())
+    with pytest.raises(DecidedError):
+        for request in requests[20:]:
+            counts.see(_turned_away(request))
+    served = Counts(requests, PROMISES, stops=True)
+    with pytest.raises(DecidedError):
+        for request in requests:
+            served.see(_record(request))
+    assert all(count.serves for count in served.results().values())
+
+
+def test_groups_of_length_hold_enough_requests() -> None:
+    assert [len(group) for _, group in length_groups(_hundred())] == [17, 16, 17, 17, 16, 17]
+    many = [r for _ in range(10) for r in _hundred()]
+    assert [len(group) for _, group in length_groups(many)] == [100] * 10 + [20]
+    assert min(len(group) for _, group in length_groups(many)) >= LEAST
+
+
+def test_turns_of_a_conversation_have_one_tenant_and_tenants_are_unlike() -> None:
+    def turn(conversation: int, number: int) -> TraceRequest:
+        return TraceRequest(
+            request_id=f"{conversation} {number}",
+            arrival_s=0.0,
+            prompt_tokens=5000,
+            output_tokens=1,
+            content=(0, conversation, *range(10_000 * conversation, 10_000 * conversation + number)),
+        )
+
+    names = [[tenant_of(turn(conversation, number)) for number in range(3)] for conversation in range(1, 2000)]
+    assert all(len(set(turns)) == 1 for turns in names)
+    sizes = sorted((sum(turns[0] == name for turns in names) for name in {turns[0] for turns in names}), reverse=True)
+    assert len(sizes) == 8
+    assert sizes[0] / sizes[-1] == pytest.approx(8, rel=0.35)
+    assert tenant_of(turn(7, 1), seed=1) in {turns[0] for turns in names}
+
+
+# --- one setting ---
+
+
+@pytest.mark.parametrize("router", ["legato", "legato-fair", "legato-strict", *BASELINES])
+def test_an_idle_cluster_serves_all_in_time(router: str) -> None:
+    """Apart from whom a limit on length is there to turn away: drawn prompts have up to 14,000 tokens."""
+    share = _share(_setting(), router, 0.1, "most requests")
+    assert share == 1.0 or (router == "length-limit" and share > 0.8)
+
+
+def test_targets_follow_lengths_where_that_is_asked_for() -> None:
+    plain, stretched = _setting(), _setting(2.0)
+    assert {c.ttft_s for c in plain.slo().classes} == {2.0}
+    by_length = [c.ttft_s for c in stretched.slo().classes]
+    assert by_length[0] == 2.0
+    assert by_length == sorted(by_length, key=lambda ttft_s: ttft_s or 0.0)
+    assert by_length[-1] == pytest.approx(2.0 * plain.cost.prefill_s(131_072, 0.0, 2048))
+    names = {request.slo_class for request in stretched.requests(1, 1.0)}
+    assert names <= {c.name for c in stretched.slo().classes}
+
+
+@pytest.mark.parametrize("router", ["legato", "mooncake", "dynamo", "llm-d", "cache-aware", "distserve"])
+def test_every_router_may_do_without_prefill_workers_and_choose_its_steps(router: str) -> None:
+    options = candidates(router, 8)
+    assert sorted({option.num_prefill for option in options}) == [0, 2, 4, 5, 6]
+    whole = {(option.budget, option.is_paced) for option in options if option.num_prefill == 0}
+    assert whole == {(2048, True), (2048, False), (512, False), (256, False)}
+
+
+def test_a_routers_own_limits_are_a_choice_of_its_own() -> None:
+    tuned = with_limits("mooncake", candidates("mooncake", 8)[0])
+    assert len({option.limits for option in tuned}) == 6
+    assert with_limits("legato", SPLIT) == [SPLIT]
+    assert {option.num_prefill for option in candidates("colocated", 8)} == {0}
+
+
+def test_a_tighter_tpot_is_met_by_fewer() -> None:
+    tight = replace(_setting(), tpot_s=0.006)  # less than a step takes
+    assert {c.tpot_s for c in tight.slo().classes} == {0.006}
+    assert _share(tight, "round-robin", 0.1) < _share(_setting(), "round-robin", 0.1)
+
+
+def test_a_gap_is_promised_in_the_place_of_a_mean() -> None:
+    setting = replace(_setting(), tpot_s=None, gap_s=0.05)
+    assert {(c.tpot_s, c.gap_s) for c in setting.slo().classes} == {(None, 0.05)}
+    assert list(setting.promises) == ["gap"]
+
+
+@pytest.mark.parametrize("load", [2.0, 40.0])
+@pytest.mark.parametrize("router", ["round-robin", "legato", "mooncake"])
+def test_what_is_decided_early_is_what_the_end_says(router: str, load: float) -> None:
+    setting = replace(_setting(), gap_s=0.1)
+    whole = Counts(setting.requests(1, load), setting.promises)
+    play(setting, router, _tuned(router), load, 1, whole.see)
+    early = counted(setting, router, _tuned(router), load, 1).results()
+    assert {goal: count.serves for goal, count in early.items()} == {
+        goal: count.serves for goal, count in whole.results().items()
+    }
+
+
+def test_nobody_serves_much_more_than_the_workers_have_time_for() -> None:
+    everyone, cheapest = bounds(_setting(), 1)
+    assert everyone < cheapest
+    assert _share(_setting(), "legato", 3.0 * cheapest) < 0.9
+
+
+# --- the search ---
 
 
 def test_the_load_found_is_served_and_a_multiple_of_it_is_not() -> None:
-    search, suited = Search(setting=_setting(), first=1, kept=Kept()), Suited(layout=SPLIT, load=3.0)
-    coarse = search.coarsely("round-robin", suited, 1).load
-    found = search.finely("round-robin", SPLIT, 1, coarse, 1).load
+    search = Search(setting=_setting(), first=1, kept=Kept())
+    coarse = search.highest("round-robin", SPLIT, 1, REQUESTS_90, 0)
+    found = search.highest("round-robin", SPLIT, 1, REQUESTS_90, 1)
     assert coarse.low <= found.low < found.high <= coarse.high
-    assert attainment(_setting(), "round-robin", SPLIT, found.low, 1) >= ATTAINMENT
-    assert attainment(_setting(), "round-robin", SPLIT, found.high, 1) < ATTAINMENT
+    assert search.counts("round-robin", SPLIT, found.low, 1)[REQUESTS_90].serves
+    assert not search.counts("round-robin", SPLIT, found.high, 1)[REQUESTS_90].serves
 
 
 @pytest.mark.parametrize("bound", [0.3, 2.0, 50.0])
@@ -56,107 +263,57 @@ def test_nothing_is_found_where_no_load_is_served() -> None:
     assert bracketed(lambda load: False, 2.0, 1.5).halved(lambda load: False, 4) == Bracket(0.0, 0.0)
 
 
-@pytest.mark.parametrize("router", ["legato", "legato-fair", "legato-split", "legato-strict"])
-def test_an_idle_cluster_serves_all_in_time(router: str) -> None:
-    assert attainment(_setting(), router, SPLIT, 0.1, 1) == 1.0
+def test_countings_share_their_simulations(tmp_path: Path) -> None:
+    """The second one is found with those of the first, and a third search makes none at all."""
+    file = tmp_path / "kept.jsonl"
+    search = Search(setting=_setting(), first=1, kept=Kept(file))
+    search.highest("round-robin", SPLIT, 1, REQUESTS_90, 1)
+    first = len(file.read_text().splitlines())
+    search.highest("round-robin", SPLIT, 1, TOKENS, 1)
+    second = len(file.read_text().splitlines()) - first
+    assert second < first
+    again = Search(setting=_setting(), first=1, kept=Kept(file))
+    for goal in (REQUESTS_90, TOKENS):
+        again.highest("round-robin", SPLIT, 1, goal, 1)
+    assert len(file.read_text().splitlines()) == first + second
 
 
-def test_targets_follow_lengths_where_that_is_asked_for() -> None:
-    plain, stretched = _setting(), _setting(2.0)
-    assert {c.ttft_s for c in plain.slo().classes} == {2.0}
-    by_length = [c.ttft_s for c in stretched.slo().classes]
-    assert by_length[0] == 2.0
-    assert by_length == sorted(by_length, key=lambda ttft_s: ttft_s or 0.0)
-    assert by_length[-1] == pytest.approx(2.0 * plain.cost.prefill_s(131_072, 0.0, 2048))
-    names = {request.slo_class for request in stretched.requests(1, 1.0)}
-    assert names <= {c.name for c in stretched.slo().classes}
-
-
-def test_layouts_share_out_the_workers() -> None:
-    cost = _setting().cost
-    assert [option.num_prefill for option in layouts("legato", 8, cost)] == [0, 2, 4, 5, 6]
-    assert [option.num_prefill for option in layouts("mooncake", 8, cost)] == [2, 4, 5, 6]
-    assert [option.num_prefill for option in layouts("legato-split", 8, cost)] == [2, 4, 5, 6]
-    assert {(option.num_prefill, option.num_decode) for option in layouts("colocated", 8, cost)} == {(0, 8)}
-    assert [option.budget for option in layouts("colocated", 8, cost)] == [512, 2048]
-
-
-@pytest.mark.parametrize(
-    ("model", "tpot_s", "budgets"),
-    [("8b", 0.03, [256, 512, 2048]), ("8b", 0.05, [256, 512, 1280, 2048]), ("70b", 0.1, [256, 512, 768, 2048])],
-)
-def test_where_a_large_step_misses_the_tpot_smaller_ones_may_be_chosen_too(
-    model: ModelName, tpot_s: float, budgets: list[int]
-) -> None:
-    cost = replace(_setting(), model=model).cost
-    assert [option.budget for option in layouts("colocated", 8, cost, tpot_s)] == budgets
-    assert {(option.num_prefill, option.budget) for option in layouts("legato", 4, cost, tpot_s)} == {
-        (count, budget) for count in range(4) for budget in budgets
-    }
-    assert {option.budget for option in layouts("mooncake", 8, cost, tpot_s)} == {2048}
-
-
-def test_a_step_is_as_large_as_the_tpot_lets_it_be() -> None:
-    cost = replace(_setting(), model="70b").cost
-    budget = fitting_budget(cost, 0.1)
-    assert cost.step_s(StepWork.of_prefill(budget, 0)) <= 0.1 < cost.step_s(StepWork.of_prefill(budget + 256, 0))
-    assert fitting_budget(cost, 0.001) == 256
-    assert fitting_budget(cost, 10.0) == 2048
-
-
-def test_a_tighter_tpot_is_met_by_fewer() -> None:
-    tight = replace(_setting(), tpot_s=0.006)  # less than a step takes
-    assert {c.tpot_s for c in tight.slo().classes} == {0.006}
-    assert attainment(tight, "round-robin", SPLIT, 0.1, 1) < attainment(_setting(), "round-robin", SPLIT, 0.1, 1)
+def test_who_is_tuned_serves_as_much_as_any_candidate() -> None:
+    setting = replace(_setting(), num_requests=60, tpot_s=0.02)
+    search = Search(setting=setting, first=1, kept=Kept())
+    tuned, _ = search.tuned("llm-d", REQUESTS_90)
+    best = search.highest("llm-d", tuned, 1, REQUESTS_90, 0).low
+    for option in candidates("llm-d", 2):
+        assert best >= search.highest("llm-d", option, 1, REQUESTS_90, 0).low
 
 
 def test_a_layout_is_looked_for_below_a_load_that_none_serves() -> None:
-    setting = replace(_setting(), num_requests=60, tpot_s=0.012)
+    setting = replace(_setting(), num_requests=60, tpot_s=0.0072)
     search = Search(setting=setting, first=1, kept=Kept())
-    found = search.look("colocated")
-    assert attainment(setting, "colocated", found.layout, search.begin, 1) < ATTAINMENT
-    assert attainment(setting, "colocated", found.layout, found.load, 1) >= ATTAINMENT
+    tuned, _ = search.tuned("colocated", REQUESTS_90)
+    assert not search.counts("colocated", tuned, search.begin, 1)[REQUESTS_90].serves
+    assert search.highest("colocated", tuned, 1, REQUESTS_90, 0).low > 0
 
 
 def test_a_large_cluster_takes_over_the_shares_that_suit_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Setting] = []
 
-    def look(search: Search, router: str) -> Suited:
+    def ranked(search: Search, *_: object) -> list[tuple[Layout, float]]:
         looked_at.append(search.setting)
-        return Suited(layout=Layout(num_prefill=6, num_decode=2), load=3.0)
+        return [(Layout(num_prefill=6, num_decode=2), 3.0)]
 
-    monkeypatch.setattr(Search, "look", look)
-    large = replace(_setting(), num_workers=64, num_requests=14_400)
-    suited = Search(setting=large, first=1, kept=Kept()).suited("least-tokens")
-    assert suited == Suited(layout=Layout(num_prefill=48, num_decode=16), load=24.0)
+    monkeypatch.setattr(Search, "_ranked", ranked)
+    large = replace(_setting(), num_workers=64, num_requests=9_600)
+    tuned, load = Search(setting=large, first=1, kept=Kept()).tuned("least-tokens", REQUESTS_90)
+    assert (tuned, load) == (Layout(num_prefill=48, num_decode=16), 24.0)
     assert looked_at == [replace(large, num_workers=8, num_requests=REQUESTS["azure", "8b"])]
 
 
 def test_a_layout_may_be_given() -> None:
-    large = replace(_setting(), num_workers=16, num_requests=14_400)
+    large = replace(_setting(), num_workers=16, num_requests=9_600)
     given = {"legato": Layout(num_prefill=2, num_decode=6)}
-    suited = Search(setting=large, first=1, kept=Kept(), given=given).suited("legato")
-    assert suited.layout == Layout(num_prefill=4, num_decode=12)
-
-
-@pytest.mark.parametrize("router", ["round-robin", "legato", "mooncake"])
-def test_a_simulation_ends_early_only_where_too_many_are_missed(router: str) -> None:
-    loads = [2.0, 40.0]
-    shares = [play(_setting(), router, SPLIT, load, 1).summary.overall.attainment for load in loads]
-    assert shares[0] >= ATTAINMENT > shares[-1]
-    for load, share in zip(loads, shares, strict=True):
-        assert attainment(_setting(), router, SPLIT, load, 1) == (share if share >= ATTAINMENT else 0.0)
-
-
-def test_too_many_missed_ends_a_simulation() -> None:
-    with pytest.raises(TooManyMissedError):
-        play(_setting(), "round-robin", SPLIT, 40.0, 1, allowed_misses=5)
-
-
-def test_nobody_serves_much_more_than_the_workers_have_time_for() -> None:
-    everyone, cheapest = bounds(_setting(), 1)
-    assert everyone < cheapest
-    assert attainment(_setting(), "legato", SPLIT, 3.0 * cheapest, 1) < ATTAINMENT
+    tuned, _ = Search(setting=large, first=1, kept=Kept(), given=given).tuned("legato", REQUESTS_90)
+    assert tuned == Layout(num_prefill=4, num_decode=12)
 
 
 def test_what_was_found_is_found_again(tmp_path: Path) -> None:
@@ -169,45 +326,41 @@ def test_what_was_found_is_found_again(tmp_path: Path) -> None:
     assert Kept(file).find({"of": 2, "other": "x"}, lambda: {"load": 7.0})["load"] == 7.0
 
 
+# --- what is told ---
+
+
 def test_a_comparison_is_told_as_tables() -> None:
     comparison = Comparison(
         setting=replace(_setting(), num_requests=60, tpot_s=0.012),
-        slices=(1, 2),
-        steps=1,
+        tuning=1,
+        slices=(2,),
+        seeds=2,
+        steps=0,
         variants=("legato",),
-        baselines=("round-robin",),
+        baselines=("round-robin", "colocated"),
+        countings=("requests", "everyone"),
         with_overload=True,
         kept=Kept(),
+        given=dict.fromkeys(("legato", "round-robin"), SPLIT),
     )
-    results = {"targets": "90 %", "stretch": 0.0, "load": "times", "settings": [comparison.run()]}
-    text = goodput_tables(results)
-    assert "round-robin" in text
-    assert "3 times" in text
-    assert "used up" in text
-    assert goodput_headline(results)
-
-
-def test_beside_what_is_served_stands_what_could_be() -> None:
-    line = {
-        "trace": "azure",
-        "source": "trace",
-        "model": "8b",
-        "workers": 8,
-        "requests": 100,
-        "resolution": 0.05,
-        "routers": {"legato": _served(12.0), "mooncake": _served(10.0)},
-        "best_baseline": "mooncake",
-        "ratio": {"legato": 1.2},
-        "bounds": [[8.0, 11.0], [8.0, 13.0]],
-        "spans_s": [360.0, 360.0],
+    results = {
+        "targets": "TTFT 2 s",
+        "countings": {"requests": 0.9, "everyone": 0.8},
+        "headline": "everyone",
+        "settings": [comparison.run()],
     }
-    row = goodput_overview([{"settings": [line]}, {"settings": [{"stored": "before bounds were"}]}]).splitlines()[-1]
-    assert "| 100 requests in 30 s |" in row
-    assert "| **1.20** | 12.00 | 1.20 | is 1.08 times the bound |" in row
+    text = goodput_tables(results)
+    assert "| 80% of each length and tenant | 90% of the requests |" in text
+    assert "a mean of 12 ms between tokens" in text
+    assert "median [least–most] of 2 runs" in text
+    assert "| round-robin |" in text
+    assert "used up at" in " ".join(text.split())
+    assert "of them in time" in text
+    assert len(goodput_headline(results)) == 1
 
 
-def _served(load: float) -> dict[str, list[float]]:
-    return {"highest_load": [load, load]}
+def test_a_spread_has_a_middle() -> None:
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(1.0, 2.0, 3.0)
 
 
 def test_options_of_a_part_follow_behind_two_dashes() -> None:

@@ -78,6 +78,12 @@ class Member:
         new_tokens = query.num_tokens - cached_tokens
         return max(0.0, self.computed_at - now) + self.cost.prefill_s(new_tokens, cached_tokens, self.info.chunk_tokens)
 
+    def beside_s(self, query: Place, cached_tokens: int) -> float:
+        """What those who decode here add to the steps that compute the prompt."""
+        num_steps = -(-(query.num_tokens - cached_tokens) // self.info.chunk_tokens)
+        decoding = StepWork(decodes=len(self.decodes), context_tokens=self.context_tokens)
+        return max(1, num_steps) * (self.cost.step_s(decoding) - self.cost.base_s)
+
     def tpot_s(self, query: Place) -> float:
         """Of a decode step with all that decodes or will, and `query`."""
         context = self.context_tokens + query.num_tokens

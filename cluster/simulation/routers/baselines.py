@@ -7,15 +7,17 @@ runs repeat.
 
 from __future__ import annotations
 
+import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
-from typing import Final
+from typing import Final, Literal
 
 from cluster.simulation.routers.base import Baseline, Member, Placed, turned_away
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S
+from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.scheduling import Place, Unplaceable
 from kv_transfer.messages.workers import WorkerSnapshot
 
@@ -73,32 +75,118 @@ class Dynamo(Baseline):
     """NVIDIA Dynamo's KV router at temperature 0 (docs/router-design.md and lib/kv-router, release 1.6).
 
     cost = prefill blocks to compute, with the worker's queue, less the device overlap + blocks that would be active.
-    The prefill stage counts both terms; the decode stage of a split counts active blocks alone. Without prefill workers
-    both terms are of the decode workers. What is optional there (host and disk overlap, conditional bypass) is off.
+    Without prefill workers both terms are of the decode workers; with them the prefill stage counts the first alone,
+    as its documents set it up, and the decode stage the second. A block that several requests share is active once.
+    What is optional there (host and disk overlap, conditional bypass) is off.
+
+    Its busy thresholds, which are off there until they are set: workers with more than the share `busy_blocks` of their
+    blocks active, or more than `busy_tokens` prompt tokens to compute, get nothing, and where all are busy requests are
+    turned away.
     """
 
     wants_blocks = True
 
-    def choose(self, query: Place, now: float) -> Placed:
+    def __init__(self, *, busy_blocks: float = math.inf, busy_tokens: float = math.inf) -> None:
+        super().__init__()
+        self._busy_blocks, self._busy_tokens = busy_blocks, busy_tokens
+        self._active: defaultdict[str, Counter[bytes]] = defaultdict(Counter)  # by worker: blocks that requests share
+        self._alone: Counter[str] = Counter()  # by worker: the last, partial blocks of requests
+
+    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
         cached = self.cached_tokens(query)
-        if not self.prefills:
-            both = min(self.decodes, key=lambda m: self._prefill_cost(m, query, cached) + self._active(m, query))
+        decodes = [m for m in self.decodes if not self._is_busy(m)]
+        prefills = [m for m in self.prefills if m.queued_tokens <= self._busy_tokens]
+        if not decodes or (self.prefills and not prefills):
+            return turned_away(query, "all workers are busy", _MIN_RETRY_AFTER_S)
+        if not prefills:
+            both = min(decodes, key=lambda m: self._prefill_cost(m, query, cached) + self._would_be_active(m, query))
             return Placed(query, None, both, cached.get(both.info.worker_id, 0))
-        prefill = min(
-            self.prefills,
-            key=lambda m: self._prefill_cost(m, query, cached) + m.queued_blocks + m.blocks_of(query),
-        )
-        decode = min(self.decodes, key=lambda m: self._active(m, query))
+        prefill = min(prefills, key=lambda m: self._prefill_cost(m, query, cached))
+        decode = min(decodes, key=lambda m: self._would_be_active(m, query))
         return Placed(query, prefill, decode, cached.get(prefill.info.worker_id, 0))
+
+    def book(self, placed: Placed, now: float) -> None:
+        super().book(placed, now)
+        self._count(placed, 1)
+
+    def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
+        self._count(self._placed[request_id], -1)
+        super().ended(request_id, now, num_output_tokens)
+
+    def _count(self, placed: Placed, sign: int) -> None:
+        worker_id, hashes = placed.decode.info.worker_id, _hashes(placed.query)
+        active = self._active[worker_id]
+        for block in hashes:
+            active[block] += sign
+            if not active[block]:
+                del active[block]
+        self._alone[worker_id] += sign * (placed.decode.blocks_of(placed.query) - len(hashes))
+
+    def _would_be_active(self, member: Member, query: Place) -> int:
+        active, hashes = self._active[member.info.worker_id], _hashes(query)
+        shared = sum(block in active for block in hashes)
+        return self._num_active(member) + member.blocks_of(query) - shared
+
+    def _num_active(self, member: Member) -> int:
+        return len(self._active[member.info.worker_id]) + self._alone[member.info.worker_id]
+
+    def _is_busy(self, member: Member) -> bool:
+        is_full = self._num_active(member) > self._busy_blocks * member.info.num_blocks
+        return is_full or member.queued_tokens > self._busy_tokens
 
     @staticmethod
     def _prefill_cost(member: Member, query: Place, cached: dict[str, int]) -> float:
         uncached = query.num_tokens - cached.get(member.info.worker_id, 0)
         return (member.queued_tokens + uncached) / member.info.block_size
 
-    @staticmethod
-    def _active(member: Member, query: Place) -> int:
-        return member.decode_blocks + member.blocks_of(query)
+
+class CacheAware(Baseline):
+    """SGLang's router and the vLLM router's default, `cache_aware` (sgl-router, policies/cache_aware.rs): the worker
+    that has been sent the longest prefix of the prompt if that is more than 0.3 of it, else the one that has been sent
+    the fewest different tokens; the fewest running requests while loads differ by more than 64 and by more than 1.5
+    times. What it was sent is the router's own approximation of its cache. With a split, decode is by the fewest
+    requests.
+
+    `most_uncached`: no such rule of anybody's, but the plainest one of whom to turn away: prompts with more tokens than
+    these that the chosen worker was not sent, for good.
+    """
+
+    def __init__(self, *, most_uncached: float = math.inf) -> None:
+        super().__init__()
+        self._most_uncached = most_uncached
+        self._sent: defaultdict[str, set[bytes]] = defaultdict(set)
+
+    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
+        hashes = _hashes(query)
+        computing = self.prefills or self.decodes
+        matched = [self._matched_tokens(m, hashes) for m in computing]
+        loads = [len(m.prefills) if self.prefills else len(m.decodes) for m in computing]
+        most = max(range(len(computing)), key=lambda at: matched[at])
+        if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
+            at = loads.index(min(loads))
+        elif matched[most] > 0.3 * query.num_tokens:
+            at = most
+        else:
+            at = min(range(len(computing)), key=lambda at: len(self._sent[computing[at].info.worker_id]))
+        uncached = query.num_tokens - matched[at]
+        if uncached > self._most_uncached:
+            return turned_away(query, f"{uncached} tokens would have to be computed", None)
+        chosen = computing[at]
+        self._sent[chosen.info.worker_id].update(hashes)
+        if not self.prefills:
+            return Placed(query, None, chosen, matched[at])
+        return Placed(query, chosen, min(self.decodes, key=lambda m: len(m.decodes)), matched[at])
+
+    def _matched_tokens(self, member: Member, hashes: Sequence[bytes]) -> int:
+        sent = self._sent[member.info.worker_id]
+        num_blocks = next((number for number, block in enumerate(hashes) if block not in sent), len(hashes))
+        return num_blocks * member.info.block_size
+
+
+def _hashes(query: Place) -> list[bytes]:
+    """Names of the prompt's full blocks, as far as the last one may be cached."""
+    joined = query.prefix_hashes
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
 
 
 class QueueLengthRouter(Baseline):
@@ -171,26 +259,41 @@ class Mooncake(Baseline):
     """Algorithm 1 of Qin et al., "Mooncake", FAST 2025, with its early rejection.
 
     TTFT of an instance = queue + prefill behind its own prefix. Longer prefixes elsewhere are not transferred:
-    simulated prefill workers have no memory below the device's to send them from. The least TTFT wins, decode is by the
-    least predicted time between tokens, and who would miss either target is turned away.
+    simulated prefill workers have no memory below the device's to send them from. The least TTFT wins, among equals
+    who decodes the least; decode is by the least predicted time between tokens, and who would miss either target is
+    turned away. Its formulas know prefill and decode instances: of a worker that is both, each forgets half the work.
+
+    `ttft_share`, `tbt_share`: of the requests' targets, what its own limits are. Time between tokens is what it
+    promises: the target of gaps, or of their mean where there is none.
     """
 
     wants_blocks = True
+
+    def __init__(self, *, ttft_share: float = 1.0, tbt_share: float = 1.0) -> None:
+        super().__init__()
+        self._ttft_share, self._tbt_share = ttft_share, tbt_share
 
     def choose(self, query: Place, now: float) -> Placed | Unplaceable:
         cached = self.cached_tokens(query)
         computing = self.prefills or self.decodes
         times = [m.ttft_s(query, cached.get(m.info.worker_id, 0), now) for m in computing]
         ttft_s = min(times)
-        chosen = computing[times.index(ttft_s)]
+        chosen = min(
+            (m for m, each_s in zip(computing, times, strict=True) if each_s == ttft_s), key=lambda m: m.context_tokens
+        )
         decode = min(self.decodes, key=lambda m: m.tpot_s(query)) if self.prefills else chosen
-        tpot_s = decode.tpot_s(query)
-        if query.ttft_s is not None and ttft_s > query.ttft_s:
+        tbt_s, tbt_target_s = decode.tpot_s(query), _between_tokens_s(query)
+        if query.ttft_s is not None and ttft_s > self._ttft_share * query.ttft_s:
             reason = f"the first token would come after {ttft_s:.2f} s"
-            return turned_away(query, reason, max(1.0, ttft_s - query.ttft_s))
-        if query.tpot_s is not None and tpot_s > query.tpot_s:
-            return turned_away(query, f"tokens would come every {tpot_s * 1000:.0f} ms", 1.0)
+            return turned_away(query, reason, max(_MIN_RETRY_AFTER_S, ttft_s - self._ttft_share * query.ttft_s))
+        if tbt_target_s is not None and tbt_s > self._tbt_share * tbt_target_s:
+            return turned_away(query, f"tokens would come every {tbt_s * 1000:.0f} ms", _MIN_RETRY_AFTER_S)
         return Placed(query, chosen if self.prefills else None, decode, cached.get(chosen.info.worker_id, 0))
+
+
+def _between_tokens_s(query: Place) -> float | None:
+    """For rules that know one target of tokens."""
+    return query.tpot_s if query.gap_s is None else query.gap_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,20 +305,23 @@ class _Candidate:
 
 
 class LlmdHeadroom(Baseline):
-    """llm-d's router with predicted latencies (llm-d-inference-scheduler, `predictedlatency`, strategy `least`).
+    """llm-d's router with predicted latencies (llm-d-inference-scheduler, `predictedlatency`).
 
     Decode first. Headroom is the target less the prediction, of TPOT the strictest target of those that run there. One
-    of those with both positive is drawn, the less headroom the likelier (packing), in 1 of 100 cases one of the others;
-    there, idle workers go first, and weights are by the deficit within each combination of what is missed. TTFT weighs
-    0.8, TPOT 0.2. In 99 of 100 draws only who holds 80 % of the prompt is drawn from, if there is any. Then prefill, by
-    its TTFT headroom. Turns nobody away that has targets; without any it assumes targets of 0.
+    of those with both positive is drawn, the less headroom the likelier (`strategy` least, which packs; with `most`,
+    the more), in 1 of 100 cases one of the others; there, idle workers go first, and weights are by the deficit within
+    each combination of what is missed. TTFT weighs 0.8, TPOT 0.2. In 99 of 100 draws only who holds 80 % of the prompt
+    is drawn from, if there is any. Then prefill, by its TTFT headroom. Turns nobody away that has targets; without any
+    it assumes targets of 0. Its predictor is told how many requests run on a worker, so that here the prompt's steps
+    hold these, too.
     """
 
     wants_blocks = True
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, strategy: Literal["least", "most"] = "least") -> None:
         super().__init__()
         self._rng = random.Random(seed)
+        self._is_most = strategy == "most"
 
     def choose(self, query: Place, now: float) -> Placed:
         cached = self.cached_tokens(query)
@@ -223,7 +329,8 @@ class LlmdHeadroom(Baseline):
 
         def at_decode(member: Member) -> _Candidate:
             found = cached.get(member.info.worker_id, 0)
-            ttft_s = _NO_TARGET if is_split else _target(query.ttft_s) - member.ttft_s(query, found, now)
+            predicted_s = member.ttft_s(query, found, now) + member.beside_s(query, found)
+            ttft_s = _NO_TARGET if is_split else _target(query.ttft_s) - predicted_s
             tpot_s = self._tpot_target(member, query) - member.tpot_s(query)
             return _Candidate(member, ttft_s, tpot_s, found / query.num_tokens)
 
@@ -239,20 +346,24 @@ class LlmdHeadroom(Baseline):
         return Placed(query, prefill, decode, cached.get(prefill.info.worker_id, 0))
 
     def _tpot_target(self, member: Member, query: Place) -> float:
-        running = (_target(p.query.tpot_s) for p in member.decodes.values() if p.query.tpot_s is not None)
-        return min(_target(query.tpot_s), min(running, default=_NO_TARGET)) if query.tpot_s is not None else 0.0
+        own_s = _between_tokens_s(query)
+        if own_s is None:
+            return 0.0
+        running = (_between_tokens_s(p.query) for p in member.decodes.values())
+        return min((own_s, *(target_s for target_s in running if target_s is not None)))
 
     def _draw(self, candidates: Sequence[_Candidate], num_running: Callable[[Member], int]) -> Member:
         positive = [c for c in candidates if c.ttft_s > 0 and c.tpot_s > 0]
         negative = [c for c in candidates if not (c.ttft_s > 0 and c.tpot_s > 0)]
         if positive and (not negative or self._rng.random() >= 0.01):
             holders = self._holders(positive)
-            return self._rng.choices(holders, _weights([(c.ttft_s, c.tpot_s) for c in holders]))[0].member
+            weights = _weights([(c.ttft_s, c.tpot_s) for c in holders], of_most=self._is_most)
+            return self._rng.choices(holders, weights)[0].member
         idle = [c for c in negative if num_running(c.member) == 0]
         holders = self._holders(idle or negative)
         # Stable: candidates of a bucket keep their order.
         holders.sort(key=lambda c: (c.ttft_s < 0, c.tpot_s < 0))
-        weights: list[int] = []
+        weights = []
         for _, bucket in groupby(holders, key=lambda c: (c.ttft_s < 0, c.tpot_s < 0)):
             weights += _weights([(max(0.0, -c.ttft_s), max(0.0, -c.tpot_s)) for c in bucket])
         return self._rng.choices(holders, weights)[0].member
@@ -266,11 +377,11 @@ def _target(seconds: float | None) -> float:
     return 0.0 if seconds is None else seconds
 
 
-def _weights(values: Sequence[tuple[float, float]]) -> list[int]:
-    """More for the smaller ones of (TTFT, TPOT)."""
+def _weights(values: Sequence[tuple[float, float]], *, of_most: bool = False) -> list[int]:
+    """More for the smaller ones of (TTFT, TPOT), or for the larger."""
     ttft, tpot = zip(*values, strict=True)
     blended = (0.8 * a + 0.2 * b for a, b in zip(_normalised(ttft), _normalised(tpot), strict=True))
-    return [int((1 - value) * 80) + 2 for value in blended]
+    return [int((value if of_most else 1 - value) * 80) + 2 for value in blended]
 
 
 def _normalised(values: Sequence[float]) -> list[float]:

@@ -38,6 +38,7 @@ class TraceRequest:
     content: tuple[int, ...] = ()
     content_tokens: int = MOONCAKE_BLOCK_TOKENS
     slo_class: str = ""  # "": the default class
+    tenant: str = ""  # who shares with others; published traces name none
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1 or self.arrival_s < 0:

@@ -74,7 +74,7 @@ def test_a_lone_request_computed_by_decode_alone() -> None:
     assert (record.prefill, record.decode) == (None, "decode-0")
 
 
-def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it() -> None:
     """The first gap of a request that is handed over holds the exposed part; on one worker that does not size its steps
     1,024 tokens of another's prompt stall the request that decodes there once."""
     [handed_over] = simulate(CONFIG, [one(1024, 5)], QueueLengthRouter()).records
@@ -82,11 +82,11 @@ def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it(monkeypatc
     assert handed_over.gaps.num == 4
     assert handed_over.gaps.longest_s == pytest.approx(0.002 + 1024 * 1e-6 + steps[0], rel=1e-9)
     slo = SloConfig(classes=(SloClass(name="fast", gap_s=0.02), SloClass(name="lax", gap_s=1.0)), default="fast")
-    config = replace(CONFIG, num_prefill=0, num_decode=1, slo=slo)
+    sized = replace(CONFIG, num_prefill=0, num_decode=1, slo=slo)
     requests = [one(100, 150), replace(one(1000, 2, "r1", 1.2), slo_class="lax")]
-    kept = simulate(config, requests, DecodeOnlyRouter()).records[0]
+    kept = simulate(sized, requests, DecodeOnlyRouter()).records[0]
     assert 0.015 < kept.gaps.longest_s <= 0.02, "workers size their steps by what was promised"
-    monkeypatch.setattr(WorkerShape, "cautious_cost", lambda self: None)
+    config = replace(sized, promises_steps=False)
     stalled, other = simulate(config, requests, DecodeOnlyRouter()).records
     beside = prefill_s((1000, 0)) + 2e-5  # and its own token, at some context
     assert stalled.gaps.longest_s == pytest.approx(beside, rel=1e-3)
@@ -96,6 +96,8 @@ def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it(monkeypatc
     stalled = simulate(config, twice, DecodeOnlyRouter()).records[0]
     assert (stalled.gaps.num_late, stalled.is_met) == (2, False)
     assert stalled.gaps.p99_s == pytest.approx(beside, rel=1e-3)
+    kept = simulate(sized, twice, DecodeOnlyRouter()).records[0]
+    assert (kept.gaps.num_late, kept.is_met) == (0, True)
 
 
 @pytest.mark.parametrize("num_gaps", [1, 99, 100, 101, 700])
@@ -208,6 +210,18 @@ def test_busy_workers_beat_once_a_period_and_idle_ones_once_more() -> None:
     assert router.news == [("r0", "first token"), ("r0", "400 tokens")]
 
 
+def test_who_watches_hears_of_refusals_first_tokens_and_ends() -> None:
+    told: list[tuple[int, bool, bool]] = []
+    config = replace(CONFIG, max_returns=1)
+    simulate(
+        config,
+        [one(100, 5)],
+        Recorder(opens_at=20.0),
+        lambda r: told.append((r.num_rejections, r.first_token_s is not None, r.end_s is not None)),
+    )
+    assert told == [(1, False, False), (1, True, False), (1, True, True)]
+
+
 class WaitingRouter(QueueLengthRouter):
     """Everyone waits for the next whole second."""
 
@@ -251,6 +265,26 @@ def test_a_reservation_waits_for_room_and_is_refused_in_the_end() -> None:
     impatient = replace(decode, reserve_wait_s=0.5)
     first, second = simulate(replace(CONFIG, num_decode=1, decode=impatient), requests, QueueLengthRouter()).records
     assert (first.rejected, second.rejected) == ("", "no room for its KV within 0.5 s")
+
+
+def test_memory_that_is_taken_late_does_not_hold_up_prompts() -> None:
+    """The pool holds one of the prompts: the second is computed meanwhile, and its second token waits for room."""
+    decode = replace(SHAPE, kv_tokens=3200)
+    config = replace(CONFIG, num_prefill=1, num_decode=1, decode=decode)
+    requests = [one(2500, 300), one(2500, 3, "r1")]
+    reserved = simulate(config, requests, QueueLengthRouter()).records[1]
+    first, second = simulate(replace(config, reserves_late=True), requests, QueueLengthRouter()).records
+    assert first.end_s is not None
+    assert second.first_token_s is not None
+    assert reserved.first_token_s is not None
+    assert second.first_token_s < first.end_s < reserved.first_token_s
+    assert second.gaps.longest_s > first.end_s - second.first_token_s
+    assert second.rejected == ""
+    pulled = replace(config, reserves_late=True, prefill=replace(SHAPE, pulled_token_s=1e-5))
+    late = replace(config, reserves_late=True)
+    [first], [slower] = (simulate(each, requests[:1], QueueLengthRouter()).records for each in (late, pulled))
+    assert slower.gaps.longest_s == pytest.approx(first.gaps.longest_s + 2500 * 1e-5, rel=1e-9)
+    assert slower.ttft_s == first.ttft_s
 
 
 def test_a_prompt_that_is_too_long_is_refused_for_good() -> None:

@@ -11,6 +11,7 @@ from cluster.simulation.arguments import DEVICE_NAMES, MODEL_NAMES, ROUTER_NAMES
 from cluster.simulation.command import DEVICES, MODELS, ROUTERS
 from cluster.simulation.routers.base import Baseline, Member, Placed
 from cluster.simulation.routers.baselines import (
+    CacheAware,
     Colocated,
     DistServe,
     Dynamo,
@@ -105,13 +106,11 @@ def test_colocated_uses_decode_workers_alone() -> None:
     assert [places(router, query(f"r{i}", 1000 - i)) for i in range(2)] == [(None, "decode-0"), (None, "decode-1")]
 
 
-@pytest.mark.parametrize(("num_cached", "expected"), [(0, "prefill-1"), (30, "prefill-1"), (62, "prefill-0")])
-def test_dynamo_weighs_overlap_against_blocks(num_cached: int, expected: str) -> None:
-    """On prefill-0 wait 640 tokens: 40 blocks to prefill and 40 active ones, against an overlap of `num_cached`."""
+@pytest.mark.parametrize(("num_cached", "expected"), [(0, "prefill-1"), (62, "prefill-0")])
+def test_dynamo_weighs_overlap_against_the_queue(num_cached: int, expected: str) -> None:
+    """On prefill-0 wait 640 tokens: 40 blocks to prefill, against an overlap of `num_cached`."""
     router = fleet(Dynamo())
     places(router, query("a", 640))
-    if num_cached == 62:
-        router.first_token("a", 0.0)  # nothing is before it any more
     caches(router, "prefill-0", num_cached)
     assert places(router, query("b", 1000))[0] == expected
 
@@ -120,7 +119,62 @@ def test_dynamo_decides_on_decode_by_active_blocks_alone() -> None:
     router = fleet(Dynamo())
     caches(router, "decode-0", 62)
     assert places(router, query("a", 1000))[1] == "decode-0"
-    assert places(router, query("b", 1000))[1] == "decode-1"
+    router.ended("a", 1.0, 10)
+    assert places(router, query("b", 1000))[1] == "decode-0"
+
+
+def test_dynamo_counts_a_block_that_several_requests_share_once() -> None:
+    """Both prompts begin with the same 61 blocks; those of 320 tokens on decode-1 are part of neither's worker."""
+    router = fleet(Dynamo())
+    assert places(router, query("a", 980))[1] == "decode-0"
+    assert places(router, query("b", 320))[1] == "decode-1"
+    # 62 blocks are active on decode-0 and 2 would be new there; on decode-1 20 are, and 43 would be new.
+    assert places(router, query("c", 980))[1] == "decode-0"
+    router.ended("c", 1.0, 10)
+    assert places(router, query("d", 980))[1] == "decode-0"
+    router.ended("a", 2.0, 10)
+    router.ended("d", 2.0, 10)
+    assert places(router, query("e", 320))[1] == "decode-0"
+
+
+def test_dynamo_turns_away_where_all_are_busy() -> None:
+    router = fleet(Dynamo(busy_tokens=1500))
+    for request_id in ("a", "b", "c", "d"):
+        places(router, query(request_id, 1000))
+    assert isinstance(router.place(query("e", 100), 0.0), Unplaceable)
+    router.first_token("a", 1.0)
+    assert places(router, query("f", 100))[0] == "prefill-0"
+    full = fleet(Dynamo(busy_blocks=0.001), 0, 1)  # of 100,000 blocks
+    assert places(full, query("a", 1700))
+    assert isinstance(full.place(query("b", 100), 0.0), Unplaceable)
+
+
+def test_cache_aware_follows_a_prefix_or_else_spreads() -> None:
+    router = fleet(CacheAware(), 0, 2)
+    assert places(router, query("a", 640)) == (None, "decode-0")
+    assert places(router, query("b", 992)) == (None, "decode-0")  # 39 blocks of 62 were sent there
+    other = Place(request_id="c", attempt=0, num_tokens=160, max_new_tokens=1, prefix_hashes=b"x" * 16 * 9)
+    assert places(router, other) == (None, "decode-1")
+    mixed = Place(
+        request_id="d", attempt=0, num_tokens=160, max_new_tokens=1, prefix_hashes=HASHES[0] + HASHES[1] + b"y" * 16 * 7
+    )
+    assert places(router, mixed) == (None, "decode-1")  # 2 blocks of 10 are too few: the smallest tree
+
+
+def test_cache_aware_balances_only_where_loads_are_far_apart() -> None:
+    router = fleet(CacheAware(), 0, 2)
+    for number in range(65):
+        assert places(router, query(f"r{number}"))[1] == "decode-0"
+    assert places(router, query("more"))[1] == "decode-1"
+
+
+def test_the_plainest_refusal_is_of_what_would_have_to_be_computed() -> None:
+    router = fleet(CacheAware(most_uncached=500), 0, 1)
+    long = router.place(query("a", 992), 0.0)
+    assert isinstance(long, Unplaceable)
+    assert long.retry_after_s is None
+    places(router, query("b", 500))
+    assert places(router, query("c", 992))  # 30 blocks of it are known
 
 
 def test_mooncake_adds_up_queue_and_uncached_prefill() -> None:
@@ -141,6 +195,30 @@ def test_mooncake_turns_away_who_would_miss_a_target() -> None:
     assert isinstance(slow, Unplaceable)
     assert "12 ms" in slow.reason
     assert places(router, query("c", 20_000, ttft_s=None, tpot_s=None))
+
+
+def test_mooncakes_ties_go_to_who_decodes_least() -> None:
+    router = fleet(Mooncake(), 0, 3)
+    occupy(router, query("x"), router.decodes[0])
+    assert places(router, query("a"))[1] == "decode-1"
+
+
+def test_mooncakes_own_limits_are_shares_of_the_targets() -> None:
+    asked = query("a", 5000)  # 0.51 s, tokens every 16 ms
+    assert places(fleet(Mooncake()), asked)
+    assert isinstance(fleet(Mooncake(ttft_share=0.5)).place(asked, 0.0), Unplaceable)
+    assert isinstance(fleet(Mooncake(tbt_share=0.15)).place(asked, 0.0), Unplaceable)
+    gap = Place(request_id="g", attempt=0, num_tokens=5000, max_new_tokens=1, ttft_s=1.0, gap_s=0.012)
+    assert isinstance(fleet(Mooncake()).place(gap, 0.0), Unplaceable)
+
+
+def test_llmd_spreads_where_it_is_told_to() -> None:
+    chosen = Counter[str]()
+    for seed in range(200):
+        router = fleet(LlmdHeadroom(seed, strategy="most"), 1, 2)
+        occupy(router, query("before"), router.decodes[0])
+        chosen[places(router, query("a"))[1]] += 1
+    assert chosen["decode-1"] > chosen["decode-0"]
 
 
 def occupy(router: Baseline, asked: Place, decode: Member) -> None:

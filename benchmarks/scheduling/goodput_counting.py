@@ -1,0 +1,178 @@
+"""What "so much is served in time" may mean: four countings of the same simulation, each under two promises.
+
+| counting | what has to be in time |
+|---|---|
+| `requests` | 90 % of the requests: who turns the longest tenth away loses nothing |
+| `most requests` | 98 % of the requests: near what a promise about P99 says |
+| `tokens` | 90 % of the tokens, of prompts and answers together: what the work is, and what is paid for |
+| `everyone` | 80 % of each group's requests, whoever is counted last: the headline |
+
+Groups are of length and of tenant. Of length: tenths of the requests by their prompts' tokens, the shortest first, and
+once more the longest fiftieth; as many parts as leave 15 requests to each. Of tenant: traces name none, so that each
+conversation is one of `NUM_TENANTS` tenants', the k-th with weight 1 / k; a tenant of fewer than 15 requests is none.
+
+A request is in time if it was served the first time that it came, its first token came in time, and what is promised
+of the others was kept: their mean (`tpot`), or 99 of 100 of the gaps between them (`gap`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Literal, get_args
+
+from cluster.simulation.records import Record
+from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.classes import SloClass
+
+Counting = Literal["requests", "most requests", "tokens", "everyone"]
+Promise = Literal["tpot", "gap"]
+COUNTINGS: Final[tuple[Counting, ...]] = get_args(Counting)
+HEADLINE: Final[Counting] = "everyone"
+SHARES: Final[Mapping[Counting, float]] = {"requests": 0.9, "most requests": 0.98, "tokens": 0.9, "everyone": 0.8}
+NUM_TENANTS: Final = 8
+LEAST: Final = 15  # requests of a group
+_PARTS: Final = 10
+_LONGEST: Final = 0.02
+_ROUNDING: Final = 1e-9
+
+
+class DecidedError(Exception):
+    """Every counting is decided, whatever becomes of the requests that are still served."""
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """`weight` of all its requests together: how much of it is known to be in time, and how much not to be."""
+
+    weight: float = 0.0
+    met: float = 0.0
+    missed: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """In time, of those of whom it is known."""
+        known = self.met + self.missed
+        return self.met / known if known else 0.0
+
+    def verdict(self, share: float) -> bool | None:
+        if self.missed > (1.0 - share + _ROUNDING) * self.weight:
+            return False
+        return True if self.met >= (share - _ROUNDING) * self.weight else None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """`serves`: whether enough is in time. `share`: how much, of the group with the least, at the end or where it was
+    decided; `least`: that group's name."""
+
+    serves: bool
+    share: float
+    least: str
+
+
+class Counts:
+    """Counts the requests of one simulation as their outcomes become known; `see` is for `simulate(watch=...)`.
+
+    `promises`: what is judged beside the targets of TTFT, which the requests' classes have; its `tpot_s` or `gap_s`.
+    `stops`: raise DecidedError once nothing can change which countings are served.
+    """
+
+    def __init__(
+        self, requests: Iterable[TraceRequest], promises: Mapping[Promise, SloClass], *, stops: bool = False
+    ) -> None:
+        self._promises = promises
+        self._stops = stops
+        self._groups: dict[tuple[Promise, Counting], dict[str, _Group]] = {}
+        self._of: defaultdict[str, list[tuple[Counting, str, float]]] = defaultdict(list)
+        for counting, name, request, weight in _memberships(list(requests)):
+            self._of[request.request_id].append((counting, name, weight))
+            for promise in promises:
+                groups = self._groups.setdefault((promise, counting), {})
+                groups.setdefault(name, _Group()).weight += weight
+        self._is_open = dict.fromkeys(self._groups, True)
+        self._known: set[str] = set()
+
+    def see(self, record: Record) -> None:
+        """Called when it has its first token, ends or is turned away."""
+        if record.request_id in self._known:
+            return
+        is_late = record.num_rejections > 0 or (record.ttft_s is not None and not record.slo.meets_ttft(record.ttft_s))
+        if not is_late and record.end_s is None:
+            return
+        self._known.add(record.request_id)
+        for promise, targets in self._promises.items():
+            is_met = not is_late and targets.meets_tpot(record.tpot_s)
+            is_met = is_met and (targets.gap_s is None or record.gaps.p99_s <= targets.gap_s)
+            self._count(promise, record.request_id, is_met)
+        if self._stops and not any(self._is_open.values()):
+            raise DecidedError
+
+    def _count(self, promise: Promise, request_id: str, is_met: bool) -> None:
+        for counting, name, weight in self._of[request_id]:
+            group = self._groups[promise, counting][name]
+            if is_met:
+                group.met += weight
+            else:
+                group.missed += weight
+            if self._is_open[promise, counting]:
+                self._is_open[promise, counting] = self._verdict(promise, counting) is None
+
+    def _verdict(self, promise: Promise, counting: Counting) -> bool | None:
+        verdicts = {group.verdict(SHARES[counting]) for group in self._groups[promise, counting].values()}
+        if False in verdicts:
+            return False
+        return None if None in verdicts else True
+
+    def results(self) -> dict[tuple[Promise, Counting], Count]:
+        """Once the simulation has ended, or was ended because all is decided."""
+        found = {}
+        for (promise, counting), groups in self._groups.items():
+            least = min(groups, key=lambda name: groups[name].share)
+            verdict = self._verdict(promise, counting)
+            found[promise, counting] = Count(bool(verdict), round(groups[least].share, 4), least)
+        return found
+
+
+def _memberships(requests: Sequence[TraceRequest]) -> Iterable[tuple[Counting, str, TraceRequest, float]]:
+    """Each request's groups under each counting, and what it weighs there."""
+    for request in requests:
+        yield "requests", "all", request, 1.0
+        yield "most requests", "all", request, 1.0
+        yield "tokens", "all", request, float(request.prompt_tokens + request.output_tokens)
+    for name, members in (*length_groups(requests), *_tenant_groups(requests)):
+        for request in members:
+            yield "everyone", name, request, 1.0
+
+
+def length_groups(requests: Sequence[TraceRequest]) -> list[tuple[str, Sequence[TraceRequest]]]:
+    by_length = sorted(requests, key=lambda r: r.prompt_tokens)
+    total = len(by_length)
+    parts = max(1, min(_PARTS, total // LEAST))
+    bounds = [round(total * part / parts) for part in range(parts + 1)]
+    groups = [by_length[first:last] for first, last in pairwise(bounds)]
+    longest = round(_LONGEST * total)
+    if longest >= LEAST:
+        groups.append(by_length[total - longest :])
+    return [(f"{group[0].prompt_tokens} to {group[-1].prompt_tokens} tokens", group) for group in groups if group]
+
+
+def _tenant_groups(requests: Iterable[TraceRequest]) -> list[tuple[str, Sequence[TraceRequest]]]:
+    groups: defaultdict[str, list[TraceRequest]] = defaultdict(list)
+    for request in requests:
+        groups[tenant_of(request)].append(request)
+    return [(name, group) for name, group in sorted(groups.items()) if len(group) >= LEAST]
+
+
+def tenant_of(request: TraceRequest, seed: int = 0) -> str:
+    """The same for all turns of a conversation, which have the prompt's second run of tokens in common (the first one
+    is everybody's in Mooncake's traces); drawn of that run's name, or of the request's where it has none."""
+    if request.tenant:
+        return request.tenant
+    conversation = request.content[1] if len(request.content) > 1 else request.request_id
+    rng = random.Random(f"{seed} {conversation}")
+    ranks = range(1, NUM_TENANTS + 1)
+    return f"tenant {rng.choices(ranks, [1 / rank for rank in ranks])[0]}"
