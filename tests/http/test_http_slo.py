@@ -209,7 +209,8 @@ def test_a_client_that_leaves_in_a_stall_counts_if_no_gap_may_be_as_long(
     generator.script = Script(reply="one two", hang_after=1)
     body = {"model": MODEL, "prompt": PROMPT, "stream": True}
     with target.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
-        assert next(answer.iter_lines()).startswith("data: ")
+        lines = answer.iter_lines()  # which would leave by itself, were it not kept
+        assert next(lines).startswith("data: ")
         threading.Event().wait(0.01)
     counted(target, cancelled=1, tokens=1, **counts)
 
