@@ -1,6 +1,10 @@
-"""A worker in a process of its own, without Ray: `python -m tests.support.worker_child ROLE MODEL_FOLDER SECRET`.
+"""Workers in processes of their own, without Ray: `python -m tests.support.worker_child ROLE MODEL_FOLDER SECRET`.
 
-Reads the scheduler's endpoint, as JSON, from its standard input, and prints its worker id when requests can come.
+Such a process reads the scheduler's endpoint, as JSON, from its standard input, and prints its worker id when requests
+can come. A number that it reads then is a position: it prints a line, and another one when its device hangs before the
+first step that goes beyond it.
+
+It is as patient as all of a mini cluster: that somebody dies is noticed there, or a test waits in vain.
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
-from typing import cast
+from functools import partial
+from typing import Any, cast
+from unittest import mock
 
 import torch
 import uvloop
@@ -22,10 +28,15 @@ from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig, load_model
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
+from kv_transfer.transports import choose
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake
+from tests.support.mini_requests import starts_beyond
+from tests.support.small_models import SmallModel
+from tests.support.waiting import HANGS_S
 
 
 async def work(role: Role, folder: str, secret: bytes) -> None:
@@ -38,18 +49,21 @@ async def work(role: Role, folder: str, secret: bytes) -> None:
     async def locate() -> Endpoint:
         return scheduler
 
-    parts = WorkerParts(
-        model=model,
-        identity=identity,
-        transport=TransferConfig().open(identity, "127.0.0.1"),
-        locate_scheduler=locate,
-    )
+    with mock.patch.object(choose, "SILENCE_S", HANGS_S):
+        transport = TransferConfig().open(identity, "127.0.0.1")
+    parts = WorkerParts(model=model, identity=identity, transport=transport, locate_scheduler=locate)
     if role == "prefill":
-        await PrefillWorker(parts, PrefillWorkerConfig()).start()
+        await PrefillWorker(parts, PrefillWorkerConfig(overdue_s=HANGS_S)).start()
     else:
-        await DecodeWorker(parts, DecodeWorkerConfig()).start()
+        config = DecodeWorkerConfig(token_budget=64, max_slab_bytes=4096, overdue_s=HANGS_S, lease_ttl_s=HANGS_S)
+        await DecodeWorker(parts, config).start()
     print(identity.worker_id, flush=True)
-    await asyncio.Event().wait()
+    while position := await asyncio.to_thread(sys.stdin.readline):
+        with brake(model.runner, starts_beyond(int(position))) as held:
+            print("will hang", flush=True)
+            await asyncio.to_thread(held.holding.wait)
+            print("hangs", flush=True)
+            await asyncio.Event().wait()
 
 
 @contextlib.contextmanager
@@ -76,6 +90,44 @@ def name_of(process: subprocess.Popen[str]) -> str:
     name = process.stdout.readline().strip()
     assert name, "the worker did not start"
     return name
+
+
+@contextlib.asynccontextmanager
+async def worker_processes(
+    model: SmallModel, *roles: Role, **config: Any
+) -> AsyncIterator[tuple[MiniCluster, dict[str, subprocess.Popen[str]]]]:
+    """A scheduler and a gateway here, workers in processes of their own, by their worker ids."""
+    cluster = MiniCluster(MiniClusterConfig(model_ref=str(model.folder), num_prefill=0, num_decode=0, **config))
+    await cluster.start()
+    with contextlib.ExitStack() as stack:
+        try:
+            start = partial(worker_process, str(model.folder), cluster.secret, cluster.scheduler.endpoint)
+            workers = {}
+            started = [stack.enter_context(start(role)) for role in roles]
+            for process in started:
+                workers[await asyncio.to_thread(name_of, process)] = process
+            assert await cluster.orchestrator.links.wait_up(set(workers), HANGS_S)
+            yield cluster, workers
+        finally:
+            await cluster.stop()
+
+
+async def hang_beyond(process: subprocess.Popen[str], position: int) -> None:
+    """Its device will hang before the first step that goes beyond this position, until the process is killed."""
+    assert process.stdin is not None
+    process.stdin.write(f"{position}\n")
+    process.stdin.flush()
+    assert await _line_of(process) == "will hang"
+
+
+async def hangs(process: subprocess.Popen[str]) -> None:
+    """Waits until it does."""
+    assert await asyncio.wait_for(_line_of(process), HANGS_S) == "hangs"
+
+
+async def _line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return (await asyncio.to_thread(process.stdout.readline)).strip()
 
 
 if __name__ == "__main__":
