@@ -26,7 +26,7 @@ from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, prefills_braked, tokens_of
 from tests.support.small_models import SmallModel, greedy
 from tests.support.waiting import HANGS_S, eventually
-from tests.support.worker_child import worker_processes
+from tests.support.worker_processes import worker_processes
 
 # Long before a worker would be taken for dead; where it is not, the stream stands until then.
 NOT_BY_DEATH_S = 0.7 * ConnectionConfig().idle_timeout_s

@@ -22,7 +22,7 @@ from tests.support.mini_cluster import MiniCluster
 from tests.support.mini_requests import tokens_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
-from tests.support.worker_child import hang_beyond, hangs, worker_processes
+from tests.support.worker_processes import hang_beyond, hangs, worker_processes
 
 # That a worker is dead is told by its sockets. Whatever comes by itself, after a silence or when a reservation lapses,
 # comes later than this.

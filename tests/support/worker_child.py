@@ -1,23 +1,19 @@
-"""Workers in processes of their own, without Ray: `python -m tests.support.worker_child ROLE MODEL_FOLDER SECRET`.
+"""A worker in a process of its own, without Ray: `python -m tests.support.worker_child ROLE MODEL_FOLDER SECRET`.
 
-Such a process reads the scheduler's endpoint, as JSON, from its standard input, and prints its worker id when requests
-can come. A number that it reads then is a position: it prints a line, and another one when its device hangs before the
-first step that goes beyond it.
+Reads the scheduler's endpoint, as JSON, from its standard input, and prints its worker id when requests can come. A
+number that it reads then is a position: it prints a line, and another one when its device hangs before the first step
+that goes beyond it. `worker_processes` starts it.
 
-It is as patient as all of a mini cluster: that somebody dies is noticed there, or a test waits in vain.
+It is as patient as a mini cluster's workers are. Imports nothing that takes long, for the same reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
-from functools import partial
+import threading
 from typing import Any, cast
 from unittest import mock
 
@@ -25,7 +21,9 @@ import torch
 import uvloop
 
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.sampling.pending_output import PendingOutput
 from engine.steps.loading import EngineConfig, load_model
+from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports import choose
@@ -33,9 +31,6 @@ from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake
-from tests.support.mini_requests import starts_beyond
-from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S
 
 
@@ -59,75 +54,20 @@ async def work(role: Role, folder: str, secret: bytes) -> None:
         await DecodeWorker(parts, config).start()
     print(identity.worker_id, flush=True)
     while position := await asyncio.to_thread(sys.stdin.readline):
-        with brake(model.runner, starts_beyond(int(position))) as held:
-            print("will hang", flush=True)
-            await asyncio.to_thread(held.holding.wait)
+        hang_beyond(model.runner, int(position))
+        print("will hang", flush=True)
+
+
+def hang_beyond(runner: ModelRunner, position: int) -> None:
+    run = runner.run
+
+    def hanging(step: PreparedStep, *hooks: Any) -> PendingOutput:
+        if any(item.stop > position for item in step.plan.items):
             print("hangs", flush=True)
-            await asyncio.Event().wait()
+            threading.Event().wait()
+        return run(step, *hooks)
 
-
-@contextlib.contextmanager
-def worker_process(folder: str, secret: bytes, scheduler: Endpoint, role: Role) -> Iterator[subprocess.Popen[str]]:
-    """One that has been started, and may not be ready yet; killed in the end, stopped or not."""
-    command = [sys.executable, "-m", "tests.support.worker_child", role, folder, secret.hex()]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(asdict(scheduler)) + "\n")
-        process.stdin.flush()
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-def name_of(process: subprocess.Popen[str]) -> str:
-    """Its worker id; waits until it is ready."""
-    assert process.stdout is not None
-    name = process.stdout.readline().strip()
-    assert name, "the worker did not start"
-    return name
-
-
-@contextlib.asynccontextmanager
-async def worker_processes(
-    model: SmallModel, *roles: Role, **config: Any
-) -> AsyncIterator[tuple[MiniCluster, dict[str, subprocess.Popen[str]]]]:
-    """A scheduler and a gateway here, workers in processes of their own, by their worker ids."""
-    cluster = MiniCluster(MiniClusterConfig(model_ref=str(model.folder), num_prefill=0, num_decode=0, **config))
-    await cluster.start()
-    with contextlib.ExitStack() as stack:
-        try:
-            start = partial(worker_process, str(model.folder), cluster.secret, cluster.scheduler.endpoint)
-            workers = {}
-            started = [stack.enter_context(start(role)) for role in roles]
-            for process in started:
-                workers[await asyncio.to_thread(name_of, process)] = process
-            assert await cluster.orchestrator.links.wait_up(set(workers), HANGS_S)
-            yield cluster, workers
-        finally:
-            await cluster.stop()
-
-
-async def hang_beyond(process: subprocess.Popen[str], position: int) -> None:
-    """Its device will hang before the first step that goes beyond this position, until the process is killed."""
-    assert process.stdin is not None
-    process.stdin.write(f"{position}\n")
-    process.stdin.flush()
-    assert await _line_of(process) == "will hang"
-
-
-async def hangs(process: subprocess.Popen[str]) -> None:
-    """Waits until it does."""
-    assert await asyncio.wait_for(_line_of(process), HANGS_S) == "hangs"
-
-
-async def _line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return (await asyncio.to_thread(process.stdout.readline)).strip()
+    runner.run = hanging  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":
