@@ -6,11 +6,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
-from functools import partial
-from subprocess import Popen
 
 import pytest
 
@@ -21,16 +18,15 @@ from cluster.gateway.worker_connections import SILENCE_S
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.handoff.actions import ReceiverState
-from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.transports import choose
 from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, cluster_of
+from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, prefills_braked, tokens_of
 from tests.support.small_models import SmallModel, greedy
 from tests.support.waiting import HANGS_S, eventually
-from tests.support.worker_child import name_of, worker_process
+from tests.support.worker_processes import worker_processes
 
 # Long before a worker would be taken for dead; where it is not, the stream stands until then.
 NOT_BY_DEATH_S = 0.7 * ConnectionConfig().idle_timeout_s
@@ -186,24 +182,6 @@ async def test_a_silent_scheduler_is_not_asked(llama: SmallModel, monkeypatch: p
 # --- processes that are stopped ---
 
 
-@asynccontextmanager
-async def processes(model: SmallModel, *roles: Role) -> AsyncIterator[tuple[MiniCluster, dict[str, Popen[str]]]]:
-    """A scheduler and a gateway here, workers in processes of their own, by their worker ids."""
-    cluster = MiniCluster(MiniClusterConfig(model_ref=str(model.folder), num_prefill=0, num_decode=0))
-    await cluster.start()
-    with ExitStack() as stack:
-        try:
-            start = partial(worker_process, str(model.folder), cluster.secret, cluster.scheduler.endpoint)
-            workers = {}
-            started = [stack.enter_context(start(role)) for role in roles]
-            for process in started:
-                workers[await asyncio.to_thread(name_of, process)] = process
-            assert await cluster.orchestrator.links.wait_up(set(workers), HANGS_S)
-            yield cluster, workers
-        finally:
-            await cluster.stop()
-
-
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel("llama", tmp_path_factory.mktemp("roomy"), max_position_embeddings=4096)
@@ -218,7 +196,7 @@ def is_back(cluster: MiniCluster, worker_id: str) -> bool:
 async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel) -> None:
     """First of the one that decodes, then of the one that is to compute the prompt."""
     params = greedy(600)
-    async with processes(roomy, "prefill", "decode", "decode") as (cluster, workers):
+    async with worker_processes(roomy, "prefill", "decode", "decode") as (cluster, workers):
         expected = tokens_of(await cluster.generate("undisturbed", PROMPT, params))
         gap_s, last_at, found, stopped, attempt = 0.0, time.monotonic(), list[TokenEvent](), "", 0
         async with aclosing(cluster.stream("r", PROMPT, params)) as events:

@@ -1,31 +1,37 @@
 """A worker in a process of its own, without Ray: `python -m tests.support.worker_child ROLE MODEL_FOLDER SECRET`.
 
-Reads the scheduler's endpoint, as JSON, from its standard input, and prints its worker id when requests can come.
+Reads the scheduler's endpoint, as JSON, from its standard input, and prints its worker id when requests can come. A
+number that it reads then is a position: it prints a line, and another one when its device hangs before the first step
+that goes beyond it. `worker_processes` starts it.
+
+It is as patient as a mini cluster's workers are. Imports nothing that takes long, for the same reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
-from typing import cast
+import threading
+from typing import Any, cast
+from unittest import mock
 
 import torch
 import uvloop
 
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.sampling.pending_output import PendingOutput
 from engine.steps.loading import EngineConfig, load_model
+from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
+from kv_transfer.transports import choose
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+from tests.support.waiting import HANGS_S
 
 
 async def work(role: Role, folder: str, secret: bytes) -> None:
@@ -38,44 +44,30 @@ async def work(role: Role, folder: str, secret: bytes) -> None:
     async def locate() -> Endpoint:
         return scheduler
 
-    parts = WorkerParts(
-        model=model,
-        identity=identity,
-        transport=TransferConfig().open(identity, "127.0.0.1"),
-        locate_scheduler=locate,
-    )
+    with mock.patch.object(choose, "SILENCE_S", HANGS_S):
+        transport = TransferConfig().open(identity, "127.0.0.1")
+    parts = WorkerParts(model=model, identity=identity, transport=transport, locate_scheduler=locate)
     if role == "prefill":
-        await PrefillWorker(parts, PrefillWorkerConfig()).start()
+        await PrefillWorker(parts, PrefillWorkerConfig(overdue_s=HANGS_S)).start()
     else:
-        await DecodeWorker(parts, DecodeWorkerConfig()).start()
+        config = DecodeWorkerConfig(token_budget=64, max_slab_bytes=4096, overdue_s=HANGS_S, lease_ttl_s=HANGS_S)
+        await DecodeWorker(parts, config).start()
     print(identity.worker_id, flush=True)
-    await asyncio.Event().wait()
+    while position := await asyncio.to_thread(sys.stdin.readline):
+        hang_beyond(model.runner, int(position))
+        print("will hang", flush=True)
 
 
-@contextlib.contextmanager
-def worker_process(folder: str, secret: bytes, scheduler: Endpoint, role: Role) -> Iterator[subprocess.Popen[str]]:
-    """One that has been started, and may not be ready yet; killed in the end, stopped or not."""
-    command = [sys.executable, "-m", "tests.support.worker_child", role, folder, secret.hex()]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(asdict(scheduler)) + "\n")
-        process.stdin.flush()
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+def hang_beyond(runner: ModelRunner, position: int) -> None:
+    run = runner.run
 
+    def hanging(step: PreparedStep, *hooks: Any) -> PendingOutput:
+        if any(item.stop > position for item in step.plan.items):
+            print("hangs", flush=True)
+            threading.Event().wait()
+        return run(step, *hooks)
 
-def name_of(process: subprocess.Popen[str]) -> str:
-    """Its worker id; waits until it is ready."""
-    assert process.stdout is not None
-    name = process.stdout.readline().strip()
-    assert name, "the worker did not start"
-    return name
+    runner.run = hanging  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":
