@@ -31,6 +31,8 @@ _STEP_DEVIATION = 0.05
 # What a seed that does not state its error is off by, and how far statements are believed.
 _UNKNOWN_ERROR = 0.5
 _BELIEVED_ERRORS = (0.2, 1.0)
+# A step takes hardly ever less than its work costs, and never so many times less.
+_MOST_EARLY = 1.5
 # No coefficient falls below this share of its seed: zero would be learnt for ever from a few odd steps.
 _LEAST_SHARE = 0.01
 # Errors beyond so many typical ones (medians, so 3 of them are 2 standard deviations) count as if they were so large.
@@ -96,6 +98,9 @@ class StepCostFit:
             self._follow(factor, parts > 0)
             error = seconds / float(self._shares @ parts) - 1
         self._learn(parts / float(self._shares @ parts), error, residuals.weight(error))
+        # No part takes longer than the whole: what one chunk can tell where prompts seem too dear to be let in.
+        most = np.divide(_MOST_EARLY * seconds, parts, out=np.full(5, np.inf), where=parts > 0)
+        self._shares = np.maximum(np.minimum(self._shares, most), _LEAST_SHARE)
 
     def cost(self) -> StepCost:
         """The estimate now. Its `relative_error` is the seed's until steps have been seen."""

@@ -129,6 +129,17 @@ def test_a_change_of_memory_speed_alone_is_followed() -> None:
     assert fit.cost().prefill_token_s == pytest.approx(TRUTH.prefill_token_s, rel=0.15)
 
 
+def test_one_chunk_tells_that_prompts_are_no_longer_dear() -> None:
+    """After a disturbance workers let hardly any prompt tokens in, and that is all that could teach them otherwise."""
+    fit = Worker().run(StepCostFit(TRUTH), 300)
+    Worker(cost=scaled(TRUTH, 8)).run(fit, 12, mixed)
+    Worker().run(fit, 50, decode)
+    chunk = StepWork.of_prefill(64, 2000)
+    assert fit.cost().step_s(chunk) > 4 * TRUTH.step_s(chunk), "the machine is not disturbed"
+    fit.observe(chunk, TRUTH.step_s(chunk))
+    assert fit.cost().step_s(chunk) < 3.5 * TRUTH.step_s(chunk)
+
+
 def test_it_stays_sound_for_as_long_as_a_worker_lives() -> None:
     fit = StepCostFit(TRUTH)
     worker = Worker(outliers=0.02)
