@@ -88,7 +88,7 @@ class WorkerReplica:
 
     @property
     def is_changing(self) -> bool:
-        return self._change is not None and not self._change.done()
+        return self._change is not None
 
     def pool_target(self) -> int | None:
         """How many workers its pool should have. None: the scheduler does not say, or is gone."""
@@ -183,6 +183,7 @@ class WorkerReplica:
         )
 
     def _on_changed(self, change: asyncio.Task[None]) -> None:
+        self._change = None  # only now: until its failure is known, nobody is to think it has come to its end
         if not change.cancelled() and change.exception() is not None:
             self._failure = change.exception()
             logger.error("the change of the role failed, the replica is of no use now", exc_info=self._failure)

@@ -197,12 +197,11 @@ async def test_what_it_computes_for_others_goes_elsewhere_when_the_drain_takes_t
 
 async def test_a_client_leaves_while_its_prompt_is_computed(llama: SmallModel) -> None:
     async with one_pool(llama) as cluster, contextlib.AsyncExitStack() as stack:
-        for worker in cluster.decodes:
-            stack.enter_context(brake(worker.model.runner, starts_beyond(100)))
+        held = [stack.enter_context(brake(worker.model.runner, starts_beyond(100))) for worker in cluster.decodes]
         request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
         await eventually(lambda: any(_has_sent(worker.sender) for worker in cluster.decodes))
         source = computing(cluster)
-        await eventually(lambda: source.scheduler.num_running)
+        await eventually(lambda: any(one.holding.is_set() for one in held))
         await cancel(request)
         await eventually(lambda: not source.sender.num_handing_over)
         assert source.scheduler.state(SequenceKey("r", 0)) is DecodeState.ENDED

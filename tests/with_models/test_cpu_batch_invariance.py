@@ -100,10 +100,13 @@ async def test_answers_in_bfloat16_do_not_change_with_the_company_they_are_in(
         prefill=PrefillWorkerConfig(chunk_tokens=24),
         decode=DecodeWorkerConfig(reserve_wait_s=HANGS_S),
         prefill_engine=BFLOAT16,
-        decode_engine=BFLOAT16 | {"kv_blocks": 130},
+        decode_engine=BFLOAT16 | {"kv_blocks": 70},
     ) as cluster:
-        together = [answer(cluster, f"r{n}", *request) for n, request in enumerate(requests())]
-        assert await asyncio.gather(*together) == alone
+        for wave in range(10):  # who has to make way depends on how long steps take
+            together = [answer(cluster, f"r{wave}-{n}", *request) for n, request in enumerate(requests())]
+            assert await asyncio.gather(*together) == alone
+            if cluster.decodes[0].snapshot().tiers.num_preemptions:
+                break
         assert cluster.decodes[0].snapshot().tiers.num_preemptions > 0
 
 

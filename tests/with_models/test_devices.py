@@ -140,7 +140,7 @@ def test_a_share_is_given_alone(folder: Path) -> None:
     config = LegatoConfig.model_validate({"kv": {"decode": {"memory": "85%"}}, "decode": {"max_num_seqs": 32}})
     engine = engine_config("decode", config)
     assert (engine.kv_share, engine.kv_bytes, engine.kv_blocks) == (0.85, None, None)
-    assert engine.largest_step == StepSize(num_tokens=512, num_seqs=32)
+    assert engine.largest_step == StepSize(num_tokens=2080, num_seqs=32)
     assert str(config.kv.decode.memory) == "85%"
     with pytest.raises(ValidationError, match="more than 0%"):
         LegatoConfig.model_validate({"kv": {"decode": {"memory": "0%"}}})

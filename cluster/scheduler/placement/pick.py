@@ -135,7 +135,8 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, 
     else:
         cost = policy.delay_cost * delay + policy.work_cost * _busy_work(ledger, predicted, now)
         for kind in (predicted.beside, ~predicted.beside):
-            cost[kind] -= cost[kind].min(initial=np.inf)
+            if (least := cost[kind].min(initial=np.inf)) < np.inf:  # else none of them has ever room
+                cost[kind] -= least
         rounded = (slo_gain - cost - policy.alone_gain * predicted.beside).round(3)
     is_batch = not query.has_targets
     barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
