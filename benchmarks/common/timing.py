@@ -9,7 +9,8 @@ from typing import Final
 import numpy as np
 
 from benchmarks.common.summary import Json, percentiles, spread
-from cluster.slo.classes import SloClass, gap_p99
+from cluster.slo.classes import SloClass
+from cluster.slo.report import gap_p99
 
 MS = 1e-3
 PROMISE: Final = SloClass(name="benchmark", ttft_s=2.0, tpot_s=0.1, gap_s=0.2)

@@ -105,9 +105,8 @@ class Counts:
             return
         self._known.add(record.request_id)
         for promise, targets in self._promises.items():
-            is_met = not is_late and targets.meets_tpot(record.tpot_s)
-            is_met = is_met and (targets.gap_s is None or record.gaps.p99_s <= targets.gap_s)
-            self._count(promise, record.request_id, is_met)
+            is_met = targets.meets_tpot(record.tpot_s) and targets.meets_gap_p99(record.gaps.p99_s)
+            self._count(promise, record.request_id, is_met and not is_late)
         if self._stops and not any(self._is_open.values()):
             raise DecidedError
 

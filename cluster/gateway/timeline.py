@@ -28,8 +28,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from cluster.slo.classes import RequestTerms, gap_p99
-from cluster.slo.report import Outcome
+from cluster.slo.classes import RequestTerms
+from cluster.slo.report import Outcome, gap_p99
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
 

@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cluster.slo.classes import LATE_GAPS, SloClass
+from cluster.slo.classes import SloClass
 from cluster.slo.histogram import Histogram, histogram_of, quantiles
+from cluster.slo.report import gap_p99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaps:
     """Times between one request's tokens; all 0 where it had fewer than two. Made when it ends, of when each came.
 
-    `p99_s`: the least that all but the share `LATE_GAPS` do not exceed, so that it is within a target where
-    `SloClass.meets_gaps` says so. `num_late`: those above its own target.
+    `p99_s`: see `gap_p99`. `num_late`: those above its own target.
     """
 
     num: int = 0
@@ -29,15 +29,15 @@ class Gaps:
     @classmethod
     def between(cls, token_times: Sequence[float], slo: SloClass) -> Gaps:
         """`token_times`: when each token came, in seconds and in order."""
-        gaps = np.sort(np.diff(np.asarray(token_times)))
-        if not len(gaps):
+        gaps = np.diff(np.asarray(token_times))
+        p99_s = gap_p99(gaps)
+        if p99_s is None:
             return cls()
-        num_late = 0 if slo.gap_s is None else len(gaps) - int(np.searchsorted(gaps, slo.gap_s, side="right"))
         return cls(
             num=len(gaps),
-            num_late=num_late,
-            p99_s=float(gaps[-1 - int(LATE_GAPS * len(gaps))]),
-            longest_s=float(gaps[-1]),
+            num_late=0 if slo.gap_s is None else int((gaps > slo.gap_s).sum()),
+            p99_s=p99_s,
+            longest_s=float(gaps.max()),
             histogram=histogram_of(gaps),
         )
 

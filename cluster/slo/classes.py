@@ -19,9 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cluster.errors import InvalidRequestError
 
 CLASS_HEADER: Final = "x-slo-class"
@@ -31,8 +28,7 @@ GAP_HEADER: Final = "x-slo-gap-ms"
 STANDARD_TIERS: Final = ("auto", "default", "flex", "scale", "priority")  # that OpenAI's clients know
 _MAX_NAME: Final = 64
 _MAX_TARGET_S: Final = 86_400.0
-LATE_GAPS: Final = 0.01  # of a request's gaps: what a promise about their P99 leaves
-_GAPS_PER_LATE: Final = round(1 / LATE_GAPS)
+GAPS_PER_LATE: Final = 100  # of a request's gaps one in so many may be late: what a promise about their P99 leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +75,11 @@ class SloClass:
 
     def meets_gaps(self, num_late: int, num_gaps: int) -> bool:
         """`num_late`: of a request's gaps between tokens, those above `gap_s`. For who counts them as they come."""
-        return self.gap_s is None or num_late * _GAPS_PER_LATE <= num_gaps
+        return self.gap_s is None or num_late * GAPS_PER_LATE <= num_gaps
 
     def meets_gap_p99(self, gap_p99_s: float | None) -> bool:
-        """The same, of a request that all gaps are known of: `gap_p99_s` is what `gap_p99` says of them."""
+        """The same, of a request that all gaps are known of: `gap_p99_s` is what `report.gap_p99` says of them."""
         return self.gap_s is None or gap_p99_s is None or gap_p99_s <= self.gap_s
-
-
-def gap_p99(gaps_s: NDArray[np.float64]) -> float | None:
-    """A request's longest gap but for one in a hundred, so the longest of fewer than 100: the least `gap_s` that it
-    meets. None: it has no gaps."""
-    if not len(gaps_s):
-        return None
-    rank = len(gaps_s) - 1 - len(gaps_s) // _GAPS_PER_LATE
-    return float(np.partition(gaps_s, rank)[rank])
 
 
 INTERACTIVE: Final = SloClass(name="interactive", ttft_s=2.0, tpot_s=0.1, service_tiers=("priority", "scale"))

@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import msgpack
+import numpy as np
+from numpy.typing import NDArray
 
-from cluster.slo.classes import SloClass
+from cluster.slo.classes import GAPS_PER_LATE, SloClass
 from cluster.slo.histogram import Histogram, check, histogram_of, merge
 
 _VERSION: Final = 2
@@ -90,6 +92,15 @@ class Served:
         """Where something is counted that these workers had a part in: once each, and once for all."""
         names = dict.fromkeys(("", *(name for name in replicas if name)))
         return [SeriesKey(self.slo.name, self.model, name) for name in names]
+
+
+def gap_p99(gaps_s: NDArray[np.float64]) -> float | None:
+    """A request's longest gap but for one in a hundred, so the longest of fewer than 100: the least `gap_s` that it
+    meets. None: it has no gaps."""
+    if not len(gaps_s):
+        return None
+    rank = len(gaps_s) - 1 - len(gaps_s) // GAPS_PER_LATE
+    return float(np.partition(gaps_s, rank)[rank])
 
 
 def counts_of(

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from cluster.config.settings import SloSettings
 from cluster.errors import InvalidRequestError
-from cluster.slo.classes import NO_TARGETS, SloClass, SloConfig, gap_p99
+from cluster.slo.classes import NO_TARGETS, SloClass, SloConfig
+from cluster.slo.report import gap_p99
 
 INTERACTIVE = SloClass(name="interactive", ttft_s=2.0, tpot_s=0.1, service_tiers=("priority", "scale"))
 BATCH = SloClass(name="batch", service_tiers=("flex",))
