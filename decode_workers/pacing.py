@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from engine.cost_model.step_cost import KEPT
 from engine.sequence import Sequence, SequenceKey
 
-_KEPT: Final = 0.95  # of what was promised, what steps are planned for: a token has a way to go to its client
 _CAUGHT_UP: Final = 0.5  # of the time of a token, what a late sequence catches up at most in each step
 _GROWN: Final = 1.5  # what the next step takes without prompts, in the time of this one's
 MAX_STEPS_WITHOUT_PREFILL: Final = 16
@@ -103,10 +103,10 @@ class Pacer:
         bears_s = math.inf
         if course is None:
             return bears_s
-        if seq.tpot_s is not None and decodes_s <= (tpot_s := _KEPT * seq.tpot_s):
+        if seq.tpot_s is not None and decodes_s <= (tpot_s := KEPT * seq.tpot_s):
             ahead_s = self._ahead_s(seq, tpot_s, begins_at, seq.num_awaited)
             bears_s = tpot_s + max(ahead_s, -_CAUGHT_UP * tpot_s)
-        if seq.gap_s is not None and decodes_s <= (gap_s := _KEPT * seq.gap_s):
+        if seq.gap_s is not None and decodes_s <= (gap_s := KEPT * seq.gap_s):
             waited_s = 0.0 if seq.num_awaited else begins_at - course.last_at
             left_s = gap_s - waited_s
             bears_s = min(bears_s, left_s if left_s >= decodes_s else gap_s)
@@ -129,5 +129,5 @@ class Pacer:
 def longest_before_s(seqs: Iterable[Sequence], decodes_s: float) -> float:
     """The same for sequences that may begin to decode here while the step computes: they wait for it and have their
     next token with the step after it, which has more to decode then, in a gap that they were promised."""
-    lasts_s = (_KEPT * seq.gap_s - _GROWN * decodes_s for seq in seqs if seq.gap_s is not None)
+    lasts_s = (KEPT * seq.gap_s - _GROWN * decodes_s for seq in seqs if seq.gap_s is not None)
     return min((last_s for last_s in lasts_s if last_s >= decodes_s), default=math.inf)

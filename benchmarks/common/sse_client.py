@@ -37,17 +37,17 @@ def http_wave(port: int, model: str, load: Load) -> Wave:
 async def stream_wave(port: int, model: str, load: Load) -> Wave:
     """All requests sent at once to 127.0.0.1, streamed to their ends. Raises AnswerError."""
     prompts = draw_prompts(load.num_requests, load.prompt_tokens)
-    bodies = [completion_body(model, prompt, load.output_tokens) for prompt in prompts]
+    bodies = [_body(model, prompt, load.output_tokens) for prompt in prompts]
     async with asyncio.timeout(REQUEST_TIMEOUT_S):
         return Wave(tuple(await asyncio.gather(*(_stream(port, body, load.output_tokens) for body in bodies))))
 
 
 async def stream_one(port: int, model: str, prompt: list[int], num_tokens: int) -> RequestTiming:
     """One request, streamed to its end. Raises AnswerError."""
-    return await _stream(port, completion_body(model, prompt, num_tokens), num_tokens)
+    return await _stream(port, _body(model, prompt, num_tokens), num_tokens)
 
 
-def completion_body(model: str, prompt: list[int], num_tokens: int) -> bytes:
+def _body(model: str, prompt: list[int], num_tokens: int) -> bytes:
     """Of a greedy request for so many tokens, streamed."""
     fields: dict[str, Any] = {
         "model": model,

@@ -83,7 +83,7 @@ def _shared_prefix(asker: Asker, draw: Draw) -> Json:
     return {"first_ttft_ms": ttfts[0], "ttft_ms": statistics.median(ttfts[1:])}
 
 
-def _steady(asker: Asker, draw: Draw) -> Json:
+def steady(asker: Asker, draw: Draw) -> Json:
     """Gaps between the tokens of steady streams while long prompts are answered."""
     streams = [Request(prompt=draw(64), num_tokens=STEADY_TOKENS) for _ in range(STEADY_STREAMS)]
     prompts = [Request(prompt=draw(LONG_TOKENS), num_tokens=2) for _ in range(LONG_PROMPTS)]
@@ -109,7 +109,7 @@ WORKS = (
     Work(name="8 concurrent 256 -> 128", group="concurrent", measure=functools.partial(_concurrent, 8)),
     Work(name="32 concurrent 256 -> 128", group="concurrent", measure=functools.partial(_concurrent, 32)),
     Work(name="shared prefix of 1500", group="shared_prefix", measure=_shared_prefix),
-    Work(name="4 decodes beside prompts of 4000", group="steady", measure=_steady),
+    Work(name="4 decodes beside prompts of 4000", group="steady", measure=steady),
     Work(name="the same answer in company", group="company", measure=company, once=True),
     *(
         Work(

@@ -182,7 +182,7 @@ class DemandMonitor:
 
     def _count(self, query: Place, verdict: Verdict, now: float) -> None:
         best, table, uncached = verdict.decision.best, self._ledger.table, verdict.decision.uncached_tokens
-        computing, decoding = table.row(best.prefill or best.decode), table.row(best.decode)
+        computing, decoding = table.row(best.computing), table.row(best.decode)
         prompt_s = prefill_work_s(
             table.cost(computing), uncached, query.num_tokens - uncached, float(table.rows[Row.CHUNK_TOKENS, computing])
         )
@@ -194,7 +194,7 @@ class DemandMonitor:
             num_output=expected,
             tpot_s=query.tpot_target_s,
         )
-        (self._decode if table.decodes(best.prefill or best.decode) else self._prefill).add(now, prompt_s)
+        (self._decode if table.decodes(best.computing) else self._prefill).add(now, prompt_s)
         self._decode.add(now, decode_s)
 
     def _is_back(self, query: Place, now: float) -> bool:

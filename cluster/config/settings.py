@@ -476,7 +476,10 @@ class LegatoConfig(Settings):
         """`workers` says how many decode workers there are, and that there are no others."""
         if not isinstance(tree, Mapping) or tree.get("workers") is None:
             return tree
-        workers, prefill, decode = tree["workers"], dict(tree.get("prefill", {})), dict(tree.get("decode", {}))
+        workers = tree["workers"]
+        if not all(isinstance(tree.get(pool, {}), Mapping) for pool in ("prefill", "decode")):
+            return tree  # refused by what these are
+        prefill, decode = dict(tree.get("prefill", {})), dict(tree.get("decode", {}))
         alike = {"prefill.replicas": 0, "prefill.autoscaling": None, "decode.replicas": workers}
         pools: dict[str, dict[str, Any]] = {"prefill": prefill, "decode": decode}
         given = {f"{pool}.{name}": value for pool, fields in pools.items() for name, value in fields.items()}

@@ -194,7 +194,7 @@ class GlobalScheduler:
         """The verdict and its reason; a placement behind too long a queue is none."""
         if verdict.outcome is not Outcome.PLACED:
             return verdict, self._reason(request, verdict)
-        computing = verdict.decision.best.prefill or verdict.decision.best.decode
+        computing = verdict.decision.best.computing
         queued = self.ledger.queued_tokens(computing, before=request.request_id)
         excess = queued - self._policy.max_queued_tokens
         if excess <= 0 or request.attempt > 0:

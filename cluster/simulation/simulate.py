@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from cluster.simulation.clock import VirtualClock
@@ -221,10 +222,7 @@ class Simulation:
         live.record.placed_s = self._clock.now
         live.record.prefill, live.record.decode = placement.prefill, placement.decode
         decode = self._decodes[placement.decode]
-        seq = self._sequence(live)
-
-        def refuse(reason: str, retry_after_s: float | None) -> None:
-            self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
+        seq, refuse = self._sequence(live), partial(self._refuse, live)
 
         def granted() -> None:
             self._clock.after(2 * self._config.message_s, lambda: self._prefill(live, placement, seq))
@@ -241,7 +239,7 @@ class Simulation:
         decode = self._decodes[placement.decode]
 
         def refuse(reason: str, retry_after_s: float | None) -> None:
-            self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
+            self._refuse(live, reason, retry_after_s)
             if not self._config.reserves_late:
                 self._clock.after(2 * self._config.message_s, lambda: decode.drop(reserved.key))
 
@@ -254,6 +252,10 @@ class Simulation:
     def _sequence(self, live: Live) -> Sequence:
         promised = live.record.slo if self._config.promises_steps else _NOTHING
         return sequence_of(live.request, live.hasher, live.attempt, promised)
+
+    def _refuse(self, live: Live, reason: str, retry_after_s: float | None) -> None:
+        """By a worker, whose message has a way to go."""
+        self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
 
     def _refused(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         self._router.ended(live.request.request_id, self._clock.now, None)
@@ -286,13 +288,10 @@ class Simulation:
         """Who keeps memory for it computes it as well."""
         live = self._live[seq.request_id]
 
-        def refuse(reason: str, retry_after_s: float | None) -> None:
-            self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
-
         def begin() -> None:
             to.drop(seq.key)
             live.attempt += 1
-            to.start(self._sequence(live), refuse)
+            to.start(self._sequence(live), partial(self._refuse, live))
 
         live.record.prefill = None
         self._clock.after(2 * self._config.message_s, begin)

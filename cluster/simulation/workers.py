@@ -216,6 +216,11 @@ class SimulatedWorker(ABC):
         if not self._is_silent:
             self._schedule_beat()
 
+    def _compute_for(self, to: SimulatedDecode, key: SequenceKey, unreserved: Sequence | None) -> None:
+        self._receivers[key] = to
+        if unreserved is not None:
+            self._unreserved[key] = unreserved
+
     def _hand_over(self, seq: Sequence, num_last: int, has_ended: bool) -> None:
         """Its prompt is computed, the last `num_last` tokens in the step that ends now."""
         receiver, unreserved = self._receivers[seq.key], self._unreserved.pop(seq.key, None)
@@ -318,9 +323,7 @@ class SimulatedDecode(SimulatedWorker):
             return
         self.steps.interrupt()
         if to is not None:
-            self._receivers[seq.key] = to
-        if unreserved is not None:
-            self._unreserved[seq.key] = unreserved
+            self._compute_for(to, seq.key, unreserved)
         self.scheduler.add(seq, hands_over=to is not None)
         self.steps.wake()
 
@@ -443,9 +446,7 @@ class SimulatedPrefill(SimulatedWorker):
         if not self.scheduler.can_add():
             refuse("the prefill queue is full", self.shape.cost.prefill_s(self.scheduler.num_uncomputed_tokens))
             return
-        self._receivers[seq.key] = to
-        if unreserved is not None:
-            self._unreserved[seq.key] = unreserved
+        self._compute_for(to, seq.key, unreserved)
         self.scheduler.add(seq)
         self.steps.wake()
 

@@ -12,6 +12,8 @@ SHARED_PART: Final = 0.1
 """Of a step that prompts share, what it costs in any case, where longer ones would save little."""
 DECODES_PART: Final = 0.05
 """Of a step with decodes, what it costs without prompts, where longer ones would save little."""
+KEPT: Final = 0.95
+"""Of what was promised, what steps are planned for: a token has a way to go to its client."""
 STILL_S: Final = 1.0
 """So long nobody's tokens stand still for others' prompts, unless prompts would get less time than decodes."""
 

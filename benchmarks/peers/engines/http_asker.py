@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
@@ -22,10 +22,11 @@ Piece = tuple[float, bytes]
 
 @dataclass(frozen=True, slots=True)
 class HttpAsker:
-    """A server on a port of 127.0.0.1 that knows the model by this name."""
+    """A server on a port of 127.0.0.1 that knows the model by this name. `headers`: sent with every request."""
 
     port: int
     model: str
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def wave(self, requests: Sequence[Request]) -> list[Answer]:
         answers: list[Answer] = uvloop.run(self._wave(requests))
@@ -56,7 +57,7 @@ class HttpAsker:
 
     async def _whole(self, request: Request) -> Answer:
         exchange = _Exchange(request)
-        await exchange.run(self.port, self.model)
+        await exchange.run(self)
         return exchange.answer(whole=True)
 
     async def _steady(
@@ -64,7 +65,7 @@ class HttpAsker:
     ) -> tuple[list[Answer], list[Answer]]:
         exchanges = [_Exchange(request) for request in streams]
         async with asyncio.timeout(WAVE_TIMEOUT_S):
-            tasks = [asyncio.create_task(exchange.run(self.port, self.model)) for exchange in exchanges]
+            tasks = [asyncio.create_task(exchange.run(self)) for exchange in exchanges]
             try:
                 await asyncio.gather(*(exchange.begun.wait() for exchange in exchanges))
                 answers = [await self._whole(prompt) for prompt in prompts]
@@ -87,11 +88,11 @@ class _Exchange:
         self._sent_s = 0.0
         self.begun = asyncio.Event()
 
-    async def run(self, port: int, model: str) -> None:
-        body = _body(model, self._request)
+    async def run(self, asker: HttpAsker) -> None:
+        body = _body(asker.model, self._request)
         self._sent_s = time.perf_counter()
         try:
-            async with aclosing(stream_chunks(port, body)) as chunks:
+            async with aclosing(stream_chunks(asker.port, body, asker.headers)) as chunks:
                 async for chunk in chunks:
                     self._pieces.append((time.perf_counter(), chunk))
                     self.begun.set()

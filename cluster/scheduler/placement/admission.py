@@ -257,8 +257,7 @@ class Admission:
         retry_s = first_good_s(self._ledger, self._policy, query, later, comes_then, share=share)
         retry_at = now + (LATER_S[-1] if retry_s is None else retry_s)
         if query.has_targets:
-            computing = decision.best.prefill or decision.best.decode
-            pool = self._ledger.table.pools()[self._ledger.table.decodes(computing)]
+            pool = self._ledger.table.pools()[self._ledger.table.decodes(decision.best.computing)]
             num_workers = max(1, int(pool.stop - pool.start))
             retry_at = self._calendar.reserve(query.question, retry_at, self._work_s(decision), num_workers, now)
         return Verdict(

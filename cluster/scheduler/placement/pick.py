@@ -62,6 +62,11 @@ class CandidateRow(NamedTuple):
     slo_loss: float
     slo_gain: float
 
+    @property
+    def computing(self) -> str:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
+
     def __str__(self) -> str:
         return (
             f"{self.prefill or '(decode alone)':<20} {self.decode:<20} {self.cached_tokens:>7} {self.wait_s:>8.3f} "
@@ -159,15 +164,18 @@ def _price_in_one_pool(
     tightness = min(1.0, float(paces_s.min()) / query.tpot_target_s) ** 2
     disturbed = np.minimum(crowds[computing], _MOST_SHARES) + np.minimum(prompts[decode], _MOST_SHARES)
     waits = np.minimum(ttft_s / query.ttft_target_s, _MOST_SHARES)
-    moved = predicted.computing != predicted.decode
-    price: Floats = policy.role_gain * tightness * disturbed + policy.wait_gain * waits + policy.handover_gain * moved
+    handed_over = ~predicted.alone
+    price: Floats = (
+        policy.role_gain * tightness * disturbed + policy.wait_gain * waits + policy.handover_gain * handed_over
+    )
     return price
 
 
 def _busy_work(ledger: Ledger, predicted: Prediction, now: float) -> Floats:
     """What the prompt takes of the workers' time, in average prompts, the less the more of that time is unused: on busy
     workers it pays to go where a prefix is, on idle ones to be served sooner."""
-    there, here = ledger.table.busy_shares(now)
+    table = ledger.table
+    there, here = (min(1.0, table.busy_share(pool, now)) for pool in table.pools())
     work: Floats = np.where(predicted.beside, here, there) * predicted.prompt.work_s
     return work / ledger.demand.prompt_s if ledger.demand.prompt_s > 0.0 else np.zeros_like(work)
 

@@ -171,8 +171,7 @@ def _idle_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats,
 def _idle_share(table: WorkerTable, pool: slice, later_s: Floats, now: float) -> Floats:
     size = max(1, pool.stop - pool.start)
     left_s = np.sort(table.rows[Row.DRAINED_AT, pool] - now)
-    busy = table.prompt_shares(pool, now).sum() / size
-    lately = 1.0 - busy * np.exp(-later_s / PROMPTS_OVER_S)
+    lately = 1.0 - table.busy_share(pool, now) * np.exp(-later_s / PROMPTS_OVER_S)
     share: Floats = np.minimum(np.searchsorted(left_s, later_s, side="right") / size, lately)
     return share
 

@@ -12,13 +12,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cost_model.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import KEPT, StepCost, StepWork
 from kv_transfer.messages.workers import WorkerInfo
 
 RESIDUAL_STEP: Final = 0.125
 PROMPTS_OVER_S: Final = 10.0  # over which a worker's share of time for prompts is smoothed
 _MOST_PROMPTS: Final = 0.9  # of its time
-KEPT: Final = 0.95  # of the times promised, what workers plan their steps for
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
@@ -50,9 +49,7 @@ class _Facts(NamedTuple):
     MAX_SEQUENCES: int = 21  # held at once
     PROMPTS_S: int = 22  # seconds for prompts placed there, the older the less, as of PROMPTS_AT
     PROMPTS_AT: int = 23
-    LIMIT_S: int = (
-        24  # how long its steps with prompts may last for those booked there; inf: they were promised nothing
-    )
+    LIMIT_S: int = 24  # of its steps with prompts, by what those booked there were promised; inf: nothing
 
 
 class _SlotFacts(NamedTuple):
@@ -157,12 +154,10 @@ class WorkerTable:
         shares: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
         return shares
 
-    def busy_shares(self, now: float) -> tuple[float, float]:
-        """Of the time of the prefill workers lately, and of the decode workers', what prompts placed there take; at
-        most 1."""
-        shares = self.prompt_shares(slice(0, len(self)), now)
-        first, second = (float(shares[pool].sum()) / max(1, pool.stop - pool.start) for pool in self.pools())
-        return min(1.0, first), min(1.0, second)
+    def busy_share(self, pool: slice, now: float) -> float:
+        """Of the time of a pool's workers lately, what prompts placed there take: above 1 where they queue."""
+        share: float = self.prompt_shares(pool, now).sum() / max(1, pool.stop - pool.start)
+        return share
 
     # --- the pace of a worker's decode steps ---
 

@@ -143,6 +143,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ),
         ({"workers": 3, "decode": {"replicas": 2}}, ("workers is 3", "decode.replicas is given", "leave out")),
         ({"workers": 3, "prefill": {"replicas": 1}}, ("workers is 3", "prefill.replicas is given", "leave out")),
+        ({"workers": 3, "prefill": None}, ("prefill", "valid dictionary")),
         ({"workers": 0}, ("workers", "greater than or equal to 1")),
         ({"slo": {"clases": {}}}, ("slo.clases", "did you mean classes?")),
         ({"slo": {"classes": {"chat": {"ttft_m": 5}}}}, ("slo.classes.chat.ttft_m", "did you mean ttft_ms?")),
