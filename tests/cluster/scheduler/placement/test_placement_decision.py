@@ -71,6 +71,15 @@ def test_decode_alone_must_bring_more_than_the_pair() -> None:
     assert _where(_decide(ledger)) == ("p1", "d1")
 
 
+def test_a_promised_gap_is_part_of_being_in_time() -> None:
+    """A step of the newcomer alone takes 12 ms: promised as a mean or as a gap, it counts alike; as both, twice."""
+    ledger = ledger_of("d1")
+    tight, loose = (_decide(ledger, tpot_s=None, gap_s=gap_s).best.slo_probability for gap_s in (0.0115, 10.0))
+    both, tpot = (_decide(ledger, tpot_s=0.0115, gap_s=gap_s).best.slo_probability for gap_s in (0.0115, None))
+    assert tight < 0.6 < 0.9 < loose
+    assert both < 0.9 * tpot < 0.6
+
+
 def test_the_newcomer_avoids_whom_it_would_make_late() -> None:
     """d1 runs two requests with room to spare, d2 one that is close to its target."""
     ledger = ledger_of("p1", "d1", "d2")
