@@ -44,7 +44,7 @@ from benchmarks.scheduling.goodput_setting import (
 )
 from cluster.simulation.workload.traces import TraceFormat
 
-VARIANTS: Final = ("legato", "legato-fair")
+VARIANTS: Final = ("legato-auto", "legato", "legato-fair")
 BASELINES: Final = (
     "mooncake",
     "cache-aware",
@@ -72,7 +72,7 @@ def measure(arguments: argparse.Namespace) -> Json:
             slices=slices,
             seeds=arguments.seeds,
             steps=arguments.steps,
-            variants=arguments.legato or VARIANTS[:1],
+            variants=arguments.legato or VARIANTS[:2],
             baselines=arguments.baseline or BASELINES,
             countings=arguments.counting or COUNTINGS,
             with_overload=arguments.overload and setting.num_workers <= SMALL,
@@ -155,7 +155,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, action="append", help=f"in all; default: {SMALL}")
     parser.add_argument("--model", action="append", choices=get_args(ModelName), help="default: 8b")
     parser.add_argument("--baseline", action="append", choices=BASELINES, help="default: all")
-    parser.add_argument("--legato", action="append", choices=VARIANTS, help="default: the first")
+    parser.add_argument("--legato", action="append", choices=VARIANTS, help="default: the first two")
     parser.add_argument(
         "--layout",
         action="append",

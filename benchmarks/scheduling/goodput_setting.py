@@ -139,7 +139,9 @@ LANDS: Final = frozenset({"mooncake"})
 
 def candidates(router: str, num_workers: int) -> list[Layout]:
     """All layouts, without prefill workers all steps, with the router's first limits. Where others compute the prompts,
-    a decode worker's step holds few of them."""
+    a decode worker's step holds few of them. Automatic is nothing to choose."""
+    if router == "legato-auto":
+        return [Layout(num_prefill=0, num_decode=num_workers)]
     counts = sorted({min(round(share * num_workers), num_workers - 1) for share in SHARES})
     limits = next(iter(LIMITS.get(router, {"": None})))
     if router == "colocated":
