@@ -21,6 +21,12 @@ _TOLD: Final = {
     "tokens": "{share:.0%} of the tokens",
     "everyone": "{share:.0%} of each length and tenant",
 }
+_MISSED: Final = {
+    "turned away": "turned away",
+    "first token": "late with the first token",
+    "mean": "slow in the mean",
+    "gaps": "with late gaps",
+}
 _PROMISED: Final = {"tpot": "a mean of {ms:g} ms between tokens", "gap": "99 of 100 gaps within {ms:g} ms"}
 OLD: Final = (
     "What was stored here before 2026-11-23 does not compare with what is measured now, and is gone. It counted 90 % of"
@@ -83,6 +89,10 @@ def _setting(line: Report, order: list[str], countings: dict[str, float]) -> str
         for router in routers
     ]
     rows.append([f"{routers[0]}, times the best of the others", *map(_ratio, found.values())])
+    for variant in next(iter(found.values())).get("ratio_to_variants", {}):
+        ratios = (each["ratio_to_variants"].get(variant) for each in found.values())
+        rows.append([f"times {variant}", *("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+    rows.append(["what it lacks at the next load", *(_lack(each["routers"][routers[0]]) for each in found.values())])
     everyone, cheapest = (sum(bound) / len(bound) for bound in zip(*line["bounds"], strict=True))
     told = (
         f"Highest loads, to within {line['resolution']:.0%}: median [least–most] of {len(line['runs'])} runs (slices of"
@@ -99,6 +109,15 @@ def _setting(line: Report, order: list[str], countings: dict[str, float]) -> str
 def _loads(row: Report, *, best: bool) -> str:
     median = f"**{row['median']:.2f}**" if best else f"{row['median']:.2f}"
     return f"{median} [{row['least']:.2f}–{row['most']:.2f}]; {row['layout']}"
+
+
+def _lack(row: Report) -> str:
+    """Of results that say it."""
+    lacks = row.get("lacks")
+    if not lacks or not lacks["misses"]:
+        return "–"
+    reasons = ", ".join(f"{count} {_MISSED[miss]}" for miss, count in lacks["misses"].items())
+    return f"{lacks['least']}: {lacks['share']:.0%} in time; {reasons}"
 
 
 def _ratio(found: Report) -> str:

@@ -71,19 +71,23 @@ class Comparison:
         return [(first, seed) for seed, first in enumerate(first for first in self.slices for _ in range(self.seeds))]
 
     def _counting(self, goal: Goal) -> Report:
-        """The best of the others is that with the highest median."""
+        """The best of the others is that with the highest median; `ratio` and `ratio_by_run` are to that one,
+        `ratio_to_variants` to the other variants."""
         rows = {router: self._row(router, goal) for router in (*self.variants, *self.baselines)}
         best = max(self.baselines, key=lambda router: median(rows[router]["highest_load"]))
         own, other = (rows[router]["highest_load"] for router in (self.variants[0], best))
         ratios = [mine / yours for mine, yours in zip(own, other, strict=True) if yours]
+        variants = {variant: rows[variant]["median"] for variant in self.variants[1:]}
         return {
             "routers": rows,
             "best_baseline": best,
             "ratio": round(median(own) / median(other), 2) if median(other) else None,
             "ratio_by_run": asdict(Spread.of(ratios)) if ratios else None,
+            "ratio_to_variants": {variant: round(median(own) / load, 2) for variant, load in variants.items() if load},
         }
 
     def _row(self, router: str, goal: Goal) -> Report:
+        """`lacks`: what was counted in the first run at the least load that is not served."""
         layout, begin = self._search.tuned(router, goal)
         brackets = [
             with_seed(self._search, seed).highest(router, layout, first, goal, self.steps, begin)
@@ -91,7 +95,16 @@ class Comparison:
         ]
         loads = [round(bracket.low, 3) for bracket in brackets]
         note(f"{self.setting.trace}, {' '.join(goal)}, {router}, {layout}: {loads}")
-        return {"layout": str(layout), "chosen": asdict(layout), "highest_load": loads, **asdict(Spread.of(loads))}
+        first, seed = self._runs[0]
+        too_much = brackets[0].high
+        lacks = with_seed(self._search, seed).counts(router, layout, too_much, first)[goal] if too_much else None
+        return {
+            "layout": str(layout),
+            "chosen": asdict(layout),
+            "highest_load": loads,
+            **asdict(Spread.of(loads)),
+            "lacks": None if lacks is None else asdict(lacks),
+        }
 
     def _overload(self, countings: Mapping[Counting, Report]) -> Report:
         """Legato and the best of the others by the headline, at Legato's own highest load and at multiples of it."""

@@ -18,9 +18,9 @@ of the others was kept: their mean (`tpot`), or 99 of 100 of the gaps between th
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Literal, get_args
 
@@ -30,6 +30,8 @@ from cluster.slo.classes import SloClass
 
 Counting = Literal["requests", "most requests", "tokens", "everyone"]
 Promise = Literal["tpot", "gap"]
+Miss = Literal["turned away", "first token", "mean", "gaps"]
+"""The first thing that was amiss; of who was turned away once nothing else counts."""
 COUNTINGS: Final[tuple[Counting, ...]] = get_args(Counting)
 HEADLINE: Final[Counting] = "everyone"
 SHARES: Final[Mapping[Counting, float]] = {"requests": 0.9, "most requests": 0.98, "tokens": 0.9, "everyone": 0.8}
@@ -46,11 +48,13 @@ class DecidedError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """`weight` of all its requests together: how much of it is known to be in time, and how much not to be."""
+    """`weight` of all its requests together: how much of it is known to be in time, and how much not to be, and for
+    what."""
 
     weight: float = 0.0
     met: float = 0.0
     missed: float = 0.0
+    misses: Counter[Miss] = field(default_factory=Counter)  # requests
 
     @property
     def share(self) -> float:
@@ -67,11 +71,12 @@ class _Group:
 @dataclass(frozen=True, slots=True)
 class Count:
     """`serves`: whether enough is in time. `share`: how much, of the group with the least, at the end or where it was
-    decided; `least`: that group's name."""
+    decided; `least`: that group's name, `misses`: how many of its requests were not, and for what."""
 
     serves: bool
     share: float
     least: str
+    misses: Mapping[Miss, int] = field(default_factory=dict)
 
 
 class Counts:
@@ -100,23 +105,32 @@ class Counts:
         """Called when it has its first token, ends or is turned away."""
         if record.request_id in self._known:
             return
-        is_late = record.num_rejections > 0 or (record.ttft_s is not None and not record.slo.meets_ttft(record.ttft_s))
-        if not is_late and record.end_s is None:
+        miss: Miss | None = None
+        if record.num_rejections > 0:
+            miss = "turned away"
+        elif record.ttft_s is not None and not record.slo.meets_ttft(record.ttft_s):
+            miss = "first token"
+        elif record.end_s is None:
             return
         self._known.add(record.request_id)
         for promise, targets in self._promises.items():
-            is_met = targets.meets_tpot(record.tpot_s) and targets.meets_gap_p99(record.gaps.p99_s)
-            self._count(promise, record.request_id, is_met and not is_late)
+            if miss is None and not targets.meets_tpot(record.tpot_s):
+                self._count(promise, record.request_id, "mean")
+            elif miss is None and not targets.meets_gap_p99(record.gaps.p99_s):
+                self._count(promise, record.request_id, "gaps")
+            else:
+                self._count(promise, record.request_id, miss)
         if self._stops and not any(self._is_open.values()):
             raise DecidedError
 
-    def _count(self, promise: Promise, request_id: str, is_met: bool) -> None:
+    def _count(self, promise: Promise, request_id: str, miss: Miss | None) -> None:
         for counting, name, weight in self._of[request_id]:
             group = self._groups[promise, counting][name]
-            if is_met:
+            if miss is None:
                 group.met += weight
             else:
                 group.missed += weight
+                group.misses[miss] += 1
             if self._is_open[promise, counting]:
                 self._is_open[promise, counting] = self._verdict(promise, counting) is None
 
@@ -132,7 +146,8 @@ class Counts:
         for (promise, counting), groups in self._groups.items():
             least = min(groups, key=lambda name: groups[name].share)
             verdict = self._verdict(promise, counting)
-            found[promise, counting] = Count(bool(verdict), round(groups[least].share, 4), least)
+            worst = groups[least]
+            found[promise, counting] = Count(bool(verdict), round(worst.share, 4), least, dict(worst.misses))
         return found
 
 

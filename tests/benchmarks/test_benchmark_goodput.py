@@ -111,6 +111,7 @@ def test_who_refuses_the_longest_tenth_serves_by_requests_alone() -> None:
     assert found["tpot", "tokens"].share == pytest.approx(9900 / 110_000, abs=0.01)
     assert found["tpot", "everyone"].share < 0.5
     assert "10000 tokens" in found["tpot", "everyone"].least
+    assert found["tpot", "everyone"].misses == {"turned away": 10}
 
 
 def test_a_stall_is_late_by_its_gap_and_not_by_its_mean() -> None:
@@ -120,6 +121,10 @@ def test_a_stall_is_late_by_its_gap_and_not_by_its_mean() -> None:
     assert {found["gap", counting].share for counting in COUNTINGS} == {0.0}
     slow = _serves(requests, [_record(r, tpot_s=0.11, p99_s=0.09) for r in requests])
     assert (slow["tpot", "requests"].share, slow["gap", "requests"].share) == (0.0, 1.0)
+    late = _serves(requests, [_record(r, ttft_s=2.0, p99_s=0.5) for r in requests])
+    misses = [each["gap", "requests"].misses for each in (found, slow, late)]
+    assert misses == [{"gaps": 100}, {}, {"first token": 100}]
+    assert slow["tpot", "requests"].misses == {"mean": 100}
 
 
 def test_who_came_back_is_a_miss_all_the_same() -> None:
@@ -198,6 +203,10 @@ def test_every_router_may_do_without_prefill_workers_and_choose_its_steps(router
     assert sorted({option.num_prefill for option in options}) == [0, 2, 4, 5, 6]
     whole = {(option.budget, option.is_paced) for option in options if option.num_prefill == 0}
     assert whole == {(2048, True), (2048, False), (512, False), (256, False)}
+
+
+def test_who_is_automatic_has_nothing_to_choose() -> None:
+    assert candidates("legato-auto", 8) == [Layout(num_prefill=0, num_decode=8)]
 
 
 def test_a_routers_own_limits_are_a_choice_of_its_own() -> None:
@@ -336,7 +345,7 @@ def test_a_comparison_is_told_as_tables() -> None:
         slices=(2,),
         seeds=2,
         steps=0,
-        variants=("legato",),
+        variants=("legato-auto", "legato"),
         baselines=("round-robin", "colocated"),
         countings=("requests", "everyone"),
         with_overload=True,
@@ -354,6 +363,8 @@ def test_a_comparison_is_told_as_tables() -> None:
     assert "a mean of 12 ms between tokens" in text
     assert "median [least–most] of 2 runs" in text
     assert "| round-robin |" in text
+    assert "| times legato | " in text
+    assert "what it lacks at the next load" in text
     assert "used up at" in " ".join(text.split())
     assert "of them in time" in text
     assert len(goodput_headline(results)) == 1
