@@ -52,7 +52,7 @@ class Entry:
     is_source: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Emission:
     """A token that a step brought. With `finish` set the sequence has ended."""
 
@@ -64,13 +64,17 @@ class Emission:
 
 
 class StepInFlight:
-    """A step from its plan to its end. `moving`: the sequences for which it copies blocks."""
+    """A step from its plan to its end. `moving`: the sequences for which it copies blocks; `ended`: those of whom no
+    more is wanted since, and whose blocks it may use still."""
 
     def __init__(self, plan: StepPlan, moving: list[Sequence], began_at: float | None) -> None:
         self.plan = plan
         self.moving = moving
         self.began_at = began_at  # None: it was planned ahead of another one
-        self.keys = {item.seq.key for item in plan.items} | {seq.key for seq in moving}
+        self.ended: list[Entry] = []
+
+    def uses(self, seq: Sequence) -> bool:
+        return any(item.seq is seq for item in self.plan.items) or any(other is seq for other in self.moving)
 
 
 class DecodeScheduler:
@@ -405,14 +409,13 @@ class DecodeScheduler:
 
     def _release_ended(self, step: StepInFlight) -> None:
         """What was held for this step alone."""
-        for key in step.keys:
-            entry = self._entries.get(key)
-            if entry is not None and entry.state is DecodeState.ENDED and not self._is_in_use(entry):
+        for entry in step.ended:
+            if not self._is_in_use(entry):
                 self._release(entry.seq)
 
     def _is_in_use(self, entry: Entry) -> bool:
         """Whether a step uses what this sequence holds, or a hand-off."""
-        return entry.is_source or any(entry.seq.key in step.keys for step in self._in_flight)
+        return entry.is_source or any(step.uses(entry.seq) for step in self._in_flight)
 
     def _is_last_in_flight(self, seq: Sequence) -> bool:
         """Its last token, by its number, is on its way."""
@@ -422,7 +425,9 @@ class DecodeScheduler:
     def _emit(self, entry: Entry, sampled: SampledToken) -> Emission:
         """The sequence has this token from now on, and with `finish` set no more."""
         seq = entry.seq
-        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs or None, []
+        prompt_logprobs = seq.prompt_logprobs or None
+        if prompt_logprobs:
+            seq.prompt_logprobs = []
         if entry.state is DecodeState.PREFILLING:
             self._local.remove(seq)
             if entry.is_source:
@@ -430,7 +435,8 @@ class DecodeScheduler:
             else:
                 entry.state = DecodeState.RUNNING
                 self._running.append(seq)
-        seq.num_alone = max(seq.num_alone - 1, 0)
+        if seq.num_alone:
+            seq.num_alone -= 1
         seq.output_token_ids.append(sampled.token_id)
         finish = finish_reason(seq, self._eos_token_ids, None if entry.is_source else self._max_model_len)
         if finish is not None:
@@ -477,6 +483,9 @@ class DecodeScheduler:
         entry.state = DecodeState.ENDED
         if not self._is_in_use(entry):
             self._release(seq)
+        for step in self._in_flight:
+            if step.uses(seq):
+                step.ended.append(entry)
 
     def _release(self, seq: Sequence) -> None:
         del self._entries[seq.key]

@@ -148,7 +148,7 @@ class Sequence:
             return self.prompt_token_ids[start:stop]
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
-        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
+        return [*self.prompt_token_ids[start:], *self.output_token_ids[: stop - num_prompt]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledSequence:
     """Compute the KV of `num_tokens` tokens of `seq` from position `start` on in a step.
 
@@ -182,8 +182,8 @@ class ScheduledSequence:
         seq = self.seq
         left = seq.num_unplanned - self.num_tokens
         assert self.num_tokens >= 1 and left >= 0, f"{self.num_tokens} tokens of {seq.request_id}"
-        object.__setattr__(self, "start", seq.num_computed + seq.num_computing)
-        object.__setattr__(self, "samples", left == 0)
+        self.start = seq.num_computed + seq.num_computing
+        self.samples = left == 0
 
     @property
     def stop(self) -> int:
@@ -238,12 +238,13 @@ def finish_reason(
 
     `max_model_len` None: where the sequence goes on elsewhere, with a limit of its own.
     """
-    token = seq.output_token_ids[-1]
-    if len(seq.output_token_ids) >= seq.params.min_tokens:
-        if token in seq.params.stop_token_ids:
+    params, num_output = seq.params, len(seq.output_token_ids)
+    if num_output >= params.min_tokens:
+        token = seq.output_token_ids[-1]
+        if token in params.stop_token_ids:
             return "stop"
-        if token in eos_token_ids and not seq.params.ignore_eos:
+        if token in eos_token_ids and not params.ignore_eos:
             return "stop"
-    if len(seq.output_token_ids) >= seq.params.max_tokens:
+    if num_output >= params.max_tokens:
         return "length"
     return "length" if max_model_len is not None and seq.num_tokens >= max_model_len else None

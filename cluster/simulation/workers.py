@@ -388,7 +388,7 @@ class SimulatedDecode(SimulatedWorker):
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         now = (self._clock.now,)
-        chunks = {item.seq.key: item.num_tokens for item in plan.items}
+        last_tokens = {item.seq.key: item.num_tokens for item in plan.items if item.seq.key in self._receivers}
         for emission in self.scheduler.finish_step(plan, output):
             seq = emission.seq
             if emission.index == 0:
@@ -397,8 +397,8 @@ class SimulatedDecode(SimulatedWorker):
                 self._listener.on_tokens(seq.request_id, now)
             if emission.finish is not None:
                 self._listener.on_finished(seq)
-            if seq.key in self._receivers:
-                self._hand_over(seq, chunks[seq.key], emission.finish is not None)
+            if seq.key in last_tokens:
+                self._hand_over(seq, last_tokens[seq.key], emission.finish is not None)
         self._retry()
 
     def _repetitions(self, plan: StepPlan) -> int:

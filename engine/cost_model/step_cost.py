@@ -18,10 +18,11 @@ STILL_S: Final = 1.0
 """So long nobody's tokens stand still for others' prompts, unless prompts would get less time than decodes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepWork:
     """What a step computes. `prefill_pairs`: (query, key) pairs of prompt tokens that attend to each other or to a
-    prefix; `context_tokens`: tokens that the decoding sequences attend to, all together."""
+    prefix; `context_tokens`: tokens that the decoding sequences attend to, all together. Nobody changes one: it is not
+    frozen because several are made for each step, and a frozen one takes twice as long."""
 
     prefill_tokens: float = 0.0
     prefill_pairs: float = 0.0
@@ -31,7 +32,7 @@ class StepWork:
     @classmethod
     def of_prefill(cls, num_tokens: float, num_cached: float = 0.0) -> StepWork:
         """`num_tokens` new ones behind `num_cached` that are known already."""
-        return cls(prefill_tokens=num_tokens, prefill_pairs=num_tokens * (num_cached + (num_tokens + 1) / 2))
+        return cls().plus_prefill(num_tokens, num_cached)
 
     @classmethod
     def of_plan(cls, plan: StepPlan) -> StepWork:
@@ -46,6 +47,15 @@ class StepWork:
                 prefill_tokens += item.num_tokens
                 prefill_pairs += item.num_tokens * num_cached + item.num_tokens * (item.num_tokens + 1) // 2
         return cls(prefill_tokens=prefill_tokens, prefill_pairs=prefill_pairs, decodes=decodes, context_tokens=context)
+
+    def plus_prefill(self, num_tokens: float, num_cached: float) -> StepWork:
+        """And as many tokens of a prompt, behind `num_cached` that are known already."""
+        return StepWork(
+            prefill_tokens=self.prefill_tokens + num_tokens,
+            prefill_pairs=self.prefill_pairs + num_tokens * (num_cached + (num_tokens + 1) / 2),
+            decodes=self.decodes,
+            context_tokens=self.context_tokens,
+        )
 
     def __add__(self, other: StepWork) -> StepWork:
         return StepWork(
@@ -108,7 +118,7 @@ class StepCost:
             return 0
 
         def fits(num_tokens: int) -> bool:
-            return self.step_s(beside + StepWork.of_prefill(num_tokens, num_cached)) <= allowed_s
+            return self.step_s(beside.plus_prefill(num_tokens, num_cached)) <= allowed_s
 
         if fits(most):
             return most

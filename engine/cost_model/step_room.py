@@ -60,6 +60,6 @@ class StepRoom:
     def add(self, num_tokens: int, num_cached: int) -> None:
         """A chunk of so many tokens is in the step."""
         self._tokens_left -= num_tokens
-        self._work += StepWork.of_prefill(num_tokens, num_cached)
+        self._work = self._work.plus_prefill(num_tokens, num_cached)
         self._allowed_s = self._shared_s
         self._least = 0

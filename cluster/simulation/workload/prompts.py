@@ -14,24 +14,6 @@ from engine.sequence import Sequence
 TOKEN = 1  # that every simulated step samples
 
 
-class CountedTokens:
-    """So many tokens that nobody looks at; of a list it has what schedulers use."""
-
-    __slots__ = ("_num_tokens",)
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-
-    def __len__(self) -> int:
-        return self._num_tokens
-
-    def __getitem__(self, part: slice) -> CountedTokens:
-        return CountedTokens(len(range(*part.indices(self._num_tokens))))
-
-    def __add__(self, more: list[int]) -> CountedTokens:
-        return CountedTokens(self._num_tokens + len(more))
-
-
 class ContentHasher(PrefixHasher):
     """Names the prompt's blocks by the trace's content names, and what follows by the request's own number."""
 
@@ -70,11 +52,12 @@ def _own(number: int, block: int) -> bytes:
 
 
 def sequence_of(request: TraceRequest, hasher: PrefixHasher, attempt: int, slo: SloClass) -> Sequence:
-    """It ends after as many tokens as in the trace; `slo`: what it is promised."""
+    """It ends after as many tokens as in the trace; `slo`: what it is promised. Nobody looks at the prompt's tokens: a
+    range has as many as a list of them, and takes no memory."""
     return Sequence(
         request_id=request.request_id,
         attempt=attempt,
-        prompt_token_ids=cast(Any, CountedTokens(request.prompt_tokens)),
+        prompt_token_ids=cast(Any, range(request.prompt_tokens)),
         params=SamplingParams(max_tokens=request.output_tokens, seed=0, ignore_eos=True),
         prefix=hasher,
         tpot_s=slo.tpot_s,
