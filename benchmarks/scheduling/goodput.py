@@ -15,21 +15,24 @@ cost model. Who is turned away comes back when told to, up to three times, and i
 What was found is kept in the file, and a run that was stopped goes on from there:
 
     python -m benchmarks goodput -- --trace mooncake --gap-ms 50 --keep goodput.jsonl
+
+With `--time-s` no simulation begins later than that; what is finished by then is told. 0: what the file has.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, get_args
 
-from benchmarks.common.part import run_part
+from benchmarks.common.part import note, run_part
 from benchmarks.common.summary import Json
 from benchmarks.scheduling.goodput_comparison import Comparison
 from benchmarks.scheduling.goodput_counting import COUNTINGS, HEADLINE, SHARES
-from benchmarks.scheduling.goodput_kept import Kept
+from benchmarks.scheduling.goodput_kept import Kept, TimeUpError
 from benchmarks.scheduling.goodput_setting import (
     BUDGET,
     REQUESTS,
@@ -62,8 +65,8 @@ MOST: Final[dict[TraceFormat, int]] = {"mooncake": 4800, "azure": 9600}  # of a 
 
 
 def measure(arguments: argparse.Namespace) -> Json:
-    kept = Kept(arguments.keep)
-    settings = []
+    kept = Kept(arguments.keep, arguments.time_s)
+    settings, unfinished = [], []
     for setting in _settings(arguments):
         tuning, *slices = _slices(setting, arguments.slices)
         comparison = Comparison(
@@ -79,13 +82,18 @@ def measure(arguments: argparse.Namespace) -> Json:
             kept=kept,
             given=dict(arguments.layout),
         )
-        settings.append(comparison.run())
+        try:
+            settings.append(comparison.run())
+        except TimeUpError:
+            unfinished.append(comparison.name)
+            note(f"{comparison.name}: not finished")
     return {
         "targets": f"TTFT {TTFT_S:g} s, at least {arguments.stretch:g} times an idle worker's",
         "countings": {counting: SHARES[counting] for counting in COUNTINGS},
         "headline": HEADLINE,
         "load": "times as many requests per second as in the trace",
         "settings": settings,
+        "unfinished": unfinished,
     }
 
 
@@ -183,6 +191,7 @@ def _arguments() -> argparse.Namespace:
         "--overload", action=argparse.BooleanOptionalAction, default=True, help="what more load does; default: yes"
     )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="of what was found, to go on from")
+    parser.add_argument("--time-s", type=float, default=math.inf, help="after which nothing is begun; default: no end")
     return parser.parse_args()
 
 

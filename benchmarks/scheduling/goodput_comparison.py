@@ -41,6 +41,13 @@ class Comparison:
     kept: Kept
     given: Mapping[str, Layout] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        setting = self.setting
+        targets = {"mean": setting.tpot_s, "gaps": setting.gap_s}
+        told = [f"{what} of {1000 * target_s:g} ms" for what, target_s in targets.items() if target_s is not None]
+        return ", ".join([setting.trace, setting.model, f"{setting.num_workers} workers", *told])
+
     def run(self) -> Json:
         setting = self.setting
         [promise] = setting.promises

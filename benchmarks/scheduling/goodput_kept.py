@@ -7,6 +7,8 @@ names the commit that it was found with, and so does what is told of it.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +17,16 @@ from benchmarks.common.summary import Json
 from benchmarks.report.cells import Report
 
 
-class Kept:
-    """`path` None: nothing is kept."""
+class TimeUpError(Exception):
+    """What is asked for was not found before, and no time is left to find it."""
 
-    def __init__(self, path: Path | None = None) -> None:
+
+class Kept:
+    """`path` None: nothing is kept. `time_s`: how long from now on something may be begun that was not found before."""
+
+    def __init__(self, path: Path | None = None, time_s: float = math.inf) -> None:
         self._path = path
+        self._until = time.monotonic() + time_s
         self._commit = commit()
         self._found: dict[str, Report] = {}
         if path is not None and path.exists():
@@ -28,9 +35,11 @@ class Kept:
                 self._found[_name(kept["of"])] = kept["found"]
 
     def find(self, of: Json, find: Callable[[], Json]) -> Report:
-        """What `find` brings or has brought, with the commit that it was found with."""
+        """What `find` brings or has brought, with the commit that it was found with. Raises TimeUpError."""
         name = _name(of)
         if name not in self._found:
+            if time.monotonic() >= self._until:
+                raise TimeUpError
             self._found[name] = {**find(), "commit": self._commit}
             if self._path is not None:
                 with self._path.open("a", encoding="utf-8") as file:

@@ -22,7 +22,7 @@ from benchmarks.scheduling.goodput_counting import (
     length_groups,
     tenant_of,
 )
-from benchmarks.scheduling.goodput_kept import Kept
+from benchmarks.scheduling.goodput_kept import Kept, TimeUpError
 from benchmarks.scheduling.goodput_search import Bracket, Goal, Search, Spread, bracketed
 from benchmarks.scheduling.goodput_setting import (
     LIMITS,
@@ -333,6 +333,15 @@ def test_what_was_found_is_found_again(tmp_path: Path) -> None:
     assert again["load"] == 2.5
     assert again["commit"]
     assert Kept(file).find({"of": 2, "other": "x"}, lambda: {"load": 7.0})["load"] == 7.0
+
+
+def test_when_time_is_up_what_was_found_is_told_and_nothing_is_begun(tmp_path: Path) -> None:
+    file = tmp_path / "kept.jsonl"
+    Kept(file).find({"of": 1}, lambda: {"load": 2.5})
+    late = Kept(file, time_s=0.0)
+    assert late.find({"of": 1}, lambda: {"load": 7.0})["load"] == 2.5
+    with pytest.raises(TimeUpError):
+        late.find({"of": 2}, lambda: {"load": 7.0})
 
 
 # --- what is told ---
