@@ -49,10 +49,10 @@ class Variant:
 BASE = "bfloat16"
 VARIANTS: Mapping[str, Variant] = {
     BASE: Variant(),
-    "int8": Variant(quantisation=Quantisation.of("int8", None)),
-    "int8, activations of 16": Variant(quantisation=Quantisation.of("int8", None), activation_bits=16),
-    "int8, groups of 32": Variant(quantisation=Quantisation.of("int8", 32)),
-    "int4": Variant(quantisation=Quantisation.of("int4", None)),
+    "int8": Variant(quantisation=Quantisation.of("int8")),
+    "int8, activations of 16": Variant(quantisation=Quantisation.of("int8"), activation_bits=16),
+    "int8, groups of 32": Variant(quantisation=Quantisation(name="int8", group_size=32)),
+    "int4": Variant(quantisation=Quantisation.of("int4")),
     "GGUF Q4_1": Variant(model_ref=f"{MODEL}-q4_1"),
     "GGUF Q4_1, activations of 16": Variant(model_ref=f"{MODEL}-q4_1", activation_bits=16),
 }
