@@ -36,6 +36,14 @@ def local_engine(model: LoadedModel) -> LocalEngine:
     return LocalEngine(model, max_num_seqs=MAX_NUM_SEQS, token_budget=CHUNK_TOKENS + MAX_NUM_SEQS)
 
 
+def greedy_tokens(engine: LocalEngine, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """What follows each prompt, all of them together."""
+    seqs = sequences(prompts, greedy(num_tokens))
+    for _ in engine.run(seqs):
+        pass
+    return [seq.output_token_ids for seq in seqs]
+
+
 def local_wave(engine: LocalEngine, load: Load) -> Wave:
     """All requests added at once, stepped to their ends."""
     prompts = draw_prompts(load.num_requests, load.prompt_tokens)

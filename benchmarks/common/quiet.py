@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,6 +54,14 @@ class QuietMachine:
             result = await work()
             if self._keep(watch):
                 return result
+
+    def in_turns(self, works: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+        """Each one's results: A, B, B, A, ..., so that what drifts on the machine meets all alike."""
+        results: dict[str, list[T]] = {name: [] for name in works}
+        for number in range(repeats):
+            for name in list(works)[:: 1 if number % 2 == 0 else -1]:
+                results[name].append(self.run(works[name]))
+        return results
 
     def report(self) -> Json:
         return {"measured": self._num_kept, "of_these_disturbed": self._num_disturbed, "repeated": self._num_repeated}

@@ -54,6 +54,16 @@ class TieredEngine:
         self._allocator.open(seq, use_cache=False, host_groups=frozenset(host_groups))
         return seq
 
+    def prefill(
+        self, prompts: list[list[int]], host_groups: Collection[int], params: SamplingParams, chunk_tokens: int
+    ) -> list[Sequence]:
+        """Sequences with their first output token, computed one after the other."""
+        seqs = [self.open(prompt, host_groups, params) for prompt in prompts]
+        for seq in seqs:
+            while not seq.output_token_ids:
+                self.step([seq], chunk_tokens)
+        return seqs
+
     def release(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
             self._allocator.release(seq)

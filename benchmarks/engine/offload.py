@@ -108,7 +108,10 @@ def _load(num_slots: int, extent: Extent) -> TieredEngine:
 def _measure_decode(engine: TieredEngine, extent: Extent, quiet: QuietMachine) -> Json:
     """Steps of one token for each sequence, all of the same context, whatever rests where."""
     prompts = draw_prompts(extent.num_sequences, extent.context_tokens)
-    batches = {name: _computed(engine, prompts, groups, extent) for name, groups in HOST_GROUPS.items()}
+    params = greedy(extent.steps_a_round + 1)
+    batches = {
+        name: engine.prefill(prompts, groups, params, extent.chunk_tokens) for name, groups in HOST_GROUPS.items()
+    }
     costs: dict[str, list[StepCost]] = {name: [] for name in HOST_GROUPS}
     for _ in range(extent.decode_rounds):
         for name, cost in quiet.run(lambda: list(_decode_round(engine, batches, extent))):
@@ -117,15 +120,6 @@ def _measure_decode(engine: TieredEngine, extent: Extent, quiet: QuietMachine) -
         engine.release(batch)
     load = f"{extent.num_sequences} sequences of {extent.context_tokens} tokens, a ring of {DECODE_RING} slots"
     return {"load": load, "rows": [_decode_row(name, costs) for name in HOST_GROUPS]}
-
-
-def _computed(engine: TieredEngine, prompts: list[list[int]], groups: range, extent: Extent) -> list[Sequence]:
-    """Sequences with their first output token."""
-    batch = [engine.open(prompt, groups, greedy(extent.steps_a_round + 1)) for prompt in prompts]
-    for seq in batch:
-        while not seq.output_token_ids:
-            engine.step([seq], extent.chunk_tokens)
-    return batch
 
 
 def _decode_round(

@@ -18,7 +18,7 @@ from benchmarks.common.part import GateError, note, run_part
 from benchmarks.common.provenance import ROOT
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json, ratio, spread
-from benchmarks.common.timing import Wave, throughputs
+from benchmarks.common.timing import throughputs
 from benchmarks.common.workload import MODEL, Load, sequences
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.quantisation import Quantisation
@@ -49,10 +49,10 @@ class Variant:
 BASE = "bfloat16"
 VARIANTS: Mapping[str, Variant] = {
     BASE: Variant(),
-    "int8": Variant(quantisation=Quantisation.of("int8", None)),
-    "int8, activations of 16": Variant(quantisation=Quantisation.of("int8", None), activation_bits=16),
-    "int8, groups of 32": Variant(quantisation=Quantisation.of("int8", 32)),
-    "int4": Variant(quantisation=Quantisation.of("int4", None)),
+    "int8": Variant(quantisation=Quantisation.of("int8")),
+    "int8, activations of 16": Variant(quantisation=Quantisation.of("int8"), activation_bits=16),
+    "int8, groups of 32": Variant(quantisation=Quantisation(name="int8", group_size=32)),
+    "int4": Variant(quantisation=Quantisation.of("int4")),
     "GGUF Q4_1": Variant(model_ref=f"{MODEL}-q4_1"),
     "GGUF Q4_1, activations of 16": Variant(model_ref=f"{MODEL}-q4_1", activation_bits=16),
 }
@@ -123,7 +123,10 @@ def _require_8_bits(quality: Mapping[str, Json]) -> None:
 
 
 def _speed(engines: Mapping[str, LocalEngine], quiet: QuietMachine) -> dict[str, Json]:
-    single, prefill, concurrent = (_waves(engines, load, quiet) for load in (SINGLE, PREFILL, CONCURRENT))
+    single, prefill, concurrent = (
+        quiet.in_turns({name: partial(local_wave, engine, load) for name, engine in engines.items()}, REPEATS)
+        for load in (SINGLE, PREFILL, CONCURRENT)
+    )
     rows: dict[str, Json] = {}
     for name in engines:
         decode = [1 / wave.requests[0].tpot_s for wave in single[name]]
@@ -137,15 +140,6 @@ def _speed(engines: Mapping[str, LocalEngine], quiet: QuietMachine) -> dict[str,
         }
         note(f"{name}: one stream {max(decode):.0f} tokens/s ({speedup:.2f}x), prefill {max(filled):.0f}")
     return rows
-
-
-def _waves(engines: Mapping[str, LocalEngine], load: Load, quiet: QuietMachine) -> dict[str, list[Wave]]:
-    """In turns, so that what drifts on the machine meets all alike."""
-    waves: dict[str, list[Wave]] = {name: [] for name in engines}
-    for repeat in range(REPEATS):
-        for name in list(engines)[:: 1 if repeat % 2 == 0 else -1]:
-            waves[name].append(quiet.run(partial(local_wave, engines[name], load)))
-    return waves
 
 
 if __name__ == "__main__":

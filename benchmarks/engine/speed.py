@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.hugging_face import HuggingFace
-from benchmarks.common.local import load_default_model, local_engine, local_wave
+from benchmarks.common.local import greedy_tokens, load_default_model, local_engine, local_wave
 from benchmarks.common.part import GateError, note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json, ratio, spread
 from benchmarks.common.timing import Wave, describe_waves, throughputs
-from benchmarks.common.workload import MODEL, Load, draw_prompts, greedy, sequences
+from benchmarks.common.workload import MODEL, Load, draw_prompts
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.store import resolve_model
 from engine.steps.loading import LoadedModel
@@ -62,20 +62,16 @@ def _warm_up(engine: LocalEngine, peer: HuggingFace) -> None:
     peer.wave(load)
 
 
-def _in_turns(
-    quiet: QuietMachine, ours: Callable[[], Wave], theirs: Callable[[], Wave], repeats: int
+def _waves(
+    engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, load: Load, repeats: int
 ) -> tuple[list[Wave], list[Wave]]:
-    """A, B, B, A, ...: what drifts on the machine meets both alike."""
-    waves: tuple[list[Wave], list[Wave]] = ([], [])
-    for number in range(repeats):
-        order = ((waves[0], ours), (waves[1], theirs))
-        for kept, run in order if number % 2 == 0 else order[::-1]:
-            kept.append(quiet.run(run))
-    return waves
+    """Ours and theirs."""
+    waves = quiet.in_turns({"ours": lambda: local_wave(engine, load), "theirs": lambda: peer.wave(load)}, repeats)
+    return waves["ours"], waves["theirs"]
 
 
 def _single_stream(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine) -> Json:
-    ours, theirs = _in_turns(quiet, lambda: local_wave(engine, SINGLE), lambda: peer.wave(SINGLE), repeats=5)
+    ours, theirs = _waves(engine, peer, quiet, SINGLE, repeats=5)
     described = {
         who: {
             "ttft_ms": spread([wave.requests[0].ttft_s * 1e3 for wave in waves]),
@@ -91,7 +87,7 @@ def _single_stream(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine) 
 
 
 def _concurrent(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, load: Load, repeats: int) -> Json:
-    ours, theirs = _in_turns(quiet, lambda: local_wave(engine, load), lambda: peer.wave(load), repeats)
+    ours, theirs = _waves(engine, peer, quiet, load, repeats)
     speedup = ratio(throughputs(ours), throughputs(theirs))
     row = {
         "concurrent": load.num_requests,
@@ -145,7 +141,8 @@ OUTPUT_TOKENS = 24
 def require_agreement(folder: Path) -> Json:
     """Compare a few prompts of mixed lengths in one batch. Raises GateError."""
     prompts = [draw_prompts(1, num_tokens)[0] for num_tokens in PROMPT_TOKENS]
-    ours = _ours(prompts)
+    engine = local_engine(load_default_model("float32", num_threads=torch.get_num_threads()))
+    ours = greedy_tokens(engine, prompts, OUTPUT_TOKENS)
     peer = HuggingFace(folder, torch.float32)
     compared = near_ties = 0
     for number, prompt in enumerate(prompts):
@@ -154,14 +151,6 @@ def require_agreement(folder: Path) -> Json:
         near_ties += matching < OUTPUT_TOKENS
     note(f"gate: {compared} greedy tokens equal Hugging Face's in float32 ({near_ties} prompts left at a near-tie)")
     return {"compared_tokens": compared, "near_ties": near_ties}
-
-
-def _ours(prompts: list[list[int]]) -> list[list[int]]:
-    engine = local_engine(load_default_model("float32", num_threads=torch.get_num_threads()))
-    seqs = sequences(prompts, greedy(OUTPUT_TOKENS))
-    for _ in engine.run(seqs):
-        pass
-    return [seq.output_token_ids for seq in seqs]
 
 
 def _matching(peer: HuggingFace, prompt: list[int], ours: list[int]) -> int:

@@ -17,7 +17,7 @@ import json
 import pkgutil
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,6 @@ import kernels.triton
 from kernels.triton.shipped import Shipped
 
 RECORD = Path(__file__).parents[1] / "results" / "kernels_compiled.json"
-
-# Shared memory in bytes that one block of threads may have (CUDA C++ Programming Guide, compute capabilities).
-SHARED_LIMITS: Mapping[int, int] = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")

@@ -9,13 +9,12 @@ import sys
 
 import torch
 
+from benchmarks.common.local import greedy_tokens
 from benchmarks.common.workload import MODEL
 from benchmarks.gpu.random_model import checkpoint, kept_checkpoint, small_model
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.builtin_models import ModelUnavailableError
 from engine.checkpoint.store import resolve_model
-from engine.sampling.params import SamplingParams
-from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
 
 _PROMPT_LENGTHS = (1, 63, 1000)
@@ -52,11 +51,7 @@ def model_or_stand_in() -> str:
 def generated(model_ref: str, device: str, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy tokens in float32, all prompts together."""
     config = EngineConfig(model_ref=model_ref, model_name="checked", dtype="float32", kv_blocks=256, device=device)
-    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0, ignore_eos=True)
-    seqs = [Sequence(request_id=str(i), attempt=0, params=params, prompt_token_ids=p) for i, p in enumerate(prompts)]
-    for _ in LocalEngine(load_model(config)).run(seqs):
-        pass
-    return [seq.output_token_ids for seq in seqs]
+    return greedy_tokens(LocalEngine(load_model(config)), prompts, _NUM_TOKENS)
 
 
 def same_tokens(model_ref: str, device: str, vocab_size: int, lengths: tuple[int, ...] = _PROMPT_LENGTHS) -> bool:

@@ -17,8 +17,9 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks.common.local import greedy_tokens
 from benchmarks.common.part import GateError
-from benchmarks.common.workload import draw_prompts, greedy, sequences
+from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import RandomModel, engine_config, small_model
 from benchmarks.gpu.speed import model_speed
@@ -93,23 +94,16 @@ def _checked(scale: Scale, device: torch.device, degree: int) -> Iterator[Loaded
 
 def _check_tokens(scale: Scale, one: LoadedModel, group: LoadedModel) -> None:
     prompts = [draw_prompts(1, length, below=scale.checked.shape.vocab_size)[0] for length in scale.prompts]
-    expected, actual = (_generated(model, prompts, scale.num_tokens) for model in (one, group))
+    expected, actual = (greedy_tokens(LocalEngine(model), prompts, scale.num_tokens) for model in (one, group))
     for prompt, theirs, ours in zip(prompts, expected, actual, strict=True):
         if ours != theirs:
             raise GateError(f"a prompt of {len(prompt)} tokens is answered by {ours} instead of {theirs}")
 
 
-def _generated(model: LoadedModel, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    seqs = sequences(prompts, greedy(num_tokens))
-    for _ in LocalEngine(model).run(seqs):
-        pass
-    return [seq.output_token_ids for seq in seqs]
-
-
 def _check_handover(scale: Scale, sender: LoadedModel, receiver: LoadedModel) -> None:
     """A prompt computed by one, its KV handed over layer by layer, goes on at the other as if it were its own."""
     [prompt] = draw_prompts(1, max(scale.prompts), below=scale.checked.shape.vocab_size)
-    [expected] = _generated(receiver, [prompt], scale.num_tokens)
+    [expected] = greedy_tokens(LocalEngine(receiver), [prompt], scale.num_tokens)
     computed, received = (_placed(model, prompt, scale.num_tokens) for model in (sender, receiver))
     _step(sender, computed, len(prompt))
     for layer in range(sender.layout.num_layers):

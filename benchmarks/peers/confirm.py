@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.summary import Json
+from benchmarks.common.timing import Wave
 from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.engines.installation import Workshop, model_folder
 from benchmarks.peers.peer import Answer, Asker, Draw, PeerUnavailableError, Request
@@ -58,12 +59,11 @@ def _differs(ours: float, theirs: float) -> float:
 
 def summed_up(answers: list[Answer]) -> dict[str, float]:
     """As GuideLLM does it: all tokens by the time from the first request to the last token."""
-    timings = [answer.timing for answer in answers]
-    lasted_s = max(timing.last_s for timing in timings) - min(timing.sent_s for timing in timings)
+    wave = Wave(tuple(answer.timing for answer in answers))
     return {
-        "output_tokens_per_s": sum(timing.num_tokens for timing in timings) / lasted_s,
-        "ttft_ms": statistics.median(timing.ttft_s for timing in timings) * 1e3,
-        "tpot_ms": statistics.median(timing.tpot_s for timing in timings) * 1e3,
+        "output_tokens_per_s": wave.tokens_per_s,
+        "ttft_ms": statistics.median(timing.ttft_s for timing in wave.requests) * 1e3,
+        "tpot_ms": statistics.median(timing.tpot_s for timing in wave.requests) * 1e3,
     }
 
 

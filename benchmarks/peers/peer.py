@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from benchmarks.common.timing import RequestTiming
+from benchmarks.common.workload import TOKEN_IDS
 
 THREADS = 2  # what everyone computes with
 MAX_CONCURRENT = 32  # sequences that everyone is configured for
 CONTEXT_TOKENS = 8192
-# Ids of ordinary words and pieces of SmolLM2's vocabulary; below are control tokens and single bytes.
-TOKEN_IDS = range(1_000, 40_000)
-
 
 Draw = Callable[[int], list[int]]  # a prompt of so many tokens
 

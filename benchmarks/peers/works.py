@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.common.summary import Json
+from benchmarks.common.timing import Wave
 from benchmarks.peers.company import company
 from benchmarks.peers.confirm import LOADS, confirm, install
 from benchmarks.peers.peer import Answer, Asker, Draw, Request, draw_prompt
@@ -64,12 +65,11 @@ def _prefill(num_tokens: int, asker: Asker, draw: Draw) -> Json:
 
 
 def _concurrent(num: int, asker: Asker, draw: Draw) -> Json:
-    timings = [answer.timing for answer in _wave(asker, draw, num, 256, 128)]
-    lasted_s = max(timing.last_s for timing in timings) - min(timing.sent_s for timing in timings)
+    wave = Wave(tuple(answer.timing for answer in _wave(asker, draw, num, 256, 128)))
     return {
-        "output_tokens_per_s": sum(timing.num_tokens for timing in timings) / lasted_s,
-        "all_ttft_ms": [timing.ttft_s * 1e3 for timing in timings],
-        "all_tpot_ms": [timing.tpot_s * 1e3 for timing in timings],
+        "output_tokens_per_s": wave.tokens_per_s,
+        "all_ttft_ms": [timing.ttft_s * 1e3 for timing in wave.requests],
+        "all_tpot_ms": [timing.tpot_s * 1e3 for timing in wave.requests],
     }
 
 

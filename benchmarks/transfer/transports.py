@@ -3,8 +3,8 @@
 `python -m benchmarks.transfer.transports` streams slabs one way through a real link, and measures in the same run: a
 memory copy in this process (the ceiling of shared memory), a plain blocking socket pair and, where it is installed,
 iperf3 (the ceiling of TCP). Everything is measured once per round, so that what else the machine does falls on all
-alike; medians over the rounds are shown, and the last line is JSON. The sender writes one byte per slab: what is
-measured is moving slabs, not making them.
+alike; medians over the rounds are told. The sender writes one byte per slab: what is measured is moving slabs, not
+making them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import asyncio
 import ctypes
 import json
 import multiprocessing
-import platform
 import shutil
 import socket
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +26,8 @@ from typing import Final, Literal
 
 import uvloop
 
+from benchmarks.common.part import note, run_part
+from benchmarks.common.summary import Json
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, Transport
@@ -215,45 +215,22 @@ def measure_rows(repeats: int, iperf3: Iperf3 | None) -> list[dict[str, float]]:
         rounds = [{name: measure(size) for name, measure in columns.items()} for _ in range(repeats)]
         medians = {name: round(statistics.median(one[name] for one in rounds), 2) for name in columns}
         table.append({"slab_bytes": size} | medians)
+        note(f"slabs of {size / MIB:g} MiB, GB/s: " + ", ".join(f"{name} {rate}" for name, rate in medians.items()))
     return table
 
 
-def print_table(table: list[dict[str, float]]) -> None:
-    print("GB/s, one way, between two processes (medians)\n")
-    print("    slab   memcpy       shm  shm+copy  of memcpy      tcp     gloo   socket   iperf3  of iperf3")
-    for row in table:
-        iperf3 = row.get("iperf3")
-        print(
-            f"{row['slab_bytes'] / MIB:6g} M {row['memcpy']:8.2f} {row['shm']:9.2f} {row['shm_copy']:9.2f}"
-            f" {row['shm_copy'] / row['memcpy']:10.0%} {row['tcp']:8.2f} {row['gloo']:8.2f} {row['socket']:8.2f}"
-            + (f" {iperf3:8.2f} {row['tcp'] / iperf3:10.0%}" if iperf3 else "  iperf3 is not installed")
-        )
-    print()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    repeats: int = parser.parse_args().repeats
+def measure(repeats: int) -> Json:
     iperf3 = Iperf3() if shutil.which("iperf3") else None
     try:
-        table = measure_rows(repeats, iperf3)
+        rows = measure_rows(repeats, iperf3)
     finally:
         if iperf3 is not None:
             iperf3.close()
-    print_table(table)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    facts = {
-        "benchmark": "transports",
-        "commit": commit.stdout.strip(),
-        "machine": platform.processor() or platform.machine(),
-        "python": sys.version.split()[0],
-        "uvloop": uvloop.__version__,
-        "repeats": repeats,
-        "rows": table,
-    }
-    print(json.dumps(facts))
+    return {"repeats": repeats, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    chosen: int = parser.parse_args().repeats
+    run_part("transports", lambda: measure(chosen))

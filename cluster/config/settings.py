@@ -98,7 +98,7 @@ class ModelSettings(Settings):
             Quantisation,  # brings torch, for which reading a configuration need not wait
         )
 
-        return Quantisation.of(self.quantization, None)
+        return Quantisation.of(self.quantization)
 
 
 class KvPoolSettings(Settings):

@@ -154,7 +154,6 @@ class Orchestrator:
             run.state = RequestState.RESERVING
             await self._post(run, placement.decode, Reserve(request=spec))
             reserved = await self._await_reservation(run)
-            run.timeline.reserved()
             await self._post(run, placement.prefill, Start(request=spec, ticket=reserved.ticket))
         run.state = RequestState.PREFILLING
         run.timeline.started()

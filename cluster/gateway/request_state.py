@@ -203,7 +203,6 @@ class RequestRun:
         self.decode_took_over = False
         self.computing_on.clear()
         self._num_before = len(self.emitted)
-        self.timeline.attempt_failed(cause)
         self.inbox.clear()
         self._early.clear()
 

@@ -57,10 +57,7 @@ class Attempt:
     number: int
     asked_at: float  # the scheduler
     placed_at: float | None = None  # its answer was here
-    reserved_at: float | None = None  # decode's ticket was here
     started_at: float | None = None  # the worker was told to compute the prompt
-    ended_at: float | None = None  # it failed
-    end_cause: str = ""
     prefill: str | None = None
     decode: str | None = None
     predicted_ttft_s: float | None = None  # from arrival, by whoever placed it
@@ -110,9 +107,6 @@ class SequenceTimeline:
         attempt.prefill, attempt.decode = placement.prefill, placement.decode
         attempt.predicted_ttft_s = placement.ttft_s
 
-    def reserved(self) -> None:
-        self.attempts[-1].reserved_at = time.monotonic()
-
     def started(self) -> None:
         self.attempts[-1].started_at = time.monotonic()
 
@@ -130,10 +124,6 @@ class SequenceTimeline:
     def token(self, at: float) -> None:
         """A token came at that time."""
         self.token_times.append(at)
-
-    def attempt_failed(self, cause: str) -> None:
-        if self.attempts:
-            self.attempts[-1].ended_at, self.attempts[-1].end_cause = time.monotonic(), cause
 
     def ended(self, end: SequenceEnd) -> None:
         """It is over at the gateway. The first end counts."""

@@ -37,11 +37,11 @@ class Quantisation:
     group_size: int
 
     @classmethod
-    def of(cls, name: QuantisationName | None, group_size: int | None) -> Quantisation | None:
+    def of(cls, name: QuantisationName | None) -> Quantisation | None:
         """8 bits lose little with larger groups, which are faster; of 4 bits, every bit counts."""
         if name is None:
             return None
-        return cls(name=name, group_size=group_size or {"int8": 64, "int4": 32}[name])
+        return cls(name=name, group_size={"int8": 64, "int4": 32}[name])
 
     @property
     def of_the_head(self) -> Quantisation:
@@ -58,8 +58,8 @@ class Quantisation:
         num_inputs = weight.shape[1]
         if num_inputs % self.group_size:
             raise ValueError(
-                f"a projection of {num_inputs} inputs cannot be quantised in groups of {self.group_size}; set"
-                " model.quantization_group to a number that divides them, 32 for most models"
+                f"a projection of {num_inputs} inputs cannot be quantised in groups of {self.group_size}; leave"
+                " model.quantization out, or name a checkpoint whose weights come quantised"
             )
         start, stop, _ = columns.indices(num_inputs)
         first = start // self.group_size * self.group_size

@@ -56,17 +56,17 @@ class Sampler:
         return KnownTokens(self.sample(logits, rows))
 
     def sample(self, logits: torch.Tensor, rows: list[Sequence]) -> list[SampledToken]:
-        """The next token of each sequence, from `logits` [len(rows), vocab_size], float32, any device.
+        """The next token of each sequence, from `logits` [len(rows), vocab_size], float32, on the CPU.
 
         Raises InvalidLogitsError for rows of which no token can be chosen.
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
-        logits = logits.detach()
-        best_ids, best_values = _best(logits)
+        logits_BV = _array(logits)
+        best_ids = logits_BV.argmax(axis=-1)  # ten times as fast as torch's; a NaN if there is one
+        best_values = logits_BV[np.arange(len(rows)), best_ids]
         _require_distributions(best_values, lambda index: f"request {rows[index].request_id}")
         return [
-            self._sample_row(logits_V, best, seq)
-            for logits_V, best, seq in zip(logits, best_ids.tolist(), rows, strict=True)
+            self._sample_row(row, best, seq) for row, best, seq in zip(logits_BV, best_ids.tolist(), rows, strict=True)
         ]
 
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -75,17 +75,16 @@ class Sampler:
         Raises InvalidLogitsError as `sample` does.
         """
         assert logits.shape == (len(next_token_ids), self.vocab_size), f"{tuple(logits.shape)} logits"
-        rows = _host(logits.detach())
+        rows = _array(logits)
         best_values = rows.max(axis=-1)
         _require_distributions(best_values, lambda index: f"prompt position {index}")
         return [token_logprobs(row, token_id, num_top) for row, token_id in zip(rows, next_token_ids, strict=True)]
 
-    def _sample_row(self, logits_V: torch.Tensor, best: int, seq: Sequence) -> SampledToken:
+    def _sample_row(self, row: Row, best: int, seq: Sequence) -> SampledToken:
         params = seq.params
         changed = is_adjusted(seq, self.eos_token_ids)
         if params.greedy and not changed and params.logprobs is None:
             return SampledToken(best)
-        row = _host(logits_V)
         allowed = adjusted(row, seq, self.eos_token_ids) if changed else row
         best = int(allowed.argmax()) if changed else best
         token_id = best if params.greedy else _draw(allowed, allowed[best], seq)
@@ -130,18 +129,8 @@ def _top(row: Row, relative: Row, num_top: int) -> list[int]:
     return [int(token_id) for token_id in ids[order]]
 
 
-def _best(logits_BV: torch.Tensor) -> tuple[npt.NDArray[np.int64], Row]:
-    """Id and value of each row's largest logit; the lowest id among equals, a NaN if there is one."""
-    if logits_BV.device.type == "cpu":  # numpy's argmax is ten times as fast as torch's
-        rows = logits_BV.numpy()
-        ids = rows.argmax(axis=-1)
-        return ids, rows[np.arange(len(rows)), ids]
-    values, device_ids = logits_BV.max(dim=-1)
-    return device_ids.cpu().numpy(), values.cpu().numpy()
-
-
-def _host(logits: torch.Tensor) -> npt.NDArray[np.float32]:
-    array: npt.NDArray[np.float32] = np.ascontiguousarray(logits.cpu().numpy())
+def _array(logits: torch.Tensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = np.ascontiguousarray(logits.detach().numpy())
     return array
 
 

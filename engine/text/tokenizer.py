@@ -147,7 +147,7 @@ class Tokenizer:
             known = self._bytes[token_id] = b"" if token is None else self._spell(token)
         return known
 
-    def text_end(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
+    def text_end(self, token_ids: Sequence[int]) -> list[int]:
         """Enough of the last tokens that have text to know whether it stops inside a character, or is any at all: for
         `IncrementalDetokenizer` they are as good as the whole prompt, which may be searched for long."""
         end: list[int] = []
@@ -155,25 +155,14 @@ class Tokenizer:
         for token_id in islice(reversed(token_ids), _MAX_TAIL_TOKENS):
             if num_bytes >= _MAX_CHARACTER_BYTES:
                 break
-            if not (skip_special_tokens and token_id in self.special_token_ids):
+            if token_id not in self.special_token_ids:
                 end.append(token_id)
                 num_bytes += len(self.token_bytes(token_id))
         end.reverse()
         return end
 
-    def token_text(self, token_id: int) -> str:
-        """One token by itself, with U+FFFD for what is only part of a character."""
-        return self.token_bytes(token_id).decode(errors="replace")
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> list[int]:
-        """The prompt of a chat. `variables` are handed to the template (`tools`, `enable_thinking`, ...).
+    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt of a chat, ending where the answer begins.
 
         Raises ValueError where the model has no template, or where the template refuses the messages.
         """
@@ -182,14 +171,7 @@ class Tokenizer:
                 "this model has no chat template: it is a base model, made to continue text; use /v1/completions"
             )
         try:
-            prompt = render_chat(
-                self._chat_templates,
-                self._special_tokens,
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **variables,
-            )
+            prompt = _render_chat(self._chat_templates, self._special_tokens, messages)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         # The template spells out the special tokens, the first one included.
@@ -234,47 +216,23 @@ def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
     return frozenset(i for i in (*ids, tokenizer_eos) if i is not None)
 
 
-def render_chat(
-    templates: Mapping[str, str],
-    special_tokens: Mapping[str, Any],
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    tools: Sequence[Any] | None = None,
-    documents: Sequence[Any] | None = None,
-    **variables: Any,
-) -> str:
+def _render_chat(templates: Mapping[str, str], special_tokens: Mapping[str, Any], messages: Sequence[Message]) -> str:
     """The text of a chat's prompt, rendered by transformers, in its sandbox: templates come with checkpoints, from
     anybody.
 
-    `templates`: by name, "default" and perhaps "tool_use". `special_tokens` are known to them by name. Members of
-    messages that are None count as absent, as templates expect it. Raises ValueError or what jinja2 raises where the
-    template refuses the messages.
+    `templates`: by name, "default" and perhaps others. `special_tokens` are known to them by name. Members of messages
+    that are None count as absent, as templates expect it. Raises ValueError or what jinja2 raises where the template
+    refuses the messages.
     """
     if not messages:
         raise ValueError("there is nothing for the chat template to render: a chat needs at least one message")
-    if add_generation_prompt and continue_final_message:
-        raise ValueError("a last message that is to be continued leaves no room for the beginning of another one")
-    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    (text,), _ = _chat_renderer()(
-        conversations=[given],
-        tools=tools,
-        documents=documents,
-        chat_template=_chosen(templates, with_tools=tools is not None),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        **{**special_tokens, **variables},
-    )
-    return str(text)
-
-
-def _chosen(templates: Mapping[str, str], *, with_tools: bool) -> str:
-    if with_tools and "tool_use" in templates:
-        return templates["tool_use"]
     if "default" not in templates:
         raise ValueError(f"the model has chat templates {sorted(templates)}, but none that is the default")
-    return templates["default"]
+    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    (text,), _ = _chat_renderer()(
+        conversations=[given], chat_template=templates["default"], add_generation_prompt=True, **special_tokens
+    )
+    return str(text)
 
 
 def _chat_renderer() -> Any:
@@ -292,19 +250,16 @@ class IncrementalDetokenizer:
     begins the output is kept if the prompt has text, and a character that begins in the prompt is completed.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        tail = b"".join(map(tokenizer.token_bytes, tokenizer.text_end(prompt_token_ids, skip_special_tokens)))
+        tail = b"".join(map(tokenizer.token_bytes, tokenizer.text_end(prompt_token_ids)))
         self._decoder.decode(tail)
         self._strip_next = tokenizer.strips_leading_space and not tail
 
     def append(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
-        if token_id in self._skipped:
+        """The text that this token completes; empty for a special token, and while a character is incomplete."""
+        if token_id in self._tokenizer.special_token_ids:
             return ""
         return self._strip(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 

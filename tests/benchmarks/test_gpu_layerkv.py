@@ -57,7 +57,7 @@ def test_other_tokens_end_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def activity(name: str, stream: int, began_us: float, ended_us: float) -> Activity:
-    return Activity(name=name, category="kernel", began_us=began_us, ended_us=ended_us, stream=stream)
+    return Activity(name=name, began_us=began_us, ended_us=ended_us, stream=stream)
 
 
 def test_streams_are_told_apart_by_what_they_do_longest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.local import greedy_tokens
 from benchmarks.gpu import parallel
 from benchmarks.gpu.figures import path_of, reported
 from benchmarks.gpu.speed import model_speed
-from engine.steps.loading import LoadedModel
+from decode_workers.local_engine import LocalEngine
 from tests.benchmarks.gpu_steps import TINY, figures, models_in, run_here
 
 SMALL = parallel.Scale(
@@ -34,15 +36,14 @@ def test_a_group_is_right_before_it_is_timed(tmp_path: Path, monkeypatch: pytest
 
 def test_wrong_tokens_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models_in(tmp_path, monkeypatch)
-    true = parallel._generated
+    calls = itertools.count()
 
-    def wrong(model: LoadedModel, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        answers = true(model, prompts, num_tokens)
-        if len(model.runner.devices) == 2:
-            answers[1][-1] += 1
+    def wrong(engine: LocalEngine, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        answers = greedy_tokens(engine, prompts, num_tokens)
+        answers[1][-1] += next(calls)  # one GPU's are right, the group's are not
         return answers
 
-    monkeypatch.setattr(parallel, "_generated", wrong)
+    monkeypatch.setattr(parallel, "greedy_tokens", wrong)
     measure = functools.partial(parallel.measure, scale=SMALL)
     assert reported("parallel", measure, torch.device("cpu"), tmp_path) == 1
     stored: dict[str, Any] = json.loads(path_of("parallel", tmp_path).read_text())

@@ -23,8 +23,9 @@ from kv_transfer.handoff.sender import HandoffTimeline, KvSender
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE
 from kv_transfer.messages.requests import RequestSpec, Ticket
 from kv_transfer.transports.base import Identity
-from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
+from kv_transfer.transports.choose import open_transport
 from kv_transfer.transports.slab_pool import SlabConfig
+from kv_transfer.transports.sockets import LinkConfig
 from tests.interpreted.test_copying import NUM_LAYERS, NUM_TOKENS, End
 from tests.support.waiting import HANGS_S, eventually
 
@@ -60,10 +61,10 @@ class HandOff:
         target: End,
         sender: KvSender,
         receiver: KvReceiver,
-        crash_decode: Callable[[], Awaitable[None]],
+        close_decode: Callable[[], Awaitable[None]],
     ) -> None:
         self.source, self.target, self.sender, self.receiver = source, target, sender, receiver
-        self.crash_decode = crash_decode
+        self.close_decode = close_decode
         self.stored = [Gate() for _ in range(NUM_LAYERS)]
 
     def begin(self) -> None:
@@ -128,12 +129,13 @@ class Told:
 async def handing_over(told: Told) -> AsyncIterator[HandOff]:
     source, target = End.make(4, 1, torch.float16, seed=1), End.make(3, 1, torch.float16, seed=2)
     told.target = target
-    network, thread = InProcessNetwork(), LoopThread("kv")
+    thread, config = LoopThread("kv"), LinkConfig(slabs=SlabConfig(slab_bytes=1 << 14, num_slabs=8))
     prefill, decode = (
-        InProcessTransport(
-            network,
+        open_transport(
+            "tcp",
             Identity(worker_id=name, node_id="node", secret=b"s" * 32, compatibility={}),
-            SlabConfig(slab_bytes=1 << 14, num_slabs=8),
+            host="127.0.0.1",
+            config=config,
         )
         for name in ("prefill", "decode")
     )
@@ -153,7 +155,7 @@ async def handing_over(told: Told) -> AsyncIterator[HandOff]:
     )
     await receiver.start(epoch=1, worker_id="decode", ttl_s=HANGS_S)
     try:
-        yield HandOff(source, target, sender, receiver, lambda: thread.run(decode.crash()))
+        yield HandOff(source, target, sender, receiver, lambda: thread.run(decode.close()))
     finally:
         for transport in (prefill, decode):
             await thread.run(transport.close())
@@ -192,7 +194,7 @@ async def test_blocks_are_read_until_every_copy_out_has_ended(end: str) -> None:
         if end == "cancelled":
             handoff.sender.cancel(KEY, "nobody waits any more")
         else:
-            await handoff.crash_decode()
+            await handoff.close_decode()
         handoff.stored[0].come()
         await eventually(lambda: len(handoff.sender.machine._outgoing[KEY].in_flight) < NUM_LAYERS)
         assert "source released" not in told.words, "the second slab still reads them"

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.compilation import SHARED_LIMITS, read_record
+from benchmarks.gpu.compilation import read_record
 from kernels.triton.shipped import Shipped
 from tests.support.interpreted import device, uninterpreted_environment
 from tests.support.thoroughness import in_test_long
@@ -50,6 +50,10 @@ def test_portable_kernels_are_for_all_architectures(report: Any) -> None:
     """A configuration for some architectures only stands beside one of the same operation for all of them."""
     everywhere = {name.partition("-")[0] for name, archs in report["architectures"].items() if len(archs) == 3}
     assert {name.partition("-")[0] for name in report["architectures"]} == everywhere
+
+
+SHARED_LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that one block of threads may have (CUDA C++ Programming Guide, compute capabilities)."""
 
 
 def check(name: str, entry: Any) -> None:

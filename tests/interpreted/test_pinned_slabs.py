@@ -22,7 +22,6 @@ from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports import choose
 from kv_transfer.transports.base import Identity, LinkClosedError, Transport
 from kv_transfer.transports.choose import TransferConfig
-from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment, map_segment
 from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
 from kv_transfer.transports.slab_pool import SlabConfig, private_arena
@@ -84,14 +83,12 @@ def slabs(recorder: Recorder) -> SlabConfig:
     return SlabConfig(slab_bytes=10_000, num_slabs=2, pin=recorder.pin)
 
 
-_NETWORK = InProcessNetwork()
 MAKERS: dict[str, Callable[[Identity, SlabConfig], Transport]] = {
-    "inproc": lambda identity, slabs: InProcessTransport(_NETWORK, identity, slabs),
     "tcp": lambda identity, slabs: SocketTransport(identity, [TcpCarrier(identity, LinkConfig(slabs=slabs))]),
     "shm": lambda identity, slabs: SocketTransport(identity, [SharedMemoryCarrier(identity, LinkConfig(slabs=slabs))]),
 }
 # Of both ends: what they send from, what they receive into, and what they map of the other's.
-NUM_ARENAS = {"inproc": 2, "tcp": 4, "shm": 2}
+NUM_ARENAS = {"tcp": 4, "shm": 2}
 
 
 def pair_of(kind: str, slabs: SlabConfig) -> Pair:
@@ -137,7 +134,7 @@ def test_an_arena_stays_pinned_while_a_slab_of_it_is_in_use(kind: str, recorder:
     del delivery, filled
     gc.collect()
     held = len(recorder.pinned) - recorder.num_unpinned
-    assert held >= (1 if kind == "inproc" else 2), "the arenas of the two slabs, which may be one"
+    assert held >= 2, "the arenas of the two slabs"
     assert isinstance(view, memoryview)
     view[:] = bytes(9000)
     del payload, view

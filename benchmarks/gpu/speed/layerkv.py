@@ -116,22 +116,11 @@ def _require_equal_tokens(report: Report, engine: TieredEngine, model_ref: str, 
 
 
 def _generate(engine: TieredEngine, prompts: list[list[int]], on_host: range, scale: Scale) -> list[list[int]]:
-    seqs = _opened(engine, prompts, on_host, scale.exact_tokens, scale.chunk_tokens)
+    seqs = engine.prefill(prompts, on_host, greedy(scale.exact_tokens), scale.chunk_tokens)
     while len(seqs[0].output_token_ids) < scale.exact_tokens:
         engine.step(seqs, 1)
     engine.release(seqs)
     return [seq.output_token_ids for seq in seqs]
-
-
-def _opened(
-    engine: TieredEngine, prompts: list[list[int]], on_host: range, num_tokens: int, chunk_tokens: int
-) -> list[TokenSequence]:
-    """With their first tokens."""
-    seqs = [engine.open(prompt, on_host, greedy(num_tokens)) for prompt in prompts]
-    for seq in seqs:
-        while not seq.output_token_ids:
-            engine.step([seq], chunk_tokens)
-    return seqs
 
 
 # --- what it costs, and what runs beside what ---
@@ -140,9 +129,9 @@ def _opened(
 def _measure_decode(report: Report, engine: TieredEngine, scale: Scale, device: torch.device) -> None:
     """Steps of one token for each sequence, in turns with those that have all on the device."""
     prompts = [draw_prompts(1, num_tokens)[0] for num_tokens in scale.contexts]
-    num_tokens = scale.num_rounds + scale.traced_steps + 2
+    params = greedy(scale.num_rounds + scale.traced_steps + 2)
     batches = {
-        name: _opened(engine, prompts, on_host, num_tokens, scale.chunk_tokens)
+        name: engine.prefill(prompts, on_host, params, scale.chunk_tokens)
         for name, on_host in {"device": range(0), "every other": _every_other(engine)}.items()
     }
     costs: dict[str, list[StepCost]] = {name: [] for name in batches}
@@ -172,7 +161,7 @@ def _measure_prompt(report: Report, engine: TieredEngine, scale: Scale, device: 
         prompts = draw_prompts(1, scale.prompt_tokens)
         activities = _traced(
             device,
-            lambda: engine.release(_opened(engine, prompts, groups, 1, scale.chunk_tokens)),  # noqa: B023 - now
+            lambda: engine.release(engine.prefill(prompts, groups, greedy(1), scale.chunk_tokens)),  # noqa: B023 - now
         )
     _tell_trace(report, "a prompt", AIM_BESIDE, activities)
 

@@ -22,7 +22,6 @@ class Activity:
     """One thing that was done, on one stream of a device or in one thread of the host."""
 
     name: str
-    category: str
     began_us: float
     ended_us: float
     stream: int
@@ -38,7 +37,6 @@ def read_trace(path: Path, categories: Collection[str] = DEVICE_WORK) -> list[Ac
     found = [
         Activity(
             name=event["name"],
-            category=event["cat"],
             began_us=float(event["ts"]),
             ended_us=float(event["ts"]) + float(event["dur"]),
             stream=_number(event.get("tid")),

@@ -47,7 +47,7 @@ def legato(weights: Any) -> Wave:
         kv_bytes=KV_BYTES,
         num_threads=THREADS,
         share_weights="auto",  # as workers do by default
-        quantisation=Quantisation.of(weights, None) if quantised else None,
+        quantisation=Quantisation.of(weights) if quantised else None,
     )
     engine = local_engine(load_model(config))
 

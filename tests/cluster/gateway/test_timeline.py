@@ -35,14 +35,13 @@ def sequence(
     waited_s: float = 1.0,
     handoff_s: float | None = None,
 ) -> SequenceTimeline:
-    """Seconds after the arrival at which its tokens came: asked at 0.2, placed at 0.3, reserved at 0.5, waited from
+    """Seconds after the arrival at which its tokens came: asked at 0.2, placed at 0.3, started at 0.5, waited from
     there on, sent 0.01 after its first token."""
     made = SequenceTimeline(TERMS)
     attempt = Attempt(
         number=0,
         asked_at=ARRIVED + 0.2,
         placed_at=ARRIVED + 0.3,
-        reserved_at=ARRIVED + 0.5,
         started_at=ARRIVED + 0.5,
         prefill=prefill,
         decode=decode,
@@ -104,7 +103,7 @@ def test_parts_add_up_to_the_microsecond(
     parsed, asked, placed, started, first, sent = (ARRIVED + at for at in stamps)
     one = SequenceTimeline(TERMS)
     if retried:
-        one.attempts.append(Attempt(number=0, asked_at=parsed, ended_at=asked, end_cause="fault"))
+        one.attempts.append(Attempt(number=0, asked_at=parsed))
     one.attempts.append(
         Attempt(number=1, asked_at=asked, placed_at=placed, started_at=started, waited_s=waited_s, handoff_s=handoff_s)
     )

@@ -15,12 +15,11 @@ import pytest
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.sockets import PeerSocket, dial
 from kv_transfer.messages import Message
-from kv_transfer.messages.connections import Ping, SegmentOffer, SlabsFreed
+from kv_transfer.messages.connections import SegmentOffer, SlabsFreed
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 from kv_transfer.transports.choose import TransportKind, open_transport
-from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment, map_segment
 from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier, SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
@@ -239,40 +238,3 @@ async def test_a_stranger_at_a_transports_listener_harms_no_link(caplog: pytest.
         await assert_carries(link, far)
         assert caplog.at_level(logging.WARNING)
         await transport.close()
-
-
-async def test_an_in_process_network_loses_doubles_and_delays() -> None:
-    fates = {"lost": [], "twice": [0.0, 0.0], "late": [0.5], "plain": [0.0]}
-
-    def faults(sender: str, receiver: str, message: Message) -> Sequence[float]:
-        assert (sender, receiver) == ("prefill-1", "decode-1")
-        assert isinstance(message, Ended)
-        return fates[message.request_id]
-
-    network = InProcessNetwork(faults)
-    near, far = InProcessTransport(network, PREFILL, SMALL), InProcessTransport(network, DECODE, SMALL)
-    arrived: list[tuple[str, bytes]] = []
-    late = asyncio.Event()
-
-    async def serve(link: Link) -> None:
-        while True:
-            delivery = await link.receive()
-            assert isinstance(delivery.message, Ended)
-            arrived.append((delivery.message.request_id, bytes(delivery.payload or b"")))
-            delivery.release()
-            if delivery.message.request_id == "late":
-                late.set()
-
-    link = await near.connect(await far.listen(serve), timeout_s=HANGS_S)
-    for name in fates:
-        await send(link, name, name.encode())
-    await asyncio.wait_for(late.wait(), HANGS_S)
-    assert arrived == [("twice", b"twice"), ("twice", b"twice"), ("plain", b"plain"), ("late", b"late")]
-    for _ in range(SMALL.num_slabs):  # none was lost with its message
-        await asyncio.wait_for(link.acquire(1), HANGS_S)
-    await far.crash()
-    with pytest.raises(LinkClosedError, match="the peer is gone"):
-        await link.receive()
-    with pytest.raises(LinkClosedError, match="the peer is gone"):
-        await link.send(Ping())
-    await near.close()

@@ -5,7 +5,6 @@ import torch
 
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.cuda_ipc import DeviceCarrier
-from kv_transfer.transports.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
 from kv_transfer.transports.slab_pool import SlabConfig
@@ -13,17 +12,6 @@ from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier
 from tests.kv_transfer.transports.transport_conformance import SMALL, MakeTransport, TransportConformance
 from tests.support.device_memory import device_memory
-
-
-class TestInProcess(TransportConformance):
-    @pytest.fixture
-    def make(self) -> MakeTransport:
-        network = InProcessNetwork()
-
-        def make(identity: Identity, slabs: SlabConfig = SMALL) -> Transport:
-            return InProcessTransport(network, identity, slabs)
-
-        return make
 
 
 class TestTcp(TransportConformance):
