@@ -353,7 +353,7 @@ class DecodeScheduler:
             cost,
             most_tokens=most_tokens,
             beside=beside,
-            allowed_s=max(allowed_s, 2 * decodes_s) if is_due else allowed_s,
+            allowed_s=max(allowed_s, 2 * decodes_s + cost.prefill_base_s) if is_due else allowed_s,
             is_due=is_due,
         )
 

@@ -116,6 +116,7 @@ def _cost_coefficients(snapshot: WorkerSnapshot) -> _Samples:
     cost = snapshot.step_cost
     if cost is not None:
         yield ("step",), cost.base_s
+        yield ("prefill_step",), cost.prefill_base_s
         yield ("prefill_token",), cost.prefill_token_s
         yield ("prefill_pair",), cost.prefill_pair_s
         yield ("decode",), cost.decode_s

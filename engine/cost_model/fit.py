@@ -33,13 +33,17 @@ _UNKNOWN_ERROR = 0.5
 _BELIEVED_ERRORS = (0.2, 1.0)
 # A step takes hardly ever less than its work costs, and never so many times less.
 _MOST_EARLY = 1.5
-# No coefficient falls below this share of its seed: zero would be learnt for ever from a few odd steps.
+# No coefficient falls below this share of its seed, but for `prefill_base_s`, whose unit is no statement about it: zero
+# would be learnt for ever from a few odd steps.
+_NUM_PARTS = 6
+_PREFILL_BASE = 5  # its place among them
 _LEAST_SHARE = 0.01
+_LEAST_SHARES = np.array([_LEAST_SHARE] * _PREFILL_BASE + [0.0])
 # Errors beyond so many typical ones (medians, so 3 of them are 2 standard deviations) count as if they were so large.
 _HUBER_SCALES = 3.0
 _FIRST_SCALE = 0.1
 _LEAST_SCALE = 0.005
-_SCALE_RATE = 0.05
+_SCALE_RATE = 0.04
 # So many such errors in a row, all to one side, are no outliers: the machine has changed.
 _STREAK = 8
 # Of the seed's variance, what is then added.
@@ -70,16 +74,21 @@ class StepCostFit:
     """
 
     def __init__(self, seed: StepCost) -> None:
-        self._units: _Vector = np.array(_coefficients(seed))  # seconds, in StepCost's order
-        if not (np.all(np.isfinite(self._units)) and np.all(self._units >= 0) and seed.base_s > 0):
+        known = np.array(_coefficients(seed))  # seconds
+        if not (np.all(np.isfinite(known)) and np.all(known >= 0) and seed.base_s > 0):
             raise ValueError(
                 f"{seed} cannot seed a fit: coefficients must be finite and not negative, and base_s positive;"
                 " give measured or estimated ones"
             )
+        # What few prompt tokens take beyond their number is learnt whatever the seed says: else each of them would seem
+        # to be dear, the next steps would have fewer, and teach that they are dearer still.
+        self._units: _Vector = known.copy()
+        self._units[_PREFILL_BASE] = max(known[_PREFILL_BASE], seed.base_s)
         self._seed_error = seed.relative_error
         self._seed_variance = (np.clip(seed.relative_error or _UNKNOWN_ERROR, *_BELIEVED_ERRORS) / _STEP_DEVIATION) ** 2
-        self._shares = np.ones(5)  # the coefficients, in units of the seed's
-        self._variance = np.eye(5) * self._seed_variance
+        self._shares = np.ones(_NUM_PARTS)  # the coefficients, in units of the seed's
+        self._shares[_PREFILL_BASE] = known[_PREFILL_BASE] / self._units[_PREFILL_BASE]
+        self._variance = np.eye(_NUM_PARTS) * self._seed_variance
         self._kinds: dict[StepKind, _Residuals] = {"prefill": _Residuals(), "decode": _Residuals()}
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -99,8 +108,8 @@ class StepCostFit:
             error = seconds / float(self._shares @ parts) - 1
         self._learn(parts / float(self._shares @ parts), error, residuals.weight(error))
         # No part takes longer than the whole: what one chunk can tell where prompts seem too dear to be let in.
-        most = np.divide(_MOST_EARLY * seconds, parts, out=np.full(5, np.inf), where=parts > 0)
-        self._shares = np.maximum(np.minimum(self._shares, most), _LEAST_SHARE)
+        most = np.divide(_MOST_EARLY * seconds, parts, out=np.full(_NUM_PARTS, np.inf), where=parts > 0)
+        self._shares = np.maximum(np.minimum(self._shares, most), _LEAST_SHARES)
 
     def cost(self) -> StepCost:
         """The estimate now. Its `relative_error` is the seed's until steps have been seen."""
@@ -149,14 +158,14 @@ class StepCostFit:
         self._shares += spread * (weight * error / (1 + prior))
         posterior = prior / ((1 + weight * prior) * _KEPT**weight)
         self._variance += np.outer(spread, spread) * ((posterior - prior) / (prior * prior))
-        self._shares = _raised(self._shares, self._variance, _LEAST_SHARE)
+        self._shares = _raised(self._shares, self._variance)
 
 
 class _Residuals:
     """Relative errors of one kind of step: how large they typically are, and whether this one is believed."""
 
     def __init__(self) -> None:
-        self.steps = RecentSteps(_WINDOW, num_parts=5)
+        self.steps = RecentSteps(_WINDOW, num_parts=_NUM_PARTS)
         self._scale = _FIRST_SCALE  # the median of |error|, tracked
         self._streak: list[float] = []  # large errors in a row, all to one side
         self._predicted_s = 0.0  # of the latest steps, the older the less
@@ -220,7 +229,7 @@ def fit_steps(estimate: StepCost, steps: Sequence[tuple[StepWork, float]]) -> St
     prior *= np.median(seconds / (quantities @ prior))
     few = len(steps) < TELLING_STEPS
     units = prior if few else _explaining(quantities, seconds, prior)
-    known = np.divide(prior, units, out=np.zeros(5), where=units > 0)
+    known = np.divide(prior, units, out=np.zeros(_NUM_PARTS), where=units > 0)
     rows = quantities * units / seconds[:, None]
     shares = _least_squares(rows, np.minimum(known, 1.0), _RIDGE_OF_FEW if few else _RIDGE)
     return _cost((shares * units).tolist(), estimate.relative_error)
@@ -236,49 +245,59 @@ def _least_squares(rows: _Matrix, prior: _Vector, ridge: float) -> _Vector:
     """The x above the floor with `rows @ x` nearest to 1 in Huber's sense and, among equals, nearest to `prior`."""
     weights = np.ones(len(rows))
     for _ in range(_REWEIGHTINGS):
-        information = (rows.T * weights) @ rows + ridge * np.eye(5)
+        information = (rows.T * weights) @ rows + ridge * np.eye(_NUM_PARTS)
         variance: _Matrix = np.linalg.inv(information).astype(np.float64, copy=False)
-        x = _raised(variance @ (rows.T @ weights + ridge * prior), variance, _LEAST_SHARE)
+        x = _raised(variance @ (rows.T @ weights + ridge * prior), variance)
         errors = np.abs(rows @ x - 1)
         limit = _HUBER_SCALES * max(float(np.median(errors)), _LEAST_SCALE)
         weights = np.minimum(1.0, limit / np.maximum(errors, limit))
     return x
 
 
-def _raised(free: _Vector, variance: _Matrix, floor: float) -> _Vector:
-    """The likeliest estimate at or above `floor`, where `free` is the likeliest of all.
+def _raised(free: _Vector, variance: _Matrix) -> _Vector:
+    """The likeliest estimate at or above `_LEAST_SHARES`, where `free` is the likeliest of all.
 
-    What is below is held at the floor, one after the other and for good, and the others follow: a projection onto a
+    What is below is held at its least, one after the other and for good, and the others follow: a projection onto a
     convex set that holds the truth, in the estimate's own metric, so it does not lead away from it.
     """
     raised, held = free, list[int]()
-    while raised.min() < floor - 1e-12:
-        held.append(int(raised.argmin()))
-        lift = np.linalg.solve(variance[np.ix_(held, held)], floor - free[held])
+    while (raised - _LEAST_SHARES).min() < -1e-12:
+        held.append(int((raised - _LEAST_SHARES).argmin()))
+        least = _LEAST_SHARES[held]
+        lift = np.linalg.solve(variance[np.ix_(held, held)], least - free[held])
         raised = free + variance[:, held] @ lift
-        raised[held] = floor
+        raised[held] = least
     return raised
 
 
-def _coefficients(cost: StepCost) -> tuple[float, float, float, float, float]:
-    return cost.base_s, cost.prefill_token_s, cost.prefill_pair_s, cost.decode_s, cost.context_token_s
+def _coefficients(cost: StepCost) -> tuple[float, ...]:
+    return (
+        cost.base_s,
+        cost.prefill_token_s,
+        cost.prefill_pair_s,
+        cost.decode_s,
+        cost.context_token_s,
+        cost.prefill_base_s,
+    )
 
 
 def _cost(coefficients: Iterable[float], relative_error: float) -> StepCost:
-    base, prefill_token, prefill_pair, decode, context_token = coefficients
+    base, prefill_token, prefill_pair, decode, context_token, prefill_base = coefficients
     return StepCost(
         base_s=base,
         prefill_token_s=prefill_token,
         prefill_pair_s=prefill_pair,
         decode_s=decode,
         context_token_s=context_token,
+        prefill_base_s=prefill_base,
         relative_error=relative_error,
     )
 
 
-def _quantities(work: StepWork) -> tuple[float, float, float, float, float]:
+def _quantities(work: StepWork) -> tuple[float, ...]:
     """What the coefficients are to be multiplied by, in their order."""
-    return 1.0, work.prefill_tokens, work.prefill_pairs, work.decodes, work.context_tokens
+    has_prompts = 1.0 if work.prefill_tokens else 0.0
+    return 1.0, work.prefill_tokens, work.prefill_pairs, work.decodes, work.context_tokens, has_prompts
 
 
 Array = npt.NDArray[np.float64]

@@ -79,18 +79,21 @@ def tokens_within(room_s: Any, prefill_token_s: Any, prefill_pair_s: Any, num_ca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds: of any step, and per unit of its work. `relative_error`: typical |actual / predicted - 1|."""
+    """Seconds: of any step, and per unit of its work. `prefill_base_s`: of any step with prompt tokens, beside
+    `base_s`; few of them are less efficient than many. `relative_error`: typical |actual / predicted - 1|."""
 
     base_s: float
     prefill_token_s: float
     prefill_pair_s: float
     decode_s: float
     context_token_s: float
+    prefill_base_s: float = 0.0
     relative_error: float = 0.0
 
     def step_s(self, work: StepWork) -> float:
         return (
             self.base_s
+            + (self.prefill_base_s if work.prefill_tokens else 0.0)
             + self.prefill_token_s * work.prefill_tokens
             + self.prefill_pair_s * work.prefill_pairs
             + self.decode_s * work.decodes
@@ -106,6 +109,8 @@ class StepCost:
         2024).
         """
         alone_s = self.step_s(beside)
+        if not beside.prefill_tokens:
+            alone_s += self.prefill_base_s
         if not beside.decodes:
             return alone_s / SHARED_PART
         return min(alone_s / DECODES_PART, max(STILL_S, 2 * alone_s))
@@ -116,12 +121,16 @@ class StepCost:
         room_s = allowed_s - self.step_s(beside)
         if room_s < 0:
             return 0
+        if not beside.prefill_tokens:
+            room_s = max(0.0, room_s - self.prefill_base_s)
 
         def fits(num_tokens: int) -> bool:
             return self.step_s(beside.plus_prefill(num_tokens, num_cached)) <= allowed_s
 
         if fits(most):
             return most
+        if not fits(1):
+            return 0
         found = min(int(tokens_within(room_s, self.prefill_token_s, self.prefill_pair_s, num_cached)), most)
         while found < most and fits(found + 1):  # rounding: a step or two
             found += 1
@@ -132,4 +141,5 @@ class StepCost:
     def prefill_s(self, num_tokens: float, num_cached: float = 0.0, chunk_tokens: float = float("inf")) -> float:
         """Of a whole prompt, in chunks, with nothing else in its steps."""
         num_steps = max(1.0, -(-num_tokens // chunk_tokens))
-        return self.step_s(StepWork.of_prefill(num_tokens, num_cached)) + (num_steps - 1) * self.base_s
+        each_s = self.base_s + self.prefill_base_s
+        return self.step_s(StepWork.of_prefill(num_tokens, num_cached)) + (num_steps - 1) * each_s

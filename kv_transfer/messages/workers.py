@@ -87,6 +87,7 @@ class StepCostReport:
     prefill_pair_s: NonNegative
     decode_s: NonNegative
     context_token_s: NonNegative
+    prefill_base_s: NonNegative = 0.0
     prefill_error: NonNegative = 0.0
     decode_error: NonNegative = 0.0
     prefill_stretch: NonNegative = 1.0

@@ -39,6 +39,7 @@ def stated_report(cost: StepCost) -> StepCostReport:
         prefill_pair_s=cost.prefill_pair_s,
         decode_s=cost.decode_s,
         context_token_s=cost.context_token_s,
+        prefill_base_s=cost.prefill_base_s,
         prefill_error=cost.relative_error,
         decode_error=cost.relative_error,
     )
@@ -54,6 +55,7 @@ def reported_cost(role: Role, report: StepCostReport | None) -> StepCost | None:
         prefill_pair_s=report.prefill_pair_s,
         decode_s=report.decode_s,
         context_token_s=report.context_token_s,
+        prefill_base_s=report.prefill_base_s,
         relative_error=report.prefill_error if role == "prefill" else report.decode_error,
     )
     return scaled(usual, report.prefill_stretch if role == "prefill" else report.decode_stretch)

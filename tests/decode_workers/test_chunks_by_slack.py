@@ -5,6 +5,7 @@ Steps take what they cost, on a clock of the test's.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -232,6 +233,9 @@ def test_a_prompt_gets_a_chunk_now_and_then_however_little_time_there_is() -> No
     assert waits
     assert max(waits) == MAX_STEPS_WITHOUT_PREFILL
     assert min(chunk for chunk in chunks[:-1] if chunk) >= LEAST_CHUNK
+    dear = Bench(dataclasses.replace(COST, prefill_base_s=0.05))  # which any step with prompts takes beside
+    dear.decode(*(seq(50, gap_s=0.0485) for _ in range(32)))
+    assert min(chunk for chunk in dear.compute(seq(150))[:-1] if chunk) > 30, "what it pays for is used"
 
 
 def test_with_and_without_layerkv_steps_are_the_same() -> None:

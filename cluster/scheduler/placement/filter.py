@@ -116,9 +116,10 @@ def forecast_prompt(
     holds them up no further, so that there is an end to it."""
     facts = table.rows[:, : len(table)]
     step_s = facts[Row.STEP_S] / facts[Row.STRETCH]
-    bears_s = np.maximum(facts[Row.LIMIT_S] - step_s, _LEAST_ROOM * step_s)
+    with_any_s = step_s + facts[Row.PREFILL_BASE_S]  # what comes with prompt tokens, however few
+    bears_s = np.maximum(facts[Row.LIMIT_S] - with_any_s, _LEAST_ROOM * step_s)
     decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES]
-    room_s = np.where(decodes > 0.0, np.minimum(bears_s, (1.0 / DECODES_PART - 1.0) * step_s), np.inf)
+    room_s = np.where(decodes > 0.0, np.minimum(bears_s, (1.0 / DECODES_PART - 1.0) * with_any_s), np.inf)
     # Each that decodes takes a token of the step's budget.
     chunk = np.maximum(facts[Row.CHUNK_TOKENS] - facts[Row.BOOKED], 1.0)
     depths = 3 if (reach[2] > reach[0]).any() else 1
@@ -130,7 +131,9 @@ def forecast_prompt(
         load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
     added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
     num_steps = np.maximum(np.ceil(uncached / chunk), added_s / np.maximum(room_s, 1e-9))
-    work_s = load_s + (added_s + np.maximum(num_steps, 1.0) * step_s)
+    num_steps = np.maximum(num_steps, 1.0)
+    work_s = load_s + (added_s + num_steps * with_any_s)
+    added_s = added_s + num_steps * facts[Row.PREFILL_BASE_S]
     best = 0 if depths == 1 else (work_s.argmin(axis=0), np.arange(len(table)))
     return PromptForecast(
         cached_tokens=cached[best],

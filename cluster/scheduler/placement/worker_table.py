@@ -49,7 +49,8 @@ class _Facts(NamedTuple):
     MAX_SEQUENCES: int = 21  # held at once
     PROMPTS_S: int = 22  # seconds for prompts placed there, the older the less, as of PROMPTS_AT
     PROMPTS_AT: int = 23
-    LIMIT_S: int = 24  # of its steps with prompts, by what those booked there were promised; inf: nothing
+    PREFILL_BASE_S: int = 24  # of its step cost, too
+    LIMIT_S: int = 25  # of its steps with prompts, by what those booked there were promised; inf: nothing
 
 
 class _SlotFacts(NamedTuple):
@@ -203,6 +204,7 @@ class WorkerTable:
             cost.context_token_s,
             cost.relative_error,
         )
+        self.rows[Row.PREFILL_BASE_S, row] = cost.prefill_base_s
 
     def cost(self, row: int) -> StepCost:
         base, token, pair, decode, context, error = self.rows[: Row.CHUNK_TOKENS, row].tolist()
@@ -212,6 +214,7 @@ class WorkerTable:
             prefill_pair_s=pair,
             decode_s=decode,
             context_token_s=context,
+            prefill_base_s=float(self.rows[Row.PREFILL_BASE_S, row]),
             relative_error=error,
         )
 

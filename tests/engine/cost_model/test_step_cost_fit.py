@@ -183,6 +183,14 @@ def test_a_zero_in_the_seed_stays_zero() -> None:
     assert fit.cost().prefill_pair_s == 0.0
 
 
+def test_what_any_step_with_prompts_takes_is_learnt_from_nothing() -> None:
+    truth = dataclasses.replace(TRUTH, prefill_base_s=0.03)
+    fit = Worker(cost=truth).run(StepCostFit(TRUTH), 400)
+    assert fit.cost().prefill_base_s == pytest.approx(0.03, rel=0.25)
+    assert held_out(fit, truth) < 0.04
+    assert Worker().run(fit, 400).cost().prefill_base_s < 0.012, "and forgotten where it is no longer so"
+
+
 def test_steps_of_copies_alone_say_nothing() -> None:
     fit = StepCostFit(TRUTH)
     fit.observe(StepWork(), 3.0)

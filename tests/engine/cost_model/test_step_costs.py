@@ -10,6 +10,7 @@ import pytest
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import StepCost, StepWork
+from engine.cost_model.step_room import StepRoom
 from kv_transfer.messages.fields import Role
 from kv_transfer.worker.cost_report import cost_report, reported_cost
 
@@ -140,6 +141,49 @@ def test_nearly_all_steps_stay_below_the_cautious_cost() -> None:
     slower = costs.cautious_cost()
     assert slower is not None
     assert slower.step_s(PROMPT) > 2 * TRUTH.step_s(PROMPT), "it follows a machine that has become slower"
+
+
+class _Curved:
+    """What few prompt tokens in a step take: as if there were `lost` more."""
+
+    def __init__(self, cost: StepCost, lost: float) -> None:
+        self._cost, self._lost = cost, lost
+
+    def step_s(self, work: StepWork) -> float:
+        prompts_s = self._cost.prefill_token_s * work.prefill_tokens + self._cost.prefill_pair_s * work.prefill_pairs
+        return self._cost.step_s(work) + (prompts_s * self._lost / work.prefill_tokens if work.prefill_tokens else 0.0)
+
+
+def test_chunks_do_not_shrink_because_small_ones_are_dear() -> None:
+    """Steps are sized by what earlier ones taught. A token of a small chunk takes long, which says nothing of one more:
+    put down to tokens, each chunk would be smaller than the last, down to the fewest that there are."""
+    known = StepCost(
+        base_s=6.6e-3, prefill_token_s=3.4e-5, prefill_pair_s=1.8e-9, decode_s=3.6e-5, context_token_s=4.9e-8
+    )
+    truth, rng = _Curved(known, lost=180), random.Random(0)
+    costs = StepCosts(known)
+    costs.seed(dataclasses.replace(known, relative_error=0.1))
+    chunks: list[int] = []
+    late = 0
+    for _ in range(60):
+        num_tokens, num_cached = rng.randint(500, 8000), 0
+        while num_cached < num_tokens and len(chunks) < 1500:
+            batch = rng.randint(1, 32)
+            beside = StepWork(decodes=batch, context_tokens=4000 * batch)
+            room = StepRoom(
+                costs.cautious_cost(), most_tokens=2048, beside=beside, allowed_s=0.02, is_due=rng.random() < 1 / 16
+            )
+            chunk = room.chunk(num_tokens - num_cached, num_cached)
+            work = beside + StepWork.of_prefill(chunk, num_cached) if chunk else beside
+            took_s = truth.step_s(work) * rng.lognormvariate(0.0, 0.05)
+            costs.observe(work, took_s)
+            num_cached += chunk
+            if chunk:
+                chunks.append(chunk)
+                late += took_s > 0.02
+    # With 16 decodes of 4,000 tokens there is time for some 70 tokens behind others, and 130 at a prompt's beginning.
+    assert sum(chunks[300:]) / len(chunks[300:]) > 35
+    assert late < 0.1 * len(chunks)
 
 
 def test_a_prompts_time_is_assumed_at_first_and_then_what_steps_have_cost() -> None:

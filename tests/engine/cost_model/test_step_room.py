@@ -23,6 +23,7 @@ costs = st.builds(
     prefill_pair_s=st.just(0.0) | st.floats(1e-12, 1e-3),
     decode_s=seconds,
     context_token_s=seconds,
+    prefill_base_s=st.just(0.0) | seconds,
 )
 works = st.builds(
     StepWork,

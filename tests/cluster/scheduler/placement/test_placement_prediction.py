@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,12 @@ def test_chunks_cost_a_step_each() -> None:
     ledger = Ledger()
     ledger.register(worker_info("p1", chunk_tokens=256), costed_snapshot("p1"), 0.0)
     assert _prompt(ledger, "p1").work_s[0] == pytest.approx(1.0 + 4 * 0.01)
+    row = ledger.table.row("p1")
+    ledger.table.set_cost(row, replace(ledger.table.cost(row), prefill_base_s=0.02))
+    assert ledger.table.cost(row).prefill_base_s == 0.02
+    forecast = _prompt(ledger, "p1")
+    assert forecast.work_s[0] == pytest.approx(1.0 + 4 * 0.03), "also what any step with prompts takes"
+    assert forecast.added_s[0] == pytest.approx(1.0 + 4 * 0.02)
 
 
 def test_a_decode_worker_computes_prompts_between_the_tokens_of_others() -> None:
