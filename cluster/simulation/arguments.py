@@ -46,6 +46,41 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument("--devices-per-worker", type=int, default=1, help="tensor parallel")
     workers.add_argument("--cost", type=Path, help="JSON with the fields of StepCost, instead of the roofline's")
     workers.add_argument("--kv-tokens", type=int, help="room for KV of a worker, instead of what the device has")
+    workers.add_argument(
+        "--worker",
+        action="append",
+        metavar="WORKER=DEVICE",
+        help="this one is on another device, as in decode-2=l40s; may be given several times",
+    )
+    workers.add_argument(
+        "--share-links", action="store_true", help="hand-offs at the same time share a worker's link, in and out"
+    )
+    workers.add_argument(
+        "--kill",
+        action="append",
+        metavar="WORKER@T[+S]",
+        help="it dies at second T of the trace, and is back S seconds later, or never; may be given several times",
+    )
+    workers.add_argument(
+        "--slow",
+        action="append",
+        metavar="WORKER@T:FACTOR",
+        help="from second T on its steps take so many times as long; may be given several times",
+    )
+    workers.add_argument("--host-kv-tokens", type=int, default=0, help="room in a worker's host memory for KV, too")
+    workers.add_argument("--host-gb-per-s", type=float, default=25.0, help="GB/s between device and host memory")
+    workers.add_argument(
+        "--ask-neighbours",
+        action="store_true",
+        help="prefill workers fetch prefixes from others' host memory; with --share-links and --host-kv-tokens",
+    )
+    workers.add_argument(
+        "--half-speed-tokens",
+        type=float,
+        default=0.0,
+        metavar="TOKENS",
+        help="a step with so few prompt tokens computes them at half the speed of many; default: all alike",
+    )
     _add_worker_limits(workers, noise=0.0)
     promises = parser.add_argument_group("requests' targets and clients")
     promises.add_argument("--ttft-ms", type=float, default=2000.0)

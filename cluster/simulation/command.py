@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.simulation.failures import Kill, Slow
+from cluster.simulation.links import Link
 from cluster.simulation.records import Record, Summary
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import (
@@ -124,15 +126,21 @@ def drawn_requests(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
 
 def _config(arguments: argparse.Namespace, *, one_pool: bool) -> SimulationConfig:
     """In one pool, the prefill workers are decode workers too: the same devices."""
-    model, device, num_devices = MODELS[arguments.model], DEVICES[arguments.device], arguments.devices_per_worker
-    cost = _read_cost(arguments.cost) if arguments.cost else roofline_cost(model, device, num_devices=num_devices)
-    shape = WorkerShape(
-        cost=measured(cost, arguments.noise),
-        kv_tokens=arguments.kv_tokens or kv_capacity_tokens(model, device, num_devices=num_devices),
-        block_size=arguments.block_size,
-        handoff_token_s=model.kv_bytes_per_token / model.num_layers / (arguments.link_gb_per_s * 1e9),
-        step_noise=arguments.noise,
-    )
+    num_prefill = 0 if one_pool else arguments.prefill
+    shape = _shape(arguments, arguments.device)
+    pools = {
+        "prefill": replace(shape, token_budget=arguments.prefill_budget),
+        "decode": replace(shape, token_budget=arguments.decode_budget),
+    }
+    shapes = {}
+    for entry in arguments.worker or ():
+        worker_id, equals, device = entry.partition("=")
+        if not equals or device not in DEVICES:
+            raise ValueError(
+                f"--worker {entry}: write a worker and a device, as in decode-2=l40s; {', '.join(DEVICES)}"
+            )
+        budget = pools["prefill" if worker_id.startswith("prefill-") else "decode"].token_budget
+        shapes[worker_id] = replace(_shape(arguments, device), token_budget=budget)
     slo = SloClass(
         name="interactive",
         ttft_s=arguments.ttft_ms / 1000,
@@ -140,14 +148,42 @@ def _config(arguments: argparse.Namespace, *, one_pool: bool) -> SimulationConfi
         gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
     )
     return SimulationConfig(
-        num_prefill=0 if one_pool else arguments.prefill,
-        num_decode=arguments.decode + (arguments.prefill if one_pool else 0),
-        prefill=replace(shape, token_budget=arguments.prefill_budget),
-        decode=replace(shape, token_budget=arguments.decode_budget),
+        num_prefill=num_prefill,
+        num_decode=arguments.decode + arguments.prefill - num_prefill,
+        prefill=pools["prefill"],
+        decode=pools["decode"],
+        shapes=shapes,
+        failures=(*map(Kill.parse, arguments.kill or ()), *map(Slow.parse, arguments.slow or ())),
         slo=SloConfig(classes=(slo,), default=slo.name),
         declared_tokens=arguments.declared_tokens,
         max_returns=arguments.returns,
         seed=arguments.seed,
+    )
+
+
+def _shape(arguments: argparse.Namespace, device_name: str) -> WorkerShape:
+    """Of a worker on that device; what is stated of costs and room is of the workers on `--device`."""
+    model, device, num_devices = MODELS[arguments.model], DEVICES[device_name], arguments.devices_per_worker
+    cost, kv_tokens = roofline_cost(model, device, num_devices=num_devices), None
+    if device_name == arguments.device:
+        cost = _read_cost(arguments.cost) if arguments.cost else cost
+        kv_tokens = arguments.kv_tokens
+    link = Link(
+        bytes_per_s=arguments.link_gb_per_s * 1e9,
+        token_bytes=model.kv_bytes_per_token,
+        num_layers=model.num_layers,
+    )
+    return WorkerShape(
+        cost=measured(cost, arguments.noise),
+        kv_tokens=kv_tokens or kv_capacity_tokens(model, device, num_devices=num_devices),
+        block_size=arguments.block_size,
+        handoff_token_s=link.token_bytes / link.num_layers / link.bytes_per_s,
+        host_kv_tokens=arguments.host_kv_tokens,
+        host_token_s=link.token_bytes / (arguments.host_gb_per_s * 1e9),
+        asks_neighbours=arguments.ask_neighbours,
+        link=link if arguments.share_links else None,
+        step_noise=arguments.noise,
+        half_speed_tokens=arguments.half_speed_tokens,
     )
 
 

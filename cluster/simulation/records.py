@@ -50,7 +50,7 @@ class Record:
     """Times are of the virtual clock, as the gateway sees them. None: it did not come to that.
 
     `arrival_s` is of the last time that the client came; it was turned away `num_rejections` times in all, at last for
-    `rejected` if it never was served.
+    `rejected` if it never was served. `num_retries`: attempts after the first, for workers that died.
     """
 
     request_id: str
@@ -67,6 +67,7 @@ class Record:
     end_s: float | None = None
     gaps: Gaps = _NO_GAPS  # known at its end
     num_rejections: int = 0
+    num_retries: int = 0
     rejected: str = ""
     retry_after_s: float | None = None
 
@@ -147,6 +148,7 @@ class Summary:
     output_tokens_per_s: float
     cached_share: float
     num_preemptions: int
+    num_retries: int
     duration_s: float
     utilisation: dict[str, float]
     classes: tuple[ClassSummary, ...]
@@ -164,9 +166,10 @@ class Summary:
         rows = [head, *map(_row, self.classes)]
         lines = aligned(rows)
         pools = ", ".join(f"{pool} {share:.0%}" for pool, share in self.utilisation.items())
+        retries = f", {self.num_retries} retries" if self.num_retries else ""
         lines.append(
             f"{self.router}: {self.offered_per_s:.2f} requests/s offered, {self.output_tokens_per_s:.0f} output"
-            f" tokens/s, {self.cached_share:.0%} of prompt tokens found, {self.num_preemptions} preemptions;"
+            f" tokens/s, {self.cached_share:.0%} of prompt tokens found, {self.num_preemptions} preemptions{retries};"
             f" busy: {pools}"
         )
         return "\n".join(lines)
@@ -203,6 +206,7 @@ def summarise(
         output_tokens_per_s=sum(r.output_tokens for r in served) / duration_s if duration_s else 0.0,
         cached_share=sum(r.cached_tokens for r in served) / max(1, sum(r.prompt_tokens for r in served)),
         num_preemptions=num_preemptions,
+        num_retries=sum(r.num_retries for r in records),
         duration_s=duration_s,
         utilisation=utilisation,
         classes=tuple(_summary_of(name, group, offered_s) for name, group in groups),

@@ -11,12 +11,14 @@ Each message takes `message_s`. The same trace, router and settings give the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 from cluster.simulation.clock import VirtualClock
+from cluster.simulation.failures import DEADLINE_S, MAX_FAULTS, RETRY_DELAY_S, Kill, Slow
+from cluster.simulation.links import Network
 from cluster.simulation.records import Gaps, Record, Summary, summarise
 from cluster.simulation.routers.base import Router
 from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker, WorkerShape
@@ -24,7 +26,7 @@ from cluster.simulation.workload.prompts import ContentHasher, sequence_of
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
 from engine.kv.prefix import PrefixHasher
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceKey
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 
 _NOTHING: Final = SloClass(name="nothing is promised")
@@ -39,12 +41,19 @@ class SimulationConfig:
     `promises_steps`: workers know what each sequence was promised, and size their steps by that; else by `token_budget`
     alone, as engines do that have a fixed one. `reserves_late`: decode makes room for a prompt once that is computed,
     not before it queues, as engines do whose decode workers pull KV, or let it land in host memory.
+
+    `failures`: what goes wrong, and when. A request whose worker dies goes on elsewhere, behind the tokens that its
+    client has: their KV and the prompt's are computed again, unless found cached.
+
+    `shapes`: of workers that are unlike the others of their pool, by name: `prefill-0`, `prefill-1`..., `decode-0`...
     """
 
     num_prefill: int
     num_decode: int
     prefill: WorkerShape
     decode: WorkerShape
+    shapes: Mapping[str, WorkerShape] = field(default_factory=dict)
+    failures: tuple[Kill | Slow, ...] = ()
     slo: SloConfig = field(default_factory=SloConfig)
     heartbeat_s: float = 0.5
     message_s: float = 0.0002
@@ -58,8 +67,25 @@ class SimulationConfig:
     def __post_init__(self) -> None:
         if self.num_prefill < 0 or self.num_decode < 1:
             raise ValueError(f"{self.num_prefill} prefill and {self.num_decode} decode workers cannot serve requests")
-        if self.prefill.block_size != self.decode.block_size:
-            raise ValueError("prefill and decode workers name prompts' blocks alike: give both the same block size")
+        if unknown := (self.shapes.keys() | {failure.worker_id for failure in self.failures}) - set(self.worker_ids):
+            raise ValueError(f"there is no worker {min(unknown)}; there are {', '.join(self.worker_ids)}")
+        if len({shape.block_size for shape in self.all_shapes}) > 1:
+            raise ValueError("all workers name prompts' blocks alike: give them the same block size")
+        if len({shape.link is None for shape in self.all_shapes}) > 1:
+            raise ValueError("either all workers have a link, or none has")
+
+    @property
+    def worker_ids(self) -> list[str]:
+        pools = {"prefill": self.num_prefill, "decode": self.num_decode}
+        return [f"{pool}-{index}" for pool, number in pools.items() for index in range(number)]
+
+    def shape_of(self, worker_id: str) -> WorkerShape:
+        pool = self.prefill if worker_id.startswith("prefill-") else self.decode
+        return self.shapes.get(worker_id, pool)
+
+    @property
+    def all_shapes(self) -> list[WorkerShape]:
+        return [self.shape_of(worker_id) for worker_id in self.worker_ids]
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +97,17 @@ class Live:
     record: Record
     attempt: int = 0
     token_times: list[float] = field(default_factory=list)  # at the workers
+    placement: Placement | None = None  # where it runs
+    num_retries: int = 0  # since its client last came
+    num_faults: int = 0  # of these, by dying workers since there was progress
+    num_before: int = 0  # tokens, of earlier attempts
+    exclude: list[str] = field(default_factory=list)
+    held: tuple[SequenceKey, SimulatedDecode] | None = None  # blocks that are kept for an earlier attempt
+
+    @property
+    def key(self) -> SequenceKey:
+        """Of the sequences of this attempt."""
+        return SequenceKey(self.request.request_id, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +136,32 @@ class Simulation:
         self._live: dict[str, Live] = {}
         self._records: list[Record] = []
         self._asks_at = math.inf  # when the router is asked for answers next
-        self._prefills = {
-            w.worker_id: w
-            for w in (
-                SimulatedPrefill(f"prefill-{i}", config.prefill, self._clock, self, epoch=config.seed + 2 * i)
-                for i in range(config.num_prefill)
-            )
-        }
-        self._decodes = {
-            w.worker_id: w
-            for w in (
-                SimulatedDecode(f"decode-{i}", config.decode, self._clock, self, epoch=config.seed + 2 * i + 1)
-                for i in range(config.num_decode)
-            )
-        }
+        self._network = Network(self._clock) if config.decode.link is not None else None
+        self._prefills: dict[str, SimulatedPrefill] = {}
+        self._decodes: dict[str, SimulatedDecode] = {}
+        self._dead: list[SimulatedWorker] = []
+        for worker_id in config.worker_ids:
+            self._make_worker(worker_id, life=0)
         workers: list[SimulatedWorker] = [*self._prefills.values(), *self._decodes.values()]
         for index, worker in enumerate(workers):
             phase_s = config.heartbeat_s * index / len(workers)
-            worker.join(router, period_s=config.heartbeat_s, phase_s=phase_s)
+            worker.join(router, period_s=config.heartbeat_s, phase_s=phase_s, neighbours=self._alive)
+        for failure in config.failures:
+            self._clock.at(failure.at_s, partial(self._fail, failure))
+
+    def _make_worker(self, worker_id: str, *, life: int) -> SimulatedWorker:
+        """Its `epoch` tells it from all others, and from its earlier lives."""
+        shape, pool, index = self._config.shape_of(worker_id), *worker_id.split("-")
+        epoch = self._config.seed + 2 * (int(index) + life * len(self._config.worker_ids))
+        if pool == "prefill":
+            prefill = SimulatedPrefill(
+                worker_id, shape, self._clock, self, epoch=epoch, network=self._network, life=life
+            )
+            self._prefills[worker_id] = prefill
+            return prefill
+        decode = SimulatedDecode(worker_id, shape, self._clock, self, epoch=epoch + 1, network=self._network, life=life)
+        self._decodes[worker_id] = decode
+        return decode
 
     def run(self, requests: Iterator[TraceRequest]) -> SimulationResult:
         self._await_next(requests)
@@ -125,20 +170,104 @@ class Simulation:
         assert not self._live, f"{len(self._live)} requests are stuck, such as {next(iter(self._live.values()))}"
         for worker in (*self._prefills.values(), *self._decodes.values()):
             worker.pool.check_idle()
-        num_preemptions = sum(worker.scheduler.num_preemptions for worker in self._decodes.values())
+            if worker.host is not None:
+                worker.host.pool.check_idle()
+        decodes = [w for w in (*self._decodes.values(), *self._dead) if isinstance(w, SimulatedDecode)]
+        num_preemptions = sum(worker.scheduler.num_preemptions for worker in decodes)
         router = type(self._router).__name__
         return SimulationResult(self._records, summarise(self._records, self._utilisation(), router, num_preemptions))
 
     def _utilisation(self) -> dict[str, float]:
-        pools: dict[str, list[SimulatedWorker]] = {
-            "prefill": [*self._prefills.values()],
-            "decode": [*self._decodes.values()],
-        }
-        return {
-            name: sum(worker.steps.busy_s for worker in pool) / (len(pool) * self._clock.now)
-            for name, pool in pools.items()
-            if pool and self._clock.now
-        }
+        """Of each pool's time; who is dead could have computed, too."""
+        shares = {}
+        for pool in ("prefill", "decode"):
+            workers = [worker for worker in (*self._alive(), *self._dead) if worker.info.role == pool]
+            time_s = len({worker.worker_id for worker in workers}) * self._clock.now
+            if time_s:
+                shares[pool] = sum(worker.steps.busy_s for worker in workers) / time_s
+        return shares
+
+    # --- what goes wrong ---
+
+    def _fail(self, failure: Kill | Slow) -> None:
+        worker = self._worker(failure.worker_id)
+        if worker is None:
+            return  # it is dead already
+        if isinstance(failure, Slow):
+            worker.slow_down(failure.factor)
+            return
+        gone_s = self._config.message_s  # then its connections are seen to break
+        concerned = [live for live in self._live.values() if self._concerns(worker, live)]
+        worker.die()
+        self._prefills.pop(worker.worker_id, None)
+        self._decodes.pop(worker.worker_id, None)
+        self._dead.append(worker)
+        keys = [live.key for live in concerned]
+        self._clock.after(gone_s, lambda: self._lost(worker, keys))
+        if failure.back_s is not None:
+            life = worker.info.pid + 1
+            self._clock.after(gone_s + failure.back_s, lambda: self._come_back(worker.worker_id, life))
+
+    def _alive(self) -> list[SimulatedWorker]:
+        return [*self._prefills.values(), *self._decodes.values()]
+
+    def _worker(self, worker_id: str) -> SimulatedWorker | None:
+        """None: it is dead."""
+        return self._prefills.get(worker_id) or self._decodes.get(worker_id)
+
+    def _concerns(self, worker: SimulatedWorker, live: Live) -> bool:
+        """Whether this attempt cannot end without that worker."""
+        if live.placement is None:
+            return False
+        computes = worker.worker_id == live.placement.prefill and worker.hands_over(live.key)
+        return computes or worker.worker_id == live.placement.decode
+
+    def _lost(self, worker: SimulatedWorker, keys: list[SequenceKey]) -> None:
+        """Gateways and scheduler see that it is gone."""
+        self._router.lost(worker.worker_id, self._clock.now)
+        for key in keys:
+            live = self._live.get(key.request_id)
+            if live is not None and live.key == key and live.placement is not None:
+                self._retry(live, worker.worker_id)
+
+    def _come_back(self, worker_id: str, life: int) -> None:
+        phase_s = self._config.heartbeat_s * self._config.worker_ids.index(worker_id) / len(self._config.worker_ids)
+        worker = self._make_worker(worker_id, life=life)
+        worker.join(self._router, period_s=self._config.heartbeat_s, phase_s=phase_s, neighbours=self._alive)
+
+    def _retry(self, live: Live, lost: str) -> None:
+        """The attempt is over, the request is not: as `Orchestrator._prepare_retry` has it. What a decode worker keeps
+        for it is kept, what others compute for it is not wanted any more."""
+        placement, key = live.placement, live.key
+        assert placement is not None
+        computing = None if placement.prefill is None else self._worker(placement.prefill)
+        live.exclude = [lost]
+        if lost == placement.decode:
+            if computing is not None and computing.hands_over(key):
+                live.exclude.append(computing.worker_id)
+                self._clock.after(self._config.message_s, lambda: computing.cancel(key))
+        elif (decode := self._decodes.get(placement.decode)) is not None:
+            live.held = (key, decode)
+        if len(live.token_times) > live.num_before + 1:  # progress: one token each comes of computing the prompt again
+            live.num_faults = 0
+        live.num_faults += 1
+        self._again(live, RETRY_DELAY_S * min(live.num_faults - 1, MAX_FAULTS))
+
+    def _again(self, live: Live, delay_s: float) -> None:
+        """Another attempt, or the end of the request."""
+        live.attempt += 1
+        live.num_retries += 1
+        live.record.num_retries += 1
+        live.num_before, live.placement = len(live.token_times), None
+        if live.num_faults >= MAX_FAULTS:
+            self._refused(live, f"it failed {MAX_FAULTS} times", None)
+        else:
+            self._clock.after(delay_s + self._config.message_s, lambda: self._place(live))
+
+    def _drop_held(self, live: Live) -> None:
+        if live.held is not None:
+            (key, decode), live.held = live.held, None
+            decode.drop(key)
 
     # --- the gateway ---
 
@@ -170,6 +299,7 @@ class Simulation:
 
     def _come(self, live: Live) -> None:
         live.record.arrival_s = self._clock.now
+        live.num_retries, live.placement = 0, None
         self._clock.after(self._config.gateway_s + self._config.message_s, lambda: self._place(live))
 
     def _place(self, live: Live) -> None:
@@ -194,20 +324,29 @@ class Simulation:
         self._await_answers()
 
     def _answer(self, live: Live, answer: Placement | Unplaceable) -> None:
-        if isinstance(answer, Unplaceable):
+        if isinstance(answer, Unplaceable) and self._may_wait(live):  # what has begun is not turned away
+            self._clock.after(RETRY_DELAY_S, lambda: self._place(live))
+        elif isinstance(answer, Unplaceable):
             reason, retry_after_s = answer.reason, answer.retry_after_s
             self._clock.after(self._config.message_s, lambda: self._reject(live, reason, retry_after_s))
         else:
             self._clock.after(2 * self._config.message_s, lambda: self._begin(live, answer))
 
+    def _may_wait(self, live: Live) -> bool:
+        return live.num_retries > 0 and self._clock.now < live.record.arrival_s + DEADLINE_S
+
     def _query(self, live: Live) -> Place:
         request, declared, slo = live.request, self._config.declared_tokens, live.record.slo
+        num_emitted = live.num_before
         num_findable = (request.prompt_tokens - 1) // self._config.decode.block_size
         return Place(
             request_id=request.request_id,
-            attempt=0,
-            num_tokens=request.prompt_tokens,
-            max_new_tokens=request.output_tokens if declared is None else max(declared, request.output_tokens),
+            attempt=live.num_retries,
+            num_tokens=request.prompt_tokens + num_emitted,
+            max_new_tokens=(request.output_tokens if declared is None else max(declared, request.output_tokens))
+            - num_emitted,
+            exclude=live.exclude,
+            prefer_decode=None if live.held is None or live.held[1].is_dead else live.held[1].worker_id,
             slo_class=slo.name,
             tenant=request.tenant,
             ttft_s=slo.ttft_s,
@@ -221,12 +360,23 @@ class Simulation:
         """The decode worker has the gateway's message."""
         live.record.placed_s = self._clock.now
         live.record.prefill, live.record.decode = placement.prefill, placement.decode
-        decode = self._decodes[placement.decode]
+        live.placement = placement
+        decode = self._decodes.get(placement.decode)
+        if decode is None:
+            self._retry(live, placement.decode)
+            return
         seq, refuse = self._sequence(live), partial(self._refuse, live)
 
         def granted() -> None:
             self._clock.after(2 * self._config.message_s, lambda: self._prefill(live, placement, seq))
 
+        held, live.held = live.held, None
+        if held is not None and held[1] is decode and placement.prefill is not None and not self._config.reserves_late:
+            if decode.renew(held[0], seq):
+                granted()
+                return
+        elif held is not None:
+            held[1].drop(held[0])
         if placement.prefill is None:
             decode.start(seq, refuse)
         elif self._config.reserves_late:
@@ -236,7 +386,12 @@ class Simulation:
 
     def _prefill(self, live: Live, placement: Placement, reserved: Sequence) -> None:
         assert placement.prefill is not None
-        decode = self._decodes[placement.decode]
+        if live.key != reserved.key:
+            return  # this attempt is over
+        decode, prefill = self._decodes.get(placement.decode), self._worker(placement.prefill)
+        if decode is None or prefill is None:
+            self._retry(live, placement.decode if decode is None else placement.prefill)
+            return
 
         def refuse(reason: str, retry_after_s: float | None) -> None:
             self._refuse(live, reason, retry_after_s)
@@ -244,24 +399,34 @@ class Simulation:
                 self._clock.after(2 * self._config.message_s, lambda: decode.drop(reserved.key))
 
         seq, unreserved = self._sequence(live), reserved if self._config.reserves_late else None
-        if placement.prefill in self._prefills:
-            self._prefills[placement.prefill].start(seq, decode, refuse, unreserved)
-        else:
-            self._decodes[placement.prefill].start(seq, refuse, decode, unreserved)
+        if isinstance(prefill, SimulatedPrefill):
+            prefill.start(seq, decode, refuse, unreserved)
+        elif isinstance(prefill, SimulatedDecode):
+            prefill.start(seq, refuse, decode, unreserved)
 
     def _sequence(self, live: Live) -> Sequence:
         promised = live.record.slo if self._config.promises_steps else _NOTHING
-        return sequence_of(live.request, live.hasher, live.attempt, promised)
+        return sequence_of(live.request, live.hasher, live.attempt, promised, live.num_before)
 
     def _refuse(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         """By a worker, whose message has a way to go."""
-        self._clock.after(self._config.message_s, lambda: self._refused(live, reason, retry_after_s))
+        key = live.key
+        self._clock.after(self._config.message_s, lambda: self._heard_refusal(live, key, reason, retry_after_s))
+
+    def _heard_refusal(self, live: Live, key: SequenceKey, reason: str, retry_after_s: float | None) -> None:
+        if live.key != key:
+            return  # this attempt is over
+        if retry_after_s is not None and self._may_wait(live):
+            self._again(live, RETRY_DELAY_S)
+        else:
+            self._refused(live, reason, retry_after_s)
 
     def _refused(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         self._router.ended(live.request.request_id, self._clock.now, None)
         self._reject(live, reason, retry_after_s)
 
     def _reject(self, live: Live, reason: str, retry_after_s: float | None) -> None:
+        self._drop_held(live)
         live.record.num_rejections += 1
         live.record.rejected, live.record.retry_after_s = reason, retry_after_s
         self._watch(live.record)
@@ -274,11 +439,14 @@ class Simulation:
     # --- what workers tell ---
 
     def on_first_token(self, seq: Sequence, worker_id: str) -> None:
-        live = self._live[seq.request_id]
-        live.record.cached_tokens = seq.num_cached
+        live = self._live.get(seq.request_id)
+        if live is None or live.key != seq.key:
+            return  # of an attempt that is over
         live.token_times.append(self._clock.now)
-        live.record.first_token_s = self._clock.now + self._config.message_s
-        self._watch(live.record)
+        if live.record.first_token_s is None:
+            live.record.cached_tokens = seq.num_cached
+            live.record.first_token_s = self._clock.now + self._config.message_s
+            self._watch(live.record)
         self._router.first_token(seq.request_id, self._clock.now)
 
     def on_tokens(self, request_id: str, times: Iterable[float]) -> None:
@@ -286,18 +454,27 @@ class Simulation:
 
     def on_stuck(self, seq: Sequence, to: SimulatedDecode) -> None:
         """Who keeps memory for it computes it as well."""
-        live = self._live[seq.request_id]
+        live = self._live.get(seq.request_id)
+        if live is None or live.key != seq.key:
+            return  # of an attempt that is over
 
         def begin() -> None:
             to.drop(seq.key)
+            if live.key != seq.key or to.is_dead:
+                return  # its death is, or will be, heard of
             live.attempt += 1
             to.start(self._sequence(live), partial(self._refuse, live))
 
         live.record.prefill = None
+        if live.placement is not None:
+            live.placement = replace(live.placement, prefill=None)
         self._clock.after(2 * self._config.message_s, begin)
 
     def on_finished(self, seq: Sequence) -> None:
-        live = self._live.pop(seq.request_id)
+        live = self._live.get(seq.request_id)
+        if live is None or live.key != seq.key:
+            return  # of an attempt that is over
+        del self._live[seq.request_id]
         live.record.gaps = Gaps.between(live.token_times, live.record.slo)
         live.record.end_s = self._clock.now + self._config.message_s
         live.record.rejected, live.record.retry_after_s = "", None

@@ -12,7 +12,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.workload.prompts import TOKEN
@@ -22,6 +22,26 @@ from engine.sequence import SampledToken, StepOutput, StepPlan
 _SAMPLED: Final = SampledToken(TOKEN)
 _NUM_FACTORS: Final = 1021  # then they repeat
 _NUM_CORRELATED: Final = 16_381  # whose mean takes longer to become 1
+
+
+class TrueCost(Protocol):
+    """What steps take, whatever workers believe: `StepCost`, or what is not linear."""
+
+    def step_s(self, work: StepWork) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CurvedCost:
+    """Prompt tokens that share a step with `half_speed_tokens` in all are computed at half the speed that many have; of
+    m tokens at m / (m + half_speed_tokens) of it."""
+
+    cost: StepCost
+    half_speed_tokens: float
+
+    def step_s(self, work: StepWork) -> float:
+        prompts_s = self.cost.prefill_token_s * work.prefill_tokens + self.cost.prefill_pair_s * work.prefill_pairs
+        lost = self.half_speed_tokens / work.prefill_tokens if work.prefill_tokens else 0.0
+        return self.cost.step_s(work) + lost * prompts_s
 
 
 @dataclass(slots=True, eq=False)
@@ -52,19 +72,22 @@ def step_factors(sigma: float, seed: int, correlation: float = 0.0) -> list[floa
 
 class SimulatedSteps:
     """`repetitions(plan)`: how many more times the same plan would follow, with nothing to be told in between but when
-    each of them ended (`silent(plan, ends)`: a token of each of its sequences). A step takes what it costs times its
-    own one of the `factors`, however steps are grouped."""
+    each of them ended (`silent(plan, ends)`: a token of each of its sequences). `began(plan, seconds)`: how long the
+    first of them will take. A step takes what it costs times its own one of the `factors`, however steps are grouped,
+    and `copied_block_s` for each block that it brings to the device."""
 
     def __init__(
         self,
         clock: VirtualClock,
-        cost: StepCost,
+        cost: TrueCost,
         *,
         plan: Callable[[], StepPlan],
         finish: Callable[[StepPlan, StepOutput], None],
         repetitions: Callable[[StepPlan], int],
         silent: Callable[[StepPlan, Sequence[float]], None],
         factors: Sequence[float],
+        began: Callable[[StepPlan, float], None] | None = None,
+        copied_block_s: float = 0.0,
     ) -> None:
         self._clock = clock
         self._cost = cost
@@ -73,8 +96,12 @@ class SimulatedSteps:
         self._repetitions = repetitions
         self._silent = silent
         self._factors = factors
+        self._began = began
+        self._copied_block_s = copied_block_s
         self._run: _Run | None = None
         self._is_woken = False
+        self._is_stopped = False
+        self._observe: Callable[[StepWork, float], None] | None = None
         self.busy_s = 0.0
         self.num_steps = 0
 
@@ -87,6 +114,20 @@ class SimulatedSteps:
         if self.is_idle:
             self._is_woken = True
             self._clock.after(0.0, self._begin)
+
+    def stop(self) -> None:
+        """The worker is gone, and its step with it."""
+        self.settle()
+        if self._run is not None:
+            self.busy_s += self._clock.now - self._run.began
+            self._run.ends.clear()  # so that its end is none
+        self._run, self._is_stopped = None, True
+
+    def change(self, cost: TrueCost, observe: Callable[[StepWork, float], None]) -> None:
+        """From the next step on they cost this, and `observe` hears of each that was planned by itself: its work and
+        seconds, as a worker that measures its steps does."""
+        self.interrupt()
+        self._cost, self._observe = cost, observe
 
     def settle(self) -> None:
         """Bring sequences up to the present."""
@@ -106,15 +147,21 @@ class SimulatedSteps:
 
     def _begin(self) -> None:
         self._is_woken = False
+        if self._is_stopped:
+            return
         plan = self._plan()
         if not plan.items:
             return
         self._run = _Run(plan, self._clock.now, self._ends(plan, self._repetitions(plan)))
+        if self._began is not None:
+            self._began(plan, self._run.ends[0] - self._clock.now)
         self._schedule(self._run)
 
     def _ends(self, plan: StepPlan, num_repetitions: int) -> list[float]:
         work = StepWork.of_plan(plan)
         ends = [self._clock.now + self._step_s(work, 0)]
+        if plan.copies:
+            ends[0] += self._copied_block_s * sum(len(copy.source) for copy in plan.copies)
         for repetition in range(1, num_repetitions + 1):
             work = StepWork(decodes=work.decodes, context_tokens=work.context_tokens + work.decodes)
             ends.append(ends[-1] + self._step_s(work, repetition))
@@ -131,6 +178,8 @@ class SimulatedSteps:
         if len(run.ends) != num_ends:
             return  # it was interrupted, and its end is another event
         self._apply(run, num_ends - 1)
+        if self._observe is not None and num_ends == 1:
+            self._observe(StepWork.of_plan(run.plan), self._clock.now - run.began)
         self._run = None
         self.busy_s += self._clock.now - run.began
         self.num_steps += num_ends

@@ -1,7 +1,8 @@
 """Simulated workers: the real schedulers over real block pools, with a cost model in the place of a model.
 
 They speak with each other and with the gateway by calls; who calls decides how long that takes. What is as in life: who
-waits for what, in which order, up to which limits. What is not: nothing fails, and copies between tiers are not made.
+waits for what, in which order, up to which limits, and what a worker that dies takes with it. What is not: there are no
+disks, and no neighbours.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from cluster.simulation.clock import VirtualClock
+from cluster.simulation.host_tier import HostTier
+from cluster.simulation.links import Flow, Link, Network
 from cluster.simulation.routers.base import Router
-from cluster.simulation.steps import SimulatedSteps, step_factors
+from cluster.simulation.steps import CurvedCost, SimulatedSteps, TrueCost, step_factors
 from cluster.simulation.workload.prompts import TOKEN
-from decode_workers.scheduler import DecodeScheduler
+from decode_workers.scheduler import DecodeScheduler, DecodeState
+from engine.cost_model.costs import StepCosts
 from engine.cost_model.fit import scaled
-from engine.cost_model.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost, StepWork
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
@@ -27,7 +31,7 @@ from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
-from kv_transfer.worker.cost_report import stated_report
+from kv_transfer.worker.cost_report import cost_report, stated_report
 from prefill_workers.scheduler import PrefillScheduler
 
 Refuse = Callable[[str, float | None], None]
@@ -45,9 +49,17 @@ class WorkerShape:
     of the prompt's last chunk `handoff_token_s` (the last layer's slab, which nothing is left to hide behind). Where
     decode makes room only then, for each token of the prompt `pulled_token_s`, too.
 
+    With a `link`, `handoff_s` remains, and all else is what sending the bytes takes while others use the links of both
+    workers: of a prompt's, as its layers are computed; where `pulled_token_s` is not 0, of all of them at the end.
+
+    With `host_kv_tokens` there is so much room in host memory, too, for KV that others may find; `host_token_s`: to
+    copy a token's KV there, in the background, or back, in the step that needs it. A prefill worker that
+    `asks_neighbours` fetches what others have there over its `link`, where that is faster than computing.
+
     Steps take what `cost` says, or that times a log-normal factor of mean 1 and sigma `step_noise`, whose
     logarithm correlates with the next step's by `step_correlation`. `cost` is also what the worker reports, with
-    its `relative_error`.
+    its `relative_error`. With `half_speed_tokens`, few prompt tokens in a step are computed less efficiently than many:
+    see `CurvedCost`. The worker does not know that, but measures its steps and reports the linear model that it learns.
     """
 
     cost: StepCost
@@ -61,18 +73,32 @@ class WorkerShape:
     handoff_s: float = 0.002
     handoff_token_s: float = 0.0
     pulled_token_s: float = 0.0
+    link: Link | None = None
+    host_kv_tokens: int = 0
+    host_token_s: float = 0.0
+    asks_neighbours: bool = False
     prefix_caching: bool = True
     step_noise: float = 0.0
     step_correlation: float = 0.0
+    half_speed_tokens: float = 0.0
     fast_forward: bool = True
 
     def __post_init__(self) -> None:
         if self.kv_tokens < self.block_size:
             raise ValueError(f"{self.kv_tokens} tokens of KV are less than one block of {self.block_size}")
+        if self.host_kv_tokens < 0 or self.host_token_s < 0:
+            raise ValueError("host_kv_tokens and host_token_s are at least 0")
+        if self.asks_neighbours and (self.link is None or not self.host_kv_tokens):
+            raise ValueError("neighbours' prefixes travel over links into host memory: give workers both")
         if self.step_noise < 0:
             raise ValueError(f"step_noise is {self.step_noise}; 0 means none, 0.1 that steps vary by a tenth")
+        if self.half_speed_tokens < 0:
+            raise ValueError(f"half_speed_tokens is {self.half_speed_tokens}; 0 means that steps are linear in tokens")
         if not 0 <= self.step_correlation < 1:
             raise ValueError(f"step_correlation is {self.step_correlation}; it must be at least 0 and less than 1")
+
+    def true_cost(self) -> TrueCost:
+        return CurvedCost(self.cost, self.half_speed_tokens) if self.half_speed_tokens else self.cost
 
     def cautious_cost(self) -> StepCost:
         """What nearly all of its steps stay below, as `StepCosts` has it of real ones."""
@@ -119,14 +145,24 @@ class SimulatedWorker(ABC):
         *,
         epoch: int,
         repetitions: Callable[[StepPlan], int] = lambda plan: 0,
+        network: Network | None = None,
+        life: int = 0,
     ) -> None:
         self.shape = shape
         self.worker_id = worker_id
         self._clock = clock
         self._listener = listener
+        self._network = network
         self.pool = BlockPool(shape.kv_tokens // shape.block_size, epoch=epoch)
+        self.host: HostTier | None = None
+        if num_host := shape.host_kv_tokens // shape.block_size:
+            self.host = HostTier(self.pool, num_host, shape.host_token_s * shape.block_size, clock, self._copied)
         self.allocator = BlockAllocator(
-            self.pool, layer_groups=1, block_size=shape.block_size, prefix_caching=shape.prefix_caching
+            self.pool,
+            layer_groups=1,
+            block_size=shape.block_size,
+            prefix_caching=shape.prefix_caching,
+            host_pool=None if self.host is None else self.host.pool,
         )
         self.steps = SimulatedSteps(
             clock,
@@ -136,12 +172,14 @@ class SimulatedWorker(ABC):
             repetitions=repetitions,
             silent=self._silent,
             factors=step_factors(shape.step_noise, epoch, shape.step_correlation),
+            began=None if network is None else self._send,
+            copied_block_s=shape.host_token_s * shape.block_size,
         )
         self.info = WorkerInfo(
             worker_id=worker_id,
             role=role,
             endpoint=_NOWHERE,
-            pid=0,
+            pid=life,
             model="simulated",
             compatibility="simulated",
             max_model_len=min(shape.max_model_len, self.pool.num_blocks * shape.block_size),
@@ -152,24 +190,79 @@ class SimulatedWorker(ABC):
             max_num_seqs=shape.max_num_seqs if role == "decode" else 0,
         )
         self.draining = False
+        self.is_dead = False
         self._receivers: dict[SequenceKey, SimulatedDecode] = {}  # of prompts that are computed for others
         self._unreserved: dict[SequenceKey, Sequence] = {}  # of those, who is reserved for once they are computed
+        self._flows: dict[SequenceKey, Flow] = {}  # of those, whose KV is on its way
         self._step_cost = stated_report(shape.cost)
-        self._cautious_cost = shape.cautious_cost()
+        self._cautious_cost: StepCost | None = shape.cautious_cost()
+        self._costs: StepCosts | None = None  # what it has measured, of a worker that has to
+        if shape.half_speed_tokens:
+            self.slow_down(1.0)
         self._events = BlockEventLog(worker_id, layer_groups=1, epoch=epoch)
         self._num_snapshots = 0
         self._is_silent = True
         self._num_beats = 0
 
-    def join(self, router: Router, *, period_s: float, phase_s: float) -> None:
+    def join(
+        self,
+        router: Router,
+        *,
+        period_s: float,
+        phase_s: float,
+        neighbours: Callable[[], Iterable[SimulatedWorker]] = lambda: (),
+    ) -> None:
         """Register with `router`, and tell it of this worker every `period_s` from `phase_s` on. Called before all
-        else."""
-        self._router, self._period_s, self._phase_s = router, period_s, phase_s
+        else. `neighbours`: all workers that are alive."""
+        self._router, self._period_s, self._phase_s, self._neighbours = router, period_s, phase_s, neighbours
         router.register(self.info, self.snapshot(), self._clock.now)
         if router.wants_blocks:
             self._events.watch("device", self.pool)
+            if self.host is not None:
+                self._events.watch("host", self.host.pool)
             for part in self._events.snapshot():
                 router.blocks(part, self._clock.now)
+
+    def die(self) -> None:
+        """Nothing is done here any more, and nobody is told of anything."""
+        self.is_dead = True
+        self.steps.stop()
+        for flow in self._flows.values():
+            flow.close(None)
+
+    def slow_down(self, factor: float) -> None:
+        """From the next step on they take so many times as long. It learns that from them, as real workers do, and
+        reports it."""
+        if self._costs is None:
+            self._costs = StepCosts(self.shape.cost)
+            self._costs.seed(self.shape.cost)
+        shape = replace(self.shape, cost=scaled(self.shape.cost, factor))
+        self.steps.change(shape.true_cost(), self._measure)
+
+    def _measure(self, work: StepWork, seconds: float) -> None:
+        assert self._costs is not None
+        self._costs.observe(work, seconds)
+        self._cautious_cost = self._costs.cautious_cost()
+
+    def held_to(self, hashes: list[bytes], first: int) -> int:
+        """How far host memory here holds a prompt's columns, from the `first` on."""
+        return first if self.host is None else self.host.num_held(hashes, first)
+
+    def hands_over(self, key: SequenceKey) -> bool:
+        """Whether it computes a prompt for another worker, and that has not got all of it yet."""
+        return key in self._receivers
+
+    def cancel(self, key: SequenceKey) -> None:
+        """Nobody wants that prompt any more. Unknown ones are fine."""
+        if self.is_dead or self._receivers.pop(key, None) is None:
+            return
+        self._unreserved.pop(key, None)
+        if (flow := self._flows.pop(key, None)) is not None:
+            flow.close(None)
+        self.break_silence()
+        self.steps.interrupt()
+        self.scheduler.release(key)
+        self.on_room()
 
     @property
     @abstractmethod
@@ -193,12 +286,13 @@ class SimulatedWorker(ABC):
             num_handing_over=len(self._receivers),
             blocks_available=self.pool.num_available,
             num_leases=self.pool.num_leases,
-            step_cost=self._step_cost,
+            host_blocks_available=0 if self.host is None else self.host.pool.num_available,
+            step_cost=self._step_cost if self._costs is None else cost_report(self._costs),
         )
 
     def break_silence(self) -> None:
         """There is something to tell: heartbeats go on, when the next one is due."""
-        if self._is_silent:
+        if self._is_silent and not self.is_dead:
             self._is_silent = False
             self._num_beats = max(0, math.ceil((self._clock.now - self._phase_s) / self._period_s))
             self._schedule_beat()
@@ -207,6 +301,8 @@ class SimulatedWorker(ABC):
         self._clock.at(max(self._clock.now, self._phase_s + self._num_beats * self._period_s), self._beat)
 
     def _beat(self) -> None:
+        if self.is_dead:
+            return
         self._is_silent = self.is_quiet
         if self._router.wants_blocks:
             for events in self._events.take():
@@ -221,31 +317,94 @@ class SimulatedWorker(ABC):
         if unreserved is not None:
             self._unreserved[key] = unreserved
 
+    def _copied(self) -> None:
+        """A block has got to host memory, and is nobody's here now."""
+        if not self.is_dead:
+            self.break_silence()
+            self.on_room()
+
     def _hand_over(self, seq: Sequence, num_last: int, has_ended: bool) -> None:
         """Its prompt is computed, the last `num_last` tokens in the step that ends now."""
         receiver, unreserved = self._receivers[seq.key], self._unreserved.pop(seq.key, None)
-        exposed_s = self.shape.handoff_s + self.shape.handoff_token_s * num_last
-
-        def go_over() -> None:
-            self._clock.after(exposed_s, lambda: self._handed_over(seq))
-
         if has_ended:
             del self._receivers[seq.key]
             if unreserved is None:
                 receiver.drop(seq.key)
+            if (flow := self._flows.pop(seq.key, None)) is not None:
+                flow.close(None)
             self.scheduler.release(seq.key)
-        elif unreserved is None:
+            return
+        exposed_s = self.shape.handoff_s
+        if self._network is None:
+            exposed_s += self.shape.handoff_token_s * num_last
+            if unreserved is not None:
+                exposed_s += self.shape.pulled_token_s * len(seq.prompt_token_ids)
+
+        def arrived() -> None:
+            self._clock.after(exposed_s, lambda: self._handed_over(seq))
+
+        def go_over() -> None:
+            if self._network is None:
+                arrived()
+            elif seq.key in self._receivers and not self.is_dead:
+                if seq.key not in self._flows:
+                    self._open_flow(seq).add(self._link.token_bytes * seq.num_computed)
+                self._flows[seq.key].close(arrived)
+
+        if unreserved is None:
             go_over()
         else:
-            exposed_s += self.shape.pulled_token_s * len(seq.prompt_token_ids)
             receiver.pull(unreserved, go_over)
 
     def _handed_over(self, seq: Sequence) -> None:
-        """Decode has verified it: it goes on there, and the blocks are free here."""
+        """Decode has verified it: it goes on there, and the blocks are free here. Unless one of them is gone."""
+        receiver = self._receivers.get(seq.key)
+        if receiver is None or receiver.is_dead or self.is_dead:
+            return
         self.break_silence()
-        self._receivers.pop(seq.key).admit(seq.key)
+        del self._receivers[seq.key]
+        self._flows.pop(seq.key, None)
+        receiver.admit(seq.key)
         self.scheduler.release(seq.key)
         self.on_room()
+
+    @property
+    def _link(self) -> Link:
+        assert self.shape.link is not None, "where there is a network, each worker has a link"
+        return self.shape.link
+
+    def _open_flow(self, seq: Sequence) -> Flow:
+        assert self._network is not None
+        receiver = self._receivers[seq.key]
+        flow = self._network.open(self.worker_id, self._link, receiver.worker_id, receiver._link)
+        self._flows[seq.key] = flow
+        return flow
+
+    def _send(self, plan: StepPlan, seconds: float) -> None:
+        """A step begins: of prompts that are computed for others, all layers but the last go out as they are computed,
+        what was found cached at once, and what is left of the step before with it."""
+        for item in plan.items:
+            if item.seq.key not in self._receivers or self._pulls(item.seq.key):
+                continue
+            flow = self._flows.get(item.seq.key)
+            if flow is None:
+                flow = self._open_flow(item.seq)
+                flow.add(self._link.token_bytes * item.start)
+                flow.num_tokens = item.start
+            num_new = item.start + item.num_tokens - flow.num_tokens
+            if num_new > 0:  # else it was computed again
+                flow.add_over(self._link.hidden_token_bytes * num_new, seconds)
+
+    def _sent(self, plan: StepPlan) -> None:
+        """The step is over, and with it the last layer of these chunks."""
+        for item in plan.items:
+            flow = self._flows.get(item.seq.key)
+            if flow is not None and (num_new := item.seq.num_computed - flow.num_tokens) > 0:
+                flow.add((self._link.token_bytes - self._link.hidden_token_bytes) * num_new)
+                flow.num_tokens = item.seq.num_computed
+
+    def _pulls(self, key: SequenceKey) -> bool:
+        return key in self._unreserved and self.shape.pulled_token_s > 0.0
 
     @abstractmethod
     def on_room(self) -> None:
@@ -279,9 +438,27 @@ class SimulatedDecode(SimulatedWorker):
     scheduler: DecodeScheduler
 
     def __init__(
-        self, worker_id: str, shape: WorkerShape, clock: VirtualClock, listener: Listener, *, epoch: int
+        self,
+        worker_id: str,
+        shape: WorkerShape,
+        clock: VirtualClock,
+        listener: Listener,
+        *,
+        epoch: int,
+        network: Network | None = None,
+        life: int = 0,
     ) -> None:
-        super().__init__("decode", worker_id, shape, clock, listener, epoch=epoch, repetitions=self._repetitions)
+        super().__init__(
+            "decode",
+            worker_id,
+            shape,
+            clock,
+            listener,
+            epoch=epoch,
+            repetitions=self._repetitions,
+            network=network,
+            life=life,
+        )
         self.scheduler = DecodeScheduler(
             self.allocator,
             max_num_seqs=shape.max_num_seqs,
@@ -331,9 +508,27 @@ class SimulatedDecode(SimulatedWorker):
         self.break_silence()
         self.steps.interrupt()
         self.scheduler.admit(key, TOKEN, self._clock.now)
+        if self.host is not None:
+            self.host.write_through()
         self.steps.wake()
 
+    def renew(self, key: SequenceKey, seq: Sequence) -> bool:
+        """A newer attempt takes over the blocks that are kept for an earlier one. False if there are none, or not
+        enough: they are free then."""
+        if self.scheduler.state(key) is DecodeState.RESERVED and self.scheduler.renew(key, seq):
+            return True
+        self.drop(key)
+        return False
+
+    def die(self) -> None:
+        super().die()
+        self._pending.clear()
+
     def drop(self, key: SequenceKey) -> None:
+        if self.is_dead:
+            return
+        if self._pending:
+            self._pending = deque(pending for pending in self._pending if pending.seq.key != key)
         self.break_silence()
         self.steps.interrupt()
         self.scheduler.drop(key)
@@ -383,15 +578,22 @@ class SimulatedDecode(SimulatedWorker):
             for seq in self.scheduler.stuck():
                 self.scheduler.release(seq.key)
                 self._unreserved.pop(seq.key, None)
+                if (flow := self._flows.pop(seq.key, None)) is not None:
+                    flow.close(None)
                 self._listener.on_stuck(seq, self._receivers.pop(seq.key))
         return plan
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         now = (self._clock.now,)
         last_tokens = {item.seq.key: item.num_tokens for item in plan.items if item.seq.key in self._receivers}
-        for emission in self.scheduler.finish_step(plan, output):
+        emissions = self.scheduler.finish_step(plan, output)
+        if self.host is not None:
+            self.host.write_through()
+        if self._flows:
+            self._sent(plan)
+        for emission in emissions:
             seq = emission.seq
-            if emission.index == 0:
+            if emission.index == seq.num_prior_output:
                 self._listener.on_first_token(seq, self.worker_id)
             else:
                 self._listener.on_tokens(seq.request_id, now)
@@ -407,7 +609,12 @@ class SimulatedDecode(SimulatedWorker):
         A block that becomes full is published. Nothing but that, growth and ends concerns blocks where no prompt is
         computed and nobody rests in host memory.
         """
-        if not self.shape.fast_forward or plan.copies or self.scheduler.num_uncomputed_tokens:
+        if (
+            not self.shape.fast_forward
+            or self._costs is not None
+            or plan.copies
+            or self.scheduler.num_uncomputed_tokens
+        ):
             return 0
         fewest = self.info.max_model_len
         for item in plan.items:
@@ -426,9 +633,17 @@ class SimulatedPrefill(SimulatedWorker):
     scheduler: PrefillScheduler
 
     def __init__(
-        self, worker_id: str, shape: WorkerShape, clock: VirtualClock, listener: Listener, *, epoch: int
+        self,
+        worker_id: str,
+        shape: WorkerShape,
+        clock: VirtualClock,
+        listener: Listener,
+        *,
+        epoch: int,
+        network: Network | None = None,
+        life: int = 0,
     ) -> None:
-        super().__init__("prefill", worker_id, shape, clock, listener, epoch=epoch)
+        super().__init__("prefill", worker_id, shape, clock, listener, epoch=epoch, network=network, life=life)
         self.scheduler = PrefillScheduler(
             self.allocator,
             token_budget=shape.token_budget,
@@ -447,8 +662,43 @@ class SimulatedPrefill(SimulatedWorker):
             refuse("the prefill queue is full", self.shape.cost.prefill_s(self.scheduler.num_uncomputed_tokens))
             return
         self._compute_for(to, seq.key, unreserved)
-        self.scheduler.add(seq)
+        self.scheduler.add(seq, loading=self.shape.asks_neighbours and self._load(seq))
         self.steps.wake()
+
+    def _load(self, seq: Sequence) -> bool:
+        """Fetch what a neighbour has of the prompt beyond what is here, if that is faster than computing it: as
+        `PrefixLoading.begin` and `PrefixTiers` have it. True: the scheduler is told when it is here."""
+        assert self.host is not None
+        assert self._network is not None
+        block_size = self.shape.block_size
+        hashes = self.allocator.hashes(seq, (seq.num_tokens - 1) // block_size)
+        here = (self.pool.find((h, 0)) is None and self.host.pool.find((h, 0)) is None for h in hashes)
+        first = next((number for number, is_missing in enumerate(here) if is_missing), len(hashes))
+        holders = [other for other in self._neighbours() if other is not self and other.host is not None]
+        best = max(holders, key=lambda other: other.held_to(hashes, first), default=None)
+        if best is None or best.host is None:
+            return False
+        stop = best.held_to(hashes, first)
+        num_gained = (stop - first) * block_size
+        num_bytes = num_gained * self._link.token_bytes
+        bytes_per_s = min(self._link.bytes_per_s, best._link.bytes_per_s)
+        budget = self.shape.token_budget
+        if not num_gained or num_bytes / bytes_per_s >= self.shape.cost.prefill_s(num_gained, 0, budget):
+            return False
+        come = self.host.fetch(hashes[first:stop], best.host)
+        if come is None:
+            return False
+
+        def loaded() -> None:
+            come()
+            if not self.is_dead:
+                self.scheduler.loaded(seq.key)
+                self.steps.wake()
+
+        flow = self._network.open(best.worker_id, best._link, self.worker_id, self._link)
+        flow.add(num_bytes)
+        flow.close(loaded)
+        return True
 
     @property
     def is_quiet(self) -> bool:
@@ -459,7 +709,12 @@ class SimulatedPrefill(SimulatedWorker):
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         chunks = {item.seq.key: item.num_tokens for item in plan.items}
-        for seq, sampled in self.scheduler.finish_step(plan, output):
+        first_tokens = self.scheduler.finish_step(plan, output)
+        if self.host is not None:
+            self.host.write_through()
+        if self._flows:
+            self._sent(plan)
+        for seq, sampled in first_tokens:
             seq.output_token_ids.append(sampled.token_id)
             self._listener.on_first_token(seq, self.worker_id)
             has_ended = finish_reason(seq, frozenset()) is not None

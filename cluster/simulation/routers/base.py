@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from cluster.scheduler.block_index import BlockIndex
 from engine.cost_model.step_cost import StepCost, StepWork
@@ -23,6 +23,10 @@ class Router(Protocol):
     wants_blocks: bool
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None: ...
+
+    def lost(self, worker_id: str, now: float) -> object:
+        """It is gone, and what was placed there with it; who comes again is placed under the same request id."""
+        ...
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> object: ...
 
@@ -47,6 +51,9 @@ class Router(Protocol):
     def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
         """It was served, or, without tokens, refused by a worker. Not told of whom the router turned away itself."""
         ...
+
+
+_MIN_RETRY_AFTER_S: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +124,7 @@ class Baseline(ABC):
     """The bookkeeping that published rules share: workers, what was placed on them and has not ended, counted at once.
 
     A rule is `choose`; it answers at once. Predictions are by the costs that workers report of themselves, which in a
-    simulation are the true ones: that favours who predicts, for in life they learn their models.
+    simulation are the true ones unless workers have to measure them: that favours who predicts.
     """
 
     wants_blocks = False
@@ -138,8 +145,16 @@ class Baseline(ABC):
         member = self._members[info.worker_id] = Member(info, snapshot, cost)
         (self.prefills if info.role == "prefill" else self.decodes).append(member)
 
+    def lost(self, worker_id: str, now: float) -> None:
+        member = self._members.pop(worker_id)
+        (self.prefills if member.info.role == "prefill" else self.decodes).remove(member)
+        self._index.forget(worker_id)
+
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> None:
-        self._members[snapshot.worker_id].snapshot = snapshot
+        member = self._members[snapshot.worker_id]
+        if snapshot.step_cost is not member.snapshot.step_cost:  # it measures its steps
+            member.cost = reported_cost(member.info.role, snapshot.step_cost) or member.cost
+        member.snapshot = snapshot
 
     def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
         if isinstance(message, BlockEvents):
@@ -153,6 +168,10 @@ class Baseline(ABC):
         return {w: reach.device * self._members[w].info.block_size for w, reach in reaches.items()}
 
     def place(self, request: Place, now: float) -> Placement | Unplaceable:
+        if request.request_id in self._placed:
+            self.ended(request.request_id, now, None)  # an earlier attempt
+        if not self.decodes:
+            return turned_away(request, "no decode worker is there", _MIN_RETRY_AFTER_S)
         placed = self.choose(request, now)
         if isinstance(placed, Unplaceable):
             return placed

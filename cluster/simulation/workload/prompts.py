@@ -51,14 +51,18 @@ def _own(number: int, block: int) -> bytes:
     return (2**63 + number).to_bytes(8, "little") + block.to_bytes(8, "little")
 
 
-def sequence_of(request: TraceRequest, hasher: PrefixHasher, attempt: int, slo: SloClass) -> Sequence:
-    """It ends after as many tokens as in the trace; `slo`: what it is promised. Nobody looks at the prompt's tokens: a
-    range has as many as a list of them, and takes no memory."""
+def sequence_of(
+    request: TraceRequest, hasher: PrefixHasher, attempt: int, slo: SloClass, num_emitted: int = 0
+) -> Sequence:
+    """It ends after as many tokens as in the trace, of which earlier attempts have emitted so many; `slo`: what it is
+    promised. Nobody looks at the prompt's tokens: a range has as many as a list of them, and takes no memory."""
     return Sequence(
         request_id=request.request_id,
         attempt=attempt,
         prompt_token_ids=cast(Any, range(request.prompt_tokens)),
         params=SamplingParams(max_tokens=request.output_tokens, seed=0, ignore_eos=True),
+        output_token_ids=[TOKEN] * num_emitted,
+        num_prior_output=num_emitted,
         prefix=hasher,
         tpot_s=slo.tpot_s,
         gap_s=slo.gap_s,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -15,13 +17,15 @@ from cluster.__main__ import main
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.records import Gaps
 from cluster.simulation.routers.base import Placed, turned_away
-from cluster.simulation.routers.baselines import QueueLengthRouter
+from cluster.simulation.routers.baselines import QueueLengthRouter, RoundRobin
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.workers import WorkerShape
+from cluster.simulation.workload.prompts import content_hashes
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
+from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 from kv_transfer.messages.workers import WorkerSnapshot
@@ -330,6 +334,135 @@ def test_the_command_prints_a_table_or_a_sentence(
     monkeypatch.setattr(sys, "argv", ["cluster", "simulate", "--model", "llama-3.1-70b"])
     assert main() == 1
     assert "use more devices" in capsys.readouterr().err
+
+
+# --- workers that differ ---
+
+
+def test_a_pool_of_different_devices() -> None:
+    """Each takes the time and has the room that are its own, and reports them: Legato sends more to who is faster."""
+    slow = replace(SHAPE, cost=scaled(COST, 4.0), kv_tokens=6400)
+    mixed = replace(CONFIG, shapes={"prefill-1": slow, "decode-0": slow})
+    requests = [one(1000, 11, f"r{n}", 4.0 * n) for n in range(4)]
+    records = simulate(mixed, requests, RoundRobin()).records
+    quick, slower = 6 * 0.001 + prefill_s((1000, 0)), 6 * 0.001 + 4 * prefill_s((1000, 0))
+    assert [record.ttft_s for record in records] == pytest.approx([quick, slower] * 2, rel=1e-9)
+    assert [record.tpot_s for record in records[:2]] == pytest.approx(
+        [(0.002 + 1e-3 + factor * decode_s(range(1001, 1011))) / 10 for factor in (4, 1)], rel=1e-9
+    )
+    [too_long] = simulate(mixed, [one(7000, 3)], RoundRobin()).records
+    assert too_long.rejected == "7000 tokens leave no room in 6400"
+    placed = simulate(mixed, draw_requests(WORKLOAD, 5), LegatoRouter()).records
+    by_worker = Counter(record.prefill for record in placed)
+    assert by_worker["prefill-0"] > 2 * by_worker["prefill-1"]
+    with pytest.raises(ValueError, match="there is no worker decode-7"):
+        replace(CONFIG, shapes={"decode-7": slow})
+    with pytest.raises(ValueError, match="the same block size"):
+        replace(CONFIG, shapes={"decode-0": replace(SHAPE, block_size=16)})
+
+
+def test_the_command_plays_mixed_pools_and_shared_links(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play(*options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["cluster", "simulate", "--requests", "8", "--json", *options])
+        rc = main()
+        return rc, "".join(capsys.readouterr())
+
+    plain = play()
+    assert play("--worker", "decode-0=h100") == plain
+    assert json.loads(play("--worker", "decode-0=l40s")[1])["classes"][0]["tpot"]["p50"] > 0.02
+    wide, narrow = (
+        json.loads(play("--share-links", "--link-gb-per-s", rate)[1])["classes"][0] for rate in ("50", "0.5")
+    )
+    assert narrow["tpot"]["p99"] > 1.1 * wide["tpot"]["p99"]
+    assert play("--worker", "decode-0") == (1, ANY)
+    assert "as in decode-2=l40s" in play("--worker", "decode-0=tpu")[1]
+
+
+# --- host memory ---
+
+
+def test_what_the_device_had_to_give_up_comes_back_from_host_memory() -> None:
+    """Prompts of three conversations in turns, of which the device keeps one: without host memory each is computed
+    anew; with it, it is copied, in the time that copies take."""
+    host_token_s = 1e-6
+    device = replace(SHAPE, kv_tokens=3200)
+    tiers = replace(device, host_kv_tokens=16_000, host_token_s=host_token_s)
+    turns = [
+        TraceRequest(
+            request_id=f"r{n}",
+            arrival_s=2.0 * n,
+            prompt_tokens=2048,
+            output_tokens=4,
+            content=tuple(10 * (n % 3) + k for k in range(4)),
+            content_tokens=512,
+        )
+        for n in range(6)
+    ]
+
+    def play(shape: WorkerShape, router: QueueLengthRouter | LegatoRouter) -> SimulationResult:
+        return simulate(replace(CONFIG, num_prefill=1, num_decode=1, prefill=shape), turns, router)
+
+    assert [r.cached_tokens for r in play(device, QueueLengthRouter()).records] == [0] * 6
+    result = play(tiers, QueueLengthRouter())
+    found = 2048 - 32  # never the last block: its last token is computed
+    assert [record.cached_tokens for record in result.records] == [0] * 3 + [found] * 3
+    ttft_s = 6 * 0.001 + prefill_s((2048 - found, found)) + found * host_token_s
+    assert result.records[5].ttft_s == pytest.approx(ttft_s, rel=1e-9)
+    small = play(replace(tiers, host_kv_tokens=3200), QueueLengthRouter())
+    assert small.records[3].cached_tokens < found, "host memory that is full gives up the oldest"
+    router = LegatoRouter()
+    play(tiers, router)
+    hashes = b"".join(content_hashes(turns[5], 5, 32))
+    reach = router.block_index.longest_prefix(hashes)["prefill-0"]
+    assert (reach.device, reach.host) == (64, 64)
+    older = router.block_index.longest_prefix(b"".join(content_hashes(turns[4], 4, 32)))["prefill-0"]
+    assert (older.device < 64, older.host) == (True, 64), "the scheduler knows what lies there"
+
+
+def test_host_memory_under_load_is_used_and_given_back() -> None:
+    """Its pools are empty in the end, too, which each simulation asserts."""
+    workload = replace(WORKLOAD, num_requests=80, follow_up=0.7)
+    narrow = replace(SHAPE, kv_tokens=12_000)
+    tiers = replace(narrow, host_kv_tokens=200_000, host_token_s=1e-6)
+
+    def play(shape: WorkerShape, num_prefill: int) -> SimulationResult:
+        config = replace(CONFIG, num_prefill=num_prefill, num_decode=4 - num_prefill, prefill=shape, decode=shape)
+        router = LegatoRouter(DecisionPolicy(one_pool=not num_prefill))
+        return simulate(config, draw_requests(workload, 2), router)
+
+    without, with_host = play(narrow, 2), play(tiers, 2)
+    assert play(tiers, 2) == with_host
+    assert with_host.summary.cached_share > 1.2 * without.summary.cached_share
+    assert with_host.summary.overall.ttft.p50 < without.summary.overall.ttft.p50
+    assert play(tiers, 0).summary.overall.num_served > 70
+
+
+# --- steps that are not linear ---
+
+
+def test_few_prompt_tokens_in_a_step_are_dear_and_workers_learn_it() -> None:
+    """They know their steps by a linear model alone; what any step with prompts takes is the part of it that moves."""
+    curved = replace(SHAPE, half_speed_tokens=200.0)
+    config = replace(CONFIG, prefill=curved, decode=curved)
+    [record] = simulate(config, [one(2500, 100)], QueueLengthRouter()).records
+    chunks = ((1024, 0), (1024, 1024), (452, 2048))
+    lost = sum(200 / n * (prefill_s((n, cached)) - COST.base_s) for n, cached in chunks)
+    assert record.ttft_s == pytest.approx(6 * 0.001 + prefill_s(*chunks) + lost, rel=1e-9)
+    assert record.tpot_s == pytest.approx((0.002 + 452 * 1e-6 + decode_s(range(2501, 2600))) / 99, rel=1e-9)
+
+    class Reported(RoundRobin):
+        def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> None:
+            super().heartbeat(snapshot, now)
+            self.cost = self.prefills[0].cost
+
+    router = Reported()
+    simulate(config, draw_requests(WORKLOAD, 5), router)
+    assert router.cost.prefill_base_s > 0.5 * 200 * COST.prefill_token_s
+    assert router.cost.prefill_token_s == pytest.approx(COST.prefill_token_s, rel=0.1)
+    with pytest.raises(ValueError, match="half_speed_tokens is -1"):
+        replace(SHAPE, half_speed_tokens=-1.0)
 
 
 # --- one pool ---
