@@ -48,8 +48,7 @@ def _document(changes: Json) -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     settings = document["applications"][0]["args"]
     for section, values in changes.items():
-        assert isinstance(values, dict)
-        settings[section] = {**settings.get(section, {}), **values}
+        settings[section] = {**settings.get(section, {}), **values} if isinstance(values, dict) else values
     return document
 
 
