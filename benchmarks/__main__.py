@@ -21,7 +21,8 @@ from benchmarks.common.quiet import PATIENCE_VARIABLE
 from benchmarks.common.summary import Json
 from benchmarks.report.table import RESULTS, headline, write_table
 
-# Each part's module, and the seconds after which it is stopped: several times what it takes on two quiet cores.
+# Each part's module, with options, and the seconds after which it is stopped: several times what it takes on two
+# quiet cores.
 PARTS = {
     "transports": ("benchmarks.transfer.transports", 240),
     "gateway": ("benchmarks.serving.gateway", 600),
@@ -37,6 +38,8 @@ PARTS = {
     "gaps": ("benchmarks.serving.gaps", 900),
     "layerkv": ("benchmarks.serving.layerkv", 1800),
     "simulator_honesty": ("benchmarks.serving.simulator_honesty", 1200),
+    "simulator_honesty_colocated": ("benchmarks.serving.simulator_honesty --layout colocated", 1200),
+    "simulator_honesty_automatic": ("benchmarks.serving.simulator_honesty --layout automatic", 1200),
     "decisions": ("benchmarks.scheduling.decisions", 600),
     "goodput": ("benchmarks.scheduling.goodput", 7200),
 }
@@ -82,7 +85,7 @@ def _run(part: str, patience_s: int, time_s: float, options: list[str]) -> Json:
     if options:
         report["options"] = " ".join(options)
     started = time.perf_counter()
-    exit_code, last_line = _watch([PARTS[part][0], *options], patience_s, time_s)
+    exit_code, last_line = _watch([*PARTS[part][0].split(), *options], patience_s, time_s)
     duration_s = round(time.perf_counter() - started, 1)
     report |= _understood(last_line, exit_code)
     report.setdefault("duration_s", duration_s)

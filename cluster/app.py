@@ -185,6 +185,7 @@ class Gateway:
             config.slo_classes,
             self._orchestrator.scheduler.reports,
             secret=self._identity.secret,
+            one_pool=config.workers is not None,
             max_bytes=config.max_log_bytes,
         ).ended
 

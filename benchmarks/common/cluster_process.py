@@ -30,7 +30,7 @@ def running_cluster(changes: Json) -> Iterator[int]:
     """The quickstart cluster with some of its settings changed (`{"decode": {"threads": 2}}`); gives its HTTP port."""
     with tempfile.TemporaryDirectory(prefix="legato-bench-") as folder:
         path = Path(folder) / "cluster.yaml"
-        path.write_text(yaml.safe_dump(_document(changes)), encoding="utf-8")
+        path.write_text(yaml.safe_dump(cluster_document(changes)), encoding="utf-8")
         port = free_port()
         command = [sys.executable, "-m", "cluster", "serve", str(path), "--port", str(port)]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -44,12 +44,12 @@ def running_cluster(changes: Json) -> Iterator[int]:
             _stop(process)
 
 
-def _document(changes: Json) -> dict[str, Any]:
+def cluster_document(changes: Json) -> dict[str, Any]:
+    """The YAML file's content: sections are changed setting by setting, all else is replaced."""
     document: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     settings = document["applications"][0]["args"]
     for section, values in changes.items():
-        assert isinstance(values, dict)
-        settings[section] = {**settings.get(section, {}), **values}
+        settings[section] = {**settings.get(section, {}), **values} if isinstance(values, dict) else values
     return document
 
 

@@ -40,7 +40,7 @@ class ClusterWatch:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._samples: dict[str, list[_Sample]] = {}  # by role: one worker each
+        self._samples: dict[str, list[_Sample]] = {}  # by role, of all of its workers
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cluster-watch", daemon=True)
 
@@ -57,7 +57,7 @@ class ClusterWatch:
         self.look()
 
     def worker(self, role: str) -> LoggedWorker:
-        """With the mean of what its steps were said to cost: the fit follows the last few dozen steps."""
+        """With the mean of what their steps were said to cost: the fit follows the last few dozen steps."""
         samples = self._samples[role]
         newest = samples[-1].worker
         return LoggedWorker(
@@ -67,6 +67,9 @@ class ClusterWatch:
             max_num_seqs=newest["max_num_seqs"],
             noise=_typical([sample.noise for sample in samples]),
         )
+
+    def num_workers(self, role: str) -> int:
+        return len({sample.worker["worker_id"] for sample in self._samples.get(role, ())})
 
     def block_size(self) -> int:
         size: int = self._samples["decode"][-1].worker["block_size"]

@@ -61,6 +61,9 @@ def startup_headline(results: Report) -> Json:
     return {"first_token_s": results["seconds"]["total"]["median"]}
 
 
+HONESTY = ("simulator_honesty", "simulator_honesty_colocated", "simulator_honesty_automatic")
+
+
 def honesty_tables(results: Report) -> str:
     rows: list[list[object]] = [
         [row["what"], f"{row['measured']:g}", f"{row['simulated']:g}", f"{row['error']:+.1%}"]
@@ -76,7 +79,7 @@ def honesty_tables(results: Report) -> str:
         f"TTFT as predicted at placement ({prediction['requests']} requests): off by {prediction['median']:.1%} in the "
         f"median, {prediction['p90']:.1%} at P90.\n"
     )
-    columns = ["one prefill and one decode worker", "measured", "simulated", "error"]
+    columns = [results.get("layout", "one prefill and one decode worker"), "measured", "simulated", "error"]
     answers = results.get("answers", {})
     by_tpot, by_gaps = in_time(answers)
     kept = f"Requests / output tokens in time by TTFT and TPOT: {by_tpot}; by TTFT and gaps: {by_gaps}.\n"
@@ -421,7 +424,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "gaps": _gaps,
     "prefix": _prefix,
     "offload": offload_tables,
-    "simulator_honesty": honesty_tables,
+    **dict.fromkeys(HONESTY, honesty_tables),
     **dict.fromkeys(GOODPUT, goodput_tables),
     "decisions": decisions_table,
     "peers": peers_tables,
@@ -444,7 +447,7 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     },
     "prefix": lambda results: {"times_lower": results["times_lower"]},
     "offload": offload_headline,
-    "simulator_honesty": honesty_headline,
+    **dict.fromkeys(HONESTY, honesty_headline),
     **dict.fromkeys(GOODPUT, goodput_headline),
     "decisions": decisions_headline,
     "peers": peers_headline,

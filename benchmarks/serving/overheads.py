@@ -16,6 +16,7 @@ from benchmarks.common.summary import Json
 from benchmarks.common.timing import RequestTiming
 from benchmarks.common.workload import MODEL, draw_prompts
 from engine.cost_model.step_cost import StepCost, StepWork
+from kv_transfer.messages.fields import Role
 
 PROMPT_TOKENS = (40, 120, 200, 280, 360, 440)
 OUTPUT_TOKENS = 8
@@ -41,11 +42,12 @@ class Overheads:
         )
 
 
-def lone_overheads(port: int, watch: ClusterWatch) -> Overheads:
-    """One request after the other; their steps' costs are those that the workers report while they run."""
+def lone_overheads(port: int, watch: ClusterWatch, computing: Role = "prefill") -> Overheads:
+    """One request after the other; their steps' costs are those that the workers report while they run. `computing`:
+    the role of those that compute prompts."""
     lone = uvloop.run(_lone(port))
     watch.look()
-    return overheads_of(lone, watch.worker("prefill").cost, watch.worker("decode").cost)
+    return overheads_of(lone, watch.worker(computing).cost, watch.worker("decode").cost)
 
 
 def overheads_of(lone: list[tuple[int, RequestTiming]], prefill: StepCost, decode: StepCost) -> Overheads:

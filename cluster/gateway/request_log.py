@@ -54,7 +54,8 @@ class LoggedCluster:
     """`prefill` None: there were no prefill workers. `block_size`: tokens of the blocks that requests' hashes name.
 
     What no worker's cost holds: `gateway_s`, of HTTP and the gateway, in each first token; `handoff_s`, and for each
-    token of a prompt's last chunk `handoff_token_s`, from the first token until decode may go on.
+    token of a prompt's last chunk `handoff_token_s`, from the first token until decode may go on. `one_pool`: decode
+    workers compute prompts for each other, too.
     """
 
     num_prefill: int
@@ -66,6 +67,7 @@ class LoggedCluster:
     gateway_s: float = 0.0
     handoff_s: float = 0.002
     handoff_token_s: float = 0.0
+    one_pool: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +133,12 @@ class RequestRecorder:
         workers: Callable[[], Iterable[KnownWorker]],
         *,
         secret: bytes,
+        one_pool: bool = False,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._file = LineLog(path, max_bytes, self._head)
         self._slo = slo
+        self._one_pool = one_pool
         self._workers = workers
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
 
@@ -145,7 +149,7 @@ class RequestRecorder:
         self._file.append([request_line(line) for line in logged if line is not None])
 
     def _head(self) -> str | None:
-        cluster = logged_cluster(self._workers(), self._slo)
+        cluster = logged_cluster(self._workers(), self._slo, one_pool=self._one_pool)
         return None if cluster is None else cluster_line(cluster)
 
 
@@ -172,7 +176,7 @@ def _name(block_hash: bytes, key: bytes) -> str:
     return hashlib.blake2b(block_hash, key=key, digest_size=_NAME_BYTES).hexdigest()
 
 
-def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig) -> LoggedCluster | None:
+def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig, *, one_pool: bool = False) -> LoggedCluster | None:
     """None as long as a pool's workers have not reported what their steps cost."""
     workers = list(workers)
     pools: dict[Role, list[KnownWorker]] = {
@@ -189,6 +193,7 @@ def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig) -> LoggedClus
         decode=decode,
         block_size=block_size,
         slo=slo,
+        one_pool=one_pool,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Final
 
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.records import Quantiles, Record, aligned
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
@@ -144,7 +145,7 @@ def _play(cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int = 0) 
         gateway_s=cluster.gateway_s,
         seed=seed,
     )
-    return simulate(config, trace, LegatoRouter())
+    return simulate(config, trace, LegatoRouter(DecisionPolicy(one_pool=cluster.one_pool)))
 
 
 def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:

@@ -6,10 +6,12 @@ from itertools import accumulate, pairwise
 
 import pytest
 
+from benchmarks.common.cluster_process import cluster_document
 from benchmarks.common.timing import RequestTiming, describe_requests, in_time
 from benchmarks.serving.overheads import Overheads, overheads_of
-from benchmarks.serving.simulator_honesty import NUM_WARM, compared
+from benchmarks.serving.simulator_honesty import LAYOUTS, NUM_WARM, compared
 from benchmarks.serving.traced_load import OUTPUT_TOKENS, PROMPT_TOKENS, RUN_TOKENS, drawn, shrunk, stretched, timed
+from cluster.config.settings import LegatoConfig
 from cluster.gateway.request_log import LoggedRequest
 from cluster.simulation.records import Gaps, Record
 from cluster.simulation.workload.prompts import content_hashes
@@ -36,6 +38,17 @@ def test_drawn_requests_fit_the_cpu_and_share_prefixes() -> None:
     assert all(one.arrival_s <= other.arrival_s for one, other in pairwise(requests))
     blocks = [content_hashes(request, number, 16) for number, request in enumerate(requests)]
     assert len({digest for named in blocks for digest in named}) < 0.9 * sum(map(len, blocks))
+
+
+@pytest.mark.parametrize(("layout", "pools"), [("apart", (1, 1)), ("colocated", (0, 1)), ("automatic", (0, 2))])
+def test_each_layout_is_one_that_a_cluster_can_have(layout: str, pools: tuple[int, int]) -> None:
+    """And no more threads compute than the two cores have."""
+    settings = cluster_document(LAYOUTS[layout].settings)["applications"][0]["args"]
+    config = LegatoConfig.model_validate(settings)
+    assert (config.prefill.replicas, config.decode.replicas) == pools
+    assert (config.workers is not None) == (layout == "automatic")
+    threads = {"prefill": config.prefill.threads, "decode": config.decode.threads}
+    assert sum(number * (count or 0) for number, count in zip(pools, threads.values(), strict=True)) == 2
 
 
 @pytest.mark.parametrize("handoff_token_s", [0.0, 2e-5])
@@ -87,6 +100,7 @@ def test_only_what_comes_after_the_warm_up_is_judged() -> None:
         *[pytest.approx(1 / 1.2 - 1, abs=1e-4)] * 4,
         *[pytest.approx(1 / 1.2 - 1, abs=0.01)] * 2,
     ]
+    assert not any(row["in_aim"] for row in rows), "a sixth is more than the aim at any quantile"
 
 
 def answer(*gaps_s: float, ttft_s: float = 1.0) -> RequestTiming:

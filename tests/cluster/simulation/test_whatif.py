@@ -20,9 +20,10 @@ from cluster.gateway.request_log import (
     read_log,
     request_line,
 )
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.whatif import what_if
+from cluster.simulation.whatif import replay, what_if
 from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.synthetic import CONTENT_TOKENS, Workload, draw_requests
 from cluster.slo.classes import INTERACTIVE, SloConfig
@@ -36,8 +37,9 @@ CLUSTER = LoggedCluster(
 
 
 @cache
-def lived(slowness: float = 1.0, rate: float = 10.0) -> list[LoggedRequest]:
-    """What requests saw of the cluster where its steps took `slowness` times what the log says that they cost."""
+def lived(slowness: float = 1.0, rate: float = 10.0, one_pool: bool | None = None) -> list[LoggedRequest]:
+    """What requests saw of the cluster where its steps took `slowness` times what the log says that they cost.
+    `one_pool`: of its decode workers alone, which compute for each other or do not."""
     cost = StepCost(
         base_s=slowness * COST.base_s,
         prefill_token_s=slowness * COST.prefill_token_s,
@@ -46,11 +48,11 @@ def lived(slowness: float = 1.0, rate: float = 10.0) -> list[LoggedRequest]:
         context_token_s=slowness * COST.context_token_s,
     )
     shape = WorkerShape(cost=cost, kv_tokens=200_000, token_budget=1024, max_num_seqs=64, block_size=CONTENT_TOKENS)
-    config = SimulationConfig(num_prefill=1, num_decode=2, prefill=shape, decode=shape)
+    config = SimulationConfig(num_prefill=int(one_pool is None), num_decode=2, prefill=shape, decode=shape)
     requests = list(draw_requests(Workload(requests_per_s=rate, num_requests=100), 7))
     began = requests[0].arrival_s
     requests = [replace(request, arrival_s=request.arrival_s - began) for request in requests]
-    records = simulate(config, requests, LegatoRouter()).records
+    records = simulate(config, requests, LegatoRouter(DecisionPolicy(one_pool=bool(one_pool)))).records
     return [
         LoggedRequest(
             request_id=request.request_id,
@@ -144,3 +146,15 @@ def test_the_command_replays_a_log(
     path.write_text(cluster_line(CLUSTER))
     assert run() == 1
     assert "no requests" in capsys.readouterr().err
+
+
+def test_a_pool_whose_workers_compute_for_each_other_is_replayed_as_one(tmp_path: Path) -> None:
+    """Placed by the other rule, first tokens come at other times."""
+    for one_pool in (True, False):
+        requests = lived(one_pool=one_pool)
+        cluster = replace(CLUSTER, num_prefill=0, prefill=None, one_pool=one_pool)
+        ttfts = [request.ttft_s for request in requests]
+        replayed = replay(*read_log(written(tmp_path / "log", cluster, requests)))
+        assert [record.ttft_s for record in replayed] == pytest.approx(ttfts)
+        otherwise = replay(replace(cluster, one_pool=not one_pool), requests)
+        assert [record.ttft_s for record in otherwise] != pytest.approx(ttfts)
