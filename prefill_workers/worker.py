@@ -33,8 +33,8 @@ class PrefillWorkerConfig(WorkerConfig):
 
 
 class PrefillWorker(Worker):
-    """Accepts `Start`; answers with the first token, or `Refused`, or a failure. Without a ticket the prompt is computed
-    and kept here, until a `Start` with one follows."""
+    """Accepts `Start`; answers with the first token, or `Refused`, or a failure. Without a ticket the prompt is
+    computed and kept here, until a `Start` with one follows."""
 
     role: ClassVar[Role] = "prefill"
     scheduler: PrefillScheduler

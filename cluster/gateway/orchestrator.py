@@ -1,7 +1,8 @@
 """Runs requests on the cluster and makes them survive it: place, reserve, prefill, stream, and again if a worker dies.
 
-Decode reserves before prefill computes; where it has no room yet, the prompt is computed meanwhile. A dead prefill worker costs a new prefill under the same reservation; a dead
-decode worker costs a new placement with prompt and emitted tokens. Either way the client sees one unbroken stream.
+Decode reserves before prefill computes; while it has no room, prefill computes all the same and keeps the prompt. A
+dead prefill worker costs a new prefill under the same reservation; a dead decode worker costs a new placement with
+prompt and emitted tokens. Either way the client sees one unbroken stream.
 Knows nothing of HTTP, and no block ever crosses it.
 """
 

@@ -127,7 +127,7 @@ class Reserved(Message):
 
 @message
 class RoomAwaited(Message):
-    """Decode to gateway: there is no room yet; `Reserved` or `Refused` follows. The prompt may be computed meanwhile."""
+    """Decode to gateway: no room yet; `Reserved` or `Refused` follows. The prompt may be computed meanwhile."""
 
     request_id: Text
     attempt: Count
