@@ -15,7 +15,7 @@ from decode_workers.scheduler import DecodeScheduler
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import Sequence, StepPlan
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
 from kv_transfer.handoff.sender_state import HandoffSender
 from kv_transfer.messages.handoff import Rejected, Verified
@@ -48,7 +48,7 @@ class Story:
         self._sequences: dict[str, Sequence] = {}
         self._states: dict[str, str] = {}
         self._lines: list[str] = []
-        self._plan = None
+        self._plan = StepPlan(())
         self.sender = HandoffSender()
 
     def run(self, command: str) -> list[str]:
