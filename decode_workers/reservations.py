@@ -18,7 +18,7 @@ from engine.memory.streams import queued_on
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread
 from kv_transfer.handoff.receiver import KvReceiver
-from kv_transfer.messages.requests import RequestSpec, Reserved
+from kv_transfer.messages.requests import RequestSpec, Reserved, RoomAwaited
 from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import GatewayId, GatewayPort
 from kv_transfer.worker.sequences import sequence_of
@@ -103,9 +103,12 @@ class Reservations:
         return self.receiver.refusal(request)
 
     def add(self, gateway: GatewayId, request: RequestSpec) -> None:
-        """Reserve now if it fits and nobody is before it, else as soon as there is room."""
-        self._queue.append(_Waiting(gateway, request, time.monotonic() + self._wait_s))
+        """Reserve now if it fits and nobody is before it, else as soon as there is room; the gateway hears which."""
+        waiting = _Waiting(gateway, request, time.monotonic() + self._wait_s)
+        self._queue.append(waiting)
         self.retry()
+        if self._queue and self._queue[-1] is waiting:
+            self._port.post(gateway, RoomAwaited(request_id=request.request_id, attempt=request.attempt))
 
     def renew(self, gateway: GatewayId, request: RequestSpec) -> bool:
         """Let the attempt have what an older one reserved; False if there is nothing, or too little."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from engine.cost_model.step_cost import StepCost
 from engine.cost_model.step_room import StepRoom
@@ -19,6 +20,9 @@ from engine.sequence import BlockCopy, SampledToken, ScheduledSequence, Sequence
 
 Room = tuple[int, int, int]
 """Blocks available on the device and in host memory, and columns of the staging ring."""
+
+KEPT_SHARE: Final = 0.5
+"""Of the device's blocks, for prompts that decode has no room for yet."""
 
 
 class PrefillState(Enum):
@@ -33,6 +37,7 @@ class PrefillState(Enum):
 class _Entry:
     seq: Sequence
     state: PrefillState
+    is_reserved: bool  # decode has room for it; else it may have to be kept here
     doomed: bool = False  # to be released when the step in flight is over
 
 
@@ -109,11 +114,18 @@ class PrefillScheduler:
         entry = self._entries.get(key)
         return None if entry is None else entry.seq
 
-    def add(self, seq: Sequence, *, loading: bool = False) -> None:
-        """`loading`: it keeps its place in the queue, but enters only after `loaded`."""
+    def add(self, seq: Sequence, *, loading: bool = False, is_reserved: bool = True) -> None:
+        """`loading`: it keeps its place in the queue, but enters only after `loaded`. Not `is_reserved`: it is computed
+        as far as `KEPT_SHARE` goes, and the others after `reserved`."""
         assert seq.key not in self._entries, f"request {seq.request_id} is here already"
-        entry = _Entry(seq, PrefillState.LOADING if loading else PrefillState.WAITING)
+        entry = _Entry(seq, PrefillState.LOADING if loading else PrefillState.WAITING, is_reserved)
         self._entries[seq.key] = self._waiting[seq.key] = entry
+
+    def reserved(self, key: SequenceKey) -> None:
+        """Decode has room for it now. Unknown ids are fine."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.is_reserved = True
 
     def loaded(self, key: SequenceKey) -> None:
         """Its prefix is in host memory, or is to be computed after all. Unknown ids are fine."""
@@ -209,6 +221,8 @@ class PrefillScheduler:
         for entry in [entry for entry in self._waiting.values() if entry.state is PrefillState.WAITING]:
             if step.is_full or not step.admits(entry.seq):
                 break
+            if not (entry.is_reserved or self._may_keep(entry.seq)):
+                continue
             copies = self._open(entry.seq, step.columns_left)
             if copies is None:
                 break
@@ -219,6 +233,12 @@ class PrefillScheduler:
             admitted.append(entry.seq)
             step.add(entry.seq, copies)
         return admitted
+
+    def _may_keep(self, seq: Sequence) -> bool:
+        """Whether it may be computed before decode has room for it, and be kept here until then."""
+        kept = sum(e.seq.num_tokens for e in self._entries.values() if not e.is_reserved and e.seq.lease is not None)
+        pool = self._allocator.pool.num_blocks // self._allocator.layer_groups * self._allocator.block_size
+        return kept + seq.num_tokens <= KEPT_SHARE * pool
 
     def _open(self, seq: Sequence, columns_left: int) -> tuple[BlockCopy, ...] | None:
         """Blocks on the device, else split over both tiers; None and nothing taken if there are too few."""

@@ -33,7 +33,8 @@ class PrefillWorkerConfig(WorkerConfig):
 
 
 class PrefillWorker(Worker):
-    """Accepts `Start` with a ticket; answers with the first token, or `Refused`, or a failure."""
+    """Accepts `Start`; answers with the first token, or `Refused`, or a failure. Without a ticket the prompt is
+    computed and kept here, until a `Start` with one follows."""
 
     role: ClassVar[Role] = "prefill"
     scheduler: PrefillScheduler
@@ -75,10 +76,8 @@ class PrefillWorker(Worker):
 
     def _on_message(self, gateway: GatewayId, message: Message) -> None:
         match message:
-            case Start(request=request, ticket=Ticket() as ticket):
+            case Start(request=request, ticket=ticket):
                 self._accept(gateway, request, ticket)
-            case Start(request=request):
-                self._port.refuse(gateway, request, "a prefill worker needs the ticket of a decode worker", None)
             case Cancel(request_id=request_id, attempt=attempt):
                 self._cancel(
                     [k for k in self.gateway_of if k.request_id == request_id and k.attempt <= attempt], "cancelled"
@@ -86,10 +85,12 @@ class PrefillWorker(Worker):
             case _:
                 logger.warning("a gateway sent %s, which a prefill worker has no use for", type(message).__name__)
 
-    def _accept(self, gateway: GatewayId, request: RequestSpec, ticket: Ticket) -> None:
+    def _accept(self, gateway: GatewayId, request: RequestSpec, ticket: Ticket | None) -> None:
         key = SequenceKey(request.request_id, request.attempt)
-        if key in self.gateway_of:
-            return  # a repetition: the first one is being worked on
+        if key in self.gateway_of:  # its ticket, or a repetition: the first one is being worked on
+            if ticket is not None and self.sender.awaits_ticket(key):
+                self._take_ticket(key, ticket)
+            return
         if request.num_tokens > self.info.max_model_len:
             self._port.refuse(gateway, request, f"{request.num_tokens} tokens exceed {self.info.max_model_len}", None)
             return
@@ -102,7 +103,18 @@ class PrefillWorker(Worker):
             return
         seq = sequence_of(request)
         self.gateway_of[key] = gateway
-        self.scheduler.add(seq, loading=self.prefix.begin(seq))
+        self.scheduler.add(seq, loading=self.prefix.begin(seq), is_reserved=ticket is not None)
+        if ticket is None:
+            self.sender.keep(seq)
+        else:
+            self.sender.begin(ticket, seq)
+        self.steps.wake()
+
+    def _take_ticket(self, key: SequenceKey, ticket: Ticket) -> None:
+        """There is room for what was accepted without, computed by now or not."""
+        seq = self.scheduler.sequence(key)
+        assert seq is not None
+        self.scheduler.reserved(key)
         self.sender.begin(ticket, seq)
         self.steps.wake()
 

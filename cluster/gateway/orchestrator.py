@@ -1,7 +1,8 @@
 """Runs requests on the cluster and makes them survive it: place, reserve, prefill, stream, and again if a worker dies.
 
-Decode reserves before prefill computes. A dead prefill worker costs a new prefill under the same reservation; a dead
-decode worker costs a new placement with prompt and emitted tokens. Either way the client sees one unbroken stream.
+Decode reserves before prefill computes; while it has no room, prefill computes all the same and keeps the prompt. A
+dead prefill worker costs a new prefill under the same reservation; a dead decode worker costs a new placement with
+prompt and emitted tokens. Either way the client sees one unbroken stream.
 Knows nothing of HTTP, and no block ever crosses it.
 """
 
@@ -41,6 +42,7 @@ from kv_transfer.messages.requests import (
     RequestSpec,
     Reserve,
     Reserved,
+    RoomAwaited,
     Start,
     StepFrame,
     StepOverdue,
@@ -149,33 +151,35 @@ class Orchestrator:
             raise AttemptFailedError(_COPY_IS_TRIED, None, "moved")
         spec = run.spec()
         if placement.prefill is None:
-            await self._post(run, placement.decode, Start(request=spec, ticket=None))
+            await self._start(run, placement.decode, Start(request=spec, ticket=None))
         else:
             run.state = RequestState.RESERVING
             await self._post(run, placement.decode, Reserve(request=spec))
-            reserved = await self._await_reservation(run)
-            await self._post(run, placement.prefill, Start(request=spec, ticket=reserved.ticket))
-        run.state = RequestState.PREFILLING
-        run.timeline.started()
         while True:
             while ready := run.take_ready():
                 yield ready
                 if ready[-1].finish_reason is not None:
                     return
-            while run.inbox:
-                self._read_news(run)
+            while (news := self._read_news(run)) is not None:
+                assert placement.prefill is not None
+                if isinstance(news, Reserved):
+                    await self._start(run, placement.prefill, Start(request=spec, ticket=news.ticket))
+                elif not self._placer.is_decode(placement.prefill):  # which computes for others what has a ticket
+                    await self._start(run, placement.prefill, Start(request=spec, ticket=None))
             await self._arrival(run)
 
-    async def _await_reservation(self, run: RequestRun) -> Reserved:
-        while (reserved := self._read_news(run)) is None:
-            await self._arrival(run)
-        return reserved
+    async def _start(self, run: RequestRun, worker_id: str, start: Start) -> None:
+        """Have the prompt computed; or, where it is computed already, handed over."""
+        await self._post(run, worker_id, start)
+        if run.state in (RequestState.PLACING, RequestState.RESERVING):
+            run.state = RequestState.PREFILLING
+            run.timeline.started()
 
-    def _read_news(self, run: RequestRun) -> Reserved | None:
+    def _read_news(self, run: RequestRun) -> Reserved | RoomAwaited | None:
         """Up to the first good news, if there is any. Raises what bad news means for the attempt or the request."""
         while run.inbox:
             news = run.inbox.popleft()
-            if isinstance(news, Reserved):
+            if isinstance(news, Reserved | RoomAwaited):
                 return news
             if isinstance(news, GenerationError) or news.worker_id is None or run.concerns(news.worker_id):
                 raise news
@@ -269,6 +273,9 @@ class Orchestrator:
             case Reserved(ticket=ticket, attempt=attempt):
                 if (run := self._current(ticket.request_id, attempt)) is not None:
                     run.tell(message)
+            case RoomAwaited(request_id=request_id, attempt=attempt):
+                if (run := self._current(request_id, attempt)) is not None:
+                    run.tell(message)
             case Refused():
                 self._refused(worker_id, message)
             case StepOverdue(is_overdue=is_overdue):
@@ -310,7 +317,7 @@ class Orchestrator:
         if refused.retry_after_s is None:
             advice = "Shorten the prompt, or lower max_tokens."
             run.tell(RequestTooLargeError(f"The workers have no room for so many tokens. {advice}"))
-        elif run.attempt == run.request.attempt:
+        elif run.attempt == run.request.attempt and not run.num_of_attempt:
             sentence = "Overloaded: the workers are full. Try again later."
             run.tell(OverloadedError(sentence, retry_after_s=refused.retry_after_s))
         else:

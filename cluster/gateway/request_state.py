@@ -16,7 +16,7 @@ from typing import Final, Literal
 from cluster.errors import GenerationError
 from cluster.gateway.timeline import SequenceEnd, SequenceTimeline
 from cluster.gateway.wakeup import Wakeup
-from kv_transfer.messages.requests import FailureCause, RequestSpec, Reserved, TokenEvent
+from kv_transfer.messages.requests import FailureCause, RequestSpec, Reserved, RoomAwaited, TokenEvent
 from kv_transfer.messages.scheduling import Place, Placement, StandingRequest
 
 
@@ -51,6 +51,10 @@ class AttemptFailedError(Exception):
         self.cause = cause
 
 
+News = Reserved | RoomAwaited | AttemptFailedError | GenerationError
+"""What a gateway hears of an attempt, but for its tokens."""
+
+
 class RequestRun:
     """One choice of a request, from arrival to its terminal state, over all attempts."""
 
@@ -64,7 +68,7 @@ class RequestRun:
         self.emitted: list[int] = list(request.output_token_ids)
         self.ended = False
         self.ready: list[TokenEvent] = []  # merged, and not yet given on
-        self.inbox: deque[Reserved | AttemptFailedError | GenerationError] = deque()  # what else came, of this attempt
+        self.inbox: deque[News] = deque()  # what else came, of this attempt
         self.wakeup = Wakeup()  # set when either grows
         self.placement: Placement | None = None
         self.touched: set[str] = set()  # workers that may hold something for it
@@ -84,7 +88,7 @@ class RequestRun:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def tell(self, news: Reserved | AttemptFailedError | GenerationError) -> None:
+    def tell(self, news: News) -> None:
         """Anything but a token has come for this attempt: its reservation, or what ends it."""
         self.inbox.append(news)
         self.wakeup.set()

@@ -333,7 +333,8 @@ class Simulation:
             self._clock.after(2 * self._config.message_s, lambda: self._begin(live, answer))
 
     def _may_wait(self, live: Live) -> bool:
-        return live.num_retries > 0 and self._clock.now < live.record.arrival_s + DEADLINE_S
+        has_begun = live.num_retries > 0 or len(live.token_times) > live.num_before
+        return has_begun and self._clock.now < live.record.arrival_s + DEADLINE_S
 
     def _query(self, live: Live) -> Place:
         request, declared, slo = live.request, self._config.declared_tokens, live.record.slo
@@ -365,10 +366,22 @@ class Simulation:
         if decode is None:
             self._retry(live, placement.decode)
             return
-        seq, refuse = self._sequence(live), partial(self._refuse, live)
+        seq = self._sequence(live)
+        keeping: SimulatedPrefill | None = None  # its prompt, while the reservation waits for room
+
+        def refuse(reason: str, retry_after_s: float | None) -> None:
+            if keeping is not None:
+                self._clock.after(self._config.message_s, partial(keeping.cancel, seq.key))
+            self._refuse(live, reason, retry_after_s)
 
         def granted() -> None:
-            self._clock.after(2 * self._config.message_s, lambda: self._prefill(live, placement, seq))
+            def begin() -> None:
+                if keeping is not None:
+                    keeping.reserved(seq.key)
+                else:
+                    self._prefill(live, placement, seq)
+
+            self._clock.after(2 * self._config.message_s, begin)
 
         held, live.held = live.held, None
         if held is not None and held[1] is decode and placement.prefill is not None and not self._config.reserves_late:
@@ -383,8 +396,12 @@ class Simulation:
             self._prefill(live, placement, seq)
         else:
             decode.reserve(seq, granted, refuse)
+            prefill = self._worker(placement.prefill)
+            if isinstance(prefill, SimulatedPrefill) and decode.waits_for_room(seq.key):
+                keeping = prefill
+                self._clock.after(2 * self._config.message_s, lambda: self._prefill(live, placement, seq, False))
 
-    def _prefill(self, live: Live, placement: Placement, reserved: Sequence) -> None:
+    def _prefill(self, live: Live, placement: Placement, reserved: Sequence, is_reserved: bool = True) -> None:
         assert placement.prefill is not None
         if live.key != reserved.key:
             return  # this attempt is over
@@ -400,7 +417,7 @@ class Simulation:
 
         seq, unreserved = self._sequence(live), reserved if self._config.reserves_late else None
         if isinstance(prefill, SimulatedPrefill):
-            prefill.start(seq, decode, refuse, unreserved)
+            prefill.start(seq, decode, refuse, unreserved, is_reserved=is_reserved)
         elif isinstance(prefill, SimulatedDecode):
             prefill.start(seq, refuse, decode, unreserved)
 

@@ -193,6 +193,8 @@ class SimulatedWorker(ABC):
         self.is_dead = False
         self._receivers: dict[SequenceKey, SimulatedDecode] = {}  # of prompts that are computed for others
         self._unreserved: dict[SequenceKey, Sequence] = {}  # of those, who is reserved for once they are computed
+        # of those, who is kept until there is room: computed, and its way there, or not yet
+        self._kept: dict[SequenceKey, Callable[[], None] | None] = {}
         self._flows: dict[SequenceKey, Flow] = {}  # of those, whose KV is on its way
         self._step_cost = stated_report(shape.cost)
         self._cautious_cost: StepCost | None = shape.cautious_cost()
@@ -257,6 +259,7 @@ class SimulatedWorker(ABC):
         if self.is_dead or self._receivers.pop(key, None) is None:
             return
         self._unreserved.pop(key, None)
+        self._kept.pop(key, None)
         if (flow := self._flows.pop(key, None)) is not None:
             flow.close(None)
         self.break_silence()
@@ -328,6 +331,7 @@ class SimulatedWorker(ABC):
         receiver, unreserved = self._receivers[seq.key], self._unreserved.pop(seq.key, None)
         if has_ended:
             del self._receivers[seq.key]
+            self._kept.pop(seq.key, None)
             if unreserved is None:
                 receiver.drop(seq.key)
             if (flow := self._flows.pop(seq.key, None)) is not None:
@@ -337,7 +341,7 @@ class SimulatedWorker(ABC):
         exposed_s = self.shape.handoff_s
         if self._network is None:
             exposed_s += self.shape.handoff_token_s * num_last
-            if unreserved is not None:
+            if unreserved is not None or seq.key in self._kept:
                 exposed_s += self.shape.pulled_token_s * len(seq.prompt_token_ids)
 
         def arrived() -> None:
@@ -351,10 +355,12 @@ class SimulatedWorker(ABC):
                     self._open_flow(seq).add(self._link.token_bytes * seq.num_computed)
                 self._flows[seq.key].close(arrived)
 
-        if unreserved is None:
-            go_over()
-        else:
+        if unreserved is not None:
             receiver.pull(unreserved, go_over)
+        elif seq.key in self._kept:
+            self._kept[seq.key] = go_over
+        else:
+            go_over()
 
     def _handed_over(self, seq: Sequence) -> None:
         """Decode has verified it: it goes on there, and the blocks are free here. Unless one of them is gone."""
@@ -404,7 +410,8 @@ class SimulatedWorker(ABC):
                 flow.num_tokens = item.seq.num_computed
 
     def _pulls(self, key: SequenceKey) -> bool:
-        return key in self._unreserved and self.shape.pulled_token_s > 0.0
+        """Whether nothing of it goes out while it is computed."""
+        return key in self._kept or (key in self._unreserved and self.shape.pulled_token_s > 0.0)
 
     @abstractmethod
     def on_room(self) -> None:
@@ -511,6 +518,10 @@ class SimulatedDecode(SimulatedWorker):
         if self.host is not None:
             self.host.write_through()
         self.steps.wake()
+
+    def waits_for_room(self, key: SequenceKey) -> bool:
+        """Whether its reservation has no blocks yet."""
+        return any(pending.seq.key == key for pending in self._pending)
 
     def renew(self, key: SequenceKey, seq: Sequence) -> bool:
         """A newer attempt takes over the blocks that are kept for an earlier one. False if there are none, or not
@@ -651,8 +662,17 @@ class SimulatedPrefill(SimulatedWorker):
             cost=lambda: self._cautious_cost,
         )
 
-    def start(self, seq: Sequence, to: SimulatedDecode, refuse: Refuse, unreserved: Sequence | None = None) -> None:
-        """`to` has a reservation for it; or, `unreserved`, will make room for that once the prompt is computed."""
+    def start(
+        self,
+        seq: Sequence,
+        to: SimulatedDecode,
+        refuse: Refuse,
+        unreserved: Sequence | None = None,
+        *,
+        is_reserved: bool = True,
+    ) -> None:
+        """`to` has a reservation for it; or that waits for room, and `reserved` follows (not `is_reserved`); or,
+        `unreserved`, it will make room for that once the prompt is computed."""
         self.break_silence()
         longest = self.info.max_model_len if unreserved is None else min(self.info.max_model_len, to.longest_prompt)
         if seq.num_tokens > longest:
@@ -662,8 +682,20 @@ class SimulatedPrefill(SimulatedWorker):
             refuse("the prefill queue is full", self.shape.cost.prefill_s(self.scheduler.num_uncomputed_tokens))
             return
         self._compute_for(to, seq.key, unreserved)
-        self.scheduler.add(seq, loading=self.shape.asks_neighbours and self._load(seq))
+        if not is_reserved:
+            self._kept[seq.key] = None
+        is_loading = self.shape.asks_neighbours and self._load(seq)
+        self.scheduler.add(seq, loading=is_loading, is_reserved=is_reserved)
         self.steps.wake()
+
+    def reserved(self, key: SequenceKey) -> None:
+        """There is room for one that was started without. Unknown ones are fine."""
+        if key in self._kept and not self.is_dead:
+            self.scheduler.reserved(key)
+            go_over = self._kept.pop(key)
+            if go_over is not None:
+                go_over()
+            self.steps.wake()
 
     def _load(self, seq: Sequence) -> bool:
         """Fetch what a neighbour has of the prompt beyond what is here, if that is faster than computing it: as

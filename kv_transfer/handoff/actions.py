@@ -34,6 +34,7 @@ class ReceiverState(Enum):
 class SenderState(Enum):
     """Where a hand-off stands on the prefill worker."""
 
+    WAITING = "There is no ticket yet; what is computed is kept in the source blocks."
     SENDING = "Layers are computed and sent; the source blocks are read by slabs in flight."
     COMMITTED = "Everything was sent and committed; the answer of decode is awaited, for one ttl."
     DRAINING = "It is over, but slabs in flight still read the source blocks, which are released after the last."

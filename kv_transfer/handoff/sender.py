@@ -22,7 +22,7 @@ from engine.memory.streams import Event
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.connections.event_loops import DeadlineTimer, HomeLoop, LoopThread, to_the_end
 from kv_transfer.digest import DigestKind
-from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SendSlab
+from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SenderState, SendSlab
 from kv_transfer.handoff.sender_state import HandoffSender
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, copying_threads, fill_slab
 from kv_transfer.messages import Message
@@ -45,7 +45,7 @@ class HandoffTimeline:
     request_id: str
     attempt: int
     num_tokens: int
-    begun_s: float  # the ticket was there
+    begun_s: float  # the ticket was there, or that there was none yet
     computed_s: float = 0.0  # the first token was sampled: from here on nothing is hidden
     sent_s: float = 0.0  # the link had taken the last slab
     verified_s: float = 0.0  # decode's answer was here
@@ -224,14 +224,26 @@ class KvSender:
         """Whether any of its tokens stood yet, and were told of."""
         return self._handoffs[key].has_begun
 
+    def awaits_ticket(self, key: SequenceKey) -> bool:
+        """Whether decode had no room for it yet (`keep`)."""
+        return self.machine.state(key) is SenderState.WAITING
+
+    def keep(self, seq: Sequence) -> None:
+        """Decode has no room for it yet: until `begin` nothing of it is sent, and its blocks are held."""
+        self._add(seq)
+        self.machine.keep(seq.key)
+
     def begin(self, ticket: Ticket, seq: Sequence) -> None:
         """Once its tokens stand (`layer_ready`) and its first token is known, hand them over to the reservation."""
-        now = time.monotonic()
-        timeline = HandoffTimeline(**seq.key._asdict(), num_tokens=seq.num_tokens, begun_s=now)
-        self._handoffs[seq.key] = _HandOff(seq, timeline)
+        if not self.awaits_ticket(seq.key):
+            self._add(seq)
         self._endpoints[ticket.worker_id] = ticket.endpoint
-        num_layers = self.kv_cache.layout.num_layers
-        self._do(self.machine.begin(ticket, num_layers=num_layers, num_tokens=seq.num_tokens, now=now))
+        num_layers, num_tokens = self.kv_cache.layout.num_layers, self._handoffs[seq.key].timeline.num_tokens
+        self._do(self.machine.begin(ticket, num_layers=num_layers, num_tokens=num_tokens, now=time.monotonic()))
+
+    def _add(self, seq: Sequence) -> None:
+        timeline = HandoffTimeline(**seq.key._asdict(), num_tokens=seq.num_tokens, begun_s=time.monotonic())
+        self._handoffs[seq.key] = _HandOff(seq, timeline)
 
     def layer_ready(
         self, key: SequenceKey, layer: int, token_start: int, num_tokens: int, stored: Event | None = None

@@ -25,6 +25,18 @@ What each event does in each state ("=": the state stays; "–": nothing):
 | time is up  | `Abort`, `Fail`, DRAINING [2]                | `Abort`, `Fail`, OVER     | –                       |
 | cancel      | `Abort`, DRAINING                            | `Abort`, OVER             | –                       |
 
+Where decode has no room yet, a hand-off begins without a ticket:
+
+```
+   keep                   begin: what stands is sent, `KeepAlive`
+  ──────▶ WAITING ─────────────────────────────────────────────────▶ SENDING
+             │ cancel; time is up, from the first token on (`Fail`)
+             └─────────────────────────────────────────────────────▶ OVER
+```
+
+In WAITING a layer that is ready, and the first token, are noted. Nobody reads the source blocks, and no decode worker
+is known, so that nothing else can be.
+
 OVER is no state, but the end: `ReleaseSource`, and nothing is known of the attempt any more. DRAINING with nothing in
 flight is OVER at once. [1] Once the first token is known. [2] While slabs are in flight the time starts again with each
 that gets through; while this worker itself has yet to compute, nothing is awaited from decode and no time runs. A
@@ -50,6 +62,7 @@ from kv_transfer.messages import Message
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, Verified
 from kv_transfer.messages.requests import Fence, Ticket
 
+KEPT_S = 60.0  # a computed prompt without a ticket; its gateway has heard from decode, or has died, long before
 KEEP_ALIVES_PER_TTL = 6  # several may be lost or late before a reservation lapses
 
 
@@ -75,6 +88,15 @@ class _Outgoing:
         return self.ticket.request_id, self.ticket.fence
 
 
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """Without a ticket: what stands, in the order of its coming."""
+
+    slabs: list[tuple[int, int, int]] = field(default_factory=list)  # (layer, token_start, num_tokens)
+    first_token: tuple[int, int] | None = None
+    deadline: float | None = None  # None: it is still computed here
+
+
 class HandoffSender:
     """All hand-offs of one prefill worker.
 
@@ -84,32 +106,49 @@ class HandoffSender:
 
     def __init__(self, digest_kind: DigestKind = "xxh3_64") -> None:
         self._digest_kind = digest_kind
+        self._kept: dict[SequenceKey, _Kept] = {}
         self._outgoing: dict[SequenceKey, _Outgoing] = {}
         self._keep_alive_at: dict[str, float] = {}  # per decode worker
 
     def state(self, key: SequenceKey) -> SenderState | None:
         """Of the attempt; None if it was never begun or is over."""
+        if key in self._kept:
+            return SenderState.WAITING
         out = self._outgoing.get(key)
         return None if out is None else out.state
+
+    def keep(self, key: SequenceKey) -> None:
+        """Decode has no room for it yet: `begin` follows once it has, or `cancel`."""
+        assert self.state(key) is None, f"attempt {key} was begun before"
+        self._kept[key] = _Kept()
 
     def begin(self, ticket: Ticket, *, num_layers: int, num_tokens: int, now: float) -> list[Action]:
         """Hand the KV of `num_tokens` tokens over to the ticket's reservation.
 
         The first keep-alive leaves at once: it opens the way, and a reservation that is void answers before anything
-        was computed for it.
+        was computed for it. What was computed before there was a ticket follows.
         """
         out = _Outgoing(ticket=ticket, coverage=Coverage(num_layers, num_tokens))
         assert out.key not in self._outgoing, f"attempt {out.key} was begun before"
         self._outgoing[out.key] = out
+        kept = self._kept.pop(out.key, _Kept())
         if num_tokens != ticket.num_tokens:
             return self._fail(out, f"{num_tokens} tokens are to be sent, but {ticket.num_tokens} were reserved")
         self._keep_alive_at.setdefault(ticket.worker_id, now + ticket.ttl_s / KEEP_ALIVES_PER_TTL)
-        return [Send(ticket.worker_id, KeepAlive(fences=[out.reference]))]
+        actions: list[Action] = [Send(ticket.worker_id, KeepAlive(fences=[out.reference]))]
+        for slab in kept.slabs:
+            actions += self.on_layer_ready(out.key, *slab, now)
+        if kept.first_token is not None:
+            actions += self.on_first_token(out.key, *kept.first_token, now)
+        return actions
 
     def on_layer_ready(
         self, key: SequenceKey, layer: int, token_start: int, num_tokens: int, now: float
     ) -> list[Action]:
         """These tokens' KV of this layer stands in the source blocks: computed, or found in the prefix cache."""
+        if key in self._kept:
+            self._kept[key].slabs.append((layer, token_start, num_tokens))
+            return []
         out = self._live(key)
         if out is None:
             return []
@@ -142,6 +181,10 @@ class HandoffSender:
 
     def on_first_token(self, key: SequenceKey, token_id: int, index: int, now: float) -> list[Action]:
         """The prompt is computed and its next token sampled; it goes with the commit."""
+        if key in self._kept:
+            self._kept[key].first_token = (token_id, index)
+            self._kept[key].deadline = now + KEPT_S
+            return []
         out = self._live(key)
         if out is None:
             return []
@@ -167,16 +210,20 @@ class HandoffSender:
 
     def cancel(self, key: SequenceKey, reason: str) -> list[Action]:
         """End every attempt up to this one. Nothing is reported to the gateway, whose wish it was."""
+        kept = [k for k in self._kept if k.request_id == key.request_id and k.attempt <= key.attempt]
         mine = [
             out
             for out in self._outgoing.values()
             if out.is_live and out.key.request_id == key.request_id and out.key.attempt <= key.attempt
         ]
-        return [action for out in mine for action in (_abort(out, reason), *self._end(out))]
+        ended = [action for out in mine for action in (_abort(out, reason), *self._end(out))]
+        return [*(self._forget(k) for k in kept), *ended]
 
     def tick(self, now: float) -> list[Action]:
         """Fail what decode let wait for too long; send the keep-alives that are due."""
         actions: list[Action] = []
+        for key in [k for k, kept in self._kept.items() if kept.deadline is not None and kept.deadline <= now]:
+            actions += [Fail(key, f"no decode worker had room for it within {KEPT_S:g} s"), self._forget(key)]
         for out in list(self._outgoing.values()):
             if out.is_live and out.deadline is not None and out.deadline <= now:
                 actions += self._fail(out, _overdue(out))
@@ -186,7 +233,8 @@ class HandoffSender:
 
     def next_deadline(self) -> float | None:
         deadlines = [out.deadline for out in self._outgoing.values() if out.is_live and out.deadline is not None]
-        return min([*deadlines, *self._keep_alive_at.values()], default=None)
+        kept = [kept.deadline for kept in self._kept.values() if kept.deadline is not None]
+        return min([*deadlines, *kept, *self._keep_alive_at.values()], default=None)
 
     def _live(self, key: SequenceKey) -> _Outgoing | None:
         out = self._outgoing.get(key)
@@ -219,6 +267,10 @@ class HandoffSender:
     def _fail(self, out: _Outgoing, reason: str, *, tell_peer: bool = True) -> list[Action]:
         aborted = [_abort(out, reason)] if tell_peer else []
         return [*aborted, Fail(out.key, reason), *self._end(out)]
+
+    def _forget(self, key: SequenceKey) -> ReleaseSource:
+        del self._kept[key]
+        return ReleaseSource(key)
 
     def _end(self, out: _Outgoing) -> list[Action]:
         out.state = SenderState.DRAINING

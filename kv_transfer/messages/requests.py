@@ -126,6 +126,14 @@ class Reserved(Message):
 
 
 @message
+class RoomAwaited(Message):
+    """Decode to gateway: no room yet; `Reserved` or `Refused` follows. The prompt may be computed meanwhile."""
+
+    request_id: Text
+    attempt: Count
+
+
+@message
 class Refused(Message):
     """Nothing was done for the request. `retry_after_s` is when it would probably fit; None: never on this worker."""
 
@@ -137,7 +145,9 @@ class Refused(Message):
 
 @message
 class Start(Message):
-    """Gateway to prefill (with the ticket of the decode worker), or to decode (without: do all of it yourself)."""
+    """Gateway to prefill, with the ticket of the decode worker; without one while room is awaited there, and again once
+    there is a ticket. Or to decode: with the ticket of another worker compute the prompt for that, without one do all
+    of it."""
 
     request: RequestSpec
     ticket: Ticket | None

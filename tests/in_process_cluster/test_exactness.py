@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.memory.devices import CPU
+from kv_transfer.handoff.sender import KvSender
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
@@ -29,6 +31,7 @@ from tests.support.mini_requests import tokens, tokens_of
 from tests.support.one_pool import computed_elsewhere
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.tier_shapes import watching
+from tests.support.waiting import HANGS_S
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 129, 200)
 FEW: dict[str, Any] = {"lengths": (3, 40, 70, 150), "num_tokens": 10}
@@ -58,6 +61,7 @@ class Case:
     transfer: TransferConfig = SHM
     chunk_tokens: int = 512
     slab_bytes: int = 4 << 20
+    waits: bool = False  # prompts are computed before decode has room
     overlap: bool = False  # decode plans steps ahead
     one_pool: bool = False  # of decode workers alone, each of which computes prompts for the other
     lengths: tuple[int, ...] = LENGTHS
@@ -84,6 +88,9 @@ CASES = {
         transfer=TCP,
         chunk_tokens=33,
         slab_bytes=10 * 256,
+    ),
+    "with room for few": Case(
+        prefill=blocks(8, 1), decode={"block_size": 5, "kv_blocks": 50}, chunk_tokens=40, slab_bytes=9 * 256, waits=True
     ),
     "over gloo": Case(
         prefill=blocks(16, 1), decode=blocks(8, 3), transfer=ByGroups(), chunk_tokens=40, slab_bytes=9 * 256
@@ -166,7 +173,7 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
     prompts = random_prompts(case.lengths)
     longest = max(prompts, key=len)
     layerkv = LayerKvConfig() if "host_bytes" in case.decode else None
-    decode = DecodeWorkerConfig(overlap_steps=case.overlap, layerkv=layerkv)
+    decode = DecodeWorkerConfig(overlap_steps=case.overlap, layerkv=layerkv, reserve_wait_s=HANGS_S)
     if case.one_pool:
         decode = replace(decode, token_budget=case.chunk_tokens, max_slab_bytes=case.slab_bytes)
     async with cluster_of(
@@ -183,10 +190,12 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
             computed_elsewhere(cluster) as pairs,
             count_ahead(cluster) as ahead,
             watching(cluster.models[1]) as decoding,
+            mock.patch.object(KvSender, "keep", autospec=True, side_effect=KvSender.keep) as keep,
         ):
             found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, params) for n, p in enumerate(prompts)))
             again = await cluster.generate("again", longest, params)
         assert again[0].num_cached_tokens
+        assert bool(keep.call_count) >= case.waits, "all had room at once"
         assert len(pairs) == (len(prompts) + 1 if case.one_pool else 0)
         assert bool(ahead) >= case.overlap, "no step was planned before the one in flight was over"
         assert layerkv is None or max(decoding.placements) > 0, "all had room on the device"

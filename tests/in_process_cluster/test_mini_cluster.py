@@ -118,7 +118,10 @@ async def test_a_reservation_waits_for_room_and_is_granted(llama: SmallModel) ->
 
 async def test_a_reservation_that_finds_no_room_in_time_is_refused(llama: SmallModel) -> None:
     async with cluster_of(
-        llama, decode_engine={"kv_blocks": 12}, decode=DecodeWorkerConfig(reserve_wait_s=0.2)
+        llama,
+        prefill_engine={"kv_blocks": 12},  # too few for a prompt that is kept until decode has room
+        decode_engine={"kv_blocks": 12},
+        decode=DecodeWorkerConfig(reserve_wait_s=0.2),
     ) as cluster:
         with brake(cluster.decodes[0].model.runner) as held:
             first = asyncio.create_task(cluster.generate("a", PROMPT, greedy()))

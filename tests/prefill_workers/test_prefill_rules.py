@@ -207,3 +207,28 @@ def test_groups_are_spread_evenly() -> None:
         [0, 1, 2, 4, 5, 6, 7],
     ]
     assert all(len(spread(count, total)) == count for total in range(1, 40) for count in range(total + 1))
+
+
+def test_prompts_without_a_reservation_are_computed_as_far_as_half_of_the_pool_goes() -> None:
+    """And hold up nobody: others overtake, and they go on with their reservation, or as those before them leave."""
+    bench = Bench(columns=40)
+    half = 20 * BLOCK_SIZE
+    kept, second, third = (prompt_of(name, [ord(name)] * (half - 9)) for name in "abc")
+    for seq in (kept, second, third):
+        bench.scheduler.add(seq, is_reserved=False)
+    bench.scheduler.add(prompt_of("d", [3] * 5))
+    order = []
+    while (step := bench.step())[0]:
+        order += step[1]
+    assert order == ["a", "d"]
+    bench.scheduler.reserved(second.key)
+    while (step := bench.step())[0]:
+        order += step[1]
+    assert order == ["a", "d", "b"]
+    bench.scheduler.release(kept.key)
+    while (step := bench.step())[0]:
+        order += step[1]
+    assert order == ["a", "d", "b", "c"]
+    bench.scheduler.release(second.key)
+    bench.scheduler.add(prompt_of("e", [4] * (half + 1)), is_reserved=False)
+    assert bench.step() == ([], []), "it is too long to be kept"

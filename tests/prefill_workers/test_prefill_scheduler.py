@@ -36,6 +36,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.plan: StepPlan | None = None
         self.num_requests = 0
         self.loading: set[SequenceKey] = set()
+        self.unreserved: set[SequenceKey] = set()  # decode has no room for them yet
         self.overtaken: set[SequenceKey] = set()  # they were loading once
         self.broken: set[SequenceKey] = set()  # they hold blocks and are never computed again
         self.host_pool: BlockPool | None = None
@@ -82,18 +83,29 @@ class PrefillMachine(RuleBasedStateMachine):
         self.loading.remove(key)
         self.scheduler.loaded(key)
 
+    @precondition(lambda self: self.unreserved)
+    @rule(which=some)
+    def reserved(self, which: int) -> None:
+        key = sorted(self.unreserved)[which % len(self.unreserved)]
+        self.unreserved.remove(key)
+        self.scheduler.reserved(key)
+
     @rule(
         prompt=prompts,
         logprobs=st.sampled_from([False, False, True]),
         loading=st.booleans(),
+        is_reserved=st.sampled_from([True, True, False]),
     )
-    def add(self, prompt: list[int], logprobs: bool, loading: bool) -> None:
+    def add(self, prompt: list[int], logprobs: bool, loading: bool, is_reserved: bool) -> None:
         if not self.scheduler.can_add():
             assert self.scheduler.num_waiting == MAX_WAITING
             return
         seq = prompt_of(f"r{self.num_requests}", prompt, logprobs=logprobs)
         self.num_requests += 1
-        self.scheduler.add(seq, loading=loading)
+        self.scheduler.add(seq, loading=loading, is_reserved=is_reserved)
+        if not is_reserved:
+            self.unreserved.add(seq.key)
+            self.overtaken.add(seq.key)
         if loading:
             self.loading.add(seq.key)
             self.overtaken.add(seq.key)
@@ -115,6 +127,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.accepted.remove(key)
         self.computed.discard(key)
         self.loading.discard(key)
+        self.unreserved.discard(key)
         self.broken.discard(key)
 
     @precondition(lambda self: self.plan is None)
@@ -137,7 +150,7 @@ class PrefillMachine(RuleBasedStateMachine):
         if plan.items:
             self.plan = plan
         else:
-            assert self.computed or self.broken or self.sequences.keys() <= self.loading, (
+            assert self.computed or self.broken or self.sequences.keys() <= self.loading | self.unreserved, (
                 "there is work, and nothing is done"
             )
 
@@ -196,6 +209,8 @@ class PrefillMachine(RuleBasedStateMachine):
         assert all(self.scheduler.sequence(key) is seq for key, seq in self.sequences.items())
         if self.host_pool is not None:
             self.host_pool.check()
+        kept = [self.sequences[key] for key in self.unreserved if self.sequences[key].lease is not None]
+        assert sum(seq.num_tokens for seq in kept) <= COLUMNS * BLOCK_SIZE / 2
         undone = [seq for key, seq in self.sequences.items() if key not in self.computed | self.broken]
         assert self.scheduler.num_uncomputed_tokens >= sum(seq.num_uncomputed for seq in undone)
 
@@ -208,6 +223,8 @@ class PrefillMachine(RuleBasedStateMachine):
                 self._release(key)
             while self.loading:
                 self.loaded(0)
+            while self.unreserved:
+                self.reserved(0)
             self.begin_step()
         assert not self.sequences, "sequences starve"
         if hasattr(self, "pool"):

@@ -8,7 +8,7 @@ both for now, and for a row of moments to come.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -81,7 +81,12 @@ def predict(
     lead_s = _join_times(prompt.wait_s, prompt.work_s, alone, later_s)
     noticed_s = np.zeros_like(prompt.added_s) if query.has_targets else prompt.added_s
     after = forecast_decode(table, decode, query, num_output, lead_s, noticed_s * alone, now)
-    start_s = _start_times(prompt.wait_s, after.room_s, alone, later_s)
+    start_s = _start_times(prompt.wait_s, after.room_s, alone, ~beside, later_s)
+    computed_s = np.maximum(later_s[:, None], prompt.wait_s) + prompt.work_s
+    is_kept = ~beside & (after.room_s > computed_s) & (after.room_s < np.inf)
+    if is_kept.any():  # its second token waits for room
+        stall_s = np.where(is_kept, after.room_s - computed_s, 0.0)
+        after = replace(after, tpot_s=after.tpot_s + stall_s / num_output, gap_s=np.maximum(after.gap_s, stall_s))
     slo_loss, elsewhere = after.slo_loss, beside & ~alone
     if elsewhere.any() and noticed_s.any():
         slo_loss = slo_loss.copy()
@@ -138,12 +143,17 @@ def _join_times(wait_s: Floats, work_s: Floats, alone: NDArray[np.bool_], later_
     return joins_s
 
 
-def _start_times(wait_s: Floats, room_s: Floats, alone: NDArray[np.bool_], later_s: Floats) -> Floats:
+def _start_times(
+    wait_s: Floats, room_s: Floats, alone: NDArray[np.bool_], takes_late: NDArray[np.bool_], later_s: Floats
+) -> Floats:
     """From now until the prompt's computation begins, by moment and candidate. It is computed where it decodes, or
-    queues only when the decode worker has room for it."""
+    queues elsewhere: in a prefill worker at once, which can keep it until there is room (`takes_late`), in a decode
+    worker only when there is."""
     later_s = later_s[:, None]
     queues_s = np.where(alone, 0.0, np.maximum(wait_s - later_s, 0.0))
-    return np.where(room_s > later_s, room_s + queues_s, np.maximum(np.maximum(later_s, wait_s), room_s))
+    due_s = np.maximum(later_s, wait_s)
+    reserved_s = np.where(room_s > later_s, room_s + queues_s, np.maximum(due_s, room_s))
+    return np.where(takes_late & (room_s < np.inf), due_s, reserved_s)
 
 
 def _queue_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, ttft_s: float, now: float) -> Floats:

@@ -47,7 +47,7 @@ class DecodeForecast:
 @dataclass(frozen=True, slots=True)
 class _CoBatched:
     """`[workers, slots]`: `live`, whether the slot is taken; `emitted`, `left`: tokens by now, and still to come;
-    `held`: with the prompt's.
+    `ends`: its last one, in steps from now; `held`: with the prompt's.
 
     `[moments, workers, slots]`, as they will be when the newcomer joins: `offset`, `shared`: its steps before they are
     there, and those that they share with it; `grown`: at most so many tokens come before it joins; `leaves_at`: its
@@ -56,6 +56,7 @@ class _CoBatched:
     live: NDArray[np.bool_]
     emitted: Floats
     left: Floats
+    ends: Floats
     held: Floats
     offset: Floats
     shared: Floats
@@ -153,7 +154,8 @@ def _co_batched(
     emitted = np.minimum(np.maximum(steps - slots[Slot.JOINED_STEP], 0.0), most)
     age = emitted / np.maximum(output, 1.0) / RESIDUAL_STEP
     left = np.minimum(output * residuals[np.minimum(age, len(residuals) - 1.0).astype(np.intp)], most - emitted)
-    early_s = lead_s[:, None, None] - np.maximum(slots[Slot.FIRST_AT] - now, 0.0)
+    begins_s = np.maximum(slots[Slot.FIRST_AT] - now, 0.0)
+    early_s = lead_s[:, None, None] - begins_s
     until_join_s = np.maximum(early_s, 0.0)
     until_lead_s = until_join_s - early_s
     stays, offset = left - np.minimum(until_join_s / step_s, left), until_lead_s / step_s
@@ -161,6 +163,7 @@ def _co_batched(
         live=output > 0.0,
         emitted=emitted,
         left=left,
+        ends=begins_s / step_s + left,
         held=slots[Slot.TOKENS] + emitted,
         offset=offset,
         shared=np.maximum(np.minimum(stays, num_output - offset), 0.0),
@@ -226,7 +229,7 @@ def _room_s(facts: Floats, others: _CoBatched, num_tokens: int) -> Floats:
     too_many = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES] + 1.0 - facts[Row.MAX_SEQUENCES]
     if max(lacking.max(), too_many.max()) <= 0.0:
         return np.zeros_like(lacking)
-    ends = np.where(others.live, others.left, np.inf)
+    ends = np.where(others.live, others.ends, np.inf)
     order = ends.argsort(axis=1, kind="stable")
     freed = np.take_along_axis(held, order, axis=1).cumsum(axis=1)
     gone = np.take_along_axis(others.live, order, axis=1).cumsum(axis=1)

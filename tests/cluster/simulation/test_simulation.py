@@ -259,34 +259,46 @@ def test_who_waits_is_answered_when_the_router_says() -> None:
 
 
 def test_a_reservation_waits_for_room_and_is_refused_in_the_end() -> None:
-    """The pool holds one of the prompts; the second waits until the first one's 300 tokens are out, or for too long."""
+    """The pool holds one of the prompts; the second waits until the first one's 300 tokens are out, or for too long. It
+    is too long to be kept where prompts are computed."""
     decode = replace(SHAPE, kv_tokens=3200)
+    config = replace(CONFIG, num_prefill=1, num_decode=1, prefill=decode, decode=decode)
     requests = [one(2500, 300), one(2500, 3, "r1")]
-    first, second = simulate(replace(CONFIG, num_decode=1, decode=decode), requests, QueueLengthRouter()).records
+    first, second = simulate(config, requests, QueueLengthRouter()).records
     assert first.end_s is not None
     assert second.first_token_s is not None
     assert second.first_token_s > first.end_s
     impatient = replace(decode, reserve_wait_s=0.5)
-    first, second = simulate(replace(CONFIG, num_decode=1, decode=impatient), requests, QueueLengthRouter()).records
+    first, second = simulate(replace(config, decode=impatient), requests, QueueLengthRouter()).records
     assert (first.rejected, second.rejected) == ("", "no room for its KV within 0.5 s")
 
 
-def test_memory_that_is_taken_late_does_not_hold_up_prompts() -> None:
+@pytest.mark.parametrize("reserves_late", [False, True])
+def test_memory_that_is_lacking_does_not_hold_up_prompts(reserves_late: bool) -> None:
     """The pool holds one of the prompts: the second is computed meanwhile, and its second token waits for room."""
     decode = replace(SHAPE, kv_tokens=3200)
-    config = replace(CONFIG, num_prefill=1, num_decode=1, decode=decode)
+    config = replace(CONFIG, num_prefill=1, num_decode=1, decode=decode, reserves_late=reserves_late)
     requests = [one(2500, 300), one(2500, 3, "r1")]
-    reserved = simulate(config, requests, QueueLengthRouter()).records[1]
-    first, second = simulate(replace(config, reserves_late=True), requests, QueueLengthRouter()).records
+    first, second = simulate(config, requests, QueueLengthRouter()).records
     assert first.end_s is not None
     assert second.first_token_s is not None
-    assert reserved.first_token_s is not None
-    assert second.first_token_s < first.end_s < reserved.first_token_s
+    assert second.first_token_s < first.end_s
     assert second.gaps.longest_s > first.end_s - second.first_token_s
     assert second.rejected == ""
+    # Who found no room for too long goes on, as its client has a token already.
+    impatient = replace(config, decode=replace(decode, reserve_wait_s=0.5))
+    again = simulate(impatient, requests, QueueLengthRouter()).records[1]
+    assert (again.rejected, again.first_token_s) == ("", second.first_token_s)
+    assert again.end_s is not None
+
+
+def test_memory_that_is_taken_late_may_be_pulled() -> None:
+    decode = replace(SHAPE, kv_tokens=3200)
+    config = replace(CONFIG, num_prefill=1, num_decode=1, decode=decode)
+    requests = [one(2500, 300)]
     pulled = replace(config, reserves_late=True, prefill=replace(SHAPE, pulled_token_s=1e-5))
     late = replace(config, reserves_late=True)
-    [first], [slower] = (simulate(each, requests[:1], QueueLengthRouter()).records for each in (late, pulled))
+    [first], [slower] = (simulate(each, requests, QueueLengthRouter()).records for each in (late, pulled))
     assert slower.gaps.longest_s == pytest.approx(first.gaps.longest_s + 2500 * 1e-5, rel=1e-9)
     assert slower.ttft_s == first.ttft_s
 

@@ -41,6 +41,22 @@ def test_who_has_no_room_yet_is_bound_to_nobody_yet() -> None:
     assert _decide(ledger, ttft_s=20.0).action is Action.PLACE
 
 
+def test_a_prompt_is_computed_before_there_is_room_and_its_second_token_waits_for_that() -> None:
+    """On a prefill worker. A decode worker computes it when there is room."""
+    ledger = ledger_of("p1", "d1", num_blocks=100)
+    decoding(ledger, "a", max_new_tokens=400)
+    rows = _decide(ledger, ttft_s=20.0, gap_s=20.0).rows
+    pair, alone = (next(row for row in rows if row.prefill == computing) for computing in ("p1", None))
+    assert pair.wait_s == 0.0 < alone.wait_s
+    room_s = alone.wait_s
+    assert room_s > pair.prefill_s
+    num_output = ledger.lengths.expect("", "", 100)
+    assert pair.tpot_s - alone.tpot_s == pytest.approx((room_s - pair.prefill_s) / num_output, rel=0.01)
+    late, in_time = (_decide(ledger, ttft_s=20.0, tpot_s=None, gap_s=share * room_s).rows for share in (0.5, 1.5))
+    chances = [next(row.slo_probability for row in rows if row.prefill) for rows in (late, in_time)]
+    assert chances[0] < 0.01 * chances[1], "its first gap is too long, or not"
+
+
 def test_who_comes_back_on_time_is_not_charged_for_those_who_come_after() -> None:
     ledger = ledger_of("p1", "d1")
     for _ in range(100):

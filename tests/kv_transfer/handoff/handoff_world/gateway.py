@@ -36,6 +36,11 @@ class Generation:
         return request_spec(self.request_id, self.attempt, self.num_prompt)
 
     @property
+    def is_kept(self) -> bool:
+        """Its prompt is computed while decode has no room: every second request's."""
+        return self.request_id[-1] in "13579"
+
+    @property
     def prefill_slot(self) -> int:
         return self.attempt % 2
 
@@ -123,6 +128,9 @@ class Gateway:
     def _reserve(self, request: Generation) -> None:
         request.reserve_deadline = self.cluster.now + RESERVE_WAIT_S
         self.cluster.post(DECODE, GATEWAY, Reserve(request=request.spec))
+        if request.is_kept:
+            prefill = self.cluster.prefill_name(request.prefill_slot)
+            self.cluster.post(prefill, GATEWAY, Start(request=request.spec, ticket=None))
 
     def _end(self, request: Generation, terminal: Terminal) -> None:
         request.ends.append(terminal)

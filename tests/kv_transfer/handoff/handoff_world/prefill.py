@@ -15,7 +15,7 @@ from tests.kv_transfer.handoff.handoff_world.decode import Surroundings
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TOKEN_BYTES, Packet, kv_of
 
 CHUNK_TOKENS = 3
-LIVE = (SenderState.SENDING, SenderState.COMMITTED)
+LIVE = (SenderState.WAITING, SenderState.SENDING, SenderState.COMMITTED)
 Key = SequenceKey
 
 
@@ -46,7 +46,7 @@ class PrefillNode:
         self.sources: dict[Key, Source] = {}
         self.slabs: list[tuple[SendSlab, Source]] = []
         self.failures: list[Fail] = []
-        self._seen: set[Key] = set()  # a real worker would refuse a repeated Start likewise
+        self.seen: dict[Key, None] = {}  # a real worker would refuse a repeated Start likewise
         self._silent: set[Key] = set()  # attempts of which nothing may be reported any more
 
     def on_packet(self, packet: Packet) -> None:
@@ -54,19 +54,22 @@ class PrefillNode:
         if message is None:
             self.do(self.sender.on_link_lost(packet.sender))
         elif isinstance(message, Start):
-            assert message.ticket is not None
             self.start(message.request, message.ticket)
         elif isinstance(message, Cancel):
             self.cancel(message.request_id, message.attempt)
         else:
             self.do(self.sender.on_message(packet.sender, message))
 
-    def start(self, request: RequestSpec, ticket: Ticket) -> None:
+    def start(self, request: RequestSpec, ticket: Ticket | None) -> None:
         key = Key(request.request_id, request.attempt)
-        if key in self._seen:
+        if key in self.seen and (ticket is None or self.sender.state(key) is not SenderState.WAITING):
             return
-        self._seen.add(key)
-        self.sources[key] = Source(request)
+        if key not in self.seen:
+            self.seen[key] = None
+            self.sources[key] = Source(request)
+        if ticket is None:
+            self.sender.keep(key)
+            return
         self.do(
             self.sender.begin(ticket, num_layers=self.num_layers, num_tokens=request.num_tokens, now=self.world.now)
         )

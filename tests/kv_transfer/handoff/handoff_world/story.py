@@ -26,6 +26,7 @@ class Story:
         world layers=2 chunk=3      sizes; the first command, if at all
         reserve R tokens=4          the gateway asks decode for room; again with a newer attempt, it renews
         start R at P                the gateway hands the ticket to a prefill
+        keep R at P                 it has P compute the prompt while decode has no room; `start` follows, or `cancel`
         found R at P tokens=2       the first tokens' KV is in P's prefix cache
         compute R at P              one layer of the next chunk; with the last one, the first token
         send P                      the oldest slab that P has to fill is filled and sent
@@ -86,7 +87,7 @@ class Story:
             if state is not None:
                 states[f"decode: {request_id}"] = state.name
         for name, prefill in self.prefills.items():
-            for key in self._tickets:
+            for key in prefill.seen:
                 sending = prefill.sender.state(key)
                 if sending is not None:
                     states[f"{name}: {_of(key)}"] = sending.name
@@ -138,6 +139,11 @@ class Story:
     def do_start(self, request_id: str, prefill: str, attempt: str = "1") -> None:
         request = request_spec(request_id, int(attempt), self._num_tokens[request_id])
         self.prefills[prefill].start(request, self._tickets[SequenceKey(request_id, int(attempt))])
+
+    def do_keep(self, request_id: str, prefill: str, attempt: str = "1", tokens: str = "") -> None:
+        if tokens:
+            self._num_tokens[request_id] = int(tokens)
+        self.prefills[prefill].start(request_spec(request_id, int(attempt), self._num_tokens[request_id]), None)
 
     def do_found(self, request_id: str, prefill: str, tokens: str, attempt: str = "1") -> None:
         self.prefills[prefill].find_prefix(SequenceKey(request_id, int(attempt)), int(tokens))

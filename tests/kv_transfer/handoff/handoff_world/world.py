@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kv_transfer.handoff.actions import Action
+from kv_transfer.handoff.sender_state import KEPT_S
 from kv_transfer.messages import Message
 from tests.kv_transfer.handoff.handoff_world.decode import DecodeNode
 from tests.kv_transfer.handoff.handoff_world.gateway import Gateway
@@ -98,7 +99,7 @@ class World:
     def calm_down(self) -> None:
         """No more faults: all happens that still can, and time passes whenever nothing else does."""
         idle_s = 0.0
-        while idle_s < 2 * TTL_S or not self.gateway.is_done():
+        while idle_s < max(2 * TTL_S, KEPT_S + 1.0) or not self.gateway.is_done():
             things = self.things_to_do()
             if things:
                 things[0]()
