@@ -47,7 +47,7 @@ from benchmarks.scheduling.goodput_setting import (
 )
 from cluster.simulation.workload.traces import TraceFormat
 
-VARIANTS: Final = ("legato-auto", "legato", "legato-fair")
+VARIANTS: Final = ("legato-auto", "legato")
 BASELINES: Final = (
     "mooncake",
     "cache-aware",

@@ -179,7 +179,7 @@ def test_turns_of_a_conversation_have_one_tenant_and_tenants_are_unlike() -> Non
 # --- one setting ---
 
 
-@pytest.mark.parametrize("router", ["legato", "legato-fair", "legato-strict", *BASELINES])
+@pytest.mark.parametrize("router", ["legato", "legato-auto", "legato-strict", *BASELINES])
 def test_an_idle_cluster_serves_all_in_time(router: str) -> None:
     """Apart from whom a limit on length is there to turn away: drawn prompts have up to 14,000 tokens."""
     share = _share(_setting(), router, 0.1, "most requests")

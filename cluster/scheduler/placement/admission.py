@@ -93,7 +93,6 @@ class Admission:
         self._prefixes = prefixes
         self._policy = policy
         self._idle_policy = replace(policy, batch_queue_s=float("inf"), batch_slo_loss=float("inf"))
-        self._returned_policy = replace(policy, displacement_cost=0.0)  # who comes back on time is charged for nobody
         self._rules = rules
         self._waiting: dict[str, _Waiting] = {}
         self._shares = TenantShares()
@@ -108,7 +107,7 @@ class Admission:
         verdict = self._judge(query, now, now)
         self._learn(query, verdict)
         if verdict.decision.rows and query.ttft_s is not None:
-            self._ledger.demand.observe(verdict.decision.best.prefill_s, query.ttft_s)
+            self._ledger.demand.observe(verdict.decision.best.prefill_s)
         return verdict
 
     def again(self, now: float) -> list[Verdict]:
@@ -173,16 +172,23 @@ class Admission:
             and verdict.outcome is not Outcome.WAITING
         ):
             in_time = verdict.decision.best.slo_probability if verdict.outcome is Outcome.PLACED else 0.0
-            self.attainment.observe(_groups(query), in_time)
+            self.attainment.observe(self._groups(query), in_time)
 
     def _share(self, query: Place, now: float) -> float:
-        """See `DecisionPolicy.admits`: whole while nobody is turned away, since nobody needs the room then."""
+        """See `DecisionPolicy.admits`: whole while nobody is turned away, since nobody needs the room then; and
+        whole for those whose length or tenant is below its floor. A tenant that is ahead has none."""
         kept = 0.0
         if self._shares.is_ahead(query.tenant, now):
             kept = 1.0
+        elif any(self.attainment.is_below_floor(group) for group in self._groups(query)):
+            pass
         elif self._calendar.is_due(now) and not self._calendar.match(query.question, now):
             kept = self._calendar.return_rate
         return 1.0 - kept * self._lack() * (1.0 - CONTESTED_SHARE)
+
+    def _groups(self, query: Place) -> list[Hashable]:
+        """Those that it belongs to, of which none is to be served much less than the others."""
+        return [_length_class(query), query.tenant] if len(self._shares) > 1 else [_length_class(query)]
 
     def _lack(self) -> float:
         """From 0, capacity suffices, to 1: so many are turned away that others' room is kept and prices are full."""
@@ -192,27 +198,13 @@ class Admission:
         self, query: Place, found: Filtered, now: float, share: float = 1.0
     ) -> tuple[Decision, Candidates | None]:
         goes_at_once = not query.has_targets and self._has_no_slo_traffic(now)
-        policy = self._idle_policy if goes_at_once else self._policy_for(query, now)
+        policy = self._idle_policy if goes_at_once else self._policy
         decision, candidates = pick(self._ledger, policy, query, found, now, share=share)
         # Where nothing runs, time improves nothing; and a wrong cost model would never be put right.
         goes_anyway = goes_at_once or query.attempt > 0 or self._ledger.table.is_idle()
         if decision.action is Action.DEFER and goes_anyway:
             decision = place_anyway(decision)
         return decision, candidates
-
-    def _policy_for(self, query: Place, now: float) -> DecisionPolicy:
-        if self._calendar.match(query.question, now):
-            return self._returned_policy
-        return replace(self._policy, displacement_cost=self._policy.displacement_cost * self._price(query, now))
-
-    def _price(self, query: Place, now: float) -> float:
-        """What a prompt is charged for those whom it keeps out, as a share of the most: nothing while all are served,
-        nor where its length or its tenant is served less than its floor."""
-        counts_tenant = len(self._shares) > 1 and not self._shares.is_ahead(query.tenant, now)
-        groups = _groups(query) if counts_tenant else [_length_class(query)]
-        if any(self.attainment.is_below_floor(group) for group in groups):
-            return 0.0
-        return self._lack()
 
     def _has_no_slo_traffic(self, now: float) -> bool:
         """Whether there is nobody to keep room for."""
@@ -236,8 +228,9 @@ class Admission:
         later = predict_later(self._ledger, query, candidates, now)
         if now < deadline and self._may_wait(query):
             within_s = deadline - now if query.has_targets else NO_TARGET
-            policy = self._policy_for(query, now)
-            wait_s = first_good_s(self._ledger, policy, query, later, query.waited_s, share=share, within_s=within_s)
+            wait_s = first_good_s(
+                self._ledger, self._policy, query, later, query.waited_s, share=share, within_s=within_s
+            )
             if wait_s is not None:
                 until = min(now + wait_s, deadline)
                 self._waiting[query.request_id] = _Waiting(
@@ -328,11 +321,6 @@ class TenantShares:
 def _length_class(query: Place) -> Hashable:
     """Prompts of one class differ by less than twice."""
     return query.num_tokens.bit_length()
-
-
-def _groups(query: Place) -> list[Hashable]:
-    """Those that it belongs to, of which none is to be served much less than the others."""
-    return [_length_class(query), query.tenant]
 
 
 def _is_unattainable(query: Place, found: Filtered) -> bool:

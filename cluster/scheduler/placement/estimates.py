@@ -25,7 +25,7 @@ _RECENT_OVERHEADS: Final = 32
 _ENOUGH_OVERHEADS: Final = 4
 _DEMAND_SMOOTHING: Final = 0.01  # about the last hundred requests
 _GROUP_SMOOTHING: Final = 0.1  # about a group's last ten requests
-LEAST_FLOOR: Final = 0.5  # of what all get in time: no group is served less while others get more
+FLOOR: Final = 0.8  # of what all get in time: a group that gets less leaves nobody room
 
 
 class _Recent:
@@ -109,30 +109,27 @@ class Overhead:
 
 
 class PromptDemand:
-    """What requests ask of those who compute prompts: by this admission tells a long prompt from a short one, and a
-    long queue from a short one, whatever model and device.
+    """What requests ask of those who compute prompts: by this placement tells much work from little, whatever model and
+    device.
 
-    `prompt_s`: of the prompts asked for, without what is cached; `ttft_s`: their targets. 0 before the first."""
+    `prompt_s`: of the prompts asked for, without what is cached. 0 before the first."""
 
     def __init__(self) -> None:
         self.prompt_s = 0.0
-        self.ttft_s = 0.0
         self._num_seen = 0
 
-    def observe(self, prompt_s: float, ttft_s: float) -> None:
+    def observe(self, prompt_s: float) -> None:
         """Of a request with a TTFT target, when it comes."""
         self._num_seen += 1
         weight = max(_DEMAND_SMOOTHING, 1.0 / self._num_seen)
         self.prompt_s += weight * (prompt_s - self.prompt_s)
-        self.ttft_s += weight * (ttft_s - self.ttft_s)
 
 
 class Attainment:
     """The share of recent requests with targets that could be in time where they were placed; who was turned away
     could not. Of all (`overall`), and of each group that must not fall far behind the others.
 
-    A group's floor is the share of all times itself, and at least `LEAST_FLOOR` of it: nearly equal as long as nearly
-    all are served, half where most are turned away and a long prompt would cost many short ones."""
+    A group's floor is `FLOOR` of the share of all."""
 
     def __init__(self, max_groups: int = 10_000) -> None:
         self.overall = 1.0
@@ -154,4 +151,4 @@ class Attainment:
             self._of.popitem(last=False)
 
     def is_below_floor(self, group: Hashable) -> bool:
-        return self._of.get(group, self.overall) < self.overall * max(self.overall, LEAST_FLOOR)
+        return self._of.get(group, self.overall) < FLOOR * self.overall

@@ -23,9 +23,6 @@ class DecisionPolicy:
     its TPOT target is near, `role_gain` for a mean worker's decodes that it disturbs, and as much for a mean worker's
     prompts that disturb its tokens; `wait_gain` for waiting as long as its TTFT target allows; `handover_gain` for
     being moved. So roles emerge where targets are tight, and nothing moves where they are not.
-    Under overload a prompt of average length keeps out up to `displacement_cost` of the requests still to come where
-    the queues are half as long as TTFT targets allow, shorter prompts and queues less, longer ones more: prompts that
-    take much time go first, down to the floor of their length (see `Admission`).
     Nobody is bound to a decode worker that has no room for `max_room_s`.
 
     `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
@@ -40,7 +37,6 @@ class DecisionPolicy:
     handover_gain: float = 0.01
     work_cost: float = 0.3
     delay_cost: float = 0.3
-    displacement_cost: float = 0.25
     max_room_s: float = 0.1
     batch_slo_loss: float = 0.01
     batch_queue_s: float = 1.0

@@ -5,7 +5,8 @@ back on time (`match`). Times are given out as fast as such work can be done: ea
 its prompt and its tokens need, from the first second on that has room. A client is known again by what it asks, so it
 need not do anything but repeat its request.
 
-What follows here and in `DecisionPolicy.displacement_cost` is all that there is to tune about whom overload turns away.
+What follows here, `admission.FULL_LACK_AT` and `estimates.FLOOR` are all that there is to tune about whom overload
+turns away.
 """
 
 from __future__ import annotations

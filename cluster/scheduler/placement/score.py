@@ -34,9 +34,8 @@ class Prediction:
 
     By candidate: who computes the prompt, and who decodes; `alone`, where these are the same; `beside`, where a decode
     worker computes it; `prompt`. By moment and candidate: `start_s`, from now until the prompt's computation begins;
-    `after`, on the decode worker; `slo_loss`, of all others, on both. Of the pool that computes the prompt:
-    `queue_share`, see `_queue_shares`, for requests with a TTFT target; `idle_share`, see
-    `_idle_shares`, for those without targets; 0 for others."""
+    `after`, on the decode worker; `slo_loss`, of all others, on both. `idle_share`, of the pool
+    that computes the prompt: see `_idle_shares`, for requests without targets; 0 for others."""
 
     later_s: Floats
     computing: Rows
@@ -47,7 +46,6 @@ class Prediction:
     start_s: Floats
     after: DecodeForecast
     slo_loss: Floats
-    queue_share: Floats
     idle_share: Floats
 
 
@@ -91,14 +89,10 @@ def predict(
     if elsewhere.any() and noticed_s.any():
         slo_loss = slo_loss.copy()
         slo_loss[:, elsewhere] += forecast_delay(table, computing[elsewhere], noticed_s[elsewhere], lead_s, now)
-    queue_share = idle_share = _UNASKED
-    if query.ttft_s is not None and ledger.demand.ttft_s > 0.0:
-        queue_share = _queue_shares(table, beside, later_s, ledger.demand.ttft_s, now)
+    idle_share = _UNASKED
     if not query.has_targets:
         idle_share = _idle_shares(table, beside, later_s, now)
-    return Prediction(
-        later_s, computing, decode, alone, beside, prompt, start_s, after, slo_loss, queue_share, idle_share
-    )
+    return Prediction(later_s, computing, decode, alone, beside, prompt, start_s, after, slo_loss, idle_share)
 
 
 def score(
@@ -108,13 +102,10 @@ def score(
     work_s, later_s, after = predicted.prompt.work_s, predicted.later_s, predicted.after
     ttft_s = waited_s + predicted.start_s + work_s + ledger.overhead.seconds
     slo_probability = _slo_probability(ledger.table, query, predicted, ttft_s)
-    # Requests still to come that the prompt keeps out.
-    displacement = policy.displacement_cost * predicted.queue_share / (1.0 - predicted.queue_share)
-    displacement = displacement * work_s / max(ledger.demand.prompt_s, 1e-9)
     # Who has no room yet is bound to nobody yet.
     early = after.room_s > later_s[:, None] + policy.max_room_s
     own = slo_probability if query.has_targets else 0.0
-    slo_gain = np.where(early & (query.attempt == 0), -1.0, own - predicted.slo_loss - displacement)
+    slo_gain = np.where(early & (query.attempt == 0), -1.0, own - predicted.slo_loss)
     if query.has_targets:
         room = np.ones(slo_gain.shape, dtype=bool)  # nobody asks
     else:
@@ -154,21 +145,6 @@ def _start_times(
     due_s = np.maximum(later_s, wait_s)
     reserved_s = np.where(room_s > later_s, room_s + queues_s, np.maximum(due_s, room_s))
     return np.where(takes_late & (room_s < np.inf), due_s, reserved_s)
-
-
-def _queue_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, ttft_s: float, now: float) -> Floats:
-    """By moment and candidate: how long the queues of the pool are that computes the prompt, in the mean, as a share of
-    what TTFT targets allow; just below 1 where they are longer. `beside`: its decode workers do."""
-    left_s = table.rows[Row.DRAINED_AT, : len(table)] - now
-    shares = np.zeros((2, len(later_s)))
-    num_moments = int(np.searchsorted(later_s, left_s.max(initial=0.0)))  # none has a queue later
-    if num_moments:
-        queues_s = np.maximum(left_s - later_s[:num_moments, None], 0.0)
-        for number, pool in enumerate(table.pools()):
-            means_s = queues_s[:, pool].sum(axis=1) / max(1, pool.stop - pool.start)
-            shares[number, :num_moments] = np.minimum(means_s / ttft_s, 0.99)
-    by_candidate: Floats = np.where(beside, shares[1][:, None], shares[0][:, None])
-    return by_candidate
 
 
 def _idle_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:

@@ -1,0 +1,107 @@
+"""Whom a decision keeps out for the sake of others who are still to come, and who is bound to no worker yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.estimates import Attainment
+from cluster.scheduler.placement.filter import filter_workers
+from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.pick import Action, Decision, pick
+from cluster.scheduler.placement.policy import DecisionPolicy
+from tests.cluster.scheduler.placement.placement_world import book, decoding, ledger_of, query_of
+
+
+def _decide(ledger: Ledger, **changes: Any) -> Decision:
+    policy, query = DecisionPolicy(), query_of("new", **changes)
+    return pick(ledger, policy, query, filter_workers(ledger, policy, query, {}, 0.0), 0.0)[0]
+
+
+def test_who_has_no_room_yet_is_bound_to_nobody_yet() -> None:
+    ledger = ledger_of("p1", "d1", num_blocks=100)
+    decoding(ledger, "a", max_new_tokens=400)
+    assert _decide(ledger, ttft_s=20.0).action is Action.DEFER
+    ledger.ended("a", 0.0)
+    assert _decide(ledger, ttft_s=20.0).action is Action.PLACE
+
+
+def test_a_prompt_is_computed_before_there_is_room_and_its_second_token_waits_for_that() -> None:
+    """On a prefill worker. A decode worker computes it when there is room."""
+    ledger = ledger_of("p1", "d1", num_blocks=100)
+    decoding(ledger, "a", max_new_tokens=400)
+    rows = _decide(ledger, ttft_s=20.0, gap_s=20.0).rows
+    pair, alone = (next(row for row in rows if row.prefill == computing) for computing in ("p1", None))
+    assert pair.wait_s == 0.0 < alone.wait_s
+    room_s = alone.wait_s
+    assert room_s > pair.prefill_s
+    num_output = ledger.lengths.expect("", "", 100)
+    assert pair.tpot_s - alone.tpot_s == pytest.approx((room_s - pair.prefill_s) / num_output, rel=0.01)
+    late, in_time = (_decide(ledger, ttft_s=20.0, tpot_s=None, gap_s=share * room_s).rows for share in (0.5, 1.5))
+    chances = [next(row.slo_probability for row in rows if row.prefill) for rows in (late, in_time)]
+    assert chances[0] < 0.01 * chances[1], "its first gap is too long, or not"
+
+
+# --- floors ---
+
+
+def _lacking() -> Admission:
+    """Two thirds of those who came lately were turned away, and the queues are 8 s long."""
+    ledger = ledger_of("p1", "d1", num_blocks=10_000)
+    for _ in range(100):
+        ledger.demand.observe(1.0)
+    book(ledger, "pair", prefill_s=8.0)
+    book(ledger, "alone", prefill=None, prefill_s=8.0)
+    admission = Admission(ledger, lambda hashes: {}, DecisionPolicy(), AdmissionPolicy())
+    for _ in range(100):
+        admission.attainment.observe(["others"], 0.0)
+    return admission
+
+
+def _ask(admission: Admission, name: str, now: float, **changes: Any) -> Verdict:
+    return admission.ask(query_of(name, **changes), now)
+
+
+def _time_to_come_back(admission: Admission) -> float:
+    verdict = _ask(admission, "turned away", 0.0, num_tokens=100, ttft_s=2.0)
+    assert verdict.outcome is Outcome.REJECTED and verdict.retry_after_s is not None
+    return verdict.retry_after_s
+
+
+def test_nobody_is_turned_away_for_the_length_of_a_prompt() -> None:
+    admission = _lacking()
+    assert _ask(admission, "long", 0.0, num_tokens=9000, ttft_s=30.0).outcome is Outcome.PLACED
+
+
+def test_newcomers_leave_room_for_who_comes_back_unless_their_length_is_served_less_than_its_floor() -> None:
+    admission = _lacking()
+    now = _time_to_come_back(admission)
+    book(admission._ledger, "more", prefill_s=8.0, now=now)
+    book(admission._ledger, "alone, too", prefill=None, prefill_s=8.0, now=now)
+    long = {"num_tokens": 4000, "ttft_s": 15.0}  # it would have waited for 12 s
+    assert _ask(admission, "first", now, **long).outcome is not Outcome.PLACED
+    for _ in range(100):
+        admission.attainment.observe([(4000).bit_length()], 0.0)
+    admission.attainment.overall = 0.4
+    assert _ask(admission, "second", now, **long).outcome is Outcome.PLACED
+
+
+def test_a_floor_is_a_share_of_what_all_get() -> None:
+    shares = Attainment()
+    for overall in (0.9, 0.4):
+        for relative, is_below in ((0.7, True), (0.9, False)):
+            group = f"{relative} of {overall}"
+            for _ in range(100):
+                shares.observe([group], relative * overall)
+            shares.overall = overall
+            assert shares.is_below_floor(group) is is_below
+
+
+def test_groups_that_are_heard_of_no_more_are_forgotten() -> None:
+    shares = Attainment(max_groups=2)
+    for tenant in ("a", "b", "c"):
+        shares.observe([tenant], 0.0)
+    assert len(shares) == 2
+    assert not shares.is_below_floor("a")
