@@ -85,17 +85,22 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _what_if(arguments: argparse.Namespace) -> int:
     from cluster.gateway.request_log import read_log
-    from cluster.simulation.whatif import what_if
+    from cluster.simulation.whatif import BestLayout, WhatIf, best_layout, what_if
 
     try:
-        result = what_if(
-            *read_log(arguments.log),
-            num_prefill=arguments.prefill,
-            num_decode=arguments.decode,
-            ttft_s=None if arguments.ttft_ms is None else arguments.ttft_ms / 1000,
-            tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1000,
-            gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
-        )
+        log = read_log(arguments.log, arguments.newest)
+        result: WhatIf | BestLayout
+        if arguments.layouts:
+            result = best_layout(*log, time_s=arguments.time_s)
+        else:
+            result = what_if(
+                *log,
+                num_prefill=arguments.prefill,
+                num_decode=arguments.decode,
+                ttft_s=None if arguments.ttft_ms is None else arguments.ttft_ms / 1000,
+                tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1000,
+                gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
+            )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

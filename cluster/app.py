@@ -27,6 +27,7 @@ from cluster.deployment.announce import announce_when_ready, describe_start, is_
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.ray_access import keep_replica_on_loopback, require_token
 from cluster.deployment.worker import WorkerDeployment, resolve_host
+from cluster.gateway.layout_study import LayoutStudy
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.request_log import RequestRecorder
 from cluster.gateway.timeline import RequestTimeline
@@ -210,6 +211,7 @@ class Gateway:
             secret=self._identity.secret,
             limits=config.tuned(HttpLimits()),
             on_ended=self._request_recorder(config),
+            layouts=LayoutStudy(None if config.gateway.request_log is None else Path(config.gateway.request_log)),
         )
         app = create_app(api)
         _settle_heap()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,11 +107,13 @@ def request_line(request: LoggedRequest) -> str:
     return _REQUEST.dump_json(request).decode()
 
 
-def read_log(path: Path) -> tuple[LoggedCluster, list[LoggedRequest]]:
-    """Raises RequestLogError with the line that is wrong, OSError where the file cannot be read."""
+def read_log(path: Path, newest: int | None = None) -> tuple[LoggedCluster, list[LoggedRequest]]:
+    """All requests, or so many of the newest. Raises RequestLogError with the line that is wrong, OSError where the
+    file cannot be read."""
     with path.open(encoding="utf-8") as lines:
         cluster = _parsed(_CLUSTER, path, 1, next(lines, ""))
-        return cluster, [_parsed(_REQUEST, path, number, line) for number, line in enumerate(lines, start=2)]
+        kept = deque(enumerate(lines, start=2), maxlen=newest)
+        return cluster, [_parsed(_REQUEST, path, number, line) for number, line in kept]
 
 
 def _parsed(adapter: TypeAdapter[T], path: Path, number: int, line: str) -> T:
@@ -138,8 +141,8 @@ class RequestRecorder:
     ) -> None:
         self._file = LineLog(path, max_bytes, self._head)
         self._slo = slo
-        self._one_pool = one_pool
         self._workers = workers
+        self._one_pool = one_pool
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
 
     def ended(self, timeline: RequestTimeline) -> None:

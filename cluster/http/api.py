@@ -17,6 +17,7 @@ from fastapi import Depends, Request
 from cluster.config.settings import GatewaySettings
 from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
 from cluster.gateway.generator import ClusterView, Generator, ServingLimits
+from cluster.gateway.layout_study import LayoutStudy
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.terms import Tenants
 from cluster.http.turns import Turns
@@ -90,7 +91,7 @@ class HttpLimits:
 @dataclass(slots=True, kw_only=True)
 class Api:
     """Handed to every endpoint as an `ApiOf` parameter. `on_ended` is told of each request that was generated,
-    for the request log. `secret` is the cluster's."""
+    for the request log; `layouts` replays that. `secret` is the cluster's."""
 
     generator: Generator
     cluster: ClusterView
@@ -102,6 +103,7 @@ class Api:
     secret: InitVar[bytes]
     limits: HttpLimits = HttpLimits()
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None
+    layouts: LayoutStudy = field(default_factory=LayoutStudy)
     created: int = field(default_factory=lambda: int(time.time()))
     tenants: Tenants = field(init=False)
     in_flight: InFlight = field(init=False)

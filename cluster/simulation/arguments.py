@@ -131,6 +131,13 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log", type=Path, required=True, help="of a cluster and its requests: cluster/gateway/request_log.py"
     )
+    parser.add_argument(
+        "--layouts", action="store_true", help="which layout of as many workers would have served most; nothing else"
+    )
+    parser.add_argument("--newest", type=int, help="so many of the log's requests, the last ones; default: all")
+    parser.add_argument(
+        "--time-s", type=float, default=60.0, help="for --layouts: after so long, what is known is told"
+    )
     parser.add_argument("--prefill", type=int, help="workers")
     parser.add_argument("--decode", type=int, help="workers")
     parser.add_argument("--ttft-ms", type=float, help="target of all classes that have one")

@@ -1,23 +1,31 @@
-"""What a log's requests would have seen of other pools or targets, and how far simulating the real ones is off."""
+"""What a log's requests would have seen of other pools or targets, and how far simulating the real ones is off; and
+which layout of as many workers would have served most of them (`best_layout`)."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
 from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.simulation.plan.search import Layout, OutOfTime
 from cluster.simulation.records import Quantiles, Record, aligned
 from cluster.simulation.routers.legato import LegatoRouter
-from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
+from cluster.simulation.simulate import SimulationConfig, SimulationResult, Watch, simulate
 from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
 
 _DOUBTFUL: Final = 0.25
+_PARTS: Final = 10  # by length, of the requests
+_LEAST: Final = 15  # requests of a part
+_SHARES: Final = (0.25, 0.5, 0.625, 0.75)  # of many workers, that compute prompts
+_FEW: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +134,103 @@ def what_if(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutShare:
+    """`in_time`: of all requests; `least`: of that tenth of them, by length of prompt, of which least is."""
+
+    layout: str
+    in_time: float
+    least: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestLayout:
+    """What the same requests would have seen of as many workers of one type (`automatic`), and of the fixed layouts
+    that were tried, best first: by the tenth that is served least, then by all. `is_complete` False: time was over
+    before the others."""
+
+    num_requests: int
+    over_s: float
+    automatic: LayoutShare
+    fixed: tuple[LayoutShare, ...]
+    is_complete: bool
+
+    @property
+    def sentence(self) -> str:
+        told = f"Of {self.num_requests} requests in {self.over_s:.0f} s the automatic layout"
+        told = f"{told} serves {_shares(self.automatic)}"
+        if not self.fixed:
+            return f"{told}; there was no time for any other."
+        best = self.fixed[0]
+        others = "of the fixed layouts" if self.is_complete else "of the fixed layouts that there was time for"
+        if (best.least, best.in_time) <= (self.automatic.least, self.automatic.in_time):
+            return f"{told}, and none {others} serves more ({best.layout}: {_shares(best)}), simulated."
+        return f"{told}; {others} {best.layout} serves most, {_shares(best)}, simulated."
+
+    def json_line(self) -> str:
+        return json.dumps({**asdict(self), "sentence": self.sentence}, separators=(",", ":"))
+
+    def text(self) -> str:
+        rows = [["", "in time", "least tenth"]]
+        rows += [[x.layout, f"{x.in_time:.1%}", f"{x.least:.1%}"] for x in (self.automatic, *self.fixed)]
+        return "\n".join([*aligned(rows), self.sentence])
+
+
+def best_layout(cluster: LoggedCluster, requests: Sequence[LoggedRequest], *, time_s: float = 60.0) -> BestLayout:
+    """Simulates the automatic layout and the fixed ones of as many workers, one after the other, as far as `time_s`
+    goes. Workers that no prefill worker is described for are taken to be like the decode workers. Raises ValueError for
+    an empty log, and where there is not even time for the first."""
+    if not requests:
+        raise ValueError("the log holds no requests: there is nothing to replay")
+    deadline = time.monotonic() + time_s
+
+    def watch(record: Record) -> None:
+        if time.monotonic() > deadline:
+            raise OutOfTime
+
+    trace, total = _trace(cluster, requests), cluster.num_prefill + cluster.num_decode
+
+    def share(name: str, num_prefill: int, *, one_pool: bool = False) -> LayoutShare:
+        layout = replace(cluster, num_prefill=num_prefill, num_decode=total - num_prefill, one_pool=one_pool)
+        records = _play(layout, trace, watch=watch).records
+        return LayoutShare(layout=name, in_time=_in_time(records), least=_least_in_time(records))
+
+    counts = range(1, total) if total <= _FEW else sorted({round(part * total) for part in _SHARES})
+    in_turn = sorted(counts, key=lambda count: abs(count - total / 2))
+    fixed: list[LayoutShare] = []
+    try:
+        automatic = share(f"{total} of one type", 0, one_pool=True)
+    except OutOfTime:
+        raise ValueError(f"{time_s:g} s are too short to simulate {len(requests)} requests once") from None
+    try:
+        for count in (0, *in_turn):
+            fixed.append(share(str(Layout(1, count, total - count)).removesuffix(", TP 1"), count))
+    except OutOfTime:
+        pass
+    return BestLayout(
+        num_requests=len(requests),
+        over_s=trace[-1].arrival_s,
+        automatic=automatic,
+        fixed=tuple(sorted(fixed, key=lambda x: (x.least, x.in_time), reverse=True)),
+        is_complete=len(fixed) == 1 + len(in_turn),
+    )
+
+
+def _in_time(records: Sequence[Record]) -> float:
+    return round(sum(record.is_met for record in records) / len(records), 4)
+
+
+def _least_in_time(records: Sequence[Record]) -> float:
+    by_length = sorted(records, key=lambda record: record.prompt_tokens)
+    parts = max(1, min(_PARTS, len(by_length) // _LEAST))
+    bounds = [round(len(by_length) * part / parts) for part in range(parts + 1)]
+    return min(_in_time(by_length[first:last]) for first, last in pairwise(bounds))
+
+
+def _shares(share: LayoutShare) -> str:
+    return f"{share.in_time:.1%} in time, of no tenth by length less than {share.least:.1%}"
+
+
 def replay(cluster: LoggedCluster, requests: Sequence[LoggedRequest], seed: int = 0) -> list[Record]:
     """What the log's requests see of the cluster as it was, simulated; in order of arrival, from second 0.
 
@@ -134,7 +239,9 @@ def replay(cluster: LoggedCluster, requests: Sequence[LoggedRequest], seed: int 
     return _play(cluster, _trace(cluster, requests), seed).records
 
 
-def _play(cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int = 0) -> SimulationResult:
+def _play(
+    cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int = 0, watch: Watch = lambda record: None
+) -> SimulationResult:
     prefill = cluster.prefill or cluster.decode  # without prefill workers, of no consequence
     config = SimulationConfig(
         num_prefill=cluster.num_prefill,
@@ -145,7 +252,7 @@ def _play(cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int = 0) 
         gateway_s=cluster.gateway_s,
         seed=seed,
     )
-    return simulate(config, trace, LegatoRouter(DecisionPolicy(one_pool=cluster.one_pool)))
+    return simulate(config, trace, LegatoRouter(DecisionPolicy(one_pool=cluster.one_pool)), watch)
 
 
 def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:

@@ -66,6 +66,12 @@ def test_what_the_scheduler_says_is_passed_on(target: Target, generator: Scripte
         assert "p-1 is a teapot" in error["message"]
 
 
+def test_no_layout_is_studied_without_a_log_of_requests(target: Target) -> None:
+    assert target.http.get("/cluster").json()["layout"] is None
+    answer = target.http.get("/cluster/layout")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "no_request_log")
+
+
 def test_without_a_scheduler_it_is_unavailable(target: Target, generator: ScriptedGenerator) -> None:
     generator.script = Script(role_error=UnavailableError("Not now.", retry_after_s=0.5))
     got = target.http.post(URL, json={"role": "decode"})

@@ -32,8 +32,20 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.get("/cluster", response_model=None)
 async def cluster(api: ApiOf) -> dict[str, Any]:
-    """The workers as this gateway knows them: role, pid, load, KV blocks. And how many each pool should have."""
-    return {"workers": api.cluster.describe_workers(), "wanted": api.cluster.pools}
+    """The workers as this gateway knows them: role, pid, load, KV blocks. How many each pool should have. And which
+    layout would have served most, as it was found last."""
+    return {
+        "workers": api.cluster.describe_workers(),
+        "wanted": api.cluster.pools,
+        "layout": api.layouts.newest,
+    }
+
+
+@router.get("/cluster/layout", response_model=None)
+async def layout(api: ApiOf) -> dict[str, Any]:
+    """What the newest requests of the log would have seen of the automatic layout and of fixed ones, simulated; the
+    answer takes a minute where it is not known."""
+    return await api.layouts.ask()
 
 
 @router.post("/cluster/workers/{worker_id}/role", response_model=None, status_code=202)

@@ -23,7 +23,7 @@ from cluster.gateway.request_log import (
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.whatif import replay, what_if
+from cluster.simulation.whatif import best_layout, replay, what_if
 from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.synthetic import CONTENT_TOKENS, Workload, draw_requests
 from cluster.slo.classes import INTERACTIVE, SloConfig
@@ -129,6 +129,35 @@ def test_who_was_turned_away_is_missed_and_replayed_with_the_usual_length() -> N
     assert result.replayed.rejected == 0.0
 
 
+def test_the_best_layout_is_the_best_of_all_that_as_many_workers_have() -> None:
+    """Where prompts have to be fast and tokens, too, so that layouts differ."""
+    strict = replace(CLUSTER, slo=SloConfig(classes=(replace(INTERACTIVE, ttft_s=0.5, tpot_s=0.012),)))
+    requests = lived(rate=30.0)
+    found = best_layout(strict, requests)
+    assert found.is_complete
+    by_name = {x.layout: x.in_time for x in found.fixed}
+    for num_prefill, name in ((0, "3 colocated"), (1, "1 prefill + 2 decode"), (2, "2 prefill + 1 decode")):
+        supposed = what_if(strict, requests, num_prefill=num_prefill, num_decode=3 - num_prefill).supposed
+        assert by_name.pop(name) == pytest.approx(supposed.in_time), name
+    assert not by_name
+    ranks = [(x.least, x.in_time) for x in found.fixed]
+    assert ranks == sorted(ranks, reverse=True)
+    assert ranks[0] > ranks[-1]
+    assert found.fixed[0].layout in found.sentence
+    one_type = what_if(replace(strict, num_prefill=0, num_decode=3, one_pool=True), requests).replayed
+    assert found.automatic.in_time == pytest.approx(one_type.in_time)
+
+
+def test_a_search_without_time_says_so() -> None:
+    with pytest.raises(ValueError, match="too short"):
+        best_layout(CLUSTER, lived(), time_s=0.0)
+
+
+def test_the_newest_of_a_log_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "log.jsonl", CLUSTER, lived()[:5])
+    assert read_log(path, newest=2) == (CLUSTER, lived()[3:5])
+
+
 def test_the_command_replays_a_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -141,6 +170,8 @@ def test_the_command_replays_a_log(
     assert run("--decode", "3", "--tpot-ms", "50", "--gap-ms", "100") == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("measured", "replayed", "supposed", "Error of the simulation"))
+    assert run("--layouts", "--newest", "20") == 0
+    assert "Of 20 requests" in capsys.readouterr().out
     assert run("--prefill", "1") == 1
     assert "describes no prefill worker" in capsys.readouterr().err
     path.write_text(cluster_line(CLUSTER))

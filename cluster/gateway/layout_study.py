@@ -1,0 +1,82 @@
+"""Which layout of the workers would have served most of what came lately, beside the automatic one: `LayoutStudy`.
+
+`GET /cluster/layout` asks it. The simulations run in a process of their own with the least priority, which reads the
+gateway's request log: `python -m cluster whatif --layouts` (`cluster.simulation.whatif.best_layout`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from cluster.errors import ConflictError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+NEWEST: Final = 2000  # requests of the log
+START_S: Final = 60.0  # for the process to start, to read the log and to end
+FRESH_S: Final = 300.0  # a study is told again for so long
+RETRY_S: Final = 60.0
+
+
+class LayoutStudy:
+    """`log`: the gateway's request log; None: it writes none. `newest`: what was found last, for `/cluster`.
+
+    One study at a time, of `time_s` at most; who asks meanwhile waits for that one."""
+
+    def __init__(self, log: Path | None = None, *, time_s: float = 60.0) -> None:
+        self.newest: dict[str, Any] | None = None
+        self._log = log
+        self._time_s = time_s
+        self._fresh_until = float("-inf")
+        self._running: asyncio.Task[dict[str, Any]] | None = None
+
+    async def ask(self) -> dict[str, Any]:
+        """What the newest requests would have seen of each layout. Raises ConflictError without a log, and
+        UnavailableError where it cannot be told now."""
+        if self._log is None:
+            raise ConflictError(
+                "This gateway notes no requests, so nobody knows what to simulate. Set gateway.request_log.",
+                code="no_request_log",
+            )
+        if self.newest is not None and time.monotonic() < self._fresh_until:
+            return self.newest
+        if self._running is None:
+            self._running = asyncio.create_task(self._study(self._log))
+            self._running.add_done_callback(self._ended)
+        return await asyncio.shield(self._running)  # who asked may go away, and others wait for it
+
+    def _ended(self, study: asyncio.Task[dict[str, Any]]) -> None:
+        self._running = None
+        if not study.cancelled() and study.exception() is None:
+            self.newest, self._fresh_until = study.result(), time.monotonic() + FRESH_S
+
+    async def _study(self, log: Path) -> dict[str, Any]:
+        command = [sys.executable, "-m", "cluster", "whatif", "--log", str(log), "--layouts", "--json"]
+        command += ["--newest", str(NEWEST), "--time-s", str(self._time_s)]
+        process = await asyncio.create_subprocess_exec(
+            *("nice", "-n", "19", *command), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(self._time_s + START_S):
+                out, said = await process.communicate()
+        except TimeoutError:
+            out, said = b"", b"it took too long"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode != 0:
+            reason = said.decode(errors="replace").strip().rpartition("\n")[2]
+            logger.info("layouts could not be simulated: %s", reason)
+            raise UnavailableError(
+                f"The requests of lately could not be simulated: {reason}. Try again when more were served.",
+                retry_after_s=RETRY_S,
+            )
+        found: dict[str, Any] = json.loads(out)
+        return found
