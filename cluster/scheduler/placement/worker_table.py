@@ -149,7 +149,7 @@ class WorkerTable:
         paced = np.minimum(self.slots[Slot.TPOT_TARGET_S], self.slots[Slot.GAP_TARGET_S]) < np.inf
         return bool((booked & paced).any())
 
-    def prompt_shares(self, rows: int | slice, now: float) -> Floats:
+    def prompt_shares(self, rows: int | slice | Rows, now: float) -> Floats:
         """Of the workers' time lately, what prompts placed there take."""
         recent_s, at = self.rows[Row.PROMPTS_S, rows], self.rows[Row.PROMPTS_AT, rows]
         shares: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
