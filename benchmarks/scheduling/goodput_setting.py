@@ -16,7 +16,7 @@ from typing import Final, Literal
 from benchmarks.common.summary import Json
 from benchmarks.scheduling.goodput_counting import Counts, DecidedError, Promise, tenant_of
 from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.simulation.command import ONE_POOL, ROUTERS
+from cluster.simulation.command import ROUTERS
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import CacheAware, Dynamo, LlmdHeadroom, Mooncake
 from cluster.simulation.routers.legato import LegatoRouter
@@ -143,7 +143,7 @@ def candidates(router: str, num_workers: int) -> list[Layout]:
         return [Layout(num_prefill=0, num_decode=num_workers)]
     counts = sorted({min(round(share * num_workers), num_workers - 1) for share in SHARES})
     limits = next(iter(LIMITS.get(router, {"": None})))
-    if router in ONE_POOL:
+    if router == "colocated":
         counts = [0]
     return [
         Layout(num_prefill=count, num_decode=num_workers - count, budget=budget, is_paced=is_paced, limits=limits)

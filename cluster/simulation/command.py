@@ -63,7 +63,7 @@ ROUTERS: Final[dict[str, Callable[[], Router]]] = {
     "cache-aware": CacheAware,
 }
 
-ONE_POOL: Final = ("colocated", "legato-auto")
+_ONE_POOL: Final = ("colocated", "legato-auto")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
     records: dict[str, list[Record]] = {}
     summaries: dict[str, list[tuple[float, Summary]]] = {}
     for name in arguments.router or ["legato"]:
-        config = _config(arguments, one_pool=name in ONE_POOL)
+        config = _config(arguments, one_pool=name in _ONE_POOL)
         for load in arguments.plot_loads or [1.0]:
             result = simulate(config, _requests(arguments, load), ROUTERS[name]())
             summary = result.summary
