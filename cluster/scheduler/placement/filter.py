@@ -117,8 +117,9 @@ def forecast_prompt(
     facts = table.rows[:, : len(table)]
     step_s = facts[Row.STEP_S] / facts[Row.STRETCH]
     with_any_s = step_s + facts[Row.PREFILL_BASE_S]  # what comes with prompt tokens, however few
+    bears_s = np.maximum(facts[Row.LIMIT_S] - with_any_s, _LEAST_ROOM * step_s)
     decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES]
-    room_s = np.where(decodes > 0.0, prompt_room_s(facts, step_s, facts[Row.LIMIT_S]), np.inf)
+    room_s = np.where(decodes > 0.0, np.minimum(bears_s, (1.0 / DECODES_PART - 1.0) * with_any_s), np.inf)
     # Each that decodes takes a token of the step's budget.
     chunk = np.maximum(facts[Row.CHUNK_TOKENS] - facts[Row.BOOKED], 1.0)
     depths = 3 if (reach[2] > reach[0]).any() else 1
@@ -129,7 +130,7 @@ def forecast_prompt(
         load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
         load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
     added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
-    num_steps = np.maximum(np.ceil(uncached / chunk), added_s / room_s)
+    num_steps = np.maximum(np.ceil(uncached / chunk), added_s / np.maximum(room_s, 1e-9))
     num_steps = np.maximum(num_steps, 1.0)
     work_s = load_s + (added_s + num_steps * with_any_s)
     added_s = added_s + num_steps * facts[Row.PREFILL_BASE_S]
@@ -140,14 +141,6 @@ def forecast_prompt(
         work_s=work_s[best],
         added_s=added_s[best],
     )
-
-
-def prompt_room_s(facts: Floats, decodes_s: Floats, limit_s: Floats) -> Floats:
-    """How many seconds of prompts steps have room for, where what decodes takes `decodes_s` of at most `limit_s`.
-    `facts`: of each worker, by `Row`."""
-    with_any_s = decodes_s + facts[Row.PREFILL_BASE_S]
-    bears_s = np.maximum(limit_s - with_any_s, _LEAST_ROOM * decodes_s)
-    return np.maximum(np.minimum(bears_s, (1.0 / DECODES_PART - 1.0) * with_any_s), 1e-9)
 
 
 def shortlist(table: WorkerTable, policy: DecisionPolicy, query: Place, found: Filtered) -> tuple[Rows, Rows]:

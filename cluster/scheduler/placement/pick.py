@@ -16,19 +16,20 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.scheduler.placement.filter import Filtered, prompt_room_s, shortlist
+from cluster.scheduler.placement.filter import Filtered, shortlist
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import LATER_S, NUM_LATER_CANDIDATES
 from cluster.scheduler.placement.score import Prediction, Score, predict, score
-from cluster.scheduler.placement.worker_table import Floats, Row
-from engine.cost_model.step_cost import KEPT
+from cluster.scheduler.placement.worker_table import Floats, Row, WorkerTable
 from kv_transfer.messages.scheduling import Place
 
 _AT_ONCE: Final = np.zeros(1)
 _NUM_ROWS: Final = 8  # candidates that a decision keeps
 _ASSUMED_TTFT_S: Final = 10.0  # what delays are relative to where there is no target
 _ASSUMED_TPOT_S: Final = 0.1
+_QUIET_SHARE: Final = 0.05  # of the pool's time for prompts: less is nothing to keep away from
+_MOST_SHARES: Final = 2.0
 
 
 class Action(Enum):
@@ -134,12 +135,14 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, 
     slo_gain, slo_probability, leaves_room = scores.slo_gain[0], scores.slo_probability[0], scores.leaves_room[0]
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
     elsewhere = predicted.beside & ~predicted.alone
-    cost = policy.delay_cost * delay + policy.work_cost * _busy_work(ledger, query, predicted, now)
-    cost = cost + policy.handover_cost * elsewhere
-    for kind in (predicted.beside, ~predicted.beside):
-        if (least := cost[kind].min(initial=np.inf)) < np.inf:  # else none of them has ever room
-            cost[kind] -= least
-    rounded = (slo_gain - cost - policy.alone_gain * predicted.beside).round(3)
+    if policy.one_pool:
+        rounded = (slo_gain - _price_in_one_pool(ledger.table, policy, query, predicted, ttft_s, now)).round(2)
+    else:
+        cost = policy.delay_cost * delay + policy.work_cost * _busy_work(ledger, predicted, now)
+        for kind in (predicted.beside, ~predicted.beside):
+            if (least := cost[kind].min(initial=np.inf)) < np.inf:  # else none of them has ever room
+                cost[kind] -= least
+        rounded = (slo_gain - cost - policy.alone_gain * predicted.beside).round(3)
     is_batch = not query.has_targets
     barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
     # Of equals who has least to do: predictions err, and then it is good not to have put everything on one. Between
@@ -148,26 +151,32 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, 
     return Candidates(predicted, scores, np.lexsort((*ties, delay, elsewhere, predicted.beside, -rounded, barred)))
 
 
-def _busy_work(ledger: Ledger, query: Place, predicted: Prediction, now: float) -> Floats:
-    """What the request takes of the workers' time, in average prompts. Its prompt, the less the more of that time is
-    unused: on busy workers it pays to go where a prefix is, on idle ones to be served sooner. Its tokens, by what they
-    take from prompts that are computed beside them: each makes a step longer, the first of a worker even makes one.
+def _price_in_one_pool(
+    table: WorkerTable, policy: DecisionPolicy, query: Place, predicted: Prediction, ttft_s: Floats, now: float
+) -> Floats:
+    """By candidate, what it costs those who come next (see `DecisionPolicy`). Without it all workers would stay alike:
+    each is as good as the others, and none is good for tokens that have to come fast."""
+    computing, decode, pool = predicted.computing, predicted.decode, table.pools()[1]
+    crowds = table.rows[Row.BOOKED, : len(table)] / max(1.0, float(table.rows[Row.BOOKED, pool].mean()))
+    prompts = np.minimum(table.prompt_shares(slice(0, len(table)), now), 1.0)
+    prompts = prompts / max(_QUIET_SHARE, float(prompts[pool].mean()))
+    paces_s = predicted.after.tpot_s[0] * table.rows[Row.STRETCH, decode]  # with the prompts that come in between
+    tightness = min(1.0, float(paces_s.min()) / query.tpot_target_s) ** 2
+    disturbed = np.minimum(crowds[computing], _MOST_SHARES) + np.minimum(prompts[decode], _MOST_SHARES)
+    waits = np.minimum(ttft_s / query.ttft_target_s, _MOST_SHARES)
+    handed_over = ~predicted.alone
+    price: Floats = (
+        policy.role_gain * tightness * disturbed + policy.wait_gain * waits + policy.handover_gain * handed_over
+    )
+    return price
 
-    So in one pool roles emerge where targets are tight: prompts are cheapest where few decode, tokens where few prompts
-    are computed, and what a worker does already is what it is best for."""
-    table, decode = ledger.table, predicted.decode
+
+def _busy_work(ledger: Ledger, predicted: Prediction, now: float) -> Floats:
+    """What the prompt takes of the workers' time, in average prompts, the less the more of that time is unused: on busy
+    workers it pays to go where a prefix is, on idle ones to be served sooner."""
+    table = ledger.table
     there, here = (min(1.0, table.busy_share(pool, now)) for pool in table.pools())
     work: Floats = np.where(predicted.beside, here, there) * predicted.prompt.work_s
-    facts = table.rows[:, decode]
-    num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
-    own_s = facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * (query.num_tokens + num_output / 2)
-    step_s = facts[Row.STEP_S] / facts[Row.STRETCH] + own_s
-    limit_s = np.minimum(facts[Row.LIMIT_S], KEPT * min(query.tpot_target_s, query.gap_target_s))
-    room_s = prompt_room_s(facts, step_s, limit_s)
-    # Of steps that may last so long, prompts have what decodes leave: with each more, that falls by the square of it.
-    tightness = (1.0 + (step_s + facts[Row.PREFILL_BASE_S]) / room_s) ** 2
-    prompts = np.minimum(table.prompt_shares(decode, now), 1.0)
-    work = work + num_output * (own_s + facts[Row.BASE_S] / (1.0 + facts[Row.BOOKED])) * prompts * tightness
     return work / ledger.demand.prompt_s if ledger.demand.prompt_s > 0.0 else np.zeros_like(work)
 
 

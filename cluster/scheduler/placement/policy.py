@@ -18,9 +18,11 @@ class DecisionPolicy:
     lately.
     Decode alone is chosen over a pair where it brings `alone_gain` more. Among pairs, and among those, one whose
     first token or pace is later by as much as the target is worth `delay_cost` less, one that takes as much more of the
-    workers' time as an average prompt does, with the prompt or with its tokens, `work_cost` less where all of that time
-    is in use.
-    Where decode workers are `one_pool`, they compute prompts for each other, too; being moved costs `handover_cost`.
+    workers' time as an average prompt does, `work_cost` less where all of that time is in use.
+    Where decode workers are `one_pool`, they compute prompts for each other, too. A prompt is charged there, as far as
+    its TPOT target is near, `role_gain` for a mean worker's decodes that it disturbs, and as much for a mean worker's
+    prompts that disturb its tokens; `wait_gain` for waiting as long as its TTFT target allows; `handover_gain` for
+    being moved. So roles emerge where targets are tight, and nothing moves where they are not.
     Nobody is bound to a decode worker that has no room for `max_room_s`.
 
     `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
@@ -30,7 +32,9 @@ class DecisionPolicy:
     min_gain: float = 0.5
     alone_gain: float = 0.1
     one_pool: bool = False
-    handover_cost: float = 0.01
+    role_gain: float = 0.3
+    wait_gain: float = 0.5
+    handover_gain: float = 0.01
     work_cost: float = 0.3
     delay_cost: float = 0.3
     max_room_s: float = 0.1

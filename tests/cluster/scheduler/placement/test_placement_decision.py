@@ -359,7 +359,6 @@ def test_a_prompt_computed_for_another_takes_longer_beside_decodes_and_without_t
 def test_where_targets_are_tight_prompts_go_where_nobody_decodes_and_tokens_where_nothing_is_computed() -> None:
     """And where they are not, whoever computes a prompt goes on with it."""
     ledger = ledger_of("d1", "d2")
-    ledger.demand.observe(1.0)  # work counts in prompts
     for number in range(4):
         decoding(ledger, f"r{number}", prefill=None, decode="d1", num_tokens=20, tpot_s=0.02)
     book(ledger, "prompt", prefill=None, decode="d2", num_tokens=1500, prefill_s=1.5, tpot_s=10.0)
