@@ -17,7 +17,6 @@ from tests.cluster.simulation.test_whatif import CLUSTER, lived, written
 async def test_a_log_is_studied_once_for_all_who_ask(tmp_path: Path) -> None:
     requests = lived()[:40]
     study = LayoutStudy(written(tmp_path / "log.jsonl", CLUSTER, requests))
-    assert study.newest is None
     first, second = await asyncio.gather(study.ask(), study.ask())
     assert first is second
     assert await study.ask() is first, "it is told again, not made again"
