@@ -26,6 +26,8 @@ class DecisionPolicy:
     Under overload a prompt of average length keeps out up to `displacement_cost` of the requests still to come where
     the queues are half as long as TTFT targets allow, shorter prompts and queues less, longer ones more: prompts that
     take much time go first, down to the floor of their length (see `Admission`).
+    A prompt is split between a pair (if `splits`) only where the expected number of requests grows by `split_gain` more
+    than with any worker that computes all of it.
     Nobody is bound to a decode worker that has no room for `max_room_s`.
 
     `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
@@ -38,6 +40,8 @@ class DecisionPolicy:
     role_gain: float = 0.3
     wait_gain: float = 0.5
     handover_gain: float = 0.01
+    splits: bool = True
+    split_gain: float = 0.05
     work_cost: float = 0.3
     delay_cost: float = 0.3
     displacement_cost: float = 0.25

@@ -35,8 +35,8 @@ class Prediction:
     By candidate: who computes the prompt, and who decodes; `alone`, where these are the same; `beside`, where a decode
     worker computes it; `prompt`. By moment and candidate: `start_s`, from now until the prompt's computation begins;
     `after`, on the decode worker; `slo_loss`, of all others, on both. Of the pool that computes the prompt:
-    `queue_share`, see `_queue_shares`, for requests with a TTFT target; `idle_share`, see
-    `_idle_shares`, for those without targets; 0 for others."""
+    `queue_share`, see `_queue_shares`, for requests with a TTFT target (`decode_queue_share`: of the pool that
+    decodes); `idle_share`, see `_idle_shares`, for those without targets; 0 for others."""
 
     later_s: Floats
     computing: Rows
@@ -48,6 +48,7 @@ class Prediction:
     after: DecodeForecast
     slo_loss: Floats
     queue_share: Floats
+    decode_queue_share: Floats
     idle_share: Floats
 
 
@@ -78,7 +79,7 @@ def predict(
     table = ledger.table
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
     alone, beside = computing == decode, computing >= table.num_prefills
-    lead_s = _join_times(prompt.wait_s, prompt.work_s, alone, later_s)
+    lead_s = _join_times(prompt.wait_s, prompt.work_s, alone | (prompt.split_at > 0.0), later_s)
     noticed_s = np.zeros_like(prompt.added_s) if query.has_targets else prompt.added_s
     after = forecast_decode(table, decode, query, num_output, lead_s, noticed_s * alone, now)
     start_s = _start_times(prompt.wait_s, after.room_s, alone, ~beside, later_s)
@@ -91,14 +92,13 @@ def predict(
     if elsewhere.any() and noticed_s.any():
         slo_loss = slo_loss.copy()
         slo_loss[:, elsewhere] += forecast_delay(table, computing[elsewhere], noticed_s[elsewhere], lead_s, now)
-    queue_share = idle_share = _UNASKED
+    queue_share = decode_queue_share = idle_share = _UNASKED
     if query.ttft_s is not None and ledger.demand.ttft_s > 0.0:
-        queue_share = _queue_shares(table, beside, later_s, ledger.demand.ttft_s, now)
+        queue_share, decode_queue_share = _queue_shares(table, beside, later_s, ledger.demand.ttft_s, now)
     if not query.has_targets:
         idle_share = _idle_shares(table, beside, later_s, now)
-    return Prediction(
-        later_s, computing, decode, alone, beside, prompt, start_s, after, slo_loss, queue_share, idle_share
-    )
+    shares = (queue_share, decode_queue_share, idle_share)
+    return Prediction(later_s, computing, decode, alone, beside, prompt, start_s, after, slo_loss, *shares)
 
 
 def score(
@@ -109,8 +109,9 @@ def score(
     ttft_s = waited_s + predicted.start_s + work_s + ledger.overhead.seconds
     slo_probability = _slo_probability(ledger.table, query, predicted, ttft_s)
     # Requests still to come that the prompt keeps out.
-    displacement = policy.displacement_cost * predicted.queue_share / (1.0 - predicted.queue_share)
-    displacement = displacement * work_s / max(ledger.demand.prompt_s, 1e-9)
+    there, here, parts = predicted.queue_share, predicted.decode_queue_share, predicted.prompt
+    displaced_s = parts.first_s * there / (1.0 - there) + parts.rest_s * here / (1.0 - here)
+    displacement = policy.displacement_cost * displaced_s / max(ledger.demand.prompt_s, 1e-9)
     # Who has no room yet is bound to nobody yet.
     early = after.room_s > later_s[:, None] + policy.max_room_s
     own = slo_probability if query.has_targets else 0.0
@@ -133,12 +134,12 @@ def _slo_probability(table: WorkerTable, query: Place, predicted: Prediction, tt
     return probability
 
 
-def _join_times(wait_s: Floats, work_s: Floats, alone: NDArray[np.bool_], later_s: Floats) -> Floats:
+def _join_times(wait_s: Floats, work_s: Floats, others: NDArray[np.bool_], later_s: Floats) -> Floats:
     """From now until it decodes, by moment; the same for all candidates: were it each one's own, a longer queue would
     make a crowded decode worker look better. By candidate: `wait_s`, until its queue is done; `work_s`, of its prompt;
-    `alone`, whether it decodes where its prompt is computed."""
+    `others`, which are looked at only where there are none besides: who decode alone, or a part alone."""
     ready_s = wait_s + work_s
-    soonest = (ready_s if alone.all() else np.where(alone, np.inf, ready_s)).argmin()
+    soonest = (ready_s if others.all() else np.where(others, np.inf, ready_s)).argmin()
     joins_s: Floats = np.maximum(later_s, wait_s[soonest]) + work_s[soonest]
     return joins_s
 
@@ -156,9 +157,12 @@ def _start_times(
     return np.where(takes_late & (room_s < np.inf), due_s, reserved_s)
 
 
-def _queue_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, ttft_s: float, now: float) -> Floats:
+def _queue_shares(
+    table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, ttft_s: float, now: float
+) -> tuple[Floats, Floats]:
     """By moment and candidate: how long the queues of the pool are that computes the prompt, in the mean, as a share of
-    what TTFT targets allow; just below 1 where they are longer. `beside`: its decode workers do."""
+    what TTFT targets allow; just below 1 where they are longer. `beside`: its decode workers do. And, by moment, of
+    these."""
     left_s = table.rows[Row.DRAINED_AT, : len(table)] - now
     shares = np.zeros((2, len(later_s)))
     num_moments = int(np.searchsorted(later_s, left_s.max(initial=0.0)))  # none has a queue later
@@ -167,8 +171,7 @@ def _queue_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats
         for number, pool in enumerate(table.pools()):
             means_s = queues_s[:, pool].sum(axis=1) / max(1, pool.stop - pool.start)
             shares[number, :num_moments] = np.minimum(means_s / ttft_s, 0.99)
-    by_candidate: Floats = np.where(beside, shares[1][:, None], shares[0][:, None])
-    return by_candidate
+    return np.where(beside, shares[1][:, None], shares[0][:, None]), shares[1][:, None]
 
 
 def _idle_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
