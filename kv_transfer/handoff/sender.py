@@ -46,7 +46,7 @@ class HandoffTimeline:
     attempt: int
     num_tokens: int
     begun_s: float  # the ticket was there, or that there was none yet
-    computed_s: float = (
+    computed_s: float = 0.0  # the last step was over, and its first token sampled: from here on nothing is hidden
     sent_s: float = 0.0  # the link had taken the last slab
     verified_s: float = 0.0  # decode's answer was here
     num_bytes: int = 0
