@@ -34,8 +34,8 @@ Where decode has no room yet, a hand-off begins without a ticket:
              └─────────────────────────────────────────────────────▶ OVER
 ```
 
-In WAITING a layer that is ready, and that all is computed, are noted. Nobody reads the source blocks, and no decode worker
-is known, so that nothing else can be.
+In WAITING a layer that is ready, and that all is computed, are noted. Nobody reads the source blocks, and no decode
+worker is known, so that nothing else can be.
 
 OVER is no state, but the end: `ReleaseSource`, and nothing is known of the attempt any more. DRAINING with nothing in
 flight is OVER at once. [1] Once all is computed. [2] While slabs are in flight the time starts again with each
