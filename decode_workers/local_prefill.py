@@ -1,4 +1,5 @@
-"""The prompts that a decode worker computes itself: placed here, preempted, or without the prefix that they counted on.
+"""The prompts that a decode worker computes itself: placed here, preempted, without the prefix that they counted on, or
+begun by another worker.
 
 Keeps who waits for blocks and who is being computed in chunks, both first come, first served, for `DecodeScheduler`,
 which says how much of a step prompts may have.
@@ -71,7 +72,7 @@ class LocalPrefill:
     @property
     def _unplanned(self) -> list[Sequence]:
         """Those with blocks, but for the ones whose last chunk is in flight or that share no step."""
-        return [seq for seq in self._computing if not (seq.num_awaited or seq.num_alone)]
+        return [s for s in self._computing if not (s.num_awaited or s.num_alone) and s.num_unplanned]
 
     @property
     def suspects(self) -> list[Sequence]:
@@ -85,6 +86,10 @@ class LocalPrefill:
 
     def add(self, seq: Sequence) -> None:
         self._waiting.append(seq)
+
+    def go_on(self, seq: Sequence) -> None:
+        """It has its blocks, and in them its first tokens."""
+        self._computing.append(seq)
 
     def put_back(self, seq: Sequence) -> None:
         """It has lost its blocks, and is before all others when there are some again."""

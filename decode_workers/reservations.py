@@ -18,6 +18,7 @@ from engine.memory.streams import queued_on
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread
 from kv_transfer.handoff.receiver import KvReceiver
+from kv_transfer.messages.handoff import Commit
 from kv_transfer.messages.requests import RequestSpec, Reserved, RoomAwaited
 from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import GatewayId, GatewayPort
@@ -117,7 +118,7 @@ class Reservations:
         older = next(key for key in self._key_of_lease.values() if key.request_id == request.request_id)
         if older.attempt == request.attempt:
             return True  # a repetition: it has been answered
-        seq = sequence_of(request)
+        seq = _reserved_for(request)
         if self._scheduler.state(older) is not DecodeState.RESERVED or not self._scheduler.renew(older, seq):
             return False
         assert seq.lease is not None
@@ -167,7 +168,7 @@ class Reservations:
             self._port.fail(waiting.gateway, key, reason, retryable=True, cause="moved")
 
     def _grant(self, gateway: GatewayId, request: RequestSpec) -> None:
-        seq = sequence_of(request)
+        seq = _reserved_for(request)
         self._scheduler.reserve(seq)
         assert seq.lease is not None
         self._key_of_lease[seq.lease.lease_id] = seq.key
@@ -189,12 +190,14 @@ class Reservations:
         assert table is not None
         return cache, table.view[group]
 
-    def on_admitted(self, key: SequenceKey, first_token: int) -> None:
+    def on_admitted(self, key: SequenceKey, commit: Commit) -> None:
         seq = self._scheduler.sequence(key)
         assert seq is not None
         assert seq.lease is not None
         del self._key_of_lease[seq.lease.lease_id]  # no copy will ask for it any more
-        self._scheduler.admit(key, first_token, time.monotonic())
+        if commit.first_token is None:  # for this worker to report, with the first token
+            seq.num_cached, seq.began_at = commit.num_cached_tokens, seq.accepted_at + commit.waited_s
+        self._scheduler.admit(key, commit.first_token, time.monotonic())
         self._listener.on_received(seq)
 
     def on_released(self, lease_id: int) -> None:
@@ -203,3 +206,10 @@ class Reservations:
 
     def on_failed(self, key: SequenceKey, reason: str) -> None:
         self._listener.on_reservation_failed(key, reason)
+
+
+def _reserved_for(request: RequestSpec) -> Sequence:
+    """With room for all of it, whoever computes how much."""
+    seq = sequence_of(request)
+    seq.num_received = request.split_at if request.is_split else 0
+    return seq

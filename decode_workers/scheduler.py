@@ -35,9 +35,9 @@ from engine.sequence import (
 class DecodeState(Enum):
     """What a decode worker's sequence is doing."""
 
-    RESERVED = "has blocks for its prompt; the KV is on its way from a prefill worker"
+    RESERVED = "has blocks for its prompt; the KV, or the first part of it, is on its way from another worker"
     WAITING = "has no blocks; to be computed here, from the first token or from where a prefix hit ends"
-    PREFILLING = "has its blocks; chunks are being computed here"
+    PREFILLING = "has its blocks, perhaps with what another worker computed; chunks are being computed here"
     HANDING_OVER = "computed here for another decode worker; the blocks are held until that one has verified them"
     RUNNING = "all KV but the newest token's is here, in one tier or another; one more token each step or turn"
     ENDED = "has its last token, or is wanted no more; the blocks are held until no step or hand-off uses them"
@@ -54,13 +54,20 @@ class Entry:
 
 @dataclass(slots=True)
 class Emission:
-    """A token that a step brought. With `finish` set the sequence has ended."""
+    """A token that a step brought. With `finish` set the sequence has ended. `sampled` None: no token, but the part of
+    it is computed that another worker goes on from."""
 
     seq: Sequence
     index: int
-    token: SampledToken
+    sampled: SampledToken | None
     finish: FinishReason | None
     prompt_logprobs: list[TokenLogprobs] | None  # with the first token of a sequence that asked for them
+
+    @property
+    def token(self) -> SampledToken:
+        """Of all but a part."""
+        assert self.sampled is not None, f"a part of {self.seq.request_id} has no token"
+        return self.sampled
 
 
 class StepInFlight:
@@ -193,16 +200,21 @@ class DecodeScheduler:
         self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
         return True
 
-    def admit(self, key: SequenceKey, first_token: int, now: float | None = None) -> None:
-        """The reserved sequence's KV is here and verified: decode from `first_token` on.
+    def admit(self, key: SequenceKey, first_token: int | None, now: float | None = None) -> None:
+        """The reserved sequence's KV is here and verified: decode from `first_token` on. None: that of its
+        `num_received` tokens is, and the others are to be computed here.
 
         `now`: on the clock of `plan`; its next token is due from then on. None: from the next plan on.
         """
         entry = self._entries[key]
         assert entry.state is DecodeState.RESERVED, f"cannot admit a sequence that is {entry.state.name}"
         seq = entry.seq
-        seq.num_computed = seq.num_tokens
+        seq.num_computed = seq.num_tokens if first_token is not None else seq.num_received
         self.allocator.publish(seq)
+        if first_token is None:
+            entry.state = DecodeState.PREFILLING
+            self._local.go_on(seq)
+            return
         seq.output_token_ids.append(first_token)
         entry.state = DecodeState.RUNNING
         self._running.append(seq)
@@ -359,11 +371,12 @@ class DecodeScheduler:
 
     @property
     def _coming(self) -> Iterator[Sequence]:
-        """Those whose KV is on its way, and those whose last chunk is in flight: they decode in none of the steps that
-        are planned by now."""
+        """Those whose whole KV is on its way, and those whose last chunk is in flight: they decode in none of the steps
+        that are planned by now."""
         for entry in self._entries.values():
             is_last_in_flight = entry.state is DecodeState.PREFILLING and entry.seq.num_awaited
-            if entry.state is DecodeState.RESERVED or is_last_in_flight:
+            is_awaited = entry.state is DecodeState.RESERVED and not entry.seq.num_received
+            if is_awaited or is_last_in_flight:
                 yield entry.seq
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
@@ -383,6 +396,10 @@ class DecodeScheduler:
                 item.seq.prompt_logprobs += logprobs
             if sampled is not None:
                 emissions.append(self._emit(entry, sampled))
+            elif item.seq.is_part and item.seq.num_uncomputed == 0:
+                self._local.remove(item.seq)
+                entry.state = DecodeState.HANDING_OVER
+                emissions.append(Emission(item.seq, 0, None, None, None))
         self._release_ended(step)
         return emissions
 
@@ -449,7 +466,7 @@ class DecodeScheduler:
 
     def _select(self, running: list[Sequence], now: float) -> StepSelection:
         """Who decodes in the next step. A prompt that has waited for the ring too long has its columns before them."""
-        kept = self._local.staged_columns if self._pacer.prefill_is_overdue else 0
+        kept = min(self._local.staged_columns, self.tiers.staging_columns) if self._pacer.prefill_is_overdue else 0
         limit = min(self._max_num_seqs, self._token_budget - bool(kept))
         ring_columns = self.tiers.staging_columns - kept
 

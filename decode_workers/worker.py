@@ -48,8 +48,8 @@ class DecodeWorkerConfig(WorkerConfig):
 
 
 class DecodeWorker(Worker):
-    """Accepts `Reserve` (KV will come) and `Start` (compute it here, for the ticket's worker if there is one); answers
-    with tokens, `Refused`, or a failure."""
+    """Accepts `Reserve` (KV will come, and what it lacks is computed here) and `Start` (compute it here, for the
+    ticket's worker if there is one); answers with tokens, `Refused`, or a failure."""
 
     role: ClassVar[Role] = "decode"
     scheduler: DecodeScheduler
@@ -157,7 +157,7 @@ class DecodeWorker(Worker):
         if self.sender.hands_over(SequenceKey(request.request_id, request.attempt)):
             return  # a repetition: the first one is being worked on
         self._cancel(request.request_id, request.attempt)
-        seq = sequence_of(request)
+        seq = sequence_of(request, hands_over=ticket is not None)
         self.gateway_of[seq.key] = gateway
         if ticket is not None:
             self.sender.begin(ticket, seq)
@@ -237,15 +237,15 @@ class DecodeWorker(Worker):
         self.prefix.stored(completed)
         for emission in emissions:
             seq = emission.seq
-            if emission.index == seq.num_prior_output:
+            if emission.sampled is None or emission.index == seq.num_prior_output:
                 self.prefix.count(seq)
-            event = token_event(seq, emission.index, emission.token, emission.finish, emission.prompt_logprobs)
             gateway = self.gateway_of.get(seq.key)
-            if gateway is not None:
+            if gateway is not None and emission.sampled is not None:
+                event = token_event(seq, emission.index, emission.token, emission.finish, emission.prompt_logprobs)
                 self._port.emit(gateway, event)
             if self.sender.hands_over(seq.key):
                 self.prefix.ended(seq)
-                self._hand_over(seq.key, emission.token, emission.index, emission.finish)
+                self._hand_over(seq.key, emission.sampled, emission.index, emission.finish)
             elif emission.finish is not None:
                 self.gateway_of.pop(seq.key, None)
                 self.prefix.ended(seq)

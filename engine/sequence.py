@@ -100,6 +100,8 @@ class Sequence:
         default_factory=list
     )  # if wanted, of the prompt tokens computed so far
     num_published: int = 0  # leading full blocks already made findable in the prefix cache
+    is_part: bool = False  # of a sequence: another worker has the other tokens, too, and goes on. It samples nothing
+    num_received: int = 0  # of its tokens, those that another worker computes, where it computes the rest itself
     num_alone: int = 0  # of its next tokens, those whose steps nobody shares: it may be what makes steps fail
     accepted_at: float = field(default_factory=time.monotonic)  # this and the next: seconds of `time.monotonic()`
     began_at: float | None = None  # when its first step was planned
@@ -169,7 +171,8 @@ class SampledToken:
 class ScheduledSequence:
     """Compute the KV of `num_tokens` tokens of `seq` from position `start` on in a step.
 
-    When that reaches the sequence's last token, the step also `samples` its next one. All of this is said of the
+    When that reaches the sequence's last token, the step also `samples` its next one, unless the sequence is a part of
+    another worker's. All of this is said of the
     sequence as it will be when the steps now in flight have ended well, and stays so whatever becomes of them.
     """
 
@@ -183,7 +186,7 @@ class ScheduledSequence:
         left = seq.num_unplanned - self.num_tokens
         assert self.num_tokens >= 1 and left >= 0, f"{self.num_tokens} tokens of {seq.request_id}"
         self.start = seq.num_computed + seq.num_computing
-        self.samples = left == 0
+        self.samples = left == 0 and not seq.is_part
 
     @property
     def stop(self) -> int:

@@ -152,9 +152,10 @@ class PrefillScheduler:
         self._in_flight = {item.seq.key for item in plan.items}
         return plan, admitted
 
-    def finish_step(self, plan: StepPlan, output: StepOutput) -> list[tuple[Sequence, SampledToken]]:
-        """Take a step's results in; returns the first tokens of the sequences that are now computed."""
-        first_tokens = []
+    def finish_step(self, plan: StepPlan, output: StepOutput) -> list[tuple[Sequence, SampledToken | None]]:
+        """Take a step's results in; returns the sequences that are now computed, with their first tokens; parts of
+        prompts have none."""
+        computed = []
         doomed = self._end_step()
         for item, sampled in zip(plan.items, output.sampled, strict=True):
             entry = self._entries[item.seq.key]
@@ -164,11 +165,11 @@ class PrefillScheduler:
             self._allocator.settle(item.seq, ok=True)
             item.seq.num_computed += item.num_tokens
             self._allocator.publish(item.seq)
-            if sampled is not None and entry.state is PrefillState.RUNNING:
+            if item.seq.num_uncomputed == 0 and entry.state is PrefillState.RUNNING:
                 self._running.remove(item.seq)
                 entry.state = PrefillState.HANDING_OVER
-                first_tokens.append((item.seq, sampled))
-        return first_tokens
+                computed.append((item.seq, sampled))
+        return computed
 
     def abandon_step(self) -> None:
         """The step in flight failed: nothing of it counts. What had a prefix to be copied in it cannot go on."""

@@ -33,8 +33,8 @@ class PrefillWorkerConfig(WorkerConfig):
 
 
 class PrefillWorker(Worker):
-    """Accepts `Start`; answers with the first token, or `Refused`, or a failure. Without a ticket the prompt is
-    computed and kept here, until a `Start` with one follows."""
+    """Accepts `Start`; answers with the first token (of a request that is split, with nothing), or `Refused`, or a
+    failure. Without a ticket the prompt is computed and kept here, until a `Start` with one follows."""
 
     role: ClassVar[Role] = "prefill"
     scheduler: PrefillScheduler
@@ -101,7 +101,7 @@ class PrefillWorker(Worker):
             queue_s = self.scheduler.num_uncomputed_tokens / chunk_tokens * self._prefill_s(chunk_tokens)
             self._port.refuse(gateway, request, "the prefill queue is full", queue_s)
             return
-        seq = sequence_of(request)
+        seq = sequence_of(request, hands_over=True)
         self.gateway_of[key] = gateway
         self.scheduler.add(seq, loading=self.prefix.begin(seq), is_reserved=ticket is not None)
         if ticket is None:
@@ -140,12 +140,16 @@ class PrefillWorker(Worker):
             if logprobs and item.seq.wants_prompt_logprobs:
                 item.seq.prompt_logprobs += logprobs
         completed = self.prefix.completed_by(plan)
-        first_tokens = self.scheduler.finish_step(plan, output)
+        computed = self.scheduler.finish_step(plan, output)
         self.prefix.stored(completed)
-        for seq, sampled in first_tokens:
+        for seq, sampled in computed:
             self.prefix.count(seq)
             self.prefix.ended(seq)
-            if seq.key in self.gateway_of:
+            if seq.key not in self.gateway_of:
+                continue
+            if sampled is None:
+                self._hand_over(seq.key, None, 0, None)
+            else:
                 self._first_token(seq, sampled)
 
     def _first_token(self, seq: Sequence, sampled: SampledToken) -> None:

@@ -265,6 +265,8 @@ class Orchestrator:
                 for handoff in handoffs:
                     if (run := self.runs.get(handoff.request_id)) is not None:
                         run.timeline.handed_off(handoff.attempt, handoff.exposed_s)
+                        if run.handed_over(worker_id, handoff.attempt):
+                            self.scheduler.part_computed(run.request_id)
                 self._look_who_failed(worker_id, failures)
                 for failure in failures:
                     self._failed(worker_id, failure)

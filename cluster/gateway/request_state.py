@@ -72,7 +72,7 @@ class RequestRun:
         self.wakeup = Wakeup()  # set when either grows
         self.placement: Placement | None = None
         self.touched: set[str] = set()  # workers that may hold something for it
-        self.decode_took_over = False  # decode has emitted in this attempt: prefill's fate matters no more
+        self.decode_took_over = False  # decode has all that prefill had of this attempt, whose fate matters no more
         self.excluded: set[str] = set()
         self.num_faults = 0  # that ended an attempt since one that made progress
         self.num_stumbles = 0  # the same, and whatever else ended one
@@ -135,7 +135,13 @@ class RequestRun:
             alone=self.alone,
             tpot_s=slo.tpot_s,
             gap_s=slo.gap_s,
+            split_at=0 if self.placement is None or self._must_be_whole else self.placement.split_at,
         )
+
+    @property
+    def _must_be_whole(self) -> bool:
+        """Logprobs of a prompt come from who computes it, all at once."""
+        return self.request.params.prompt_logprobs is not None and not self.emitted
 
     def place_query(self, *, prefer_decode: str | None, avoid: Collection[str] = ()) -> Place:
         """`avoid`: besides those that it avoids by itself."""
@@ -193,6 +199,14 @@ class RequestRun:
         if worker_id == self.placement.decode:
             return True
         return worker_id == self.placement.prefill and not self.decode_took_over
+
+    def handed_over(self, worker_id: str, attempt: int) -> bool:
+        """Decode has verified what this worker computed; whether that was all that was waited for of it."""
+        if attempt != self.attempt or self.ended:
+            return False
+        self.decode_took_over = True
+        self.computing_on.discard(worker_id)
+        return self.state is RequestState.PREFILLING
 
     def next_attempt(self, failed_worker: str | None, cause: AttemptEnd = "fault") -> None:
         """Forget the attempt, keep what was emitted."""

@@ -30,6 +30,7 @@ from kv_transfer.messages.scheduling import (
     Decisions,
     Ended,
     FirstToken,
+    PartComputed,
     Place,
     Placement,
     Queued,
@@ -118,6 +119,9 @@ class SchedulerClient:
 
     def first_token(self, request_id: str) -> None:
         self.tell(FirstToken(request_id=request_id))
+
+    def part_computed(self, request_id: str) -> None:
+        self.tell(PartComputed(request_id=request_id))
 
     def ended(self, request_id: str, num_output_tokens: int | None = None) -> None:
         """`num_output_tokens`: where the request came to its own end."""

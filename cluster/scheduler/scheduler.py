@@ -164,6 +164,11 @@ class GlobalScheduler:
         self.ledger.first_token(request_id, now)
         self._recovered.first_token(request_id, now)
 
+    def part_computed(self, request_id: str, now: float) -> None:
+        """Of a request that is split: its decode worker has the first part, and computes the rest. Unknown ids are
+        fine."""
+        self.ledger.part_computed(request_id, now)
+
     def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
         """The request left the cluster, or its client is gone. Unknown ids are fine."""
         if self._waiting.pop(request_id, None) is not None:
@@ -187,6 +192,7 @@ class GlobalScheduler:
                 prefill=best.prefill,
                 decode=best.decode,
                 ttft_s=best.ttft_s if math.isfinite(best.ttft_s) else None,
+                split_at=best.split_at,
             )
         return Unplaceable(request_id=request_id, attempt=attempt, reason=reason, retry_after_s=verdict.retry_after_s)
 
@@ -198,7 +204,9 @@ class GlobalScheduler:
         queued = self.ledger.queued_tokens(computing, before=request.request_id)
         excess = queued - self._policy.max_queued_tokens
         if excess <= 0 or request.attempt > 0:
-            return verdict, verdict.outcome.value
+            best = verdict.decision.best
+            parts = f": {best.prefill} computes {best.split_at} tokens of the prompt, {best.decode} the others"
+            return verdict, verdict.outcome.value + (parts if best.split_at else "")
         self.ledger.ended(request.request_id, now)
         later_s = self.ledger.table.cost(self.ledger.table.row(computing)).prefill_s(excess)
         verdict = replace(verdict, outcome=Outcome.REJECTED, retry_after_s=max(MIN_RETRY_AFTER_S, later_s))

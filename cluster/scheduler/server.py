@@ -24,6 +24,7 @@ from kv_transfer.messages.scheduling import (
     Decisions,
     Ended,
     FirstToken,
+    PartComputed,
     Place,
     Replicas,
     RoleAnswer,
@@ -170,6 +171,8 @@ class SchedulerServer:
                             self.scheduler.recovered(request, time.monotonic())
                     case FirstToken(request_id=request_id):
                         self.scheduler.first_token(request_id, time.monotonic())
+                    case PartComputed(request_id=request_id):
+                        self.scheduler.part_computed(request_id, time.monotonic())
                     case Ended(request_id=request_id, num_output_tokens=num_output_tokens):
                         self._asked_by.pop(request_id, None)
                         self.scheduler.ended(request_id, time.monotonic(), num_output_tokens)

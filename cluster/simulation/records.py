@@ -62,6 +62,7 @@ class Record:
     placed_s: float | None = None
     prefill: str | None = None
     decode: str | None = None
+    split_at: int = 0  # of the prompt, tokens that `prefill` computes where `decode` does the rest
     cached_tokens: int = 0
     first_token_s: float | None = None
     end_s: float | None = None

@@ -366,7 +366,9 @@ class Simulation:
         if decode is None:
             self._retry(live, placement.decode)
             return
+        live.record.split_at = placement.split_at
         seq = self._sequence(live)
+        seq.num_received = placement.split_at
         keeping: SimulatedPrefill | None = None  # its prompt, while the reservation waits for room
 
         def refuse(reason: str, retry_after_s: float | None) -> None:
@@ -415,15 +417,16 @@ class Simulation:
             if not self._config.reserves_late:
                 self._clock.after(2 * self._config.message_s, lambda: decode.drop(reserved.key))
 
-        seq, unreserved = self._sequence(live), reserved if self._config.reserves_late else None
+        seq = self._sequence(live, placement.split_at)
+        unreserved = reserved if self._config.reserves_late else None
         if isinstance(prefill, SimulatedPrefill):
             prefill.start(seq, decode, refuse, unreserved, is_reserved=is_reserved)
         elif isinstance(prefill, SimulatedDecode):
             prefill.start(seq, refuse, decode, unreserved)
 
-    def _sequence(self, live: Live) -> Sequence:
+    def _sequence(self, live: Live, part_tokens: int = 0) -> Sequence:
         promised = live.record.slo if self._config.promises_steps else _NOTHING
-        return sequence_of(live.request, live.hasher, live.attempt, promised, live.num_before)
+        return sequence_of(live.request, live.hasher, live.attempt, promised, live.num_before, part_tokens)
 
     def _refuse(self, live: Live, reason: str, retry_after_s: float | None) -> None:
         """By a worker, whose message has a way to go."""
@@ -466,6 +469,9 @@ class Simulation:
             self._watch(live.record)
         self._router.first_token(seq.request_id, self._clock.now)
 
+    def on_part(self, seq: Sequence) -> None:
+        self._router.part_computed(seq.request_id, self._clock.now)
+
     def on_tokens(self, request_id: str, times: Iterable[float]) -> None:
         self._live[request_id].token_times.extend(times)
 
@@ -482,9 +488,9 @@ class Simulation:
             live.attempt += 1
             to.start(self._sequence(live), partial(self._refuse, live))
 
-        live.record.prefill = None
+        live.record.prefill, live.record.split_at = None, 0
         if live.placement is not None:
-            live.placement = replace(live.placement, prefill=None)
+            live.placement = replace(live.placement, prefill=None, split_at=0)
         self._clock.after(2 * self._config.message_s, begin)
 
     def on_finished(self, seq: Sequence) -> None:

@@ -116,6 +116,10 @@ class Listener(Protocol):
 
     def on_first_token(self, seq: Sequence, worker_id: str) -> None: ...
 
+    def on_part(self, seq: Sequence) -> None:
+        """The first part of a prompt is on its decode worker, which computes the rest."""
+        ...
+
     def on_tokens(self, request_id: str, times: Iterable[float]) -> None:
         """More tokens, and when each came. The last one is told of before `on_finished`."""
         ...
@@ -370,7 +374,9 @@ class SimulatedWorker(ABC):
         self.break_silence()
         del self._receivers[seq.key]
         self._flows.pop(seq.key, None)
-        receiver.admit(seq.key)
+        receiver.admit(seq)
+        if seq.is_part:
+            self._listener.on_part(seq)
         self.scheduler.release(seq.key)
         self.on_room()
 
@@ -511,10 +517,15 @@ class SimulatedDecode(SimulatedWorker):
         self.scheduler.add(seq, hands_over=to is not None)
         self.steps.wake()
 
-    def admit(self, key: SequenceKey) -> None:
+    def admit(self, computed: Sequence) -> None:
+        """All that the other worker had to compute is here."""
         self.break_silence()
         self.steps.interrupt()
-        self.scheduler.admit(key, TOKEN, self._clock.now)
+        if computed.is_part:
+            seq = self.scheduler.sequence(computed.key)
+            assert seq is not None
+            seq.num_cached = computed.num_cached
+        self.scheduler.admit(computed.key, None if computed.is_part else TOKEN, self._clock.now)
         if self.host is not None:
             self.host.write_through()
         self.steps.wake()
@@ -604,7 +615,9 @@ class SimulatedDecode(SimulatedWorker):
             self._sent(plan)
         for emission in emissions:
             seq = emission.seq
-            if emission.index == seq.num_prior_output:
+            if emission.sampled is None:
+                pass
+            elif emission.index == seq.num_prior_output:
                 self._listener.on_first_token(seq, self.worker_id)
             else:
                 self._listener.on_tokens(seq.request_id, now)
@@ -741,12 +754,15 @@ class SimulatedPrefill(SimulatedWorker):
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         chunks = {item.seq.key: item.num_tokens for item in plan.items}
-        first_tokens = self.scheduler.finish_step(plan, output)
+        computed = self.scheduler.finish_step(plan, output)
         if self.host is not None:
             self.host.write_through()
         if self._flows:
             self._sent(plan)
-        for seq, sampled in first_tokens:
+        for seq, sampled in computed:
+            if sampled is None:
+                self._hand_over(seq, chunks[seq.key], has_ended=False)
+                continue
             seq.output_token_ids.append(sampled.token_id)
             self._listener.on_first_token(seq, self.worker_id)
             has_ended = finish_reason(seq, frozenset()) is not None

@@ -20,6 +20,7 @@ from kv_transfer.handoff.actions import Action, Admit, Copy, Drop, Fail, Release
 from kv_transfer.handoff.receiver_state import HandoffReceiver, ReceiverMessage
 from kv_transfer.handoff.slab_copy import copying_threads, write_slab
 from kv_transfer.messages import Message
+from kv_transfer.messages.handoff import Commit
 from kv_transfer.messages.requests import Endpoint, RequestSpec, Ticket
 from kv_transfer.transports.base import Delivery, Link, Transport, TransportError
 
@@ -35,8 +36,8 @@ class LeaseOwner(Protocol):
     def target_of(self, lease_id: int, layer: int) -> tuple[SequenceKV, GroupRow]:
         """The cache, of whichever tier, and the block-table row to copy that layer into."""
 
-    def on_admitted(self, key: SequenceKey, first_token: int) -> None:
-        """The sequence's KV is verified; the lease is the owner's again."""
+    def on_admitted(self, key: SequenceKey, commit: Commit) -> None:
+        """The sequence's KV is verified, of as many tokens as `commit` says; the lease is the owner's again."""
 
     def on_released(self, lease_id: int) -> None:
         """The reservation ended otherwise, and nothing writes into its blocks any more."""
@@ -145,9 +146,9 @@ class KvReceiver:
                 case Send():
                     self._thread.submit(self._send(action.peer_id, action.message))
                 case Admit():
-                    request, commit = action.request, action.commit
+                    request = action.request
                     del self._free_after[action.lease_id]
-                    self._owner.on_admitted(SequenceKey(request.request_id, request.attempt), commit.first_token)
+                    self._owner.on_admitted(SequenceKey(request.request_id, request.attempt), action.commit)
                 case ReleaseLease():
                     del self._free_after[action.lease_id]
                     self._owner.on_released(action.lease_id)

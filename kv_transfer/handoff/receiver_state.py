@@ -116,15 +116,15 @@ class Reservation:
 
     def take_commit(self, commit: Commit) -> None:
         """Raises BrokenHandoffError if the commit contradicts the reservation or an earlier commit."""
-        index = len(self.request.output_token_ids)
+        index = None if self.request.is_split else len(self.request.output_token_ids)
         counts = (
-            ("tokens", commit.num_tokens, self.request.num_tokens),
+            ("tokens", commit.num_tokens, self.request.num_handed_tokens),
             ("layers", len(commit.layer_digests), self.coverage.num_layers),
         )
         for what, committed, reserved in counts:
             if committed != reserved:
                 raise BrokenHandoffError(f"the commit is of {committed} {what}, but {reserved} were reserved")
-        if commit.first_token_index != index:
+        if commit.first_token_index != index or (commit.first_token is None) != self.request.is_split:
             raise BrokenHandoffError(
                 f"the commit's token has index {commit.first_token_index}, but the request goes on at {index}"
             )
@@ -483,7 +483,7 @@ class HandoffReceiver:
     # --- what is made ---
 
     def _reservation(self, request: RequestSpec, fence: Fence, now: float) -> Reservation:
-        coverage = Coverage(self._num_layers, request.num_tokens)
+        coverage = Coverage(self._num_layers, request.num_handed_tokens)
         return Reservation(request=request, fence=fence, deadline=now + self._ttl_s, coverage=coverage)
 
     def _ticket(self, reservation: Reservation) -> Ticket:
@@ -492,7 +492,7 @@ class HandoffReceiver:
             fence=reservation.fence,
             endpoint=self.endpoint,
             worker_id=self._worker_id,
-            num_tokens=reservation.request.num_tokens,
+            num_tokens=reservation.request.num_handed_tokens,
             ttl_s=self._ttl_s,
             digest_kind=self._digest_kind,
         )

@@ -46,7 +46,7 @@ class HandoffTimeline:
     attempt: int
     num_tokens: int
     begun_s: float  # the ticket was there, or that there was none yet
-    computed_s: float = 0.0  # the first token was sampled: from here on nothing is hidden
+    computed_s: float = 0.0  # the last step was over, and its first token sampled: from here on nothing is hidden
     sent_s: float = 0.0  # the link had taken the last slab
     verified_s: float = 0.0  # decode's answer was here
     num_bytes: int = 0
@@ -63,7 +63,7 @@ class HandoffTimeline:
 
     @property
     def exposed_s(self) -> float:
-        """From the first token until decode may schedule the sequence, the way of decode's answer included."""
+        """From the last step until decode may schedule the sequence, the way of decode's answer included."""
         return self.verified_s - self.computed_s
 
 
@@ -234,7 +234,7 @@ class KvSender:
         self.machine.keep(seq.key)
 
     def begin(self, ticket: Ticket, seq: Sequence) -> None:
-        """Once its tokens stand (`layer_ready`) and its first token is known, hand them over to the reservation."""
+        """Once its tokens stand (`layer_ready`) and all are `computed`, hand them over to the reservation."""
         if not self.awaits_ticket(seq.key):
             self._add(seq)
         self._endpoints[ticket.worker_id] = ticket.endpoint
@@ -262,11 +262,19 @@ class KvSender:
             count = min(self._max_slab_tokens, token_start + num_tokens - start)
             self._do(self.machine.on_layer_ready(key, layer, start, count, now=time.monotonic()))
 
-    def first_token(self, key: SequenceKey, token_id: int, index: int) -> None:
+    def computed(self, key: SequenceKey, first_token: tuple[int, int] | None) -> None:
+        """All its tokens are. `first_token`: the next one, its id and index; None: decode samples it."""
         now = time.monotonic()
-        if key in self._handoffs:
-            self._handoffs[key].timeline.computed_s = now
-        self._do(self.machine.on_first_token(key, token_id, index, now=now))
+        handoff = self._handoffs.get(key)
+        if handoff is None:
+            return
+        handoff.timeline.computed_s = now
+        seq = handoff.seq
+        self._do(
+            self.machine.on_computed(
+                key, first_token, now, num_cached_tokens=seq.num_cached, waited_s=max(0.0, seq.waited_s)
+            )
+        )
 
     def cancel(self, key: SequenceKey, reason: str) -> None:
         """End the hand-off; harmless if there is none."""

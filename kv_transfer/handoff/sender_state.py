@@ -3,7 +3,7 @@
 Pure: events and the time go in, actions come out (`actions.py`). `KvSender` (`sender.py`) drives it in a worker.
 
 ```
-   begin            every slab sent, first token known              Verified
+   begin            every slab sent, all computed                    Verified
   ──────▶ SENDING ────────────────────────────────────▶ COMMITTED ───────────▶ OVER: `ReleaseSource`
              │                                              │                            ▲
              │ Rejected, link lost, slab failed,            │ Rejected, link lost,       │ no slab in flight
@@ -18,7 +18,7 @@ What each event does in each state ("=": the state stays; "–": nothing):
 | layer ready | =, `SendSlab`                                | cannot be: all was sent   | –                       |
 | slab sent   | =; after the last: `Commit`, COMMITTED [1]   | cannot be: none in flight | =; after the last: OVER |
 | slab failed | `Abort`, `Fail`, DRAINING                    | cannot be: none in flight | =; after the last: OVER |
-| first token | =; if all was sent: `Commit`, COMMITTED      | cannot be: it is known    | –                       |
+| computed    | =; if all was sent: `Commit`, COMMITTED      | cannot be: it is known    | –                       |
 | Verified    | –, it is not believed                        | `ReleaseSource`, OVER     | –                       |
 | Rejected    | `Fail`, DRAINING                             | `Fail`, OVER              | –                       |
 | link lost   | `Fail`, DRAINING                             | `Fail`, OVER              | –                       |
@@ -30,15 +30,15 @@ Where decode has no room yet, a hand-off begins without a ticket:
 ```
    keep                   begin: what stands is sent, `KeepAlive`
   ──────▶ WAITING ─────────────────────────────────────────────────▶ SENDING
-             │ cancel; time is up, from the first token on (`Fail`)
+             │ cancel; time is up, once all is computed (`Fail`)
              └─────────────────────────────────────────────────────▶ OVER
 ```
 
-In WAITING a layer that is ready, and the first token, are noted. Nobody reads the source blocks, and no decode worker
-is known, so that nothing else can be.
+In WAITING a layer that is ready, and that all is computed, are noted. Nobody reads the source blocks, and no decode
+worker is known, so that nothing else can be.
 
 OVER is no state, but the end: `ReleaseSource`, and nothing is known of the attempt any more. DRAINING with nothing in
-flight is OVER at once. [1] Once the first token is known. [2] While slabs are in flight the time starts again with each
+flight is OVER at once. [1] Once all is computed. [2] While slabs are in flight the time starts again with each
 that gets through; while this worker itself has yet to compute, nothing is awaited from decode and no time runs. A
 keep-alive goes to each decode worker `KEEP_ALIVES_PER_TTL` times per ttl, for all live hand-offs with it.
 
@@ -72,7 +72,10 @@ class _Outgoing:
     coverage: Coverage
     state: SenderState = SenderState.SENDING
     deadline: float | None = None  # for what is awaited from decode; None while this worker itself has yet to compute
-    first_token: tuple[int, int] | None = None  # (token id, index)
+    is_computed: bool = False
+    first_token: tuple[int, int] | None = None  # (token id, index); None also where decode is to sample it
+    num_cached_tokens: int = 0
+    waited_s: float = 0.0
     in_flight: dict[tuple[int, int], int] = field(default_factory=dict)  # (layer, token_start) -> num_tokens
 
     @property
@@ -93,7 +96,10 @@ class _Kept:
     """Without a ticket: what stands, in the order of its coming."""
 
     slabs: list[tuple[int, int, int]] = field(default_factory=list)  # (layer, token_start, num_tokens)
+    is_computed: bool = False
     first_token: tuple[int, int] | None = None
+    num_cached_tokens: int = 0
+    waited_s: float = 0.0
     deadline: float | None = None  # None: it is still computed here
 
 
@@ -138,8 +144,9 @@ class HandoffSender:
         actions: list[Action] = [Send(ticket.worker_id, KeepAlive(fences=[out.reference]))]
         for slab in kept.slabs:
             actions += self.on_layer_ready(out.key, *slab, now)
-        if kept.first_token is not None:
-            actions += self.on_first_token(out.key, *kept.first_token, now)
+        if kept.is_computed:
+            cached, waited_s = kept.num_cached_tokens, kept.waited_s
+            actions += self.on_computed(out.key, kept.first_token, now, num_cached_tokens=cached, waited_s=waited_s)
         return actions
 
     def on_layer_ready(
@@ -179,16 +186,28 @@ class HandoffSender:
             return self._release_if_drained(out)
         return self._fail(out, f"a slab of layer {layer} could not be sent to {out.ticket.worker_id}: {reason}")
 
-    def on_first_token(self, key: SequenceKey, token_id: int, index: int, now: float) -> list[Action]:
-        """The prompt is computed and its next token sampled; it goes with the commit."""
-        if key in self._kept:
-            self._kept[key].first_token = (token_id, index)
-            self._kept[key].deadline = now + KEPT_S
+    def on_computed(
+        self,
+        key: SequenceKey,
+        first_token: tuple[int, int] | None,
+        now: float,
+        *,
+        num_cached_tokens: int = 0,
+        waited_s: float = 0.0,
+    ) -> list[Action]:
+        """All tokens are computed. `first_token`: the next one (its id and index), which goes with the commit; None:
+        decode computes more of them and samples it. The rest is for who samples it to report."""
+        kept = self._kept.get(key)
+        if kept is not None:
+            kept.is_computed, kept.first_token = True, first_token
+            kept.num_cached_tokens, kept.waited_s = num_cached_tokens, waited_s
+            kept.deadline = now + KEPT_S
             return []
         out = self._live(key)
         if out is None:
             return []
-        out.first_token = (token_id, index)
+        out.is_computed, out.first_token = True, first_token
+        out.num_cached_tokens, out.waited_s = num_cached_tokens, waited_s
         return self._commit_if_whole(out, now)
 
     def on_message(self, peer_id: str, message: Message) -> list[Action]:
@@ -241,11 +260,11 @@ class HandoffSender:
         return out if out is not None and out.is_live else None
 
     def _commit_if_whole(self, out: _Outgoing, now: float) -> list[Action]:
-        if out.first_token is None or not out.coverage.is_complete or out.state is not SenderState.SENDING:
+        if not out.is_computed or not out.coverage.is_complete or out.state is not SenderState.SENDING:
             return []
         out.state = SenderState.COMMITTED
         out.deadline = now + out.ticket.ttl_s
-        token_id, index = out.first_token
+        token_id, index = out.first_token or (None, None)
         commit = Commit(
             request_id=out.ticket.request_id,
             fence=out.ticket.fence,
@@ -253,6 +272,8 @@ class HandoffSender:
             layer_digests=out.coverage.layer_digests,
             first_token=token_id,
             first_token_index=index,
+            num_cached_tokens=out.num_cached_tokens,
+            waited_s=out.waited_s,
         )
         return [Send(out.ticket.worker_id, commit)]
 

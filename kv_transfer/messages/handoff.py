@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages.codec import Message, message
-from kv_transfer.messages.fields import Count, Digest, Items, Text, TokenId
+from kv_transfer.messages.fields import Count, Digest, Items, NonNegative, Text, TokenId
 from kv_transfer.messages.requests import Fence
 
 
@@ -29,15 +29,18 @@ class Commit(Message):
     """All KV has been announced; decode may go on from here once it has verified it.
 
     `layer_digests[l]` is the sum modulo 2^64 of the digests of layer l's slabs. Sampling is counter-based, so the
-    sampler's state is the tokens themselves: the request as reserved, plus `first_token`.
+    sampler's state is the tokens themselves: the request as reserved, plus `first_token`. Where the request is split
+    there is none yet: decode computes the rest and samples it. `num_cached_tokens`, `waited_s`: see `TokenEvent`.
     """
 
     request_id: Text
     fence: Fence
     num_tokens: Count
     layer_digests: Items[Digest]
-    first_token: TokenId
-    first_token_index: Count
+    first_token: TokenId | None
+    first_token_index: Count | None
+    num_cached_tokens: Count = 0
+    waited_s: NonNegative = 0.0
 
 
 @message

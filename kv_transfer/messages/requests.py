@@ -31,10 +31,21 @@ class RequestSpec:
     # what was promised of its tokens, as in `SloClass`; None: nothing
     tpot_s: NonNegative | None = None
     gap_s: NonNegative | None = None
+    split_at: Count = 0  # who decodes computes the tokens from here on itself, and has the others from another worker
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether two workers compute it, each a part."""
+        return 0 < self.split_at < self.num_tokens
+
+    @property
+    def num_handed_tokens(self) -> int:
+        """Those that another worker computes for the one that decodes, where one does."""
+        return self.split_at if self.is_split else self.num_tokens
 
 
 @record
@@ -71,7 +82,7 @@ class Ticket:
     fence: Fence
     endpoint: Endpoint  # of the decode worker's KV listener
     worker_id: Text
-    num_tokens: Count  # whose KV the reservation has room for
+    num_tokens: Count  # whose KV is to come, from the first one on
     ttl_s: NonNegative  # the reservation lapses when nothing is heard of it for so long
     digest_kind: DigestKind = "xxh3_64"  # that the decode worker would have for itself
 
@@ -88,7 +99,7 @@ class TokenEvent:
     logprob: Real | None = None
     top_logprobs: Items[tuple[TokenId, Real]] | None = None
     num_cached_tokens: Count | None = None  # this and the next only on an attempt's first token
-    waited_s: NonNegative | None = None  # in the worker that computed the prompt, before its first step
+    waited_s: NonNegative | None = None  # in the worker that began to compute the prompt, before its first step
     # only on an attempt's first token, where asked for: (logprob, top) of each prompt token after the first
     prompt_logprobs: Items[tuple[Real, Items[tuple[TokenId, Real]]]] | None = None
 
@@ -146,7 +157,7 @@ class Refused(Message):
 @message
 class Start(Message):
     """Gateway to prefill, with the ticket of the decode worker; without one while room is awaited there, and again once
-    there is a ticket. Or to decode: with the ticket of another worker compute the prompt for that, without one do all
+    there is a ticket. Or to decode: with the ticket of another worker compute what that is for, without one do all
     of it."""
 
     request: RequestSpec
@@ -185,7 +196,7 @@ class HandedOver:
     """Prefill to gateway: decode has verified this attempt's KV.
 
     `exposed_s`: the part of the hand-off that computing the prompt did not hide, in seconds on the prefill worker's
-    clock, from the sampling of the first token until decode's answer was there. Decode goes on at most that late.
+    clock, from the end of the last step until decode's answer was there. Decode goes on at most that late.
     """
 
     request_id: Text

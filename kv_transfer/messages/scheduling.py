@@ -60,13 +60,15 @@ class Place(Message):
 
 @message
 class Placement(Message):
-    """`prefill` None: the decode worker does all of it. `ttft_s`: from the request's arrival, as predicted."""
+    """`prefill` None: the decode worker does all of it. `split_at`: it computes the tokens from there on, `prefill`
+    those before; 0: `prefill` computes all. `ttft_s`: from the request's arrival, as predicted."""
 
     request_id: Text
     attempt: Count
     prefill: Text | None
     decode: Text
     ttft_s: NonNegative | None = None
+    split_at: Count = 0
 
 
 @record
@@ -110,6 +112,13 @@ class Ended(Message):
 @message
 class FirstToken(Message):
     """Gateway to scheduler: the request's prompt is computed; from here on it decodes."""
+
+    request_id: Text
+
+
+@message
+class PartComputed(Message):
+    """Gateway to scheduler: of a request that is split, the first part is computed and on its decode worker."""
 
     request_id: Text
 

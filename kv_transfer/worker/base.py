@@ -345,10 +345,11 @@ class Worker(ABC):
             disk=None if disk is None else disk.report(),
         )
 
-    def _hand_over(self, key: SequenceKey, first: SampledToken, index: int, finish: FinishReason | None) -> None:
-        """A prompt for another worker is computed, and its gateway has the first token, output token `index`."""
+    def _hand_over(self, key: SequenceKey, first: SampledToken | None, index: int, finish: FinishReason | None) -> None:
+        """A prompt for another worker is computed, and its gateway has the first token, output token `index`; or,
+        without one, that part of it which is computed here."""
         if finish is None:
-            self.sender.first_token(key, first.token_id, index)
+            self.sender.computed(key, None if first is None else (first.token_id, index))
         else:
             self.gateway_of.pop(key, None)
             self.sender.cancel(key, "the request ended with its first token")

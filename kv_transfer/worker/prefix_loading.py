@@ -98,6 +98,9 @@ class PrefixLoading:
 
     def count(self, seq: Sequence) -> None:
         """It has been computed here, for its first token: note where its prefix came from."""
+        if seq.num_received:  # who computed the first part has counted that
+            self.missed_tokens += len(seq.prompt_token_ids) + seq.num_prior_output - seq.num_received
+            return
         on_host = seq.num_cached_on_host
         self.hit_tokens["device"] += seq.num_cached - on_host
         for source, num_tokens in seq.num_brought.items():

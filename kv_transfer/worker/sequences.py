@@ -9,15 +9,21 @@ NUM_ALONE = 2
 """Tokens for which a suspect computes alone: as many may have been on their way from the worker that it was on."""
 
 
-def sequence_of(request: RequestSpec) -> Sequence:
-    """A new sequence for this attempt of the request; owns its list of output tokens."""
+def sequence_of(request: RequestSpec, *, hands_over: bool = False) -> Sequence:
+    """A new sequence for this attempt of the request; owns its list of output tokens. Where the request is split, the
+    worker that `hands_over` has the first part of it, and the one that decodes has all."""
+    is_part = hands_over and request.is_split
+    prompt, output = request.prompt_token_ids, request.output_token_ids
+    if is_part:
+        prompt, output = prompt[: request.split_at], output[: max(0, request.split_at - len(prompt))]
     return Sequence(
         request_id=request.request_id,
         attempt=request.attempt,
         params=request.params,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=list(request.output_token_ids),
-        num_prior_output=len(request.output_token_ids),
+        prompt_token_ids=prompt,
+        output_token_ids=list(output),
+        num_prior_output=len(output),
+        is_part=is_part,
         cache_salt=request.cache_salt,
         tpot_s=request.tpot_s,
         gap_s=request.gap_s,

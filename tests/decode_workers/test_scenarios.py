@@ -110,7 +110,7 @@ class Story:
             end = "" if emission.finish is None else ", its last"
             self._lines.append(f"{seq.request_id} has token {emission.index}{end}")
             if emission.finish is None:
-                self._do(self.sender.on_first_token(seq.key, emission.token.token_id, emission.index, 0.0))
+                self._do(self.sender.on_computed(seq.key, (emission.token.token_id, emission.index), 0.0))
             else:
                 self._do(self.sender.cancel(seq.key, "the request ended with its first token"))
 

@@ -28,7 +28,7 @@ from prefill_workers.worker import PrefillWorkerConfig
 from tests.in_process_cluster.test_overlapped_cluster import count_ahead
 from tests.support.mini_cluster import cluster_of
 from tests.support.mini_requests import tokens, tokens_of
-from tests.support.one_pool import computed_elsewhere
+from tests.support.one_pool import computed_elsewhere, split
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.tier_shapes import watching
 from tests.support.waiting import HANGS_S
@@ -64,6 +64,7 @@ class Case:
     waits: bool = False  # prompts are computed before decode has room
     overlap: bool = False  # decode plans steps ahead
     one_pool: bool = False  # of decode workers alone, each of which computes prompts for the other
+    parts: tuple[float, ...] = ()  # of prompts, that one worker computes and another one goes on from
     lengths: tuple[int, ...] = LENGTHS
     num_tokens: int = 24
 
@@ -150,6 +151,42 @@ CASES = {
         lengths=(100, 33, 140, 64, 121, 90, 150, 80),
         num_tokens=40,
     ),
+    "split anywhere": Case(prefill=blocks(8, 2), decode=blocks(8, 2), parts=(0.0, 0.5, 1.0, 0.25, 0.9)),
+    "split between odd blocks, overlapped": Case(
+        prefill=blocks(5, 2),
+        decode=blocks(3, 3),
+        transfer=TCP,
+        chunk_tokens=33,
+        slab_bytes=10 * 256,
+        overlap=True,
+        parts=(0.3, 0.8),
+    ),
+    "split, windows in some layers": Case(
+        family="gemma3", decode={"block_size": 4}, chunk_tokens=20, overlap=True, parts=(0.5, 0.1)
+    ),
+    "split, two ranks": Case(
+        family="qwen3", prefill=ranks(2, block_size=8), decode=ranks(2, layers_per_group=2), parts=(0.5,), **FEW
+    ),
+    "split, both on the host": Case(
+        prefill={"kv_blocks": 4 * 4, "staging_bytes": 4 << 20, **ON_HOST},
+        decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=40,
+        parts=(0.5, 0.2, 0.8),
+    ),
+    "split in one pool": Case(
+        one_pool=True, decode=blocks(5, 2), chunk_tokens=33, slab_bytes=10 * 256, parts=(0.4, 0.7)
+    ),
+    "split in one pool, overlapped": Case(
+        one_pool=True, decode=blocks(16, 1), transfer=TCP, chunk_tokens=64, overlap=True, parts=(0.5, 1.0, 0.0)
+    ),
+    "split in one pool, on the host": Case(
+        one_pool=True,
+        decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=40,
+        parts=(0.5, 0.2, 0.8),
+    ),
 }
 Models = Callable[[Case], SmallModel]
 
@@ -188,6 +225,7 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
     ) as cluster:
         with (
             computed_elsewhere(cluster) as pairs,
+            split(cluster, *case.parts) as in_parts,
             count_ahead(cluster) as ahead,
             watching(cluster.models[1]) as decoding,
             mock.patch.object(KvSender, "keep", autospec=True, side_effect=KvSender.keep) as keep,
@@ -198,6 +236,7 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
         assert bool(keep.call_count) >= case.waits, "all had room at once"
         assert len(pairs) == (len(prompts) + 1 if case.one_pool else 0)
         assert bool(ahead) >= case.overlap, "no step was planned before the one in flight was over"
+        assert len(in_parts) == (sum(length > 16 for length in case.lengths) + 1 if case.parts else 0)
         assert layerkv is None or max(decoding.placements) > 0, "all had room on the device"
         stats = cluster.models[0].runner.transfer_stats
         assert "host_bytes" not in case.prefill or (stats is not None and stats.written_bytes > 0)

@@ -21,6 +21,7 @@ from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.handoff.receiver import KvReceiver
 from kv_transfer.handoff.sender import HandoffTimeline, KvSender
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE
+from kv_transfer.messages.handoff import Commit
 from kv_transfer.messages.requests import RequestSpec, Ticket
 from kv_transfer.transports.base import Identity
 from kv_transfer.transports.choose import open_transport
@@ -80,7 +81,7 @@ class HandOff:
         """All layers are queued on the device, and come to when their gates are."""
         for layer, stored in enumerate(self.stored):
             self.sender.layer_ready(KEY, layer, 0, NUM_TOKENS, stored)
-        self.sender.first_token(KEY, 5, 0)
+        self.sender.computed(KEY, (5, 0))
 
     @property
     def num_filling(self) -> int:
@@ -106,7 +107,7 @@ class Told:
     def target_of(self, lease_id: int, layer: int) -> tuple[KVCache, GroupRow]:
         return self.target.cache, self.target.row(layer)
 
-    def on_admitted(self, key: SequenceKey, first_token: int) -> None:
+    def on_admitted(self, key: SequenceKey, commit: Commit) -> None:
         self.words.append("admitted")
 
     def on_released(self, lease_id: int) -> None:

@@ -30,7 +30,7 @@ from tests.support.mini_requests import (
     tokens,
     tokens_of,
 )
-from tests.support.one_pool import computed_elsewhere, computing
+from tests.support.one_pool import computed_elsewhere, computing, split
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 
@@ -75,12 +75,15 @@ async def test_what_is_cached_goes_out_before_anything_is_computed(llama: SmallM
         assert events[0].num_cached_tokens
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-async def test_a_third_is_cancelled_at_any_moment_where_memory_lacks(llama: SmallModel, overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "parts"), [(False, ()), (True, ()), (False, (0.2, 0.7)), (True, (0.5, 0.9))])
+async def test_a_third_is_cancelled_at_any_moment_where_memory_lacks(
+    llama: SmallModel, overlap: bool, parts: tuple[float, ...]
+) -> None:
     """Of 40 blocks, a prompt takes up to 15 where it is computed, and its answer three more where it is decoded."""
     decode = {"overlap_steps": overlap, "reserve_wait_s": HANGS_S}
     async with one_pool(llama, 3, decode=decode, decode_engine={"kv_blocks": 40, "block_size": 8}) as cluster:
-        await cancel_a_third(cluster, llama, num_requests=60, at_once=12)
+        with split(cluster, *parts, block_size=8):
+            await cancel_a_third(cluster, llama, num_requests=60, at_once=12)
 
 
 async def test_two_whose_memory_is_kept_for_each_other_s_prompts_do_not_wait_for_ever(llama: SmallModel) -> None:
@@ -249,3 +252,83 @@ async def test_a_ticket_for_another_length_is_refused_and_holds_nothing(llama: S
         for connection in (asks, computes):
             connection.close("the test is over")
         assert await tokens(cluster, "r", PROMPT, greedy()) == expected(llama)
+
+
+# --- prompts of which each of two workers computes a part: 96 tokens of 150, and the rest ---
+
+FIRST, REST = 70, 100  # beyond them the steps go that compute the last chunk of either part
+
+
+@contextlib.asynccontextmanager
+async def in_parts(model: SmallModel, beyond: int, num_workers: int = 3) -> AsyncIterator[tuple[MiniCluster, Any]]:
+    """And the task of a request, one of whose steps is held up."""
+    async with one_pool(model, num_workers) as cluster, contextlib.AsyncExitStack() as stack:
+        stack.enter_context(split(cluster, 0.7))
+        held = [stack.enter_context(brake(worker.model.runner, starts_beyond(beyond))) for worker in cluster.decodes]
+        request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+        await eventually(lambda: any(one.holding.is_set() for one in held))
+        if beyond == REST:
+            await eventually(lambda: cluster.orchestrator.runs["r"].decode_took_over)
+        yield cluster, request
+        for one in held:
+            one.release()
+        with contextlib.suppress(asyncio.CancelledError):
+            assert tokens_of(await request) == expected(model)
+
+
+def _first_and_second(cluster: MiniCluster) -> list[Any]:
+    placement = cluster.orchestrator.runs["r"].placement
+    assert placement is not None
+    by_id = {worker.info.worker_id: worker for worker in cluster.decodes}
+    return [by_id[placement.prefill or ""], by_id[placement.decode]]
+
+
+async def test_each_part_is_computed_and_found_again_where_it_was(llama: SmallModel) -> None:
+    """The second worker has all of the prompt in its prefix cache, and computed the rest of it only."""
+    async with in_parts(llama, REST, 2) as (cluster, request):
+        first, second = _first_and_second(cluster)
+        assert second.scheduler.state(SequenceKey("r", 0)) is DecodeState.PREFILLING
+        assert not first.scheduler.num_running, "the first one holds on to what the second has verified"
+        queue = cluster.scheduler.scheduler.ledger.queue
+        await eventually(lambda: queue(second.info.worker_id) == ["r"] and not queue(first.info.worker_id))
+    events = request.result()
+    assert (events[0].attempt, events[0].num_cached_tokens) == (0, 0)
+    assert [worker.prefix.missed_tokens for worker in (first, second)] == [96, 54]
+    assert [worker.model.block_pool.num_cached for worker in (first, second)] == [6, 10]
+
+
+@pytest.mark.parametrize("beyond", [FIRST, REST])
+@pytest.mark.parametrize("whose", ["first", "second"])
+async def test_a_death_in_either_part_is_not_noticed(llama: SmallModel, whose: str, beyond: int) -> None:
+    async with in_parts(llama, beyond) as (cluster, request):
+        first, second = _first_and_second(cluster)
+        dying = asyncio.ensure_future(cluster.remove(first if whose == "first" else second))
+        await asyncio.sleep(0)
+    await dying
+    is_needed = (whose, beyond) != ("first", REST)
+    assert request.result()[-1].attempt == is_needed, "what was handed over needs its first worker no more"
+
+
+@pytest.mark.parametrize("beyond", [FIRST, REST])
+async def test_a_client_leaves_in_either_part(llama: SmallModel, beyond: int) -> None:
+    async with in_parts(llama, beyond, 2) as (cluster, request):
+        await cancel(request)
+        await eventually(lambda: not any(worker.gateway_of for worker in cluster.decodes))
+
+
+async def test_a_step_of_either_part_that_fails_costs_no_token(llama: SmallModel) -> None:
+    async with one_pool(llama, 3) as cluster:
+        with split(cluster, 0.3, 0.7):
+            for worker in cluster.decodes:
+                fail_once(worker.model.runner)
+            found = await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT[n:], greedy()) for n in range(4)))
+    assert found == [llama.local(PROMPT[n:], greedy()).tokens for n in range(4)]
+
+
+async def test_prompt_logprobs_come_from_one_worker(llama: SmallModel) -> None:
+    params = replace(greedy(), prompt_logprobs=1)
+    async with one_pool(llama) as cluster:
+        with split(cluster, 0.5):
+            events = await cluster.generate("r", PROMPT, params)
+    assert len(events[0].prompt_logprobs or []) == len(PROMPT) - 1
+    assert tokens_of(events) == expected(llama)

@@ -162,6 +162,7 @@ class PrefillMachine(RuleBasedStateMachine):
         output = self.runner.execute(plan)
         before = {item.seq.key: item.seq.num_computed for item in plan.items}
         for seq, sampled in self.scheduler.finish_step(plan, output):
+            assert sampled is not None, "a whole prompt has a first token"
             self._take(seq, sampled)
         for item in plan.items:
             if item.seq.key in self.sequences:

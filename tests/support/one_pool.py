@@ -12,6 +12,29 @@ from tests.support.mini_cluster import MiniCluster
 
 
 @contextlib.contextmanager
+def split(cluster: MiniCluster, *parts: float, block_size: int = 16) -> Iterator[list[Placement]]:
+    """Of each request that two workers take part in, the first computes so much, in whole blocks, and the second the
+    rest. `parts` come in turns, of the tokens of which there is more than a block; none: all stay whole. Yields those
+    placements."""
+    client = cluster.orchestrator.scheduler
+    place = client.place
+    placed: list[Placement] = []
+
+    async def in_parts(query: Place) -> Placement:
+        placement = await place(query)
+        most = (query.num_tokens - 1) // block_size
+        if not parts or placement.prefill is None or most < 1:
+            return placement
+        at = max(1, round(parts[len(placed) % len(parts)] * most)) * block_size
+        placed.append(replace(placement, split_at=at))
+        return placed[-1]
+
+    client.place = in_parts  # type: ignore[method-assign,assignment]
+    yield placed
+    client.place = place  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def computed_elsewhere(cluster: MiniCluster) -> Iterator[list[Placement]]:
     """Whom the scheduler lets do all of a request gets its KV from another one, if there is one. Yields such pairs."""
     client = cluster.orchestrator.scheduler

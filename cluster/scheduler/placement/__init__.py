@@ -4,6 +4,7 @@ A gateway's `Place` message comes to `GlobalScheduler.place`, and `Admission.ask
 
     admission.py    drives the stages; who finds nothing good now waits in its queue, or is told when to come back
     filter.py       1. all workers: who could take it at all, how soon its prompt would be computed there; a shortlist
+    split.py        1. the points at which the shortlist's pairs may share a prompt
     score.py        2. each candidate pair: first token, time between tokens, what others lose; its gain in met targets
     tpot_forecast.py   of 2: who decodes on a worker now and later, and how long the steps take with one more
     pick.py         3. the candidates in order, and whether the best is good enough, or when it would be; the table that

@@ -9,7 +9,7 @@ All arrays are by row of the `WorkerTable`: prefill workers first, then decode w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Final
 
@@ -24,6 +24,7 @@ from engine.cost_model.step_cost import DECODES_PART
 from kv_transfer.messages.scheduling import Place
 
 _LEAST_ROOM: Final = 0.1  # of what decodes take, for prompts, however tight the promises
+_NUM_SPLIT: Final = 3  # prefill and decode workers that split prompts between them
 _NUM_IN_POOL: Final = 3  # decode workers that may compute for others, by either measure, and that others compute for
 
 
@@ -31,15 +32,29 @@ _NUM_IN_POOL: Final = 3  # decode workers that may compute for others, by either
 class PromptForecast:
     """A prompt's computation, by worker. `wait_s`: of its queue; `work_s`: from then on, to bring up the hits that lie
     in lower tiers and to compute the rest, as fast as those who decode there can bear; `added_s`: of that, what it
-    adds to steps that they have in any case."""
+    adds to steps that they have in any case; `pace`: seconds for each that it adds.
+
+    Of candidates, some may be split (`split_at` above 0; see `split`): then the worker computes the tokens before that
+    in `first_s`, who decodes the others in `rest_s`, and `work_s` is both and what lies in between."""
 
     cached_tokens: Floats
     wait_s: Floats
     work_s: Floats
     added_s: Floats
+    pace: Floats
+    split_at: Floats
+    first_s: Floats
+    rest_s: Floats
 
     def at(self, index: Rows) -> PromptForecast:
-        return PromptForecast(self.cached_tokens[index], self.wait_s[index], self.work_s[index], self.added_s[index])
+        return PromptForecast(*(getattr(self, name)[index] for name in _PROMPT_FIELDS))
+
+    def and_then(self, other: PromptForecast) -> PromptForecast:
+        """Of these candidates, and of others behind them."""
+        return PromptForecast(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in _PROMPT_FIELDS))
+
+
+_PROMPT_FIELDS: Final = tuple(field.name for field in fields(PromptForecast))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,38 +150,54 @@ def forecast_prompt(
     work_s = load_s + (added_s + num_steps * with_any_s)
     added_s = added_s + num_steps * facts[Row.PREFILL_BASE_S]
     best = 0 if depths == 1 else (work_s.argmin(axis=0), np.arange(len(table)))
+    full_s = chunk * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * num_tokens / 2)  # of a step
+    nothing = np.zeros(len(table))
     return PromptForecast(
         cached_tokens=cached[best],
         wait_s=np.maximum(facts[Row.DRAINED_AT] - now, 0.0),
         work_s=work_s[best],
         added_s=added_s[best],
+        pace=1.0 + step_s / np.maximum(np.minimum(room_s, full_s), 1e-9),
+        split_at=nothing,
+        first_s=work_s[best],
+        rest_s=nothing,
     )
 
 
-def shortlist(table: WorkerTable, policy: DecisionPolicy, query: Place, found: Filtered) -> tuple[Rows, Rows]:
+def shortlist(
+    table: WorkerTable, policy: DecisionPolicy, query: Place, found: Filtered
+) -> tuple[tuple[Rows, Rows], Rows]:
     """The candidates: who computes the prompt and who decodes, by row. Of each group that can hand over to each other,
     the best few of either pool with each other; and for decode alone those few, and the two who would have the prompt
-    computed first. In one pool also these few, each for each of them."""
+    computed first. In one pool also these few, each for each of them. With them, which of the candidates may be
+    split."""
     prefills, decodes = table.pools()
     kinds, one = table.rows[Row.COMPATIBILITY, : len(table)], len(table.kinds) == 1
     step_s = np.where(found.ready_s[decodes] < np.inf, _coarse_step_s(table, decodes, query, policy), np.inf)
-    computing, decode = [], []
+    computing: list[int] = []
+    decode: list[int] = []
+    first_pairs: list[int] = []
     for kind in table.kinds:
         ready_s = found.ready_s if one else np.where(kinds == kind, found.ready_s, np.inf)
         of_kind = step_s if one else np.where(kinds[decodes] == kind, step_s, np.inf)
         emptiest = [decodes.start + row for row in _first(of_kind, policy.num_exact)]
         first = [decodes.start + row for row in _first(ready_s[decodes], 2)]
         alone = sorted({*emptiest, *first})
-        for prefill in _first(ready_s[prefills], policy.num_exact):
+        for rank, prefill in enumerate(_first(ready_s[prefills], policy.num_exact)):
+            if rank < _NUM_SPLIT:
+                first_pairs += range(len(decode), len(decode) + min(_NUM_SPLIT, len(emptiest)))
             computing += [prefill] * len(emptiest)
             decode += emptiest
         for here in _first_to_compute(table, decodes, ready_s, query) if policy.one_pool else ():
             others = [row for row in emptiest[:_NUM_IN_POOL] if row != here]
+            first_pairs += range(len(decode), len(decode) + len(others))
             computing += [here] * len(others)
             decode += others
         computing += alone
         decode += alone
-    return np.array(computing, dtype=np.intp), np.array(decode, dtype=np.intp)
+    pairs = np.array(computing, dtype=np.intp), np.array(decode, dtype=np.intp)
+    may_split = policy.splits and query.ttft_s is not None
+    return pairs, np.array(first_pairs if may_split else [], dtype=np.intp)
 
 
 def _reach_tokens(table: WorkerTable, reach: Mapping[str, PrefixReach]) -> Floats:

@@ -35,7 +35,8 @@ _ASSUMED_COST: Final = StepCost(
 
 @dataclass(slots=True)
 class Booking:
-    """`computing`: the worker of the prompt; `prefill_s`: predicted, for `uncached_tokens`; `computed_at`: its end."""
+    """`computing`: the worker of the prompt; `prefill_s`: predicted, for `uncached_tokens`; `computed_at`: its end.
+    Where the request is split, so much of it only, and `rest_s` for the `rest_tokens` which `decode` computes then."""
 
     query: Place
     computing: str
@@ -45,6 +46,8 @@ class Booking:
     placed_at: float
     slot: int
     computed_at: float
+    rest_tokens: float = 0.0
+    rest_s: float = 0.0
     is_first: bool = False  # nobody was ahead of it there
     reported: bool = False  # the computing worker's snapshots include it by now
 
@@ -58,6 +61,7 @@ class BookedWorker:
     heard_at: float
     queue: OrderedDict[str, Booking]  # prompts to be computed here, first come first served
     decoding: list[Booking]  # by slot; also those whose prompts are being computed
+    coming: dict[str, Booking]  # of these, those whose rest is to be computed here once the first part is
     busy_since: float  # the queue's first prompt counts as begun then, behind `extra_s` of unknown work
     extra_s: float = 0.0
     is_measured: bool = False  # it reported a cost once: better than any assumption, also when it says nothing
@@ -116,7 +120,7 @@ class Ledger:
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
         """A worker's new life. What was booked on an earlier one is void."""
         self.lost(info.worker_id, now)
-        self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], now)
+        self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], {}, now)
         self.table.add(info, now)
         self._take_in(self._workers[info.worker_id], snapshot, now, None)
 
@@ -188,16 +192,23 @@ class Ledger:
         prefill_s: float,
         weight: float,
         now: float,
+        rest_tokens: float = 0.0,
+        rest_s: float = 0.0,
     ) -> Booking:
-        """Count the request as theirs from now on; an earlier attempt's booking ends. `prefill` None: decode alone."""
+        """Count the request as theirs from now on; an earlier attempt's booking ends. `prefill` None: decode alone.
+        `rest_tokens`: of its prompt, those at the end that `decode` computes in `rest_s`; `prefill` the others."""
         booking = self._take_slot(query, prefill or decode, decode, uncached_tokens, prefill_s, weight, now)
-        computing = self._workers[booking.computing]
-        if not computing.queue:  # it idled: begins now, or when the unknown work is done
-            computing.busy_since = max(now - computing.extra_s, min(now, computing.busy_since))
-            booking.is_first = computing.extra_s == 0.0
-        computing.queue[query.request_id] = booking
+        computing, decoding = self._workers[booking.computing], self._workers[decode]
+        is_idle = self._join_queue(computing, booking, now)
+        booking.is_first = is_idle and computing.extra_s == 0.0 and not rest_tokens
+        num_first = query.num_tokens - rest_tokens
         row = self.table.row(booking.computing)
-        self.table.count_prompt(row, uncached_tokens, query.num_tokens - uncached_tokens, now)
+        self.table.count_prompt(row, uncached_tokens, num_first - uncached_tokens, now)
+        if rest_tokens:
+            booking.rest_tokens, booking.rest_s = rest_tokens, rest_s
+            decoding.coming[query.request_id] = booking
+            self.table.count_prompt(self.table.row(decode), rest_tokens, num_first, now)
+            self._plan_queue(decoding, now)
         self._plan_queue(computing, now)
         return booking
 
@@ -243,8 +254,25 @@ class Ledger:
         self.table.predict_step(row, now)
         return booking
 
+    def part_computed(self, request_id: str, now: float) -> None:
+        """Its first part is computed, and the rest is begun where it decodes. Unknown ids, and a second time, are
+        fine."""
+        booking = self._bookings.get(request_id)
+        if booking is None or not booking.rest_tokens:
+            return
+        computing, decoding = self._workers.get(booking.computing), self._workers[booking.decode]
+        if computing is not None and request_id in computing.queue:
+            self._leave_queue(computing, request_id, now, computed=True)
+        del decoding.coming[request_id]
+        booking.computing, booking.placed_at, booking.reported = booking.decode, now, False
+        booking.uncached_tokens, booking.prefill_s = booking.rest_tokens, booking.rest_s
+        booking.rest_tokens = booking.rest_s = 0.0
+        self._join_queue(decoding, booking, now)
+        self._plan_queue(decoding, now)
+
     def first_token(self, request_id: str, now: float) -> None:
         """Its prompt is computed and it decodes from now on. Unknown ids, and a second time, are fine."""
+        self.part_computed(request_id, now)  # what was told of that, if anything, was lost
         booking = self._bookings.get(request_id)
         if booking is None:
             return
@@ -268,6 +296,8 @@ class Ledger:
         computing, decoding = self._workers.get(booking.computing), self._workers[booking.decode]
         if computing is not None and request_id in computing.queue:
             self._leave_queue(computing, request_id, now, computed=False)
+        if decoding.coming.pop(request_id, None) is not None:
+            self._plan_queue(decoding, now)
         row = self.table.row(booking.decode)
         self.table.advance(row, now)
         last = self.table.free_slot(row, booking.slot)
@@ -305,6 +335,14 @@ class Ledger:
         self.table.rows[Row.BOOKED_CONTEXT, row] += query.num_tokens
         self.table.predict_step(row, now)
         return booking
+
+    def _join_queue(self, computing: BookedWorker, booking: Booking, now: float) -> bool:
+        """Behind all others; whether there are none."""
+        is_idle = not computing.queue
+        if is_idle:  # begins now, or when the unknown work is done
+            computing.busy_since = max(now - computing.extra_s, min(now, computing.busy_since))
+        computing.queue[booking.query.request_id] = booking
+        return is_idle
 
     def _known(self, booking: Booking, num_emitted: int) -> None:
         """What the worker reports of the request is nobody's no more."""
@@ -350,14 +388,15 @@ class Ledger:
         self._plan_queue(computing, now)
 
     def _plan_queue(self, worker: BookedWorker, now: float) -> None:
-        """When each prompt will have been computed, one after the other."""
+        """When each prompt will have been computed, one after the other; then what is coming."""
         at = worker.busy_since + worker.extra_s
         for booking in worker.queue.values():
             at = max(at + booking.prefill_s, now)
             booking.computed_at = at
-            self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at
+            self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at + booking.rest_s
         row = self.table.row(worker.info.worker_id)
-        self.table.rows[Row.DRAINED_AT, row] = at
+        coming_s = sum(booking.rest_s for booking in worker.coming.values())
+        self.table.rows[Row.DRAINED_AT, row] = max(at, now) + coming_s if coming_s else at
 
 
 def _seconds_of(bookings: Iterable[Booking], num_tokens: float) -> float:

@@ -21,6 +21,7 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import LATER_S, NUM_LATER_CANDIDATES
 from cluster.scheduler.placement.score import Prediction, Score, predict, score
+from cluster.scheduler.placement.split import with_splits
 from cluster.scheduler.placement.worker_table import Floats, Row, WorkerTable
 from kv_transfer.messages.scheduling import Place
 
@@ -61,6 +62,9 @@ class CandidateRow(NamedTuple):
     slo_probability: float
     slo_loss: float
     slo_gain: float
+    split_at: int = 0  # `prefill` computes the tokens before, `decode` the others, in `rest_s`; 0: `prefill` all
+    first_s: float = 0.0
+    rest_s: float = 0.0
 
     @property
     def computing(self) -> str:
@@ -71,13 +75,13 @@ class CandidateRow(NamedTuple):
         return (
             f"{self.prefill or '(decode alone)':<20} {self.decode:<20} {self.cached_tokens:>7} {self.wait_s:>8.3f} "
             f"{self.prefill_s:>8.3f} {self.ttft_s:>8.3f} {1000 * self.tpot_s:>8.2f} {100 * self.kv_share:>5.0f} "
-            f"{self.slo_probability:>7.3f} {self.slo_loss:>7.3f} {self.slo_gain:>7.3f}"
+            f"{self.slo_probability:>7.3f} {self.slo_loss:>7.3f} {self.slo_gain:>7.3f} {self.split_at or '-':>7}"
         )
 
 
 _HEADINGS = (
     f"{'prefill':<20} {'decode':<20} {'cached':>7} {'wait s':>8} {'comp. s':>8} {'TTFT s':>8} {'TPOT ms':>8} "
-    f"{'KV %':>5} {'P(SLO)':>7} {'loss':>7} {'gain':>7}"
+    f"{'KV %':>5} {'P(SLO)':>7} {'loss':>7} {'gain':>7} {'split':>7}"
 )
 
 
@@ -127,24 +131,25 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, 
     """The shortlist, scored and in order. None where no decode worker is there that could ever do it."""
     if not found.decodes:
         return None
-    computing, decode = shortlist(ledger.table, policy, query, found)
-    predicted = predict(ledger, query, computing, decode, found.prompt.at(computing), _AT_ONCE, now)
+    computing, decode, prompt = with_splits(ledger, query, found, *shortlist(ledger.table, policy, query, found))
+    predicted = predict(ledger, query, computing, decode, prompt, _AT_ONCE, now)
     scores = score(ledger, policy, query, predicted, query.waited_s)
     ttft_s, tpot_s = scores.ttft_s[0], predicted.after.tpot_s[0]
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     slo_gain, slo_probability, leaves_room = scores.slo_gain[0], scores.slo_probability[0], scores.leaves_room[0]
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
-    elsewhere = predicted.beside & ~predicted.alone
+    elsewhere, is_split = predicted.beside & ~predicted.alone, prompt.split_at > 0.0
     if policy.one_pool:
         rounded = (slo_gain - _price_in_one_pool(ledger.table, policy, query, predicted, ttft_s, now)).round(2)
     else:
         cost = policy.delay_cost * delay + policy.work_cost * _busy_work(ledger, predicted, now)
         for kind in (predicted.beside, ~predicted.beside):
-            if (least := cost[kind].min(initial=np.inf)) < np.inf:  # else none of them has ever room
+            if (least := cost[kind & ~is_split].min(initial=np.inf)) < np.inf:  # else none of them has ever room
                 cost[kind] -= least
         rounded = (slo_gain - cost - policy.alone_gain * predicted.beside).round(3)
     is_batch = not query.has_targets
     barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
+    barred |= is_split & (slo_gain < slo_gain[~is_split].max() + policy.split_gain)
     # Of equals who has least to do: predictions err, and then it is good not to have put everything on one. Between
     # decode workers nothing moves for nothing.
     ties = (computing, decode, ledger.table.rows[Row.BOOKED, decode])
@@ -162,7 +167,10 @@ def _price_in_one_pool(
     prompts = prompts / max(_QUIET_SHARE, float(prompts[pool].mean()))
     paces_s = predicted.after.tpot_s[0] * table.rows[Row.STRETCH, decode]  # with the prompts that come in between
     tightness = min(1.0, float(paces_s.min()) / query.tpot_target_s) ** 2
-    disturbed = np.minimum(crowds[computing], _MOST_SHARES) + np.minimum(prompts[decode], _MOST_SHARES)
+    prompt = predicted.prompt
+    here = prompt.rest_s / np.maximum(prompt.first_s + prompt.rest_s, 1e-9)  # of a split one, where it decodes
+    crowd = crowds[computing] + here * (crowds[decode] - crowds[computing])
+    disturbed = np.minimum(crowd, _MOST_SHARES) + np.minimum(prompts[decode], _MOST_SHARES)
     waits = np.minimum(ttft_s / query.ttft_target_s, _MOST_SHARES)
     handed_over = ~predicted.alone
     price: Floats = (
@@ -176,7 +184,8 @@ def _busy_work(ledger: Ledger, predicted: Prediction, now: float) -> Floats:
     workers it pays to go where a prefix is, on idle ones to be served sooner."""
     table = ledger.table
     there, here = (min(1.0, table.busy_share(pool, now)) for pool in table.pools())
-    work: Floats = np.where(predicted.beside, here, there) * predicted.prompt.work_s
+    prompt = predicted.prompt
+    work: Floats = np.where(predicted.beside, here, there) * prompt.first_s + here * prompt.rest_s
     return work / ledger.demand.prompt_s if ledger.demand.prompt_s > 0.0 else np.zeros_like(work)
 
 
@@ -234,14 +243,17 @@ def bind(ledger: Ledger, decision: Decision) -> None:
     """Bind, the fourth stage: book the request on its workers, so that it counts as theirs from now on."""
     assert decision.action is Action.PLACE, decision
     best = decision.best
+    rest_tokens = decision.query.num_tokens - best.split_at if best.split_at else 0
     ledger.book(
         decision.query,
         prefill=best.prefill,
         decode=best.decode,
-        uncached_tokens=decision.uncached_tokens,
-        prefill_s=best.prefill_s,
+        uncached_tokens=decision.uncached_tokens - rest_tokens,
+        prefill_s=best.first_s if best.split_at else best.prefill_s,
         weight=best.slo_probability,
         now=decision.now,
+        rest_tokens=rest_tokens,
+        rest_s=best.rest_s,
     )
 
 
@@ -258,7 +270,14 @@ def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
         *(prompt.work_s, scores.ttft_s[0], after.tpot_s[0], after.kv_share[0]),
         *(scores.slo_probability[0], predicted.slo_loss[0], scores.slo_gain[0]),
     )
+    parts = zip(
+        prompt.split_at[best].tolist(), prompt.first_s[best].tolist(), prompt.rest_s[best].tolist(), strict=True
+    )
     return tuple(
-        CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)
-        for computing, decode, cached, *numbers in zip(*(column[best].tolist() for column in columns), strict=True)
+        CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)._replace(
+            split_at=int(split_at), first_s=first_s, rest_s=rest_s
+        )
+        for (computing, decode, cached, *numbers), (split_at, first_s, rest_s) in zip(
+            zip(*(column[best].tolist() for column in columns), strict=True), parts, strict=True
+        )
     )

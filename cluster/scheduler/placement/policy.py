@@ -23,6 +23,8 @@ class DecisionPolicy:
     its TPOT target is near, `role_gain` for a mean worker's decodes that it disturbs, and as much for a mean worker's
     prompts that disturb its tokens; `wait_gain` for waiting as long as its TTFT target allows; `handover_gain` for
     being moved. So roles emerge where targets are tight, and nothing moves where they are not.
+    A prompt is split between a pair (if `splits`) only where the expected number of requests grows by `split_gain` more
+    than with any worker that computes all of it.
     Nobody is bound to a decode worker that has no room for `max_room_s`.
 
     `num_exact`: the workers of each pool that are looked at closely. `host_token_s`, `disk_token_s`: to bring the KV of
@@ -35,6 +37,8 @@ class DecisionPolicy:
     role_gain: float = 0.3
     wait_gain: float = 0.5
     handover_gain: float = 0.01
+    splits: bool = True
+    split_gain: float = 0.05
     work_cost: float = 0.3
     delay_cost: float = 0.3
     max_room_s: float = 0.1

@@ -76,7 +76,7 @@ def predict(
     table = ledger.table
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
     alone, beside = computing == decode, computing >= table.num_prefills
-    lead_s = _join_times(prompt.wait_s, prompt.work_s, alone, later_s)
+    lead_s = _join_times(prompt.wait_s, prompt.work_s, alone | (prompt.split_at > 0.0), later_s)
     noticed_s = np.zeros_like(prompt.added_s) if query.has_targets else prompt.added_s
     after = forecast_decode(table, decode, query, num_output, lead_s, noticed_s * alone, now)
     start_s = _start_times(prompt.wait_s, after.room_s, alone, ~beside, later_s)
@@ -124,12 +124,12 @@ def _slo_probability(table: WorkerTable, query: Place, predicted: Prediction, tt
     return probability
 
 
-def _join_times(wait_s: Floats, work_s: Floats, alone: NDArray[np.bool_], later_s: Floats) -> Floats:
+def _join_times(wait_s: Floats, work_s: Floats, others: NDArray[np.bool_], later_s: Floats) -> Floats:
     """From now until it decodes, by moment; the same for all candidates: were it each one's own, a longer queue would
     make a crowded decode worker look better. By candidate: `wait_s`, until its queue is done; `work_s`, of its prompt;
-    `alone`, whether it decodes where its prompt is computed."""
+    `others`, which are looked at only where there are none besides: who decode alone, or a part alone."""
     ready_s = wait_s + work_s
-    soonest = (ready_s if alone.all() else np.where(alone, np.inf, ready_s)).argmin()
+    soonest = (ready_s if others.all() else np.where(others, np.inf, ready_s)).argmin()
     joins_s: Floats = np.maximum(later_s, wait_s[soonest]) + work_s[soonest]
     return joins_s
 

@@ -46,6 +46,10 @@ class Router(Protocol):
         """When there may be answers, as it stands; asked after each `place` and `answers`."""
         ...
 
+    def part_computed(self, request_id: str, now: float) -> None:
+        """Of a request that it split."""
+        ...
+
     def first_token(self, request_id: str, now: float) -> None: ...
 
     def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
@@ -195,6 +199,9 @@ class Baseline(ABC):
 
     def next_at(self) -> float | None:
         return None
+
+    def part_computed(self, request_id: str, now: float) -> None:
+        raise AssertionError(f"{request_id} was not split")
 
     def first_token(self, request_id: str, now: float) -> None:
         placed = self._placed[request_id]

@@ -52,14 +52,24 @@ def _own(number: int, block: int) -> bytes:
 
 
 def sequence_of(
-    request: TraceRequest, hasher: PrefixHasher, attempt: int, slo: SloClass, num_emitted: int = 0
+    request: TraceRequest,
+    hasher: PrefixHasher,
+    attempt: int,
+    slo: SloClass,
+    num_emitted: int = 0,
+    part_tokens: int = 0,
 ) -> Sequence:
     """It ends after as many tokens as in the trace, of which earlier attempts have emitted so many; `slo`: what it is
-    promised. Nobody looks at the prompt's tokens: a range has as many as a list of them, and takes no memory."""
+    promised. `part_tokens`: so many of it for a worker that computes no more of them; 0: all. Nobody looks at the
+    prompt's tokens: a range has as many as a list of them, and takes no memory."""
+    num_prompt = request.prompt_tokens
+    if part_tokens:
+        num_prompt, num_emitted = min(num_prompt, part_tokens), max(0, part_tokens - num_prompt)
     return Sequence(
         request_id=request.request_id,
         attempt=attempt,
-        prompt_token_ids=cast(Any, range(request.prompt_tokens)),
+        prompt_token_ids=cast(Any, range(num_prompt)),
+        is_part=part_tokens > 0,
         params=SamplingParams(max_tokens=request.output_tokens, seed=0, ignore_eos=True),
         output_token_ids=[TOKEN] * num_emitted,
         num_prior_output=num_emitted,

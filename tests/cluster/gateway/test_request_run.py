@@ -165,6 +165,28 @@ def test_whose_end_concerns_an_attempt() -> None:
     assert not run.concerns("decode"), "nobody is on it"
 
 
+def test_who_handed_over_concerns_an_attempt_no_more() -> None:
+    run = _run()
+    run.state = RequestState.PREFILLING
+    run.computing_on = {"prefill"}
+    assert not run.handed_over("prefill", 5), "it is of another attempt"
+    assert run.concerns("prefill")
+    assert run.handed_over("prefill", 0), "no token came: the rest is computed"
+    assert (run.concerns("prefill"), run.concerns("decode"), run.computing_on) == (False, True, set())
+    run.merge("decode", _event(0))
+    assert not run.handed_over("prefill", 0)
+
+
+def test_a_split_reaches_the_workers_unless_the_prompt_s_logprobs_are_asked_for() -> None:
+    for prompt_logprobs, split_at in ((None, 2), (0, 0)):
+        run = _run()
+        run.placed(replace(_placement(), split_at=2))
+        run.request = replace(run.request, params=replace(run.request.params, prompt_logprobs=prompt_logprobs))
+        assert run.spec().split_at == split_at
+    part, whole = (sequence_of(replace(_run().request, split_at=2), hands_over=h) for h in (True, False))
+    assert (part.num_tokens, part.is_part, whole.num_tokens, whole.is_part) == (2, True, 3, False)
+
+
 def test_a_new_attempt_avoids_who_failed_the_last_one_only() -> None:
     run = _run()
     run.next_attempt("decode")

@@ -191,6 +191,48 @@ class Recorder(QueueLengthRouter):
         super().first_token(request_id, now)
 
 
+class Splitting(Recorder):
+    """Of each prompt that a prefill worker computes, the decode worker computes what is behind the first 1,024
+    tokens."""
+
+    def place(self, request: Place, now: float) -> Placement | Unplaceable:
+        placement = super().place(request, now)
+        assert isinstance(placement, Placement)
+        return replace(placement, split_at=1024) if request.num_tokens > 1024 else placement
+
+    def part_computed(self, request_id: str, now: float) -> None:
+        self.news.append((request_id, "first part"))
+
+
+@pytest.mark.parametrize("reserves_late", [False, True])
+def test_a_prompt_in_two_parts_takes_their_steps_and_one_hand_over(reserves_late: bool) -> None:
+    router = Splitting()
+    result = simulate(replace(CONFIG, reserves_late=reserves_late), [one(2500, 20)], router)
+    [record] = result.records
+    steps_s = prefill_s((1024, 0)) + 0.002 + 1e-6 * 1024 + prefill_s((1024, 1024), (452, 2048))
+    assert record.ttft_s == pytest.approx((4 if reserves_late else 6) * 0.001 + steps_s, rel=1e-9)
+    assert (record.split_at, record.end_s is not None) == (1024, True)
+    assert router.news == [("r0", "first part"), ("r0", "first token"), ("r0", "20 tokens")]
+
+
+@pytest.mark.parametrize("num_prefill", [2, 0])
+def test_a_trace_with_prompts_in_two_parts_is_served_and_leaves_nothing(num_prefill: int) -> None:
+    class InParts(LegatoRouter):
+        def place(self, request: Place, now: float) -> Placement | Unplaceable | Queued:
+            answer = super().place(request, now)
+            if not isinstance(answer, Placement) or request.num_tokens <= 64:
+                return answer
+            other = "decode-0" if answer.decode == "decode-1" else "decode-1"
+            return replace(answer, prefill=answer.prefill or other, split_at=request.num_tokens // 64 * 32)
+
+    config = replace(CONFIG, num_prefill=num_prefill, num_decode=2 if num_prefill else 4)
+    router = InParts(DecisionPolicy(one_pool=not num_prefill))
+    records = simulate(config, draw_requests(WORKLOAD, seed=1), router).records
+    assert any(record.split_at for record in records)
+    assert all(record.end_s is not None or record.rejected for record in records)
+    assert not len(router.ledger)
+
+
 def test_who_is_turned_away_comes_back_after_retry_after_or_never() -> None:
     [gone] = simulate(CONFIG, [one(100, 5)], Recorder(opens_at=20.0)).records
     assert (gone.num_rejections, gone.rejected, gone.end_s, gone.is_met) == (1, "not yet", None, False)

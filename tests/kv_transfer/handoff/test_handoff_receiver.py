@@ -49,6 +49,31 @@ def test_admits_after_the_last_slab_and_the_commit(receiver: ScriptedReceiver) -
     assert receiver.machine.next_deadline() is None
 
 
+def test_the_first_part_of_a_split_request_is_admitted_without_a_token(receiver: ScriptedReceiver) -> None:
+    split = replace(request(), prompt_token_ids=list(range(10)), split_at=NUM_TOKENS)
+    ticket = receiver.machine.reserve(split, LEASE, receiver.now)
+    assert ticket.num_tokens == NUM_TOKENS
+    for copy in receiver.hear_all_slabs():
+        receiver.copied(copy)
+    part = replace(commit(), first_token=None, first_token_index=None)
+    assert receiver.hear(part) == [Admit(split, LEASE, part), VERIFIED]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_commit_of_something_else_than_was_reserved_is_not_admitted(
+    receiver: ScriptedReceiver, is_split: bool
+) -> None:
+    """With a token of a part, or without one of all."""
+    split_at = NUM_TOKENS if is_split else 0
+    num_tokens = NUM_TOKENS + is_split
+    spec = replace(request(), prompt_token_ids=list(range(num_tokens)), split_at=split_at)
+    receiver.machine.reserve(spec, LEASE, receiver.now)
+    for copy in receiver.hear_all_slabs():
+        receiver.copied(copy)
+    wrong = commit() if is_split else replace(commit(), first_token=None, first_token_index=None)
+    assert "Fail" in kinds(receiver.hear(wrong))
+
+
 @pytest.mark.parametrize("missing", range(2 * NUM_LAYERS))
 def test_admits_nothing_with_a_hole(receiver: ScriptedReceiver, missing: int) -> None:
     receiver.reserve()

@@ -127,7 +127,7 @@ SENDER_EVENTS: dict[str, Callable[[ScriptedSender], list[Action]]] = {
     "layer ready": lambda sender: sender.ready(1, 0),
     "slab sent": lambda sender: sender.sent(0, 0),
     "slab failed": lambda sender: sender.machine.on_slab_failed(KEY, 0, 0, "no"),
-    "first token": lambda sender: sender.first_token(),
+    "computed": lambda sender: sender.first_token(),
     "Verified": lambda sender: sender.hear(Verified(request_id="r", fence=FENCE)),
     "Rejected": lambda sender: sender.hear(Rejected(request_id="r", fence=FENCE, reason="no")),
     "link lost": lambda sender: sender.machine.on_link_lost(DECODE),

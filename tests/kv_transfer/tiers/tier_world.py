@@ -320,7 +320,7 @@ class PrefillNode(Worker):
         first_tokens = self.scheduler.finish_step(plan, self.runner.execute(plan))
         self.prefix.stored(completed)
         for seq, sampled in first_tokens:
-            assert sampled.token_id == next_token(seq.prompt_token_ids)
+            assert sampled is not None and sampled.token_id == next_token(seq.prompt_token_ids)
             self.prefix.ended(seq)
             self.handing_over[seq.key] = seq
 

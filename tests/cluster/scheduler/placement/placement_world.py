@@ -43,6 +43,8 @@ def book(
     decode: str = "d1",
     prefill_s: float = 1.0,
     num_cached: int = 0,
+    rest_tokens: int = 0,
+    rest_s: float = 0.0,
     **changes: object,
 ) -> Booking:
     query = query_of(request_id, **changes)
@@ -50,10 +52,12 @@ def book(
         query,
         prefill=prefill,
         decode=decode,
-        uncached_tokens=query.num_tokens - num_cached,
+        uncached_tokens=query.num_tokens - num_cached - rest_tokens,
         prefill_s=prefill_s,
         weight=1.0,
         now=now,
+        rest_tokens=rest_tokens,
+        rest_s=rest_s,
     )
 
 

@@ -248,8 +248,10 @@ def _loaded(requests: list[tuple[str, str, int, int, bool, float | None]]) -> Le
 
 
 def _gains(found: Candidates) -> dict[tuple[int, int], float]:
-    pairs = zip(found.predicted.computing.tolist(), found.predicted.decode.tolist(), strict=True)
-    return dict(zip(pairs, found.scores.slo_gain[0], strict=True))
+    """Of prompts that are not split: where they would be depends on the load."""
+    predicted, gains = found.predicted, found.scores.slo_gain[0].tolist()
+    candidates = zip(predicted.computing.tolist(), predicted.decode.tolist(), predicted.prompt.split_at, strict=True)
+    return {(i, j): gain for (i, j, split_at), gain in zip(candidates, gains, strict=True) if not split_at}
 
 
 def _computed_by(found: Candidates) -> int:

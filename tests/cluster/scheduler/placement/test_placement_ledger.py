@@ -54,6 +54,27 @@ def test_an_overdue_prompt_delays_those_behind_from_now_on() -> None:
     assert book(ledger, "b", 5.0).computed_at == 6.0
 
 
+def test_a_prompt_in_two_parts_takes_its_time_on_each_worker() -> None:
+    ledger = ledger_of("p1", "d1")
+    booking = book(ledger, "a", 1.0, prefill_s=2.0, rest_tokens=400, rest_s=1.0)
+    assert (_drained_at(ledger, "p1"), _drained_at(ledger, "d1")) == (3.0, 2.0)
+    assert ledger.table.slots[Slot.FIRST_AT, ledger.table.row("d1"), booking.slot] == 4.0
+    ledger.part_computed("a", 2.5)
+    assert (ledger.queue("p1"), ledger.queue("d1")) == ([], ["a"])
+    assert (_drained_at(ledger, "p1"), _drained_at(ledger, "d1")) == (2.5, 3.5)
+    ledger.part_computed("a", 2.6)  # told twice
+    ledger.first_token("a", 3.0)
+    assert ledger.queue("d1") == [] and _drained_at(ledger, "d1") == 3.0
+
+
+def test_a_first_token_says_that_both_parts_are_computed() -> None:
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "a", 0.0, rest_tokens=400, rest_s=1.0)
+    ledger.first_token("a", 1.5)
+    assert ledger.queue("p1") == ledger.queue("d1") == []
+    assert _drained_at(ledger, "p1") == _drained_at(ledger, "d1") == 1.5
+
+
 def test_a_cancelled_prompt_leaves_the_queue() -> None:
     ledger = ledger_of("p1", "d1")
     for request_id in "abc":
@@ -194,6 +215,7 @@ class LedgerRules(RuleBasedStateMachine):
         self.now = 0.0
         self.number = 1
         self.model: dict[str, tuple[str, str, bool]] = {}  # computing, decode, still in the queue
+        self.rests: dict[str, float] = {}  # seconds, of those whose first part is in the queue
 
     @rule(dt=st.floats(0.0, 3.0))
     def wait(self, dt: float) -> None:
@@ -204,17 +226,38 @@ class LedgerRules(RuleBasedStateMachine):
         prefill=st.sampled_from(["p1", "p2", None]),
         decode=st.sampled_from(["d1", "d2"]),
         prefill_s=st.floats(0.01, 3.0),
+        rest_s=st.sampled_from([0.0, 0.0, 0.5, 2.0]),
     )
-    def book(self, request_id: str, prefill: str | None, decode: str, prefill_s: float) -> None:
-        book(self.ledger, request_id, self.now, prefill=prefill, decode=decode, prefill_s=prefill_s)
+    def book(self, request_id: str, prefill: str | None, decode: str, prefill_s: float, rest_s: float) -> None:
+        rest_s = rest_s if prefill else 0.0
+        book(
+            self.ledger,
+            request_id,
+            self.now,
+            prefill=prefill,
+            decode=decode,
+            prefill_s=prefill_s,
+            rest_tokens=300 if rest_s else 0,
+            rest_s=rest_s,
+        )
         self.model.pop(request_id, None)
         self.model[request_id] = (prefill or decode, decode, True)
+        self.rests[request_id] = rest_s
+
+    @rule(request_id=st.sampled_from("abcdefghijkl"))
+    def part_computed(self, request_id: str) -> None:
+        self.ledger.part_computed(request_id, self.now)
+        if request_id in self.model and self.model[request_id][2] and self.rests[request_id]:
+            decode = self.model.pop(request_id)[1]
+            self.model[request_id] = (decode, decode, True)  # last in its queue
+            self.rests[request_id] = 0.0
 
     @rule(request_id=st.sampled_from("abcdefghijkl"))
     def first_token(self, request_id: str) -> None:
         self.ledger.first_token(request_id, self.now)
         if request_id in self.model:
             self.model[request_id] = (*self.model[request_id][:2], False)
+            self.rests[request_id] = 0.0
 
     @rule(request_id=st.sampled_from("abcdefghijkl"))
     def ended(self, request_id: str) -> None:
@@ -257,9 +300,12 @@ class LedgerRules(RuleBasedStateMachine):
         for worker in ("p1", "p2", "d1", "d2"):
             queued = [b for b in self.ledger.bookings() if self.model[b.query.request_id] == (worker, b.decode, True)]
             latest = max((b.computed_at for b in queued), default=None)
+            coming_s = sum(self.rests[r] for r, (_, d, is_queued) in self.model.items() if is_queued and d == worker)
             if latest is not None:
-                assert _drained_at(self.ledger, worker) == latest >= 0.0
-            work_s = sum(b.prefill_s for b in queued)
+                assert _drained_at(self.ledger, worker) >= latest + coming_s - 1e-9 >= 0.0 - 1e-9
+            if latest is not None and not coming_s:
+                assert _drained_at(self.ledger, worker) == latest
+            work_s = sum(b.prefill_s for b in queued) + coming_s
             assert _drained_at(self.ledger, worker) <= self.now + work_s + 6.0  # at most 5000 unknown tokens
 
 

@@ -196,7 +196,7 @@ class DecodeNode:
         assert not lease.released
         assert not any(running.copy.lease_id == admit.lease_id for running in self.copies)
         for layer in range(self.num_layers):
-            stands = self.read(lease.blocks, layer, 0, request.num_tokens)
+            stands = self.read(lease.blocks, layer, 0, request.num_handed_tokens)
             assert stands == layer_kv(request, layer), f"{request.request_id} is decoded on KV that is not its own"
 
     def _retire(self, request_id: str) -> None:

@@ -27,16 +27,17 @@ def kv_of(request: RequestSpec, layer: int, token: int) -> bytes:
 
 
 def layer_kv(request: RequestSpec, layer: int) -> bytes:
-    return b"".join(kv_of(request, layer, token) for token in range(request.num_tokens))
+    return b"".join(kv_of(request, layer, token) for token in range(request.num_handed_tokens))
 
 
 def request_spec(request_id: str, attempt: int, num_prompt: int) -> RequestSpec:
-    """Every other attempt goes on after one more token, which the one before it had emitted."""
+    """Every other attempt goes on after one more token, which the one before it had emitted; every fourth is split."""
     return RequestSpec(
         request_id=request_id,
         attempt=attempt,
         prompt_token_ids=list(range(num_prompt)),
         output_token_ids=[7] * ((attempt - 1) // 2),
+        split_at=num_prompt // 2 if attempt % 4 == 0 else 0,
         params=SAMPLING,
     )
 

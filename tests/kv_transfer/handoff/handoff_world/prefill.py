@@ -71,7 +71,9 @@ class PrefillNode:
             self.sender.keep(key)
             return
         self.do(
-            self.sender.begin(ticket, num_layers=self.num_layers, num_tokens=request.num_tokens, now=self.world.now)
+            self.sender.begin(
+                ticket, num_layers=self.num_layers, num_tokens=request.num_handed_tokens, now=self.world.now
+            )
         )
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -85,18 +87,19 @@ class PrefillNode:
         assert deadline is None or deadline > self.world.now, "tick left something overdue"
 
     def compute(self, key: Key) -> None:
-        """One layer of the next chunk; after the last of all, the first token."""
+        """One layer of the next chunk; after the last of all, the first token, unless decode computes more."""
         source, now = self.sources[key], self.world.now
         request, layer, start = source.request, source.next_layer, source.num_computed
-        stop = min(start + self.chunk_tokens, request.num_tokens)
+        stop = min(start + self.chunk_tokens, request.num_handed_tokens)
         for token in range(start, stop):
             source.kv[layer, token] = kv_of(request, layer, token)
         source.next_layer += 1
         if source.next_layer == self.num_layers:
             source.next_layer, source.num_computed = 0, stop
         self.do(self.sender.on_layer_ready(key, layer, start, stop - start, now))
-        if source.num_computed == request.num_tokens:
-            self.do(self.sender.on_first_token(key, 7, len(request.output_token_ids), now))
+        if source.num_computed == request.num_handed_tokens:
+            first_token = None if request.is_split else (7, len(request.output_token_ids))
+            self.do(self.sender.on_computed(key, first_token, now))
 
     def find_prefix(self, key: Key, num_tokens: int) -> None:
         """The first tokens were computed before, and go out before anything else is."""
@@ -126,7 +129,7 @@ class PrefillNode:
         uncomputed = [
             key
             for key, source in self.sources.items()
-            if self.sender.state(key) in LIVE and source.num_computed < source.request.num_tokens
+            if self.sender.state(key) in LIVE and source.num_computed < source.request.num_handed_tokens
         ]
         slabs = [partial(self.send_slab, index) for index in range(len(self.slabs))]
         return [*slabs, *(partial(self.compute, key) for key in uncomputed)]

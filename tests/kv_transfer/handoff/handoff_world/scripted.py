@@ -129,7 +129,7 @@ class ScriptedSender:
         return self.machine.on_slab_sent(KEY, layer, start, digest_of(layer, start), self.now)
 
     def first_token(self) -> list[Action]:
-        return self.machine.on_first_token(KEY, 9, 0, self.now)
+        return self.machine.on_computed(KEY, (9, 0), self.now)
 
     def hear(self, message: Verified | Rejected | Ping, peer: str = DECODE) -> list[Action]:
         return self.machine.on_message(peer, message)
