@@ -103,7 +103,8 @@ class LocalPrefill:
 
     def fill(self, room: StepRoom, ring_left: int, num_places: int) -> Chunks:
         """The chunks of the next step, oldest first; those in host memory only while their columns fit what decodes
-        leave of the staging ring. At most `num_places` of those that wait get blocks, as far as there is room."""
+        leave of the staging ring. At most `num_places` of those that wait get blocks, as far as there is room; who
+        shares no step gets its chunks by `chunk_alone`, from the next step on."""
         chunks = Chunks(ring_left=ring_left)
         for seq in self._unplanned:
             self._add(seq, room, chunks)
@@ -117,7 +118,8 @@ class LocalPrefill:
             assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
             self._computing.append(self._waiting.popleft())
             chunks.started.append((seq, copies))
-            self._add(seq, room, chunks)
+            if not seq.num_alone:
+                self._add(seq, room, chunks)
         return chunks
 
     def chunk_alone(self, seq: Sequence, room: StepRoom, ring_left: int) -> list[ScheduledSequence]:

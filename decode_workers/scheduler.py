@@ -314,6 +314,8 @@ class DecodeScheduler:
                 others = [other for other in self._running if not other.num_alone]
                 room = self._room(self._running, others, self._token_budget, now)  # they are to decode right after it
                 items = self._local.chunk_alone(seq, room, selection.ring_left)
+                if items:
+                    self._pacer.note_prefill(wanted=self._local.oldest is not None, computed=False)
             plan = StepPlan(tuple(items), tuple(selection.copies))
             if plan.items or plan.copies:
                 self._begin_step(plan, selection.moving, now)
@@ -327,9 +329,10 @@ class DecodeScheduler:
         items = [ScheduledSequence(seq, 1) for seq in selection.ready]
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
+        is_wanted = oldest is not None or bool(self._local.suspects)
         if oldest is not None:
             items += self._prompts(running, selection, now)
-        self._pacer.note_prefill(wanted=oldest is not None, computed=any(item.seq is oldest for item in items))
+        self._pacer.note_prefill(wanted=is_wanted, computed=any(item.seq is oldest for item in items))
         plan = StepPlan(tuple(items), tuple(selection.copies))
         if plan.items or plan.copies:
             self._begin_step(plan, selection.moving, None if self._in_flight else now)

@@ -238,6 +238,30 @@ def test_a_prompt_gets_a_chunk_now_and_then_however_little_time_there_is() -> No
     assert min(chunk for chunk in dear.compute(seq(150))[:-1] if chunk) > 30, "what it pays for is used"
 
 
+@pytest.mark.parametrize("has_company", [False, True], ids=["alone", "beside another prompt"])
+def test_so_does_a_prompt_that_shares_no_step(has_company: bool) -> None:
+    """It may be what makes workers fail: its steps are nobody else's from the first chunk on."""
+    bench = Bench()
+    bench.decode(*(seq(50, gap_s=0.0485) for _ in range(32)))
+    suspect = seq(150)
+    suspect.num_alone = 2
+    prompts = [suspect, seq(150)] if has_company else [suspect]
+    for prompt in prompts:
+        bench.scheduler.add(prompt)
+    chunks: list[list[int]] = [[] for _ in prompts]
+    while not all(prompt.output_token_ids for prompt in prompts):
+        plan = bench.step()
+        assert len(plan.items) == 1 or not any(item.seq.num_alone for item in plan.items), "its step is shared"
+        for prompt, of_prompt in zip(prompts, chunks, strict=True):
+            if not prompt.output_token_ids:
+                of_prompt.append(chunk_of(plan, prompt))
+                waits = [
+                    len(list(group)) for is_idle, group in itertools.groupby(of_prompt, lambda c: not c) if is_idle
+                ]
+                assert max(waits, default=0) <= MAX_STEPS_WITHOUT_PREFILL + 2, "it starves"  # others may be first
+    assert max(map(len, chunks)) > 2 * MAX_STEPS_WITHOUT_PREFILL, "there was time for more"
+
+
 def test_with_and_without_layerkv_steps_are_the_same() -> None:
     def story(layerkv: bool) -> list[int]:
         bench = Bench(layerkv=layerkv)

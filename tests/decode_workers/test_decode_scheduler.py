@@ -13,6 +13,7 @@ from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, SequenceKey, StepPlan, finish_reason
+from kv_transfer.worker.sequences import NUM_ALONE
 from tests.support.ghost_runner import GhostRunner, next_token
 from tests.support.thoroughness import examples
 
@@ -38,6 +39,7 @@ params = st.builds(
     st.sampled_from([(), (4, 5, 6)]),
     st.sampled_from([None, None, 0]),
 )
+num_alone = st.sampled_from([0, 0, NUM_ALONE])  # of a request that made a worker fail, perhaps
 some = st.integers(0, 2**16)
 
 
@@ -80,9 +82,15 @@ class DecodeMachine(RuleBasedStateMachine):
 
     # --- requests ---
 
-    @rule(prompt=prompts, params=params, prior=st.integers(0, 5), hands_over=st.sampled_from([False, False, True]))
-    def add(self, prompt: list[int], params: SamplingParams, prior: int, hands_over: bool) -> None:
-        seq = self._sequence(prompt, params, prior)
+    @rule(
+        prompt=prompts,
+        params=params,
+        prior=st.integers(0, 5),
+        hands_over=st.sampled_from([False, False, True]),
+        num_alone=num_alone,
+    )
+    def add(self, prompt: list[int], params: SamplingParams, prior: int, hands_over: bool, num_alone: int) -> None:
+        seq = self._sequence(prompt, params, prior, num_alone)
         self.scheduler.add(seq, hands_over=hands_over)
         self._tell(seq)
         self.stories[seq.key].hands_over = hands_over
@@ -101,9 +109,9 @@ class DecodeMachine(RuleBasedStateMachine):
         self._check_lingering(between_steps=False)
         self.scheduler.release(SequenceKey("never heard of", 0))
 
-    @rule(prompt=prompts, params=params, prior=st.integers(0, 5))
-    def reserve(self, prompt: list[int], params: SamplingParams, prior: int) -> None:
-        seq = self._sequence(prompt, params, prior)
+    @rule(prompt=prompts, params=params, prior=st.integers(0, 5), num_alone=num_alone)
+    def reserve(self, prompt: list[int], params: SamplingParams, prior: int, num_alone: int) -> None:
+        seq = self._sequence(prompt, params, prior, num_alone)
         if self.scheduler.can_reserve(seq.num_tokens):
             self.scheduler.reserve(seq)
             self._tell(seq)
@@ -263,11 +271,15 @@ class DecodeMachine(RuleBasedStateMachine):
     def _pick(stories: list[Story], which: int) -> Story:
         return stories[which % len(stories)]
 
-    def _sequence(self, prompt: list[int], params: SamplingParams, num_prior: int) -> Sequence:
+    def _sequence(self, prompt: list[int], params: SamplingParams, num_prior: int, num_alone: int = 0) -> Sequence:
         """A new request's, of which an earlier attempt may have brought some tokens."""
         self.num_requests += 1
         seq = Sequence(
-            request_id=f"r{self.num_requests}", attempt=min(num_prior, 1), params=params, prompt_token_ids=prompt
+            request_id=f"r{self.num_requests}",
+            attempt=min(num_prior, 1),
+            params=params,
+            prompt_token_ids=prompt,
+            num_alone=num_alone,
         )
         return self._grown(seq, num_prior)
 
