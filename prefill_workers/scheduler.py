@@ -53,6 +53,8 @@ class PrefillScheduler:
 
     `host_groups(seq)`: which layer groups of a prompt may rest in host memory when the device lacks blocks for all;
     none where a step can stage no columns of them.
+    `longest`: prompt in tokens; for one of these there is always room beside those kept without a reservation. Else it
+    could wait for their blocks, and they for those that decode holds for it.
     `cost()`: what nearly all steps stay below, by which prompts share one; None: they do as far as the token budget
     goes.
     """
@@ -63,6 +65,7 @@ class PrefillScheduler:
         *,
         token_budget: int,
         max_waiting: int,
+        longest: int = 0,
         staging_columns: int = 0,
         host_groups: Callable[[Sequence], frozenset[int]] = _device_only,
         cost: Callable[[], StepCost | None] = lambda: None,
@@ -70,6 +73,7 @@ class PrefillScheduler:
         self._allocator = allocator
         self._token_budget = token_budget
         self._max_waiting = max_waiting
+        self._longest = longest
         self._staging_columns = staging_columns
         self._host_groups = host_groups
         self._cost = cost
@@ -239,7 +243,7 @@ class PrefillScheduler:
         """Whether it may be computed before decode has room for it, and be kept here until then."""
         kept = sum(e.seq.num_tokens for e in self._entries.values() if not e.is_reserved and e.seq.lease is not None)
         pool = self._allocator.pool.num_blocks // self._allocator.layer_groups * self._allocator.block_size
-        return kept + seq.num_tokens <= KEPT_SHARE * pool
+        return kept + seq.num_tokens <= min(KEPT_SHARE * pool, pool - self._longest)
 
     def _open(self, seq: Sequence, columns_left: int) -> tuple[BlockCopy, ...] | None:
         """Blocks on the device, else split over both tiers; None and nothing taken if there are too few."""

@@ -61,6 +61,7 @@ class PrefillWorker(Worker):
             self.allocator,
             token_budget=config.chunk_tokens,
             max_waiting=config.max_waiting,
+            longest=self.model.max_model_len,
             staging_columns=self.model.staging_columns,
             host_groups=in_host,
             cost=lambda: self.steps.costs.cautious_cost(),

@@ -672,6 +672,7 @@ class SimulatedPrefill(SimulatedWorker):
             self.allocator,
             token_budget=shape.token_budget,
             max_waiting=shape.max_waiting,
+            longest=self.info.max_model_len,
             cost=lambda: self._cautious_cost,
         )
 

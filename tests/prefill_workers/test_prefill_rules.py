@@ -24,6 +24,7 @@ class Bench:
         staging_columns: int = 0,
         rate: float = 100.0,
         cost: StepCost | None = None,
+        longest: int = 0,
     ) -> None:
         self.pool = BlockPool(columns * layer_groups)
         host_pool = BlockPool(host_columns * layer_groups) if host_columns else None
@@ -33,6 +34,7 @@ class Bench:
             allocator,
             token_budget=token_budget,
             max_waiting=8,
+            longest=longest,
             staging_columns=staging_columns,
             host_groups=host_rule(allocator, staging_columns, rate),
             cost=lambda: cost,
@@ -232,3 +234,15 @@ def test_prompts_without_a_reservation_are_computed_as_far_as_half_of_the_pool_g
     bench.scheduler.release(second.key)
     bench.scheduler.add(prompt_of("e", [4] * (half + 1)), is_reserved=False)
     assert bench.step() == ([], []), "it is too long to be kept"
+
+
+def test_what_is_kept_leaves_room_for_the_longest_prompt_that_decode_holds_blocks_for() -> None:
+    """Or these would wait for the kept ones' blocks, and those for the room that decode holds for these."""
+    bench = Bench(columns=40, longest=25 * BLOCK_SIZE)
+    for name in "ab":
+        bench.scheduler.add(prompt_of(name, [ord(name)] * (9 * BLOCK_SIZE)), is_reserved=False)
+    bench.scheduler.add(prompt_of("long", [3] * (25 * BLOCK_SIZE)))
+    order = []
+    while (step := bench.step())[0]:
+        order += step[1]
+    assert order == ["a", "long"]

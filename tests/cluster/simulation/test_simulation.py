@@ -319,7 +319,14 @@ def test_a_reservation_waits_for_room_and_is_refused_in_the_end() -> None:
 def test_memory_that_is_lacking_does_not_hold_up_prompts(reserves_late: bool) -> None:
     """The pool holds one of the prompts: the second is computed meanwhile, and its second token waits for room."""
     decode = replace(SHAPE, kv_tokens=3200)
-    config = replace(CONFIG, num_prefill=1, num_decode=1, decode=decode, reserves_late=reserves_late)
+    config = replace(
+        CONFIG,
+        num_prefill=1,
+        num_decode=1,
+        prefill=replace(SHAPE, max_model_len=4096),
+        decode=decode,
+        reserves_late=reserves_late,
+    )
     requests = [one(2500, 300), one(2500, 3, "r1")]
     first, second = simulate(config, requests, QueueLengthRouter()).records
     assert first.end_s is not None
